@@ -1,0 +1,71 @@
+"""The attention interface: what a model needs of a backend, and nothing of how it is done.
+
+A backend owns the paged KV cache. Once a step, :meth:`Attention.begin` gives it the step's layout;
+then each layer calls :meth:`Attention.rope_and_write` and :meth:`Attention.attend`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import attrs
+import torch
+
+__all__ = ["Attention", "CacheShape", "StepLayout"]
+
+
+@attrs.frozen(kw_only=True)
+class CacheShape:
+    """The paged KV cache: two tensors a layer, of ``num_pages`` pages of ``page_size`` tokens."""
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page over all layers, keys and values."""
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return per_token * self.page_size
+
+
+@attrs.frozen(kw_only=True)
+class StepLayout:
+    """The rows of one step. T tokens stand row after row; rows of one token come first.
+
+    Row i's queries are tokens ``query_start[i]:query_start[i+1]``, at positions
+    ``context_lens[i] - (query_start[i+1] - query_start[i])`` up to ``context_lens[i] - 1`` of their
+    sequence; its keys are all positions below ``context_lens[i]`` (causally), found through the page
+    ids ``block_tables[i]`` (entries past the last page used are undefined).
+    """
+
+    positions: torch.Tensor  # [T] int64, on the device
+    query_start: list[int]  # R + 1 numbers, the first 0, the last T
+    context_lens: list[int]  # R numbers
+    block_tables: torch.Tensor  # [R, max pages] int32, on the device
+    num_decode_rows: int
+    """The first so many rows have exactly one token each."""
+
+
+class Attention(Protocol):
+    """Paged attention over one model's cache. Every method works on the current device stream."""
+
+    def begin(self, layout: StepLayout) -> None:
+        """Prepare for the layers of one step (masks, gather indices, kernel parameters)."""
+
+    def rope_and_write(
+        self,
+        layer: int,
+        q: torch.Tensor,  # [T, num_heads, head_dim]
+        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        cos_sin: torch.Tensor | None,  # [max positions, head_dim] float32: cos half, sin half
+    ) -> torch.Tensor:
+        """Rotate q and k (unless ``cos_sin`` is None), write k and v to their pages, return q."""
+
+    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Causal attention of every row's queries over its own keys; [T, num_heads, head_dim]."""

@@ -1,0 +1,41 @@
+"""Runs async tests under trio, each with a time limit, so that a hang is a failure with a trace."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+TEST_TIMEOUT = 60.0
+
+
+@pytest.fixture
+def autojump_clock() -> trio.testing.MockClock:
+    """Virtual time that jumps ahead whenever every task waits."""
+    return trio.testing.MockClock(autojump_threshold=0)
+
+
+def _run_under_trio(function: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        clocks = [value for value in kwargs.values() if isinstance(value, trio.abc.Clock)]
+
+        async def main() -> None:
+            # A virtual clock jumps past any deadline, so only real time is limited.
+            with trio.fail_after(TEST_TIMEOUT) if not clocks else trio.CancelScope():
+                await function(*args, **kwargs)
+
+        trio.run(main, clock=clocks[0] if clocks else None)
+
+    return wrapper
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = _run_under_trio(item.obj)

@@ -1,0 +1,97 @@
+"""trioserve: a server for large language models, built on trio's structured concurrency.
+
+The public names are loaded when they are first used (PEP 562), so that a worker process, which
+imports ``trioserve.wire``, never loads trio.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trioserve.config import EngineConfig, ServerConfig
+    from trioserve.engine import Completion, Engine, GenerationStream, open_engine
+    from trioserve.errors import (
+        DeadlineExceeded,
+        Draining,
+        EngineError,
+        InvalidRequest,
+        ModelLoadError,
+        QueueFull,
+        RequestAborted,
+        SlowReader,
+        TrioserveError,
+    )
+    from trioserve.offline import LLM
+    from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
+    from trioserve.sampling import SamplingParams
+    from trioserve.serving import serve
+    from trioserve.stream import Chunk, TokenLogprob
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "EngineConfig": "config",
+    "ServerConfig": "config",
+    "Completion": "engine",
+    "Engine": "engine",
+    "GenerationStream": "engine",
+    "open_engine": "engine",
+    "DeadlineExceeded": "errors",
+    "Draining": "errors",
+    "EngineError": "errors",
+    "InvalidRequest": "errors",
+    "ModelLoadError": "errors",
+    "QueueFull": "errors",
+    "RequestAborted": "errors",
+    "SlowReader": "errors",
+    "TrioserveError": "errors",
+    "LLM": "offline",
+    "ChatPrompt": "request",
+    "TextPrompt": "request",
+    "TokensPrompt": "request",
+    "SamplingParams": "sampling",
+    "serve": "serving",
+    "Chunk": "stream",
+    "TokenLogprob": "stream",
+}
+
+__all__ = [
+    "LLM",
+    "ChatPrompt",
+    "Chunk",
+    "Completion",
+    "DeadlineExceeded",
+    "Draining",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "GenerationStream",
+    "InvalidRequest",
+    "ModelLoadError",
+    "QueueFull",
+    "RequestAborted",
+    "SamplingParams",
+    "ServerConfig",
+    "SlowReader",
+    "TextPrompt",
+    "TokenLogprob",
+    "TokensPrompt",
+    "TrioserveError",
+    "__version__",
+    "open_engine",
+    "serve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'trioserve' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"trioserve.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

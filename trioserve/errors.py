@@ -1,0 +1,81 @@
+"""Every exception that trioserve raises on purpose, and what each one means to a caller.
+
+The HTTP status of each is decided in one place, :mod:`trioserve.http.errors`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ContextTooLong",
+    "DeadlineExceeded",
+    "Draining",
+    "EngineError",
+    "InvalidRequest",
+    "ModelLoadError",
+    "QueueFull",
+    "RequestAborted",
+    "SlowReader",
+    "TrioserveError",
+    "WorkerLost",
+]
+
+
+class TrioserveError(Exception):
+    """The base of every error that trioserve raises on purpose."""
+
+
+class InvalidRequest(TrioserveError, ValueError):
+    """A request that can never be served as it stands.
+
+    Attributes:
+        param: the name of the offending field, as the client wrote it, or None.
+        code: a short machine-readable word such as ``"context_length_exceeded"``, or None.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt and the tokens asked for fit neither the model's length nor the page pool."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class ModelLoadError(TrioserveError):
+    """The model can't be found, read or understood; the message is one line and says what to do."""
+
+
+class QueueFull(TrioserveError):
+    """The waiting queue is at its bound; ``retry_after`` is a hint in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Draining(TrioserveError):
+    """The engine is shutting down and admits nothing new."""
+
+
+class DeadlineExceeded(TrioserveError):
+    """The request's own ``timeout`` ran out."""
+
+
+class RequestAborted(TrioserveError):
+    """The request was ended by somebody other than its caller (an administrator, a shutdown)."""
+
+
+class SlowReader(TrioserveError):
+    """The reader of a stream fell behind by more than the bytes allowed, and was aborted."""
+
+
+class EngineError(TrioserveError):
+    """The engine itself failed. The cause, where there is one, is ``__cause__``."""
+
+
+class WorkerLost(TrioserveError):
+    """A worker process died, hung or spoke nonsense; the supervisor decides what follows."""

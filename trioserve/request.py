@@ -1,0 +1,224 @@
+"""Requests and sequences: who is alive, in which state, and what ended it.
+
+A :class:`Request` is what a caller asked for; it owns one or more :class:`Sequence` objects, which
+are what the scheduler computes. A sequence has two lifetimes. Its *compute* lifetime is the state
+below, and only the scheduler and the tokenizer move it. Its *delivery* lifetime ends when the
+detokenizer has issued the final chunk (``delivered``), which may come before the compute lifetime
+ends (a stop string was found in text that the scheduler knows nothing of) or after it.
+
+========== ===================================================================================
+state      meaning
+========== ===================================================================================
+created    the request exists, nothing has looked at it
+tokenizing the tokenizer has it
+waiting    admitted: in the scheduler's queue, holds no slot (also after a preemption)
+prefill    holds a slot; some of its known tokens have not been given to a plan
+decode     holds a slot; every known token has been given to a plan
+preempted  its slot is being closed; plans in flight still name it
+finished   no plan to come will name it; plans in flight may
+========== ===================================================================================
+
+No other module keeps a list of who is alive: they ask the state, and :data:`TRANSITIONS` is the
+only place that says which changes exist.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.stream import Stream, TokenLogprob
+
+__all__ = [
+    "TRANSITIONS",
+    "ChatPrompt",
+    "Finish",
+    "FinishReason",
+    "Prompt",
+    "Request",
+    "Sequence",
+    "SequenceOutput",
+    "State",
+    "TextPrompt",
+    "Times",
+    "TokensPrompt",
+]
+
+
+class State(enum.Enum):
+    """Where a sequence is in its compute lifetime; the module's text says what each means."""
+
+    CREATED = "created"
+    TOKENIZING = "tokenizing"
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.CREATED: frozenset({State.TOKENIZING, State.WAITING, State.FINISHED}),
+    State.TOKENIZING: frozenset({State.WAITING, State.FINISHED}),
+    State.WAITING: frozenset({State.PREFILL, State.FINISHED}),
+    State.PREFILL: frozenset({State.DECODE, State.PREEMPTED, State.FINISHED}),
+    State.DECODE: frozenset({State.PREEMPTED, State.FINISHED}),
+    State.PREEMPTED: frozenset({State.WAITING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended, in the words that clients see."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@attrs.frozen
+class Finish:
+    """How a sequence ended.
+
+    ``stop_reason`` is the stop id or stop string, None for the model's own end of sequence.
+    ``error`` is what the caller's stream raises; only ``abort`` and ``error`` may have one.
+    """
+
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+
+
+@attrs.frozen
+class TextPrompt:
+    """Text to be continued."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@attrs.frozen
+class TokensPrompt:
+    """Token ids to be continued."""
+
+    token_ids: tuple[int, ...]
+
+
+@attrs.frozen(kw_only=True)
+class ChatPrompt:
+    """A conversation, rendered by the model's chat template.
+
+    ``messages`` are the OpenAI API's: maps with ``role`` and ``content`` (a string, or a list of text
+    parts). ``template_arguments`` are handed to the template as they are.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_arguments: dict[str, Any] = attrs.field(factory=dict)
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
+
+@attrs.define
+class Times:
+    """When things happened to a request, in seconds on trio's clock; None for not yet."""
+
+    arrived: float
+    queued: float | None = None
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+
+
+@attrs.define(eq=False, kw_only=True)
+class Request:
+    """What a caller asked for. It lives as long as the scope that asked.
+
+    The tokenizer sets ``prompt_ids``; the scheduler sets ``admitted`` (with ``rejection`` when it
+    refuses). Reading a request's progress needs no lock: everything happens on trio's thread.
+    """
+
+    id: str
+    prompt: Prompt
+    params: SamplingParams
+    stream: Stream
+    times: Times
+    priority: int = 0
+    """Smaller runs sooner under the priority policy."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with those of the same salt."""
+    prompt_ids: list[int] = attrs.field(factory=list)
+    sequences: list[Sequence] = attrs.field(factory=list)
+    admitted: trio.Event = attrs.field(factory=trio.Event)
+    rejection: Exception | None = None
+    num_cached_tokens: int = 0
+    """Tokens of the prompt whose KV was found in the prefix cache when it first ran."""
+
+    def admit(self) -> None:
+        """Let the caller go on: the request is in the queue."""
+        self.admitted.set()
+
+    def reject(self, error: Exception) -> None:
+        """Let the caller go on, into ``error``; every sequence is finished. Idempotent."""
+        if self.admitted.is_set():
+            return
+        self.rejection = error
+        for sequence in self.sequences:
+            if sequence.state is not State.FINISHED:
+                sequence.finish = Finish(FinishReason.ERROR, error=error)
+                sequence.move_to(State.FINISHED)
+        self.admitted.set()
+
+
+@attrs.define(eq=False, kw_only=True)
+class Sequence:
+    """One continuation of a request's prompt.
+
+    ``output_ids`` are the tokens that the scheduler has accepted, in order; it never shrinks. What
+    has been delivered is a prefix of it. ``max_tokens`` and ``sampler`` are resolved (defaults,
+    model length) before the scheduler sees the sequence.
+    """
+
+    request: Request
+    index: int = 0
+    sampler: SamplerParams
+    max_tokens: int = 0
+    output_ids: list[int] = attrs.field(factory=list)
+    state: State = State.CREATED
+    finish: Finish | None = None
+    delivered: bool = False
+    compute: Any = None
+    """The scheduler's own record (slot, pages) while it holds one."""
+    delivery: Any = None
+    """The detokenizer's own record (decoder, stop matcher) while it holds one."""
+
+    def move_to(self, state: State) -> None:
+        """Change the state. A change that :data:`TRANSITIONS` doesn't list is a bug and asserts."""
+        assert state in TRANSITIONS[self.state], f"{self.request.id}: {self.state} to {state}"
+        self.state = state
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+
+@attrs.frozen
+class SequenceOutput:
+    """Scheduler to detokenizer: what one step added to one sequence, and whether that was all.
+
+    ``logprobs`` is parallel to ``token_ids`` or None; its texts are still empty.
+    """
+
+    sequence: Sequence
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: Finish | None = None

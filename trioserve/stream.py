@@ -1,0 +1,199 @@
+"""The stream of one request: a producer that never blocks, a reader that may be slow, bytes bounded.
+
+The producer (the detokenizer) pushes chunks; the reader takes everything that has come since it
+last looked, merged into one chunk per sequence. So a reader that keeps up sees every step, and one
+that lags sees fewer, larger chunks. What waits unread is counted in bytes, per stream and for all
+streams of an engine together (:class:`StreamBudget`); past either bound ``push`` says so and the
+producer ends the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+import trio
+
+from trioserve.errors import SlowReader
+
+__all__ = ["Chunk", "Stream", "StreamBudget", "TokenLogprob"]
+
+_CHUNK_OVERHEAD_BYTES = 64
+_TOKEN_BYTES = 8
+_LOGPROB_BYTES = 48
+
+
+@attrs.frozen
+class TokenLogprob:
+    """One token's natural log-probability, with the most probable alternatives.
+
+    ``top`` holds (token id, log-probability, text) triples, most probable first.
+    """
+
+    token_id: int
+    logprob: float
+    text: str
+    top: tuple[tuple[int, float, str], ...] = ()
+
+
+@attrs.frozen
+class Chunk:
+    """A piece of one sequence's output. Exactly one chunk of a sequence has a finish reason."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: str | None = None
+    """``stop``, ``length`` or ``abort`` on the last chunk, else None."""
+    stop_reason: int | str | None = None
+    """The stop id or stop string that ended it, None for the model's own end of sequence."""
+
+    @property
+    def size(self) -> int:
+        """Roughly the bytes that this chunk holds while it waits."""
+        logprobs = self.logprobs or ()
+        entries = sum(1 + len(entry.top) for entry in logprobs)
+        return (
+            _CHUNK_OVERHEAD_BYTES
+            + len(self.text.encode("utf-8", "surrogatepass"))
+            + _TOKEN_BYTES * len(self.token_ids)
+            + _LOGPROB_BYTES * entries
+        )
+
+
+def merge(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Consecutive chunks of the same sequence joined into one, order kept."""
+    merged: list[Chunk] = []
+    run: list[Chunk] = []
+    for chunk in chunks:
+        if run and run[0].index != chunk.index:
+            merged.append(_join(run))
+            run = []
+        run.append(chunk)
+    if run:
+        merged.append(_join(run))
+    return merged
+
+
+def _join(run: list[Chunk]) -> Chunk:
+    if len(run) == 1:
+        return run[0]
+    last = run[-1]
+    with_logprobs = any(chunk.logprobs is not None for chunk in run)
+    return Chunk(
+        text="".join(chunk.text for chunk in run),
+        token_ids=tuple(token for chunk in run for token in chunk.token_ids),
+        index=last.index,
+        logprobs=tuple(entry for chunk in run for entry in chunk.logprobs or ())
+        if with_logprobs
+        else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+
+
+@attrs.define(eq=False)
+class StreamBudget:
+    """Bytes of output that wait unread, for one stream at most and for all of an engine's together."""
+
+    per_stream: int
+    total: int
+    waiting: int = 0
+
+
+@attrs.define(eq=False)
+class Stream:
+    """What lies between the detokenizer and one reader. One task reads; push and close don't block."""
+
+    budget: StreamBudget
+    _pending: list[Chunk] = attrs.field(factory=list, init=False)
+    _pending_bytes: int = attrs.field(default=0, init=False)
+    _closed: bool = attrs.field(default=False, init=False)
+    _error: BaseException | None = attrs.field(default=None, init=False)
+    _reader: trio.lowlevel.Task | None = attrs.field(default=None, init=False)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will be pushed."""
+        return self._closed
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that wait for the reader."""
+        return self._pending_bytes
+
+    def push(self, chunk: Chunk) -> None:
+        """Hand over a chunk without blocking. Does nothing on a closed stream.
+
+        Raises:
+            SlowReader: the bytes that wait, this chunk's included, are past the budget. The chunk
+                isn't taken; the caller is to end the request and close the stream with the error.
+        """
+        if self._closed:
+            return
+        size = chunk.size
+        if self._pending_bytes + size > self.budget.per_stream:
+            raise SlowReader(
+                f"the reader left {self._pending_bytes} bytes unread; "
+                f"max_stream_bytes is {self.budget.per_stream}"
+            )
+        if self.budget.waiting + size > self.budget.total:
+            raise SlowReader(
+                f"slow readers together left {self.budget.waiting} bytes unread; "
+                f"max_total_stream_bytes is {self.budget.total}"
+            )
+        self._pending.append(chunk)
+        self._pending_bytes += size
+        self.budget.waiting += size
+        self._wake()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Say that nothing follows: what waits is still read, then ``error`` or the end. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._error = error
+        self._wake()
+
+    def discard(self) -> None:
+        """The reader is gone: drop what waits and close. Idempotent."""
+        self._drop_pending()
+        self.close()
+
+    async def take(self) -> list[Chunk]:
+        """Everything pushed since the last call, merged; waits for at least one chunk.
+
+        A checkpoint always happens. If cancelled, no chunk is lost.
+
+        Raises:
+            trio.EndOfChannel: the stream was closed and everything has been taken.
+            BaseException: whatever error the stream was closed with, once everything has been taken.
+        """
+        if not self._pending and not self._closed:
+            if self._reader is not None:
+                raise trio.BusyResourceError("another task is already reading this stream")
+            self._reader = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(self._stop_waiting)
+        else:
+            await trio.lowlevel.checkpoint()
+        if self._pending:
+            return merge(self._drop_pending())
+        if self._error is not None:
+            raise self._error
+        raise trio.EndOfChannel
+
+    def _stop_waiting(self, _: object) -> trio.lowlevel.Abort:
+        self._reader = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    def _drop_pending(self) -> list[Chunk]:
+        pending, self._pending = self._pending, []
+        self.budget.waiting -= self._pending_bytes
+        self._pending_bytes = 0
+        return pending
+
+    def _wake(self) -> None:
+        if self._reader is not None:
+            trio.lowlevel.reschedule(self._reader)
+            self._reader = None

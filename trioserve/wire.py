@@ -1,0 +1,293 @@
+"""Every message that crosses the boundary between the engine and a worker process.
+
+Messages are attrs classes encoded as MessagePack by msgspec, one tag byte in front. Bulk fields are
+*columns*: little-endian int32 or float32 numbers held as bytes, so that a step of 256 rows costs the
+envelope a few microseconds (:func:`ints`, :func:`floats` and their inverses).
+
+The conversation: the worker says :class:`Hello`; the engine checks it and answers :class:`Start`;
+the worker loads its model, saying :class:`Progress` as it goes, and then :class:`Ready` or a
+:class:`Failure`. From then on the engine sends :class:`Plan` messages and the worker answers each
+with a :class:`StepResult`, in order. :class:`Call` and :class:`Reply` are for the rare and slow.
+:class:`Quit` ends the worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import typing
+from collections.abc import Sequence
+
+import attrs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.sampling import SamplerParams
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Call",
+    "Failure",
+    "Hello",
+    "Message",
+    "OpenSlot",
+    "Plan",
+    "Progress",
+    "Quit",
+    "Ready",
+    "Reply",
+    "Reset",
+    "Start",
+    "StepResult",
+    "WireError",
+    "decode",
+    "encode",
+    "floats",
+    "from_floats",
+    "from_ints",
+    "ints",
+    "schema_hash",
+]
+
+PROTOCOL_VERSION = 1
+
+
+class WireError(Exception):
+    """Bytes that are no message of ours."""
+
+
+def from_ints(values: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+    """A column of int32 as bytes."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def ints(column: bytes) -> npt.NDArray[np.int32]:
+    """The read-only int32 view of a column."""
+    return np.frombuffer(column, dtype="<i4")
+
+
+def from_floats(values: Sequence[float] | npt.NDArray[np.float32]) -> bytes:
+    """A column of float32 as bytes."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def floats(column: bytes) -> npt.NDArray[np.float32]:
+    """The read-only float32 view of a column."""
+    return np.frombuffer(column, dtype="<f4")
+
+
+@attrs.frozen(kw_only=True)
+class Hello:
+    """Worker to engine, first: who is there. A stranger is refused by path, version or schema."""
+
+    protocol: int
+    schema: str
+    package: str
+    """The folder that the ``gpu`` package was imported from."""
+    pid: int
+
+
+@attrs.frozen(kw_only=True)
+class Start:
+    """Engine to worker: what to load and within which limits. None and 0 mean "choose"."""
+
+    model: str
+    """A folder or a GGUF file: already found, never a name to be looked up."""
+    device: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int
+    kv_cache_memory_bytes: int
+    gpu_memory_utilization: float
+    num_threads: int
+    logprobs_mode: str
+
+
+@attrs.frozen(kw_only=True)
+class Progress:
+    """Worker to engine while it loads: ``done`` of ``total`` units of ``stage``."""
+
+    stage: str
+    done: int
+    total: int
+
+
+@attrs.frozen(kw_only=True)
+class Ready:
+    """Worker to engine: the model is loaded and the page pool exists."""
+
+    model_checksum: str
+    device: str
+    device_name: str
+    dtype: str
+    num_pages: int
+    page_size: int
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@attrs.frozen(kw_only=True)
+class OpenSlot:
+    """A sequence enters the worker.
+
+    ``tokens`` is an int32 column: the prompt and whatever has been produced so far. The first
+    ``computed`` of them already have their KV in the first pages of ``pages`` (a prefix hit).
+    """
+
+    slot: int
+    generation: int
+    tokens: bytes
+    prompt_length: int
+    computed: int
+    pages: bytes
+    sampler: SamplerParams
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """One step's work, as changes to what the worker already knows.
+
+    A worker applies ``closed``, then ``opened``, then the pages, then computes the rows. Row i
+    computes the next ``row_counts[i]`` tokens of slot ``row_slots[i]``; when that reaches the end of
+    what the slot holds (its own last sampled token included), the row samples one more. Rows stand
+    in the order in which the worker may lay them out; each slot occurs at most once. ``page_slots``
+    and ``page_ids`` are parallel: page i is appended to the block table of slot i.
+    """
+
+    number: int
+    closed: bytes = b""
+    opened: list[OpenSlot] = attrs.field(factory=list)
+    page_slots: bytes = b""
+    page_ids: bytes = b""
+    row_slots: bytes = b""
+    row_counts: bytes = b""
+
+
+@attrs.frozen(kw_only=True)
+class StepResult:
+    """What a plan produced, in ragged columns.
+
+    Row i is slot ``slots[i]`` in generation ``generations[i]`` and gave the tokens
+    ``tokens[offsets[i]:offsets[i+1]]``: none for a chunk of a prompt or for a sequence that had
+    already stopped, one, or several under speculation. ``logprobs`` is parallel to ``tokens`` (NaN
+    where not asked for). The k-th token's most probable alternatives are
+    ``top_ids[top_offsets[k]:top_offsets[k+1]]``, most probable first, with ``top_logprobs`` beside
+    them; ``top_offsets`` is empty when no row of the plan asked for any.
+
+    Times are microseconds on the worker's clock: ``idle_us`` since the last step ended, ``step_us``
+    of this step.
+    """
+
+    number: int
+    slots: bytes
+    generations: bytes
+    offsets: bytes
+    tokens: bytes
+    logprobs: bytes = b""
+    top_offsets: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    step_us: int = 0
+    idle_us: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Reset:
+    """Engine to worker after a failure: forget every slot; plans count on from ``next_plan``."""
+
+    next_plan: int
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """Worker to engine: plan ``number`` (or, with 0, the start) failed.
+
+    The worker then refuses every plan until it is told to :class:`Reset`. ``slot`` is -1 unless one
+    slot is known to be to blame. ``fatal`` says that this worker can't go on at all.
+    """
+
+    number: int
+    message: str
+    slot: int = -1
+    fatal: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Call:
+    """Engine to worker: something rare and slow, by name; answered by a :class:`Reply`."""
+
+    number: int
+    name: str
+    arguments: bytes = b""
+    """MessagePack of whatever the call takes."""
+
+
+@attrs.frozen(kw_only=True)
+class Reply:
+    """Worker to engine: the answer to the call of the same number; ``error`` is empty on success."""
+
+    number: int
+    error: str = ""
+    result: bytes = b""
+
+
+@attrs.frozen(kw_only=True)
+class Quit:
+    """Engine to worker: finish and exit."""
+
+
+Message = (
+    Hello | Start | Progress | Ready | Plan | StepResult | Reset | Failure | Call | Reply | Quit
+)
+
+# The position in this tuple is the tag byte, so new messages go at the end.
+_CLASSES: tuple[type, ...] = (
+    Hello,
+    Start,
+    Progress,
+    Ready,
+    Plan,
+    StepResult,
+    Reset,
+    Failure,
+    Call,
+    Reply,
+    Quit,
+)
+_TAG_OF = {cls: bytes([tag]) for tag, cls in enumerate(_CLASSES)}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = tuple(msgspec.msgpack.Decoder(cls) for cls in _CLASSES)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message."""
+    return _TAG_OF[type(message)] + _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """The message that ``data`` holds.
+
+    Raises:
+        WireError: an unknown tag, or a body that doesn't fit its class.
+    """
+    if not data or data[0] >= len(_CLASSES):
+        raise WireError(f"unknown message tag in {data[:1]!r}")
+    try:
+        message = _DECODERS[data[0]].decode(memoryview(data)[1:])
+    except msgspec.MsgspecError as error:
+        raise WireError(f"damaged {_CLASSES[data[0]].__name__} message: {error}") from error
+    return typing.cast(Message, message)
+
+
+def schema_hash() -> str:
+    """A hash over every message's fields and types; two sides that differ must not talk."""
+    description = [
+        (cls.__name__, [(field.name, str(field.type)) for field in attrs.fields(cls)])
+        for cls in (*_CLASSES, OpenSlot, SamplerParams)
+    ]
+    return hashlib.sha256(repr(description).encode()).hexdigest()[:16]
