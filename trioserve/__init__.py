@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trioserve.config import EngineConfig, ServerConfig
-    from trioserve.engine import Completion, Engine, GenerationStream, open_engine
+    from trioserve.engine import Engine
     from trioserve.errors import (
         DeadlineExceeded,
         Draining,
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         SlowReader,
         TrioserveError,
     )
+    from trioserve.generation import Completion, GenerationStream, Usage
+    from trioserve.nursery import open_engine
     from trioserve.offline import LLM
     from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.sampling import SamplingParams
@@ -34,10 +36,10 @@ __version__ = "0.1.0"
 _HOME = {
     "EngineConfig": "config",
     "ServerConfig": "config",
-    "Completion": "engine",
+    "Completion": "generation",
     "Engine": "engine",
-    "GenerationStream": "engine",
-    "open_engine": "engine",
+    "GenerationStream": "generation",
+    "open_engine": "nursery",
     "DeadlineExceeded": "errors",
     "Draining": "errors",
     "EngineError": "errors",
@@ -55,6 +57,7 @@ _HOME = {
     "serve": "serving",
     "Chunk": "stream",
     "TokenLogprob": "stream",
+    "Usage": "generation",
 }
 
 __all__ = [
@@ -79,6 +82,7 @@ __all__ = [
     "TokenLogprob",
     "TokensPrompt",
     "TrioserveError",
+    "Usage",
     "__version__",
     "open_engine",
     "serve",

@@ -1,0 +1,323 @@
+"""The engine as its callers see it: generate, complete, statistics, drain.
+
+A request isn't a task: it belongs to the scope of the ``async with engine.generate(...)`` block, and
+leaving that block, for whatever reason, is its abort. The tasks behind it are
+:mod:`trioserve.nursery`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve import wire
+from trioserve.config import EngineConfig
+from trioserve.errors import DeadlineExceeded, Draining, EngineError, InvalidRequest, QueueFull
+from trioserve.generation import (
+    Completion,
+    GenerationStream,
+    PromptLike,
+    as_prompt,
+    completion_of,
+    sampling_params,
+)
+from trioserve.metrics import Metrics
+from trioserve.request import Finish, FinishReason, Prompt, Request, Sequence, Times, TokensPrompt
+from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.scheduler import Scheduler, SchedulerStatistics
+from trioserve.stream import Chunk, Stream, StreamBudget
+from trioserve.tokenizer import Tokenizer
+
+__all__ = ["Engine", "EngineStatistics"]
+
+
+@attrs.frozen
+class EngineStatistics:
+    """What an engine is doing at this moment.
+
+    ``num_tokenizing`` requests have entered but are not yet in the queue; ``num_streams`` scopes are
+    open; ``stream_bytes`` of output wait for slow readers.
+    """
+
+    scheduler: SchedulerStatistics
+    num_tokenizing: int
+    num_streams: int
+    stream_bytes: int
+    worker_restarts: int
+
+
+@attrs.define(eq=False, kw_only=True)
+class Engine:
+    """A running engine. Made by :func:`open_engine`; every method is for the same trio program."""
+
+    config: EngineConfig
+    model_name: str
+    tokenizer: Tokenizer
+    metrics: Metrics
+    ready: wire.Ready
+    """What the first worker said of itself: device, page pool, limits."""
+    generation_defaults: dict[str, Any]
+    _eos_token_ids: tuple[int, ...]
+    _scheduler: Scheduler
+    _to_tokenizer: trio.MemorySendChannel[Request]
+    _worker_restarts: Callable[[], int]
+    _stream_budget: StreamBudget
+    _seeds: random.Random
+    _open: set[Request] = attrs.field(factory=set)
+    """The requests whose caller's scope is open."""
+    _num_entering: int = 0
+    _draining: bool = False
+    _closed: EngineError | None = None
+    _idle: trio.Event = attrs.field(factory=trio.Event)
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the model's vocabulary."""
+        return self.ready.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and output together."""
+        return self.ready.max_model_len
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a worker is attached and new requests are admitted."""
+        return self._scheduler.attached and not self._draining and self._closed is None
+
+    @property
+    def draining(self) -> bool:
+        """Whether :meth:`drain` was called."""
+        return self._draining
+
+    def generate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        **sampling: Any,
+    ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
+        """Generate from a prompt: ``async with engine.generate(...) as stream``.
+
+        Entering waits until the request is admitted to the queue; leaving the block, for whatever
+        reason, aborts whatever is still to be computed.
+
+        Args:
+            prompt: text, token ids, messages of a chat, or one of the prompt classes.
+            params: how to sample; or give its fields as keyword arguments.
+            request_id: a name for logs (default: a random one).
+            priority: smaller runs sooner under the priority policy.
+            timeout: seconds after which the block is cancelled and ``DeadlineExceeded`` raised.
+            cache_salt: share cached prefixes only with requests of the same salt.
+
+        Raises:
+            InvalidRequest: an argument that can't be served; ``param`` names it.
+            ContextTooLong: prompt and output don't fit the model or the page pool.
+            QueueFull: too many requests wait.
+            Draining: the engine is shutting down.
+            DeadlineExceeded: the timeout ran out.
+        """
+        if params is None:
+            params = sampling_params({**self.generation_defaults, **sampling})
+        elif sampling:
+            raise InvalidRequest("give either params or its fields, not both", param="params")
+        request = self._make_request(
+            as_prompt(prompt), params, request_id or f"req-{uuid.uuid4().hex}", priority, cache_salt
+        )
+        return self._generation(request, timeout)
+
+    async def complete(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        **sampling: Any,
+    ) -> Completion:
+        """The whole output at once; arguments and errors are those of :meth:`generate`."""
+        chunks: list[Chunk] = []
+        generation = self.generate(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+            **sampling,
+        )
+        async with generation as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+        return completion_of(stream, chunks)
+
+    def statistics(self) -> EngineStatistics:
+        """Counts of this moment."""
+        return EngineStatistics(
+            scheduler=self._scheduler.statistics(),
+            num_tokenizing=self._num_entering,
+            num_streams=len(self._open),
+            stream_bytes=self._stream_budget.waiting,
+            worker_restarts=self._worker_restarts(),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of the scheduler, the page pool and the streams.
+
+        Raises:
+            AssertionError: one is violated; this is a bug in trioserve.
+        """
+        self._scheduler.check_integrity()
+        assert self._num_entering <= len(self._open)
+        if not self._open:
+            assert self._stream_budget.waiting == 0
+
+    async def call_worker(self, name: str, arguments: object = None) -> Any:
+        """Ask the worker for something rare, by name, and return its answer.
+
+        Raises:
+            EngineError: the worker refused.
+            WorkerLost: it died before it answered.
+        """
+        return await self._scheduler.call(name, arguments)
+
+    def drain(self) -> None:
+        """Admit nothing new from now on; what runs goes on. Idempotent."""
+        self._draining = True
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is open."""
+        while self._open:
+            self._idle = trio.Event()
+            await self._idle.wait()
+        await trio.lowlevel.checkpoint()
+
+    def _make_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int, salt: str
+    ) -> Request:
+        self._check_limits(prompt, params)
+        request = Request(
+            id=request_id,
+            prompt=prompt,
+            params=params,
+            stream=Stream(self._stream_budget),
+            times=Times(arrived=trio.current_time()),
+            priority=priority,
+            cache_salt=salt,
+        )
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
+        request.sequences.append(
+            Sequence(request=request, sampler=self._sampler_params(params, seed))
+        )
+        return request
+
+    def _check_limits(self, prompt: Prompt, params: SamplingParams) -> None:
+        if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
+            raise InvalidRequest(
+                f"logprobs must be at most {self.config.max_logprobs} (--max-logprobs), "
+                f"got {params.logprobs}",
+                param="logprobs",
+            )
+        named_ids = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        if isinstance(prompt, TokensPrompt):
+            named_ids["prompt"] = prompt.token_ids
+        for name, ids in named_ids.items():
+            largest = max(ids, default=-1)
+            if largest >= self.vocab_size or min(ids, default=0) < 0:
+                raise InvalidRequest(
+                    f"{name} holds a token id outside 0 to {self.vocab_size - 1}", param=name
+                )
+
+    def _sampler_params(self, params: SamplingParams, seed: int) -> SamplerParams:
+        eos = () if params.ignore_eos else self._eos_token_ids
+        return SamplerParams(
+            temperature=params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            min_tokens=params.min_tokens,
+            logit_bias=params.logit_bias,
+            stop_ids=sorted({*eos, *params.stop_token_ids}),
+            seed=seed,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+        )
+
+    def on_finished(self, sequence: Sequence, finish: Finish) -> None:
+        """Nothing more will be delivered of ``sequence``: note when and why."""
+        sequence.delivered = True
+        sequence.request.times.finished = trio.current_time()
+        self.metrics.request_finished(sequence.request, sequence, finish)
+
+    @contextlib.asynccontextmanager
+    async def _generation(
+        self, request: Request, timeout: float | None
+    ) -> AsyncIterator[GenerationStream]:
+        self._check_room()
+        self._open.add(request)
+        try:
+            with trio.move_on_after(math.inf if timeout is None else timeout) as scope:
+                await self._enter(request)
+                yield GenerationStream(request)
+            if scope.cancelled_caught:
+                raise DeadlineExceeded(f"the request's timeout of {timeout:g} s ran out")
+        finally:
+            self._abandon(request)
+
+    def close(self, error: EngineError) -> None:
+        """End every open request with ``error``, and refuse new ones with it. Idempotent."""
+        if self._closed is not None:
+            return
+        self._closed = error
+        for request in self._open:
+            request.reject(error)
+            request.stream.close(error)
+
+    def _check_room(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if self._draining:
+            raise Draining("the server is shutting down")
+        waiting = self._num_entering + self._scheduler.num_waiting
+        if waiting >= self.config.max_num_queued_reqs:
+            raise QueueFull(
+                f"{waiting} requests are waiting; the limit is {self.config.max_num_queued_reqs} "
+                "(--max-num-queued-reqs)"
+            )
+
+    async def _enter(self, request: Request) -> None:
+        self._num_entering += 1
+        try:
+            self._to_tokenizer.send_nowait(request)
+            await request.admitted.wait()
+        finally:
+            self._num_entering -= 1
+        if request.rejection is not None:
+            raise request.rejection
+
+    def _abandon(self, request: Request) -> None:
+        """The caller's scope is left: nothing more is to be computed or kept. Never blocks."""
+        for sequence in request.sequences:
+            if not sequence.delivered:
+                finish = Finish(FinishReason.ABORT)
+                self._scheduler.abort(sequence, finish)
+                self.on_finished(sequence, sequence.finish or finish)
+        request.stream.discard()
+        self._open.discard(request)
+        if not self._open:
+            self._idle.set()

@@ -1,0 +1,152 @@
+"""What a caller holds of a request: its stream of chunks, its usage, its whole output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve.errors import InvalidRequest
+from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, TokensPrompt
+from trioserve.sampling import SamplingParams
+from trioserve.stream import Chunk, TokenLogprob
+
+__all__ = ["Completion", "GenerationStream", "PromptLike", "Usage"]
+
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
+
+
+@attrs.frozen
+class Usage:
+    """Tokens of one request so far."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@attrs.frozen
+class Completion:
+    """The whole output of one request."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: int | str | None
+    logprobs: tuple[TokenLogprob, ...] | None
+    usage: Usage
+
+
+@attrs.define(eq=False)
+class GenerationStream:
+    """The output of one running request: an async iterator of chunks. One task reads it."""
+
+    _request: Request
+    _taken: list[Chunk] = attrs.field(factory=list)
+    _completion_tokens: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """The id the request was given or chose."""
+        return self._request.id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as the model sees it."""
+        return self._request.prompt_ids
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far: of the prompt, and of the chunks that this stream has handed out."""
+        return Usage(
+            prompt_tokens=len(self._request.prompt_ids),
+            completion_tokens=self._completion_tokens,
+            cached_tokens=self._request.num_cached_tokens,
+        )
+
+    def __aiter__(self) -> GenerationStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        try:
+            return await self.receive()
+        except trio.EndOfChannel:
+            raise StopAsyncIteration from None
+
+    async def receive(self) -> Chunk:
+        """The next chunk: everything that came for one sequence since the last one.
+
+        Cancelling it loses nothing.
+
+        Raises:
+            trio.EndOfChannel: the final chunk has been handed out.
+            SlowReader: this reader fell behind too far.
+            RequestAborted: somebody other than the caller ended the request.
+            EngineError: the engine failed.
+        """
+        if not self._taken:
+            self._taken = await self._request.stream.take()
+        else:
+            await trio.lowlevel.checkpoint()
+        chunk = self._taken.pop(0)
+        self._completion_tokens += len(chunk.token_ids)
+        return chunk
+
+
+def as_prompt(prompt: PromptLike) -> Prompt:
+    """The prompt class that ``prompt`` stands for.
+
+    Raises:
+        InvalidRequest: it is empty, or a list of something else than ids or messages.
+    """
+    if isinstance(prompt, (TextPrompt, TokensPrompt, ChatPrompt)):
+        return prompt
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    items = list(prompt)
+    if not items:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if all(isinstance(item, Mapping) for item in items):
+        return ChatPrompt(messages=tuple(dict(item) for item in items))  # type: ignore[call-overload]
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return TokensPrompt(tuple(items))  # type: ignore[arg-type]
+    raise InvalidRequest(
+        "a prompt is text, a list of token ids or a list of messages", param="prompt"
+    )
+
+
+def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters by name.
+
+    Raises:
+        InvalidRequest: a name or a value is wrong; ``param`` names it.
+    """
+    known = {field.name for field in attrs.fields(SamplingParams)}
+    for name in fields:
+        if name not in known:
+            raise InvalidRequest(f"there is no sampling parameter {name!r}", param=name)
+    return SamplingParams(**fields)
+
+
+def completion_of(stream: GenerationStream, chunks: list[Chunk]) -> Completion:
+    """All chunks of a stream that has ended, as one."""
+    last = chunks[-1]
+    assert last.finish_reason is not None
+    logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
+    return Completion(
+        request_id=stream.request_id,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(logprobs) if any(chunk.logprobs is not None for chunk in chunks) else None,
+        usage=stream.usage,
+    )

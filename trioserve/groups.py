@@ -1,0 +1,26 @@
+"""Taking the one exception that matters out of what a nursery wrapped it in."""
+
+from __future__ import annotations
+
+import trio
+
+__all__ = ["sole_exception"]
+
+
+def sole_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The exception that a nursery's group stands for, one level down.
+
+    A nursery adds one level of group around whatever its block raised, and the cancellations of its
+    tasks beside it. With tasks that raise nothing of their own, the block's exception is the only
+    one that is no cancellation; where there is none, a cancellation stands for them all.
+    """
+    for error in group.exceptions:
+        if not _is_cancellation(error):
+            return error
+    return group.exceptions[0]
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_cancellation(inner) for inner in error.exceptions)
+    return isinstance(error, trio.Cancelled)

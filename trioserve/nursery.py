@@ -1,0 +1,234 @@
+"""The nursery: tokenizer, scheduler, detokenizer and the worker's supervisor under one parent.
+
+::
+
+    Engine.generate ──▶ tokenizer ──▶ scheduler ══▶ worker
+                                        │   ▲
+    GenerationStream ◀── detokenizer ◀──┘   ╚══════ worker
+
+Each single arrow is a memory channel, each double one an nng socket. Nothing else is owned here: a
+request belongs to its caller's scope.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve import wire
+from trioserve.chat import ChatTemplate
+from trioserve.config import EngineConfig
+from trioserve.detokenizer import Detokenizer
+from trioserve.engine import Engine
+from trioserve.errors import EngineError, ModelLoadError
+from trioserve.groups import sole_exception
+from trioserve.metrics import Metrics
+from trioserve.model_files import ModelFiles, load_tokenizer_from, locate, open_model
+from trioserve.request import Finish, Request, Sequence, SequenceOutput
+from trioserve.sampling import SamplingParams
+from trioserve.scheduler import Scheduler
+from trioserve.stream import StreamBudget
+from trioserve.tokenizer import Tokenizer
+from trioserve.worker.supervisor import OnProgress, Supervisor
+
+__all__ = ["LoadedModel", "open_engine", "run_engine"]
+
+
+@attrs.frozen(kw_only=True)
+class LoadedModel:
+    """What this process needs of a model: its name, its tokenizer and its defaults."""
+
+    name: str
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, Any]
+
+    @classmethod
+    def load(cls, config: EngineConfig, files: ModelFiles) -> LoadedModel:
+        """Read tokenizer and template. Blocks on the disk.
+
+        Raises:
+            ModelLoadError: one of them can't be read.
+        """
+        sampling_fields = {field.name for field in attrs.fields(SamplingParams)}
+        return cls(
+            name=files.name if Path(config.model).exists() else config.model,
+            tokenizer=_load_tokenizer(config, files),
+            eos_token_ids=files.config.eos_token_ids,
+            generation_defaults={
+                name: value
+                for name, value in files.generation_defaults.items()
+                if name in sampling_fields
+            },
+        )
+
+
+def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
+    if config.tokenizer is None:
+        backend = files.load_tokenizer()
+    else:
+        backend = load_tokenizer_from(config.tokenizer)
+    source = _chat_template(config.chat_template) or files.chat_template
+    if source is None:
+        return Tokenizer(backend)
+    template = ChatTemplate(source, bos_token=files.bos_token, eos_token=files.eos_token)
+    return Tokenizer(backend, template)
+
+
+def _chat_template(given: str | None) -> str | None:
+    """The template that --chat-template names: a file's text, or the text itself."""
+    if given is None or "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelLoadError(
+            f"the chat template {given} can't be read: {error.strerror}"
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def open_engine(
+    model: str | EngineConfig, *, on_progress: OnProgress | None = None, **options: Any
+) -> AsyncIterator[Engine]:
+    """An engine that serves ``model``, for as long as the block lasts.
+
+    Args:
+        model: a known name, a folder, a GGUF file, a Hub id, or a whole configuration.
+        on_progress: called while the model is loaded.
+        options: fields of :class:`~trioserve.config.EngineConfig`.
+
+    Raises:
+        ModelLoadError: the model can't be loaded; one line says why and what to do.
+        EngineError: the engine failed while the block ran; ``__cause__`` is the reason.
+
+    The block's own exceptions come out as they are. When it is left, no task, thread, process or
+    file of the engine remains.
+    """
+    config = model if isinstance(model, EngineConfig) else EngineConfig(model, **options)
+    path = await trio.to_thread.run_sync(lambda: locate(config.model, revision=config.revision))
+    files = await trio.to_thread.run_sync(open_model, path)
+    loaded = await trio.to_thread.run_sync(LoadedModel.load, config, files)
+    scheduler = Scheduler(config)
+    supervisor = Supervisor(
+        start=_start_message(config, path),
+        start_timeout=config.worker_start_timeout,
+        max_restarts=config.max_worker_restarts,
+        on_progress=on_progress or (lambda _: None),
+        progress_count=lambda: scheduler.num_steps,
+    )
+    opened = run_engine(
+        config,
+        loaded,
+        scheduler,
+        run_workers=supervisor.run,
+        worker_restarts=lambda: supervisor.restarts,
+    )
+    async with opened as engine:
+        yield engine
+
+
+def _start_message(config: EngineConfig, path: Path) -> wire.Start:
+    return wire.Start(
+        model=str(path.resolve()),
+        device=config.device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len or 0,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or 0,
+        page_size=config.block_size,
+        num_pages=config.num_gpu_blocks_override or 0,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes or 0,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        num_threads=config.num_threads or 0,
+        logprobs_mode=config.logprobs_mode,
+    )
+
+
+@contextlib.asynccontextmanager
+async def run_engine(
+    config: EngineConfig,
+    model: LoadedModel,
+    scheduler: Scheduler,
+    *,
+    run_workers: Callable[..., Awaitable[None]],
+    worker_restarts: Callable[[], int],
+) -> AsyncIterator[Engine]:
+    """The nursery itself, over any source of workers; :func:`open_engine` gives it the real one.
+
+    ``run_workers(attach, task_status)`` has to keep a worker attached to the scheduler and to report
+    the first one's ``Ready`` as its start value, as
+    :meth:`~trioserve.worker.supervisor.Supervisor.run` does.
+    """
+    to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
+    to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
+    to_detokenizer, detokenizer_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
+    engine: Engine | None = None
+    failure: Exception | None = None
+    block_error: BaseException | None = None
+
+    def on_delivered(sequence: Sequence, finish: Finish) -> None:
+        assert engine is not None
+        engine.on_finished(sequence, finish)
+
+    detokenizer = Detokenizer(model.tokenizer, scheduler.abort, on_delivered)
+
+    async def guarded(run: Callable[..., Awaitable[None]], *args: Any, **kwargs: Any) -> None:
+        """Run a task of the engine. Its failure is the engine's, and ends the block."""
+        nonlocal failure
+        try:
+            await run(*args, **kwargs)
+        except Exception as error:
+            failure = failure or error
+            if engine is not None:
+                engine.close(_as_engine_error(failure))
+            nursery.cancel_scope.cancel()
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(guarded, model.tokenizer.run, tokenizer_inbox, to_scheduler)
+            nursery.start_soon(guarded, scheduler.run, scheduler_inbox, to_detokenizer)
+            nursery.start_soon(guarded, detokenizer.run, detokenizer_inbox)
+            ready: wire.Ready = await nursery.start(guarded, run_workers, scheduler.attach)
+            engine = Engine(
+                config=config,
+                model_name=model.name,
+                tokenizer=model.tokenizer,
+                metrics=Metrics(model.name),
+                ready=ready,
+                generation_defaults=model.generation_defaults,
+                eos_token_ids=model.eos_token_ids,
+                scheduler=scheduler,
+                to_tokenizer=to_tokenizer,
+                worker_restarts=worker_restarts,
+                stream_budget=StreamBudget(config.max_stream_bytes, config.max_total_stream_bytes),
+                seeds=random.Random(config.seed),
+            )
+            yield engine
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        block_error = sole_exception(group)
+    finally:
+        if engine is not None:
+            engine.close(EngineError("the engine is closed"))
+    if failure is not None and (block_error is None or engine is None):
+        if isinstance(failure, ModelLoadError):
+            raise failure
+        raise _as_engine_error(failure)
+    if block_error is not None:
+        raise block_error
+
+
+def _as_engine_error(failure: Exception) -> EngineError:
+    if isinstance(failure, EngineError):
+        return failure
+    error = EngineError(f"the engine failed: {failure}")
+    error.__cause__ = failure
+    return error

@@ -1,0 +1,199 @@
+"""``LLM``: the engine for scripts that know nothing of trio.
+
+The engine runs in a thread of its own; every call hands one coroutine to it and waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import rich.progress
+import trio
+
+from trioserve.config import EngineConfig
+from trioserve.engine import Engine
+from trioserve.errors import EngineError
+from trioserve.generation import Completion, PromptLike
+from trioserve.nursery import open_engine
+from trioserve.sampling import SamplingParams
+
+__all__ = ["LLM"]
+
+
+@attrs.define(eq=False)
+class _EngineThread:
+    """A thread that runs trio and holds one engine open until it is told to stop."""
+
+    config: EngineConfig
+    _started: queue.SimpleQueue[Exception | None] = attrs.field(factory=queue.SimpleQueue)
+    _thread: threading.Thread = attrs.field(init=False)
+    engine: Engine | None = None
+    token: trio.lowlevel.TrioToken | None = None
+    _stop: trio.Event | None = None
+    failure: Exception | None = None
+
+    def start(self) -> None:
+        """Load the model; raises what :func:`~trioserve.open_engine` raises."""
+        self._thread = threading.Thread(target=self._run, name="trioserve-llm", daemon=True)
+        self._thread.start()
+        error = self._started.get()
+        if error is not None:
+            self._thread.join()
+            raise error
+
+    def stop(self) -> None:
+        """Close the engine and wait for the thread to end. Idempotent."""
+        if self.token is not None and self._stop is not None:
+            # The loop may have ended by itself, with the engine's failure.
+            with contextlib.suppress(trio.RunFinishedError):
+                self.token.run_sync_soon(self._stop.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._main)
+        except Exception as error:
+            self.failure = error
+            self._started.put(error)
+
+    async def _main(self) -> None:
+        async with open_engine(self.config) as engine:
+            self._stop = trio.Event()
+            self.token = trio.lowlevel.current_trio_token()
+            self.engine = engine
+            self._started.put(None)
+            await self._stop.wait()
+
+
+class LLM:
+    """A model loaded for use from ordinary code::
+
+        with trioserve.LLM("smollm2-135m") as llm:
+            for completion in llm.generate(["Once upon a time", "The sea"], max_tokens=32):
+                print(completion.text)
+
+    Without the ``with`` block, :meth:`close` or the end of the program closes it.
+
+    Args:
+        model: a known name, a folder, a GGUF file or a Hub id.
+        options: fields of :class:`~trioserve.EngineConfig`.
+
+    Raises:
+        ModelLoadError: the model can't be loaded.
+    """
+
+    def __init__(self, model: str | EngineConfig, **options: Any) -> None:
+        config = model if isinstance(model, EngineConfig) else EngineConfig(model, **options)
+        self._engine_thread = _EngineThread(config)
+        self._engine_thread.start()
+        self._finalizer = weakref.finalize(self, self._engine_thread.stop)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unload the model. Idempotent."""
+        self._finalizer()
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """Complete one prompt or many, all together, and return them in the order given.
+
+        Args:
+            prompts: text, token ids or messages, or a list of such.
+            params: sampling parameters for all, or one for each prompt.
+            progress: draw a progress bar on stderr, if that is a terminal.
+            sampling: the fields of ``params`` instead of ``params``.
+
+        Raises:
+            InvalidRequest: a prompt or a parameter can't be served.
+            EngineError: the engine failed or is closed.
+        """
+        batch = _as_batch(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each: list[SamplingParams | None] = [params] * len(batch)
+        else:
+            each = list(params)
+            if len(each) != len(batch):
+                raise ValueError(f"{len(each)} sampling parameters for {len(batch)} prompts")
+        console = rich.progress.Console(stderr=True)
+        with rich.progress.Progress(
+            rich.progress.TextColumn("[progress.description]{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.fields[speed]}"),
+            rich.progress.TimeRemainingColumn(),
+            console=console,
+            disable=not (progress and console.is_terminal),
+        ) as bar:
+            return self._call(_complete_all, batch, each, sampling, bar)
+
+    def _call(self, function: Any, *args: Any) -> Any:
+        thread = self._engine_thread
+        if not self._finalizer.alive or thread.token is None:
+            raise EngineError("this LLM is closed")
+        try:
+            return trio.from_thread.run(function, thread.engine, *args, trio_token=thread.token)
+        except (trio.RunFinishedError, trio.Cancelled) as error:
+            raise thread.failure or EngineError("this LLM is closed") from error
+
+
+def _as_batch(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """A single prompt is text, a prompt class, a list of ids or a list of messages."""
+    if isinstance(prompts, (list, tuple)):
+        first = prompts[0] if prompts else None
+        if not isinstance(first, (int, Mapping)):
+            return list(prompts)
+    return [prompts]  # type: ignore[list-item]
+
+
+async def _complete_all(
+    engine: Engine,
+    batch: list[PromptLike],
+    params: list[SamplingParams | None],
+    sampling: dict[str, Any],
+    bar: rich.progress.Progress,
+) -> list[Completion]:
+    completions: list[Completion | None] = [None] * len(batch)
+    task = bar.add_task("Generating", total=len(batch), speed="")
+    started = trio.current_time()
+    produced = 0
+    # More than the engine's queue takes would be refused, and fewer would leave it idle.
+    room = trio.CapacityLimiter(engine.config.max_num_queued_reqs)
+    failure: Exception | None = None
+
+    async def complete(index: int) -> None:
+        nonlocal produced, failure
+        async with room:
+            try:
+                completion = await engine.complete(batch[index], params[index], **sampling)
+            except Exception as error:
+                failure = failure or error
+                nursery.cancel_scope.cancel()
+                return
+        completions[index] = completion
+        produced += len(completion.token_ids)
+        elapsed = max(trio.current_time() - started, 1e-9)
+        bar.update(task, advance=1, speed=f"{produced / elapsed:.1f} tokens/s")
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(batch)):
+            nursery.start_soon(complete, index)
+    if failure is not None:
+        raise failure
+    return [completion for completion in completions if completion is not None]

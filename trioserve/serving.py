@@ -1,0 +1,54 @@
+"""A whole server in one task: the engine, the HTTP application over it and the sockets.
+
+::
+
+    async with trio.open_nursery() as nursery:
+        urls = await nursery.start(trioserve.serve, config)
+
+Cancelling that nursery ends the server at once; setting ``shutdown`` lets it drain first. No signal
+handler is installed here: that is the command line's business.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import trio
+
+from trioserve.config import ServerConfig
+from trioserve.http import create_app
+from trioserve.http.server import serve_app
+from trioserve.nursery import open_engine
+from trioserve.worker.supervisor import OnProgress
+
+__all__ = ["serve"]
+
+
+async def serve(
+    config: ServerConfig,
+    *,
+    shutdown: trio.Event | None = None,
+    on_progress: OnProgress | None = None,
+    task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Load the model, listen, and serve until cancelled or drained.
+
+    Args:
+        config: the engine's and the server's options.
+        shutdown: once set, nothing new is admitted, what runs gets ``shutdown_timeout`` seconds to
+            finish, and the function returns.
+        on_progress: called while the model is loaded.
+        task_status: is given the URLs that the server listens on, once it does.
+
+    Raises:
+        ModelLoadError: the model can't be loaded.
+        TrioserveError: the address can't be listened on.
+        EngineError: the engine failed.
+    """
+    shutdown = shutdown or trio.Event()
+    async with open_engine(config.engine, on_progress=on_progress) as engine:
+        app = create_app(engine, config)
+        serve_http = functools.partial(
+            serve_app, app, config, shutdown=shutdown, on_drain=engine.drain
+        )
+        await serve_http(task_status=task_status)

@@ -1,0 +1,231 @@
+"""Starts the worker process, watches it, replaces it when it dies, and leaves nothing behind.
+
+A worker's life is a block: :func:`run_worker` opens it when the worker has loaded its model and
+leaves it, with :exc:`~trioserve.errors.WorkerLost`, when the process exits. The worker itself ends
+when it is told to, when it is killed, or when its standard input ends, which is how it learns that
+this process is gone. No signal is needed for that, and none is sent while it behaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import attrs
+import structlog
+import trio
+
+import trioserve
+from trioserve import wire
+from trioserve.errors import EngineError, ModelLoadError, WorkerLost
+from trioserve.groups import sole_exception
+from trioserve.worker import Link
+from trioserve.worker.link import NngLink
+
+__all__ = ["Supervisor", "run_worker", "worker_command"]
+
+HELLO_TIMEOUT = 120.0
+"""Seconds for the process to start and import its libraries."""
+QUIT_GRACE = 0.5
+"""Seconds for a worker that was told to quit."""
+FIRST_RESTART_DELAY = 0.05
+MAX_RESTART_DELAY = 5.0
+
+_PACKAGES_FOLDER = Path(trioserve.__file__).resolve().parent.parent
+_log = structlog.get_logger("trioserve.worker")
+
+Attach = Callable[[Link, wire.Ready], Awaitable[None]]
+OnProgress = Callable[[wire.Progress], None]
+
+
+def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of a worker that dials ``url``.
+
+    ``-P`` keeps the current folder off the import path, so that a user's own ``gpu.py`` isn't taken
+    for ours. A source checkout isn't on the path of a new interpreter, so its folder is named.
+    """
+    environment = dict(os.environ)
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+    if _PACKAGES_FOLDER not in installed:
+        inherited = environment.get("PYTHONPATH")
+        paths = [str(_PACKAGES_FOLDER), *([inherited] if inherited else [])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return [sys.executable, "-P", "-m", "gpu", "--connect", url], environment
+
+
+@contextlib.contextmanager
+def _socket_address() -> Iterator[str]:
+    """An address for one link, in a folder of its own that only this user can enter."""
+    folder = tempfile.mkdtemp(prefix="trioserve-")
+    try:
+        yield f"ipc://{folder}/worker.sock"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def run_worker(
+    start: wire.Start, *, start_timeout: float, on_progress: OnProgress
+) -> AsyncIterator[tuple[Link, wire.Ready]]:
+    """A loaded worker process for as long as the block lasts.
+
+    Args:
+        start: what the worker is to load.
+        start_timeout: seconds it may be silent while it loads.
+        on_progress: called with each sign of progress while it loads.
+
+    Raises:
+        ModelLoadError: the worker says that it can't load what it was told to.
+        WorkerLost: the process died, hung while loading or is a stranger; the block is cancelled.
+    """
+    lost: WorkerLost | None = None
+    with _socket_address() as url, contextlib.closing(NngLink.listen(url)) as link:
+        command, environment = worker_command(url)
+        process = await trio.lowlevel.open_process(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            # A Ctrl-C in the terminal is for the parent, which ends its workers in order.
+            start_new_session=True,
+        )
+
+        async def watch(scope: trio.CancelScope) -> None:
+            nonlocal lost
+            code = await process.wait()
+            lost = WorkerLost(f"worker {process.pid} {_describe_exit(code)}")
+            scope.cancel()
+
+        body_error: BaseException | None = None
+        try:
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(watch, nursery.cancel_scope)
+                    ready = await _handshake(link, start, start_timeout, on_progress)
+                    yield link, ready
+                    nursery.cancel_scope.cancel()
+            except BaseExceptionGroup as group:
+                # The watcher raises nothing, so this can only be the block's own exception.
+                body_error = sole_exception(group)
+            if body_error is not None:
+                raise body_error
+        finally:
+            with trio.CancelScope(shield=True):
+                await _stop(process, link)
+    if lost is not None:
+        raise lost
+
+
+def _describe_exit(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+
+
+async def _handshake(
+    link: Link, start: wire.Start, start_timeout: float, on_progress: OnProgress
+) -> wire.Ready:
+    with trio.move_on_after(HELLO_TIMEOUT) as scope:
+        _check_hello(await link.receive())
+        await link.send(start)
+    if scope.cancelled_caught:
+        raise WorkerLost(f"the worker said nothing within {HELLO_TIMEOUT:g} s of its start")
+    while True:
+        with trio.move_on_after(start_timeout) as scope:
+            message = await link.receive()
+        if scope.cancelled_caught:
+            raise WorkerLost(
+                f"the worker made no progress for {start_timeout:g} s while loading "
+                "(--worker-start-timeout)"
+            )
+        match message:
+            case wire.Progress():
+                on_progress(message)
+            case wire.Ready():
+                return message
+            case wire.Failure():
+                raise ModelLoadError(message.message)
+            case _:
+                raise WorkerLost(f"the worker sent {type(message).__name__} while loading")
+
+
+def _check_hello(message: wire.Message) -> None:
+    if not isinstance(message, wire.Hello):
+        raise WorkerLost(f"the worker began with {type(message).__name__} instead of Hello")
+    expected = _PACKAGES_FOLDER / "gpu"
+    if Path(message.package).resolve() != expected:
+        raise EngineError(
+            f"the worker was loaded from {message.package}, not from {expected}: "
+            "another package named gpu is on the import path"
+        )
+    if (message.protocol, message.schema) != (wire.PROTOCOL_VERSION, wire.schema_hash()):
+        raise EngineError(
+            f"the worker at {message.package} speaks protocol {message.protocol} "
+            f"({message.schema}), not {wire.PROTOCOL_VERSION} ({wire.schema_hash()}): "
+            "the installation is mixed from two versions"
+        )
+
+
+async def _stop(process: trio.Process, link: NngLink) -> None:
+    """End the process: politely, then by force. Called shielded; takes at most the grace."""
+    assert process.stdin is not None
+    if process.returncode is None:
+        link.send_nowait(wire.Quit())
+        with trio.move_on_after(QUIT_GRACE):
+            await process.wait()
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+    await process.stdin.aclose()
+
+
+@attrs.define(eq=False)
+class Supervisor:
+    """Keeps one worker alive: the task that owns the worker's whole life.
+
+    ``restarts`` counts every replacement since the start.
+    """
+
+    start: wire.Start
+    start_timeout: float
+    max_restarts: int
+    on_progress: OnProgress
+    progress_count: Callable[[], int]
+    """How many steps have been completed; growth between two deaths counts as progress."""
+    restarts: int = 0
+
+    async def run(
+        self, attach: Attach, task_status: trio.TaskStatus[wire.Ready] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Run workers until cancelled, each served by ``attach``.
+
+        ``task_status`` gets the first worker's :class:`~trioserve.wire.Ready`.
+
+        Raises:
+            ModelLoadError: the model can't be loaded.
+            WorkerLost: the worker died ``max_restarts + 1`` times without progress in between.
+        """
+        deaths = 0
+        started = False
+        while True:
+            steps_before = self.progress_count()
+            try:
+                async with run_worker(
+                    self.start, start_timeout=self.start_timeout, on_progress=self.on_progress
+                ) as (link, ready):
+                    if not started:
+                        started = True
+                        task_status.started(ready)
+                    await attach(link, ready)
+            except WorkerLost as error:
+                deaths = 1 if self.progress_count() > steps_before else deaths + 1
+                _log.warning("worker lost", reason=str(error), deaths_without_progress=deaths)
+                if deaths > self.max_restarts or not started:
+                    raise
+                self.restarts += 1
+            await trio.sleep(min(FIRST_RESTART_DELAY * 2 ** (deaths - 1), MAX_RESTART_DELAY))
