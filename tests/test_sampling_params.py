@@ -1,0 +1,72 @@
+"""Sampling parameters: ranges hold, and every refusal names its field."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from trioserve.errors import InvalidRequest
+from trioserve.sampling import MAX_SEED, SamplerParams, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("min_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_k", -2),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("min_p", -0.01),
+        ("min_p", 2),
+        ("repetition_penalty", 0.0),
+        ("frequency_penalty", 2.5),
+        ("presence_penalty", -2.5),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", [1]),
+        ("seed", MAX_SEED + 1),
+        ("stop", ["x" * 2000]),
+        ("stop", ["x"] * 65),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("ignore_eos", 1),
+        ("logprobs", -1),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+    assert field in str(caught.value)
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"min_tokens must be at most max_tokens \(3\)"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+
+
+def test_stop_and_bias_take_the_forms_that_clients_send() -> None:
+    params = SamplingParams(stop="END", logit_bias={"12": 5})
+    assert params.stop == ("END",)
+    assert params.logit_bias == {12: 5.0}
+    assert SamplingParams(stop=None).stop == ()
+    assert SamplingParams(stop=["", "a"]).stop == ("a",)
+
+
+def test_a_stop_id_counts_only_from_min_tokens_on() -> None:
+    sampler = SamplerParams(stop_ids=[2], min_tokens=3)
+    assert not sampler.is_stop(2, 2)
+    assert sampler.is_stop(2, 3)
+    assert not sampler.is_stop(1, 3)
+    assert SamplerParams(stop_ids=[2]).is_stop(2, 1)

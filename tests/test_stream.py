@@ -1,0 +1,139 @@
+"""The per-request stream: nothing lost, merged for slow readers, bounded, safe under cancellation."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trioserve.errors import EngineError, SlowReader
+from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob, merge
+
+
+def make_stream(per_stream: int = 1 << 20, total: int = 1 << 20) -> Stream:
+    return Stream(StreamBudget(per_stream, total))
+
+
+async def test_a_reader_that_keeps_up_sees_every_chunk() -> None:
+    stream = make_stream()
+    for text in "abc":
+        stream.push(Chunk(text))
+        assert [chunk.text for chunk in await stream.take()] == [text]
+
+
+async def test_a_waiting_reader_is_woken_by_a_push() -> None:
+    stream = make_stream()
+    taken: list[Chunk] = []
+
+    async def read() -> None:
+        taken.extend(await stream.take())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        stream.push(Chunk("x", (1,)))
+    assert taken == [Chunk("x", (1,))]
+
+
+async def test_what_waits_is_read_before_the_end_and_before_an_error() -> None:
+    ended, failed = make_stream(), make_stream()
+    for stream, error in ((ended, None), (failed, EngineError("broken"))):
+        stream.push(Chunk("last"))
+        stream.close(error)
+        stream.close()  # a second close changes nothing
+        stream.push(Chunk("too late"))
+        assert [chunk.text for chunk in await stream.take()] == ["last"]
+    with pytest.raises(trio.EndOfChannel):
+        await ended.take()
+    with pytest.raises(EngineError, match="broken"):
+        await failed.take()
+
+
+async def test_closing_wakes_a_waiting_reader() -> None:
+    stream = make_stream()
+    ended = False
+
+    async def read() -> None:
+        nonlocal ended
+        with pytest.raises(trio.EndOfChannel):
+            await stream.take()
+        ended = True
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        stream.close()
+    assert ended
+
+
+async def test_a_cancelled_take_loses_nothing() -> None:
+    stream = make_stream()
+    with trio.move_on_after(0) as scope:
+        await stream.take()
+    assert scope.cancelled_caught
+    stream.push(Chunk("kept"))
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await stream.take()
+    assert scope.cancelled_caught
+    assert [chunk.text for chunk in await stream.take()] == ["kept"]
+
+
+async def test_a_second_reader_is_refused() -> None:
+    stream = make_stream()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stream.take)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(trio.BusyResourceError):
+            await stream.take()
+        stream.push(Chunk("x"))
+
+
+def test_a_stream_past_its_own_bound_is_refused_with_the_option() -> None:
+    stream = make_stream(per_stream=200)
+    stream.push(Chunk("x" * 100))
+    with pytest.raises(SlowReader, match="max_stream_bytes is 200"):
+        stream.push(Chunk("x" * 100))
+    assert stream.pending_bytes == Chunk("x" * 100).size
+
+
+def test_all_streams_share_one_bound_and_give_it_back() -> None:
+    budget = StreamBudget(per_stream=1000, total=1500)
+    first, second = Stream(budget), Stream(budget)
+    first.push(Chunk("x" * 800))
+    with pytest.raises(SlowReader, match="max_total_stream_bytes is 1500"):
+        second.push(Chunk("x" * 800))
+    first.discard()
+    assert budget.waiting == 0
+    second.push(Chunk("x" * 800))
+    second.discard()
+    second.discard()
+    assert budget.waiting == 0
+
+
+def test_merging_keeps_order_ids_logprobs_and_the_finish() -> None:
+    entry = TokenLogprob(1, -0.5, "a")
+    chunks = [
+        Chunk("a", (1,), 0, (entry,)),
+        Chunk("b", (2, 3), 0, (entry, entry)),
+        Chunk("c", (4,), 1),
+        Chunk("d", (5,), 0, None, "stop", "END"),
+    ]
+    assert merge(chunks) == [
+        Chunk("ab", (1, 2, 3), 0, (entry, entry, entry)),
+        Chunk("c", (4,), 1),
+        Chunk("d", (5,), 0, None, "stop", "END"),
+    ]
+
+
+@given(st.lists(st.tuples(st.text(max_size=5), st.integers(0, 2)), max_size=30))
+def test_merging_never_changes_what_a_sequence_says(pieces: list[tuple[str, int]]) -> None:
+    chunks = [Chunk(text, (number,), index) for number, (text, index) in enumerate(pieces)]
+    merged = merge(chunks)
+    for index in range(3):
+        before = [chunk for chunk in chunks if chunk.index == index]
+        after = [chunk for chunk in merged if chunk.index == index]
+        assert "".join(c.text for c in before) == "".join(c.text for c in after)
+        assert [i for c in before for i in c.token_ids] == [i for c in after for i in c.token_ids]

@@ -1,0 +1,89 @@
+"""Messages survive the wire, and nonsense is named as such."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trioserve import wire
+from trioserve.sampling import SamplerParams
+
+MESSAGES: list[wire.Message] = [
+    wire.Hello(protocol=1, schema="abc", package="/x/gpu", pid=7),
+    wire.Progress(stage="weights", done=1, total=2),
+    wire.Plan(
+        number=3,
+        closed=wire.from_ints([4]),
+        opened=[
+            wire.OpenSlot(
+                slot=1,
+                generation=2,
+                tokens=wire.from_ints([5, 6, 7]),
+                prompt_length=2,
+                computed=0,
+                pages=wire.from_ints([9]),
+                sampler=SamplerParams(
+                    temperature=0.5, logit_bias={3: -1.5}, stop_ids=[0, 2], seed=2**64 - 1
+                ),
+            )
+        ],
+        page_slots=wire.from_ints([1]),
+        page_ids=wire.from_ints([8]),
+        row_slots=wire.from_ints([1]),
+        row_counts=wire.from_ints([3]),
+    ),
+    wire.StepResult(
+        number=3,
+        slots=wire.from_ints([1]),
+        generations=wire.from_ints([2]),
+        offsets=wire.from_ints([0, 1]),
+        tokens=wire.from_ints([11]),
+        logprobs=wire.from_floats([-0.25]),
+    ),
+    wire.Reset(next_plan=9),
+    wire.Failure(number=3, message="no", slot=1, fatal=True),
+    wire.Call(number=1, name="ping"),
+    wire.Reply(number=1, error="", result=b"\x01"),
+    wire.Quit(),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_wire(message: wire.Message) -> None:
+    assert wire.decode(wire.encode(message)) == message
+
+
+@given(st.binary(max_size=64))
+def test_arbitrary_bytes_are_a_message_or_a_wire_error(data: bytes) -> None:
+    try:
+        message = wire.decode(data)
+    except wire.WireError:
+        return
+    assert wire.decode(wire.encode(message)) == message
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x04", b"\x04\x80"])
+def test_damage_is_a_wire_error(data: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode(data)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_integer_columns(values: list[int]) -> None:
+    assert wire.ints(wire.from_ints(values)).tolist() == values
+
+
+def test_float_columns_keep_nan_and_infinity() -> None:
+    values = [0.5, float("nan"), float("-inf")]
+    np.testing.assert_array_equal(wire.floats(wire.from_floats(values)), np.float32(values))
+
+
+def test_a_steady_decode_plan_is_small() -> None:
+    """design.md: a plan that only decodes is a few dozen bytes and four a row and column."""
+    rows = list(range(32))
+    plan = wire.Plan(
+        number=1000, row_slots=wire.from_ints(rows), row_counts=wire.from_ints([1] * 32)
+    )
+    assert len(wire.encode(plan)) < 100 + 8 * len(rows)
