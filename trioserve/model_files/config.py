@@ -11,9 +11,10 @@ __all__ = ["ModelConfig", "RopeScaling"]
 class RopeScaling:
     """How rotary frequencies are stretched past the length the model was trained at.
 
-    ``kind`` is ``linear``, ``dynamic``, ``llama3`` or ``yarn``; fields that a kind doesn't use keep
-    their defaults. Formulas: Llama 3's from its reference code; YaRN's from Peng et al. 2023
-    (arXiv:2309.00071).
+    ``kind`` is ``linear``, ``dynamic``, ``llama3``, ``yarn`` or ``factors``; fields that a kind
+    doesn't use keep their defaults. Formulas: Llama 3's from its reference code; YaRN's from Peng et
+    al. 2023 (arXiv:2309.00071). ``factors`` is what GGUF files hold: each of the ``head_dim // 2``
+    inverse frequencies is divided by its own number in ``frequency_factors``.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class RopeScaling:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    frequency_factors: tuple[float, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
