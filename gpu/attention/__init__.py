@@ -1,7 +1,8 @@
 """The attention interface: what a model needs of a backend, and nothing of how it is done.
 
-A backend owns the paged KV cache. Once a step, :meth:`Attention.begin` gives it the step's layout;
-then each layer calls :meth:`Attention.rope_and_write` and :meth:`Attention.attend`.
+A backend owns the paged KV cache and the table of rotary angles. Once a step,
+:meth:`Attention.begin` gives it the step's layout; then each layer calls
+:meth:`Attention.rope_and_write` and :meth:`Attention.attend`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["Attention", "CacheShape", "StepLayout"]
 
 @attrs.frozen(kw_only=True)
 class CacheShape:
-    """The paged KV cache: two tensors a layer, of ``num_pages`` pages of ``page_size`` tokens."""
+    """The paged KV cache: for each layer ``num_pages`` pages of ``page_size`` tokens."""
 
     num_layers: int
     num_pages: int
@@ -35,12 +36,15 @@ class CacheShape:
 
 @attrs.frozen(kw_only=True)
 class StepLayout:
-    """The rows of one step. T tokens stand row after row; rows of one token come first.
+    """The rows of one step. T tokens stand row after row.
 
     Row i's queries are tokens ``query_start[i]:query_start[i+1]``, at positions
-    ``context_lens[i] - (query_start[i+1] - query_start[i])`` up to ``context_lens[i] - 1`` of their
-    sequence; its keys are all positions below ``context_lens[i]`` (causally), found through the page
-    ids ``block_tables[i]`` (entries past the last page used are undefined).
+    ``context_lens[i] - (query_start[i+1] - query_start[i])`` up to ``context_lens[i] - 1`` of
+    their sequence; its keys are all positions below ``context_lens[i]`` (causally), found through
+    the page ids ``block_tables[i]`` (entries past the last page used are any page).
+
+    Rows of one token come first, longest context first: a backend that computes them together then
+    has neighbours of like length, and one that spreads them out starts the long ones early.
     """
 
     positions: torch.Tensor  # [T] int64, on the device
@@ -48,7 +52,7 @@ class StepLayout:
     context_lens: list[int]  # R numbers
     block_tables: torch.Tensor  # [R, max pages] int32, on the device
     num_decode_rows: int
-    """The first so many rows have exactly one token each."""
+    """The first so many rows have exactly one token each, the others more."""
 
 
 class Attention(Protocol):
@@ -57,15 +61,17 @@ class Attention(Protocol):
     def begin(self, layout: StepLayout) -> None:
         """Prepare for the layers of one step (masks, gather indices, kernel parameters)."""
 
-    def rope_and_write(
-        self,
-        layer: int,
-        q: torch.Tensor,  # [T, num_heads, head_dim]
-        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
-        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
-        cos_sin: torch.Tensor | None,  # [max positions, head_dim] float32: cos half, sin half
-    ) -> torch.Tensor:
-        """Rotate q and k (unless ``cos_sin`` is None), write k and v to their pages, return q."""
+    def rope_and_write(self, layer: int, qkv: torch.Tensor, rotate: bool) -> torch.Tensor:
+        """Rotate queries and keys (if ``rotate``) and write keys and values to their pages.
+
+        ``qkv`` is [T, num_heads + 2 * num_kv_heads, head_dim]: the heads of the queries, then those
+        of the keys, then those of the values; it may be overwritten. Returns the queries,
+        [T, num_heads, head_dim].
+        """
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
-        """Causal attention of every row's queries over its own keys; [T, num_heads, head_dim]."""
+        """Causal attention of every row's queries over its own keys.
+
+        With a ``window`` a query sees that many positions, its own included. Returns a contiguous
+        tensor of [T, num_heads, head_dim].
+        """

@@ -1,0 +1,263 @@
+"""Paged attention in plain torch operations: the reference, and what the CPU serves with.
+
+The cache of a layer is one tensor of blocks, [2 * num_kv_heads * num_pages, page_size * head_dim]:
+the keys of head 0 page by page, then of head 1 and so on, then the values likewise. Gathering the
+blocks of many sequences in the order of heads gives [heads, rows, keys, head_dim] without a second
+copy, which is what batched products want.
+
+Rows of one token are computed together in buckets of like length: the queries that share a key head
+are folded into the query length (grouped-query attention with no repeated keys), and two batched
+products with a softmax between do the rest. Rows of several tokens run one by one through torch's
+fused attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from gpu.attention import CacheShape, StepLayout
+
+__all__ = ["TorchCpuAttention", "split_buckets"]
+
+# Starting another bucket costs about as much as computing this many numbers of keys and values; a
+# bucket larger than the second falls out of the cache between its gather and its products.
+BUCKET_COST = 1 << 19
+BUCKET_LIMIT = 1 << 21
+
+
+@attrs.frozen
+class _Bucket:
+    """Rows of one token each, padded to the same number of pages."""
+
+    rows: slice
+    blocks: torch.Tensor  # [2 * num_kv_heads * rows * pages] int64, what to gather
+    keys: slice  # of the gathered keys of the only row; for several rows the mask says it
+    mask: torch.Tensor | None  # [num_kv_heads * rows, 1, keys], 0 or -inf; None for one row
+
+
+@attrs.frozen
+class _Chunk:
+    """One row of several tokens."""
+
+    tokens: slice
+    blocks: torch.Tensor  # [2 * num_kv_heads * pages] int64
+    keys: slice
+    mask: torch.Tensor | None  # [tokens, keys], 0 or -inf; None for plainly causal
+
+
+class TorchCpuAttention:
+    """:class:`gpu.attention.Attention` for the CPU, in float32 or bfloat16.
+
+    ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`; ``windows`` are all that ``attend``
+    will be called with.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_heads: int,
+        cos_sin: torch.Tensor,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
+        self._shape = shape
+        self._num_heads = num_heads
+        self._group = num_heads // shape.num_kv_heads
+        self._scale = 1.0 / math.sqrt(shape.head_dim)
+        self._windows = tuple(dict.fromkeys(windows))
+        half = shape.head_dim // 2
+        cos, sin = cos_sin[:, :half].to(shape.dtype), cos_sin[:, half:].to(shape.dtype)
+        # The sign of rotating half a head is in the sines: x * cos + roll(x) * sin.
+        self._cos = torch.cat([cos, cos], dim=-1).contiguous()
+        self._sin = torch.cat([-sin, sin], dim=-1).contiguous()
+        # Zeros and not whatever the memory held: a masked key still enters the product with the
+        # weight 0, and 0 times a NaN is a NaN.
+        blocks, size = 2 * shape.num_kv_heads * shape.num_pages, shape.page_size * shape.head_dim
+        self._cache = [
+            torch.zeros(blocks, size, dtype=shape.dtype) for _ in range(shape.num_layers)
+        ]
+        self._first_block = torch.arange(2 * shape.num_kv_heads) * shape.num_pages
+        self._workspace = torch.empty(0, size, dtype=shape.dtype)
+        self._work: dict[int | None, tuple[list[_Bucket], list[_Chunk]]] = {}
+
+    def begin(self, layout: StepLayout) -> None:
+        """See :meth:`gpu.attention.Attention.begin`."""
+        shape = self._shape
+        starts = torch.tensor(layout.query_start)
+        row_of_token = torch.repeat_interleave(starts.diff())
+        tables = layout.block_tables.to(torch.int64)
+        pages = tables[row_of_token, layout.positions // shape.page_size]
+        # Rows of the cache seen as [2 * num_kv_heads * num_pages * page_size, head_dim].
+        blocks = pages[:, None] + self._first_block
+        offsets = (layout.positions % shape.page_size)[:, None]
+        self._write_index = (blocks * shape.page_size + offsets).view(-1)
+        self._step_cos = self._cos.index_select(0, layout.positions)[:, None]
+        self._step_sin = self._sin.index_select(0, layout.positions)[:, None]
+        self._work = {
+            window: (self._buckets(layout, tables, window), self._chunks(layout, tables, window))
+            for window in self._windows
+        }
+        gathers = [item.blocks for both in self._work.values() for items in both for item in items]
+        needed = max((len(blocks) for blocks in gathers), default=0)
+        if needed > len(self._workspace):
+            self._workspace = self._workspace.new_empty(needed, self._workspace.shape[1])
+
+    def rope_and_write(self, layer: int, qkv: torch.Tensor, rotate: bool) -> torch.Tensor:
+        """See :meth:`gpu.attention.Attention.rope_and_write`."""
+        head_dim = self._shape.head_dim
+        rotated = self._num_heads + self._shape.num_kv_heads
+        if rotate:
+            x = qkv[:, :rotated]
+            x.copy_(torch.addcmul(x * self._step_cos, x.roll(head_dim // 2, -1), self._step_sin))
+        written = qkv[:, self._num_heads :].reshape(-1, head_dim)
+        self._cache[layer].view(-1, head_dim).index_copy_(0, self._write_index, written)
+        return qkv[:, : self._num_heads]
+
+    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
+        """See :meth:`gpu.attention.Attention.attend`."""
+        out = torch.empty(q.shape, dtype=q.dtype)
+        buckets, chunks = self._work[window]
+        for bucket in buckets:
+            self._attend_bucket(layer, q, bucket, out)
+        for chunk in chunks:
+            self._attend_chunk(layer, q, chunk, out)
+        return out
+
+    def _gather(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Keys and values, [2, num_kv_heads, rows * keys, head_dim], in a buffer used again."""
+        gathered = self._workspace[: len(blocks)]
+        torch.index_select(self._cache[layer], 0, blocks, out=gathered)
+        return gathered.view(2, self._shape.num_kv_heads, -1, self._shape.head_dim)
+
+    def _attend_bucket(
+        self, layer: int, q: torch.Tensor, bucket: _Bucket, out: torch.Tensor
+    ) -> None:
+        num_kv_heads, head_dim = self._shape.num_kv_heads, self._shape.head_dim
+        gathered = self._gather(layer, bucket.blocks)
+        rows = bucket.rows.stop - bucket.rows.start
+        grouped = (rows, num_kv_heads, self._group, head_dim)
+        queries = q[bucket.rows].view(grouped)
+        result = out[bucket.rows].view(grouped)
+        if bucket.mask is None:
+            keys, values = gathered[:, None, :, bucket.keys]
+            result.copy_(F.scaled_dot_product_attention(queries, keys, values, scale=self._scale))
+            return
+        keys, values = gathered.view(2, num_kv_heads * rows, -1, head_dim)
+        folded = queries.transpose(0, 1).reshape(-1, self._group, head_dim)
+        scores = torch.baddbmm(bucket.mask, folded, keys.transpose(1, 2), alpha=self._scale)
+        attended = torch.bmm(scores.softmax(dim=-1), values)
+        by_head = attended.view(num_kv_heads, rows, self._group, head_dim)
+        result.copy_(by_head.transpose(0, 1))
+
+    def _attend_chunk(self, layer: int, q: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> None:
+        num_kv_heads = self._shape.num_kv_heads
+        gathered = self._gather(layer, chunk.blocks)[:, :, chunk.keys]
+        # [num_kv_heads, group, tokens or keys, head_dim]; a group shares keys by a stride of 0.
+        keys, values = gathered[:, :, None].expand(-1, -1, self._group, -1, -1)
+        grouped = (-1, num_kv_heads, self._group, self._shape.head_dim)
+        queries = q[chunk.tokens].view(grouped).permute(1, 2, 0, 3)
+        causal = chunk.mask is None
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=chunk.mask, is_causal=causal, scale=self._scale
+        )
+        out[chunk.tokens].view(grouped).copy_(attended.permute(2, 0, 1, 3))
+
+    def _buckets(
+        self, layout: StepLayout, tables: torch.Tensor, window: int | None
+    ) -> list[_Bucket]:
+        size = self._shape.page_size
+        contexts = np.array(layout.context_lens[: layout.num_decode_rows], dtype=np.int64)
+        oldest = np.maximum(contexts - window, 0) if window else np.zeros_like(contexts)
+        first, last = oldest // size, (contexts - 1) // size
+        lengths = (last - first + 1) * size
+        per_key = 2 * self._shape.num_kv_heads * self._shape.head_dim
+        buckets = []
+        for begin, end in split_buckets(lengths, BUCKET_COST // per_key, BUCKET_LIMIT // per_key):
+            rows = slice(begin, end)
+            pages = torch.arange(int(lengths[rows].max()) // size)
+            index = torch.from_numpy(first[rows])[:, None] + pages
+            # Rows shorter than the bucket repeat their last page, which the mask then hides.
+            index = index.clamp(max=torch.from_numpy(last[rows])[:, None])
+            blocks = self._blocks(tables[rows].gather(1, index))
+            offset = int(first[begin]) * size
+            keys = slice(int(oldest[begin]) - offset, int(contexts[begin]) - offset)
+            mask = None
+            if end - begin > 1:
+                mask = self._bucket_mask(contexts[rows], oldest[rows], first[rows], len(pages))
+            buckets.append(_Bucket(rows, blocks, keys, mask))
+        return buckets
+
+    def _bucket_mask(
+        self,
+        contexts: npt.NDArray[np.int64],
+        oldest: npt.NDArray[np.int64],
+        first: npt.NDArray[np.int64],
+        num_pages: int,
+    ) -> torch.Tensor:
+        """[num_kv_heads * rows, 1, keys]: 0 for the keys that a row sees, -inf for the others."""
+        size = self._shape.page_size
+        positions = (first * size)[:, None] + np.arange(num_pages * size)
+        seen = (positions < contexts[:, None]) & (positions >= oldest[:, None])
+        mask = _additive(torch.from_numpy(seen), self._shape.dtype)
+        return mask.repeat(self._shape.num_kv_heads, 1)[:, None]
+
+    def _chunks(self, layout: StepLayout, tables: torch.Tensor, window: int | None) -> list[_Chunk]:
+        size = self._shape.page_size
+        chunks = []
+        for row in range(layout.num_decode_rows, len(layout.context_lens)):
+            tokens = slice(layout.query_start[row], layout.query_start[row + 1])
+            context = layout.context_lens[row]
+            start = context - (tokens.stop - tokens.start)  # the position of the first query
+            oldest = max(start - window + 1, 0) if window else 0
+            first = oldest // size
+            blocks = self._blocks(tables[row, first : (context - 1) // size + 1])
+            keys = slice(oldest - first * size, context - first * size)
+            mask = None
+            if start > 0 or (window and context > window):
+                queries = torch.arange(start, context)[:, None]
+                positions = torch.arange(oldest, context)
+                seen = positions <= queries
+                if window:
+                    seen &= positions > queries - window
+                mask = _additive(seen, self._shape.dtype)
+            chunks.append(_Chunk(tokens, blocks, keys, mask))
+        return chunks
+
+    def _blocks(self, pages: torch.Tensor) -> torch.Tensor:
+        """The blocks of these pages for every head of keys, then of values; flat int64."""
+        return (self._first_block[:, None] + pages.reshape(-1)).view(-1)
+
+
+def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+
+
+def split_buckets(lengths: npt.NDArray[np.int64], cost: int, limit: int) -> list[tuple[int, int]]:
+    """Cut rows into runs that are each padded to their longest.
+
+    ``lengths`` are keys per row. A cut is made where it saves more than ``cost`` keys of padding;
+    a run of several rows holds at most ``limit`` keys. Returns (begin, end) pairs in order.
+    """
+    buckets: list[tuple[int, int]] = []
+    pending = [(0, len(lengths))] if len(lengths) else []
+    while pending:
+        begin, end = pending.pop()
+        run = lengths[begin:end]
+        before = np.maximum.accumulate(run)[:-1]  # longest of the rows before each possible cut
+        after = np.maximum.accumulate(run[::-1])[::-1][1:]
+        left = np.arange(1, len(run))
+        padded = before * left + after * (len(run) - left)
+        whole = int(run.max()) * len(run)
+        if len(run) > 1 and (whole - int(padded.min()) > cost or whole > limit):
+            # Past the limit with nothing to save anywhere, halves are as good as any.
+            cut = int(padded.argmin()) + 1 if whole - int(padded.min()) > cost else len(run) // 2
+            pending += [(begin + cut, end), (begin, begin + cut)]
+        else:
+            buckets.append((begin, end))
+    return buckets

@@ -1,0 +1,34 @@
+"""The registry: which class computes which family of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from gpu.models.decoder import Decoder
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.config import ModelConfig
+
+__all__ = ["MODEL_CLASSES", "build_model"]
+
+MODEL_CLASSES: dict[str, type[Decoder]] = {
+    "llama": Decoder,
+    "mistral": Decoder,
+    "qwen2": Decoder,
+    "qwen3": Decoder,
+    "smollm3": Decoder,
+}
+"""``ModelConfig.family`` -> the class that computes it."""
+
+
+def build_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Decoder:
+    """The model of ``config`` with ``weights``, (name, tensor) pairs of one dtype on its device.
+
+    Raises:
+        ModelLoadError: a family that isn't known, or weights that don't fit the configuration.
+    """
+    if config.family not in MODEL_CLASSES:
+        known = ", ".join(sorted(MODEL_CLASSES))
+        raise ModelLoadError(f"the model family {config.family!r} is not supported ({known} are)")
+    return MODEL_CLASSES[config.family](config, weights)

@@ -1,0 +1,173 @@
+"""A llama-like decoder: Llama 2 and 3, SmolLM 2 and 3, Mistral, Qwen 2, 2.5 and 3.
+
+The families differ in what :class:`~trioserve.model_files.ModelConfig` says and in nothing else:
+biases, a norm on queries and keys (Qwen 3), layers without rotary embedding (SmolLM 3), sliding
+windows (Mistral, some of Qwen 2) and tied embeddings.
+
+Shapes: T tokens of all rows one after the other, E = hidden_size, H = num_heads,
+K = num_kv_heads, D = head_dim, F = intermediate_size, V = vocab_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+import torch
+import torch.nn.functional as F
+
+from gpu.attention import Attention
+from gpu.linear import Linear
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.config import ModelConfig
+
+__all__ = ["Decoder"]
+
+# Tensors that some files hold and no model needs: buffers that older versions saved.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+@attrs.frozen(kw_only=True)
+class _Layer:
+    attention_norm: torch.Tensor  # [E]
+    qkv: Linear  # E -> (H + 2 K) D
+    qk_norm: torch.Tensor | None  # [H + K, D]
+    output: Linear  # H D -> E
+    mlp_norm: torch.Tensor  # [E]
+    gate_up: Linear  # E -> 2 F
+    down: Linear  # F -> E
+    window: int | None
+    rotate: bool
+
+
+class Decoder:
+    """The weights of one model and its forward pass.
+
+    ``weights`` are (name, tensor) pairs with the names that Hugging Face files use, of one dtype
+    and on the device that is to compute.
+
+    Raises:
+        ModelLoadError: a tensor is missing, has the wrong shape, or has no place in the model.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.config = config
+        tensors = _Tensors(weights)
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding = tensors.take("model.embed_tokens.weight", *shape)
+        self._layers = [_layer(config, tensors, index) for index in range(config.num_layers)]
+        self._norm = tensors.take("model.norm.weight", config.hidden_size)
+        head = tensors.take_optional("lm_head.weight", *shape)
+        if config.tie_word_embeddings:
+            head = self._embedding
+        if head is None:
+            raise ModelLoadError("the model's files lack the tensor lm_head.weight")
+        self._head = Linear(head)
+        tensors.check_empty()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of weights and activations."""
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.device
+
+    def forward(self, tokens: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """The hidden states [T, E] of ``tokens`` [T] int64, before the last norm.
+
+        ``attention`` knows the rows: its ``begin`` was called with the step's layout.
+        """
+        config, eps = self.config, self.config.rms_norm_eps
+        heads = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        normed = config.num_heads + config.num_kv_heads
+        x = F.embedding(tokens, self._embedding)
+        for index, layer in enumerate(self._layers):
+            h = F.rms_norm(x, (config.hidden_size,), layer.attention_norm, eps)
+            qkv = layer.qkv(h).view(-1, *heads)
+            if layer.qk_norm is not None:
+                qk = qkv[:, :normed]
+                qk.copy_(F.rms_norm(qk, (config.head_dim,), None, eps) * layer.qk_norm)
+            q = attention.rope_and_write(index, qkv, layer.rotate)
+            x = x + layer.output(attention.attend(index, q, layer.window).flatten(1))
+            h = F.rms_norm(x, (config.hidden_size,), layer.mlp_norm, eps)
+            gate, up = layer.gate_up(h).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate).mul_(up))
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] float32 that follow from hidden states [R, E]."""
+        config = self.config
+        h = F.rms_norm(hidden, (config.hidden_size,), self._norm, config.rms_norm_eps)
+        return self._head(h).float()
+
+
+def _layer(config: ModelConfig, tensors: _Tensors, index: int) -> _Layer:
+    prefix = f"model.layers.{index}."
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
+    gate_up = [("gate_proj", inner), ("up_proj", inner)]
+
+    def linear(block: str, parts: list[tuple[str, int]], in_size: int, bias: bool) -> Linear:
+        names = [(f"{prefix}{block}.{part}", size) for part, size in parts]
+        weight = torch.cat([tensors.take(f"{name}.weight", out, in_size) for name, out in names])
+        if not bias:
+            return Linear(weight)
+        return Linear(weight, torch.cat([tensors.take(f"{name}.bias", out) for name, out in names]))
+
+    qk_norm = None
+    if config.qk_norm:
+        norms = (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads))
+        qk_norm = torch.cat(
+            [
+                tensors.take(f"{prefix}self_attn.{name}.weight", config.head_dim).expand(heads, -1)
+                for name, heads in norms
+            ]
+        )
+    return _Layer(
+        attention_norm=tensors.take(prefix + "input_layernorm.weight", hidden),
+        qkv=linear("self_attn", qkv, hidden, config.qkv_bias),
+        qk_norm=qk_norm,
+        output=linear("self_attn", [("o_proj", hidden)], q_size, config.output_bias),
+        mlp_norm=tensors.take(prefix + "post_attention_layernorm.weight", hidden),
+        gate_up=linear("mlp", gate_up, hidden, config.mlp_bias),
+        down=linear("mlp", [("down_proj", hidden)], inner, config.mlp_bias),
+        window=config.windows[index],
+        rotate=config.rope_layers[index],
+    )
+
+
+class _Tensors:
+    """A model's tensors by name, each taken once, so that a layer's are freed as it is built."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = {
+            name: tensor for name, tensor in weights if not name.endswith(IGNORED_SUFFIXES)
+        }
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = self.take_optional(name, *shape)
+        if tensor is None:
+            raise ModelLoadError(f"the model's files lack the tensor {name}")
+        return tensor
+
+    def take_optional(self, name: str, *shape: int) -> torch.Tensor | None:
+        tensor = self._tensors.pop(name, None)
+        if tensor is not None and tensor.shape != shape:
+            raise ModelLoadError(
+                f"the tensor {name} has the shape {list(tensor.shape)}, "
+                f"but the model's configuration wants {list(shape)}"
+            )
+        return tensor
+
+    def check_empty(self) -> None:
+        """A tensor that nobody took means that the model computes something we don't."""
+        if self._tensors:
+            names = sorted(self._tensors)
+            raise ModelLoadError(
+                f"the model's files hold {len(names)} tensors that its configuration has no place "
+                f"for, such as {names[0]}"
+            )

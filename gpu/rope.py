@@ -1,0 +1,111 @@
+"""Rotary position embedding: the tables of cosines and sines, for every way of stretching them.
+
+A head of ``head_dim`` numbers is rotated in pairs: number i with number ``i + head_dim / 2``. Pair
+i of the token at position p turns by ``p * inverse_frequencies[i]`` radians (Su et al. 2021,
+arXiv:2104.09864).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.config import ModelConfig, RopeScaling
+
+__all__ = ["cos_sin_table", "inverse_frequencies"]
+
+
+def cos_sin_table(config: ModelConfig, length: int) -> torch.Tensor:
+    """The table that rotates positions 0 to ``length - 1``: [length, head_dim] float32.
+
+    Row p holds head_dim / 2 cosines and then head_dim / 2 sines, both times the attention factor
+    that YaRN wants.
+
+    Raises:
+        ModelLoadError: a kind of scaling that isn't known here.
+    """
+    frequencies, attention_factor = inverse_frequencies(config, length)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
+
+
+def inverse_frequencies(config: ModelConfig, length: int) -> tuple[torch.Tensor, float]:
+    """Radians per position of every pair, [head_dim / 2] float32, and the factor on cos and sin.
+
+    ``length`` is the longest sequence to be served: dynamic scaling depends on it. It is fixed
+    beforehand so that a token's rotation is a function of its position alone.
+
+    Raises:
+        ModelLoadError: a kind of scaling that isn't known here.
+    """
+    scaling = config.rope_scaling
+    if scaling is None:
+        return _plain(config.rope_theta, config.head_dim), 1.0
+    if scaling.kind == "linear":
+        return _plain(config.rope_theta, config.head_dim) / scaling.factor, 1.0
+    if scaling.kind == "factors":
+        divisors = torch.tensor(scaling.frequency_factors, dtype=torch.float32)
+        return _plain(config.rope_theta, config.head_dim) / divisors, 1.0
+    if scaling.kind == "dynamic":
+        return _dynamic(config, scaling, length), 1.0
+    if scaling.kind == "llama3":
+        return _llama3(_plain(config.rope_theta, config.head_dim), scaling), 1.0
+    if scaling.kind == "yarn":
+        return _yarn(config, scaling), _yarn_attention_factor(scaling)
+    raise ModelLoadError(
+        f"the model scales its rotary embedding by {scaling.kind!r}: not supported"
+    )
+
+
+def _plain(theta: float, head_dim: int) -> torch.Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / theta**exponents
+
+
+def _dynamic(config: ModelConfig, scaling: RopeScaling, length: int) -> torch.Tensor:
+    """NTK-aware: past the trained length the base grows, so that low frequencies stretch most."""
+    trained = config.max_position_embeddings
+    stretch = scaling.factor * max(length, trained) / trained - (scaling.factor - 1)
+    theta = config.rope_theta * stretch ** (config.head_dim / (config.head_dim - 2))
+    return _plain(theta, config.head_dim)
+
+
+def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """High frequencies stay, low ones are divided by the factor, those between are blended."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def _yarn(config: ModelConfig, scaling: RopeScaling) -> torch.Tensor:
+    """Pairs that turn often keep their frequency, slow ones are divided, a ramp lies between."""
+    head_dim, theta = config.head_dim, config.rope_theta
+    trained = scaling.original_max_position_embeddings or config.max_position_embeddings
+
+    def pair_that_turns(times: float) -> float:
+        return head_dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(low, 0.0), min(high, head_dim - 1.0)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    frequencies = _plain(theta, head_dim)
+    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return magnitude(1.0)
