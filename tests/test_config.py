@@ -1,0 +1,152 @@
+"""Every option, in its three spellings: Python, the command line and the environment."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from trioserve.config import GROUPS, EngineConfig, ServerConfig
+from trioserve.errors import InvalidRequest
+from trioserve.options import (
+    Option,
+    options_from_environment,
+    options_of,
+    unknown_variables,
+)
+
+CLASSES = (EngineConfig, ServerConfig)
+OPTIONS = [(cls, option) for cls in CLASSES for option in options_of(cls)]
+each_option = pytest.mark.parametrize(
+    ("cls", "option"), OPTIONS, ids=[option.name for _, option in OPTIONS]
+)
+
+
+def build(cls: type, **values: Any) -> Any:
+    if cls is EngineConfig:
+        return EngineConfig("m", **values)
+    return ServerConfig(engine=EngineConfig("m"), **values)
+
+
+def sample(option: Option) -> tuple[str, Any]:
+    """A text that is not the option's default, with the value that it stands for."""
+    if option.choices is not None:
+        text = next(choice for choice in option.choices if choice != option.default)
+        return text, text
+    if option.kind is bool:
+        return ("false", False) if option.default else ("true", True)
+    if option.kind is str:
+        return "some text", "some text"
+    number = {int: 4321, float: 0.75}[option.kind] + (option.low or 0)
+    return str(number), number
+
+
+@each_option
+def test_the_environment_gives_the_same_value_as_python(cls: type, option: Option) -> None:
+    text, value = sample(option)
+    if option.repeatable:
+        text, value = f"{text}, other", (value, "other")
+    assert value != option.default
+    read = options_from_environment(cls, {option.environment: text, "TRIOSERVE_OTHER": "1"})
+    assert read == {option.name: value}
+    assert getattr(build(cls, **read), option.name) == value
+
+
+@each_option
+def test_every_option_is_documented_and_its_default_is_allowed(cls: type, option: Option) -> None:
+    assert option.group in GROUPS
+    assert option.help
+    assert not option.help.endswith(".")
+    assert option.flag == "--" + option.name.replace("_", "-")
+    assert option.environment == "TRIOSERVE_" + option.name.upper()
+    config = build(cls)
+    option.check(getattr(config, option.name))
+
+
+def test_names_are_unique_and_there_are_at_most_sixty() -> None:
+    names = [option.name for _, option in OPTIONS]
+    assert len(set(names)) == len(names)
+    assert len(names) <= 60
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value", "message"),
+    [
+        (EngineConfig, "max_num_seqs", 0, "must be a whole number of at least 1; got 0"),
+        (EngineConfig, "max_num_seqs", 2.5, "must be a whole number of at least 1; got 2.5"),
+        (EngineConfig, "max_num_seqs", True, "must be a whole number of at least 1; got True"),
+        (EngineConfig, "max_num_seqs", None, "must be a whole number of at least 1; got None"),
+        (EngineConfig, "max_num_seqs", "8", "must be a whole number of at least 1; got '8'"),
+        (EngineConfig, "seed", "x", "must be a whole number; got 'x'"),
+        (
+            EngineConfig,
+            "gpu_memory_utilization",
+            0,
+            "must be a number above 0 and at most 1; got 0",
+        ),
+        (EngineConfig, "gpu_memory_utilization", 1.5, "above 0 and at most 1; got 1.5"),
+        (EngineConfig, "gpu_memory_utilization", math.nan, "above 0 and at most 1; got nan"),
+        (EngineConfig, "enable_prefix_caching", 1, "must be true or false; got 1"),
+        (EngineConfig, "dtype", "int3", "one of auto, float32, bfloat16, float16; got 'int3'"),
+        (EngineConfig, "tokenizer", 3, "must be text; got 3"),
+        (ServerConfig, "port", 70000, "must be a whole number from 0 to 65535; got 70000"),
+        (ServerConfig, "send_timeout", math.nan, "must be a number of at least 0.01; got nan"),
+        (ServerConfig, "api_key", ("a", ""), "must be text that isn't empty; got ''"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_with_its_limit(
+    cls: type, name: str, value: Any, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build(cls, **{name: value})
+    assert caught.value.param == name
+    assert str(caught.value).startswith(f"{name} must be ")
+    assert str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "text", "message"),
+    [
+        (EngineConfig, "max_num_seqs", "many", "must be a whole number of at least 1; got 'many'"),
+        (EngineConfig, "gpu_memory_utilization", "half", "at most 1; got 'half'"),
+        (EngineConfig, "enable_prefix_caching", "maybe", "must be true or false; got 'maybe'"),
+    ],
+)
+def test_a_text_that_is_no_value_is_refused(cls: type, name: str, text: str, message: str) -> None:
+    variable = f"TRIOSERVE_{name.upper()}"
+    with pytest.raises(InvalidRequest, match=rf"^{name} must be ") as caught:
+        options_from_environment(cls, {variable: text})
+    assert str(caught.value).endswith(message)
+    assert caught.value.param == name
+
+
+def test_a_whole_number_is_a_number_and_one_string_is_a_list_of_one() -> None:
+    config = build(ServerConfig, send_timeout=5, api_key="secret")
+    assert config.send_timeout == 5
+    assert config.api_key == ("secret",)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("Yes", True), ("OFF", False), ("0", False)]
+)
+def test_truth_is_spelled_in_several_ways(text: str, value: bool) -> None:
+    read = options_from_environment(EngineConfig, {"TRIOSERVE_ENABLE_PREFIX_CACHING": text})
+    assert read == {"enable_prefix_caching": value}
+
+
+def test_an_empty_variable_sets_nothing() -> None:
+    assert options_from_environment(ServerConfig, {"TRIOSERVE_API_KEY": ""}) == {}
+
+
+def test_a_misspelt_variable_is_found() -> None:
+    environment = {
+        "TRIOSERVE_MAX_NUM_SEQ": "1",
+        "TRIOSERVE_PORT": "1",
+        "TRIOSERVE_ZZZ": "",
+        "X": "",
+    }
+    assert unknown_variables(["port", "max_num_seqs"], environment) == [
+        ("TRIOSERVE_MAX_NUM_SEQ", "TRIOSERVE_MAX_NUM_SEQS"),
+        ("TRIOSERVE_ZZZ", None),
+    ]

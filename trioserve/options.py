@@ -1,0 +1,241 @@
+"""What an option is: one definition that Python, the command line and the environment share.
+
+:mod:`trioserve.config` lists the options themselves. Each is an attrs field made by :func:`option`;
+its name gives all three spellings: ``max_num_seqs`` in Python, ``--max-num-seqs`` on the command
+line and ``TRIOSERVE_MAX_NUM_SEQS`` in the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from trioserve.errors import InvalidRequest
+
+__all__ = [
+    "PREFIX",
+    "Option",
+    "environment_name",
+    "flag_name",
+    "option",
+    "options_from_environment",
+    "options_of",
+    "unknown_variables",
+]
+
+PREFIX = "TRIOSERVE_"
+
+_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_VALUE_NAMES = {str: "TEXT", int: "N", float: "X", bool: ""}
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True}
+_BOOLEANS |= {"0": False, "false": False, "no": False, "off": False}
+
+
+def flag_name(name: str) -> str:
+    """``max_num_seqs`` as ``--max-num-seqs``."""
+    return "--" + name.replace("_", "-")
+
+
+def environment_name(name: str) -> str:
+    """``max_num_seqs`` as ``TRIOSERVE_MAX_NUM_SEQS``."""
+    return PREFIX + name.upper()
+
+
+@attrs.frozen(kw_only=True)
+class Option:
+    """Everything there is to know of one option.
+
+    ``kind`` is ``bool`` for a flag that takes ``--x`` and ``--no-x``. A ``repeatable`` option holds
+    a tuple: its flag may be given several times, its variable holds the values with commas between
+    them. None, where it is the default, means "chosen from the machine and the model".
+    """
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    group: str
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+    repeatable: bool = False
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    """Like ``low``, but the value must be above it."""
+
+    @property
+    def flag(self) -> str:
+        """``--max-num-seqs`` for ``max_num_seqs``."""
+        return flag_name(self.name)
+
+    @property
+    def environment(self) -> str:
+        """``TRIOSERVE_MAX_NUM_SEQS`` for ``max_num_seqs``."""
+        return environment_name(self.name)
+
+    @property
+    def value_name(self) -> str:
+        """What help shows in place of the value: the choices, or one word for its kind."""
+        if self.choices is not None:
+            return "{" + ",".join(self.choices) + "}"
+        return self.metavar or _VALUE_NAMES[self.kind]
+
+    @property
+    def default_text(self) -> str | None:
+        """The default as a person would type it; None where there is none or ``help`` tells it."""
+        if self.default is None or self.default in ((), ""):
+            return None
+        if self.kind is bool:
+            return "on" if self.default else "off"
+        return f"{self.default:g}" if self.kind is float else str(self.default)
+
+    @property
+    def wanted(self) -> str:
+        """What values are allowed, to follow "must be"."""
+        if self.choices is not None:
+            return "one of " + ", ".join(self.choices)
+        if self.repeatable:
+            return "text that isn't empty"
+        kind = _KINDS[self.kind]
+        if self.above is not None:
+            return f"{kind} above {self.above:g}" + (
+                f" and at most {self.high:g}" if self.high is not None else ""
+            )
+        if self.high is not None:
+            return f"{kind} from {self.low or 0:g} to {self.high:g}"
+        return kind if self.low is None else f"{kind} of at least {self.low:g}"
+
+    def check(self, value: Any) -> None:
+        """Check a value as Python gives it.
+
+        Raises:
+            InvalidRequest: it isn't allowed; ``param`` is the option's name.
+        """
+        if value is None and self.default is None:
+            return
+        for item in value if self.repeatable else (value,):
+            if not self._allows(item):
+                raise self._refusal(item)
+
+    def from_text(self, text: str) -> Any:
+        """The value that a flag's text stands for, not yet checked against the limits.
+
+        Raises:
+            InvalidRequest: the text is no value of this kind.
+        """
+        try:
+            return _BOOLEANS[text.strip().lower()] if self.kind is bool else self.kind(text)
+        except (KeyError, ValueError):
+            raise self._refusal(text) from None
+
+    def from_variable(self, text: str) -> Any:
+        """The value that an environment variable's text stands for; see :meth:`from_text`."""
+        if not self.repeatable:
+            return self.from_text(text)
+        return tuple(self.from_text(part.strip()) for part in text.split(","))
+
+    def _allows(self, value: Any) -> bool:
+        if self.choices is not None:
+            return value in self.choices
+        if self.kind is bool:
+            return isinstance(value, bool)
+        if self.kind is str:
+            return isinstance(value, str) and (bool(value) or not self.repeatable)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return (whole or (self.kind is float and isinstance(value, float))) and self._in_range(
+            value
+        )
+
+    def _in_range(self, value: float) -> bool:
+        return (
+            not math.isnan(value)
+            and (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+        )
+
+    def _refusal(self, value: object) -> InvalidRequest:
+        return InvalidRequest(f"{self.name} must be {self.wanted}; got {value!r}", param=self.name)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    kind: type = str,
+    metavar: str | None = None,
+    choices: tuple[str, ...] | None = None,
+    repeatable: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """An attrs field that is also a flag and an environment variable."""
+    metadata = {
+        "kind": kind,
+        "help": help,
+        "group": group,
+        "metavar": metavar,
+        "choices": choices,
+        "repeatable": repeatable,
+        "low": low,
+        "high": high,
+        "above": above,
+    }
+    converter = _as_tuple if repeatable else None
+    return attrs.field(default=default, metadata=metadata, validator=_check, converter=converter)
+
+
+def _as_tuple(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _option_of(field: attrs.Attribute[Any]) -> Option:
+    return Option(name=field.name, default=field.default, **field.metadata)
+
+
+def _check(_: object, field: attrs.Attribute[Any], value: Any) -> None:
+    _option_of(field).check(value)
+
+
+def options_of(cls: type[attrs.AttrsInstance]) -> Iterator[Option]:
+    """The options that ``cls`` defines, in the order in which it defines them."""
+    for field in attrs.fields(cls):
+        if "help" in field.metadata:
+            yield _option_of(field)
+
+
+def options_from_environment(
+    cls: type[attrs.AttrsInstance], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """The options of ``cls`` that ``environment`` sets, by name. An empty variable sets nothing.
+
+    Raises:
+        InvalidRequest: a text is no value of its option's kind; ``param`` is the option's name.
+    """
+    return {
+        option.name: option.from_variable(environment[option.environment])
+        for option in options_of(cls)
+        if environment.get(option.environment)
+    }
+
+
+def unknown_variables(
+    known_names: Sequence[str], environment: Mapping[str, str]
+) -> list[tuple[str, str | None]]:
+    """Variables named like an option that are none, each with the one that was perhaps meant."""
+    unknown = [
+        name.removeprefix(PREFIX)
+        for name in sorted(environment)
+        if name.startswith(PREFIX) and name not in map(environment_name, known_names)
+    ]
+    meant = [name.upper() for name in known_names]
+    return [
+        (PREFIX + name, next((PREFIX + m for m in difflib.get_close_matches(name, meant, 1)), None))
+        for name in unknown
+    ]
