@@ -12,9 +12,9 @@ class RopeScaling:
     """How rotary frequencies are stretched past the length the model was trained at.
 
     ``kind`` is ``linear``, ``dynamic``, ``llama3``, ``yarn`` or ``factors``; fields that a kind
-    doesn't use keep their defaults. Formulas: Llama 3's from its reference code; YaRN's from Peng et
-    al. 2023 (arXiv:2309.00071). ``factors`` is what GGUF files hold: each of the ``head_dim // 2``
-    inverse frequencies is divided by its own number in ``frequency_factors``.
+    doesn't use keep their defaults. Formulas: Llama 3's from its reference code; YaRN's from Peng
+    et al. 2023 (arXiv:2309.00071). ``factors`` is what GGUF files hold: each of the
+    ``head_dim // 2`` inverse frequencies is divided by its own number in ``frequency_factors``.
     """
 
     kind: str
@@ -35,8 +35,9 @@ class RopeScaling:
 class ModelConfig:
     """A llama-like decoder: norm, attention, norm, gated MLP, repeated.
 
-    ``windows[i]`` is layer i's sliding window in tokens, None for full attention; ``rope_layers[i]``
-    is False where layer i uses no rotary embedding (SmolLM3). Both have ``num_layers`` entries.
+    ``windows[i]`` is layer i's sliding window in tokens, None for full attention;
+    ``rope_layers[i]`` is False where layer i uses no rotary embedding (SmolLM3). Both have
+    ``num_layers`` entries.
     """
 
     family: str

@@ -1,0 +1,16 @@
+"""What is in a model's folder or GGUF file: no torch, no trio, used by both sides."""
+
+from __future__ import annotations
+
+from trioserve.model_files.config import ModelConfig, RopeScaling
+from trioserve.model_files.files import ModelFiles, load_tokenizer_from, open_model
+from trioserve.model_files.locate import locate
+
+__all__ = [
+    "ModelConfig",
+    "ModelFiles",
+    "RopeScaling",
+    "load_tokenizer_from",
+    "locate",
+    "open_model",
+]

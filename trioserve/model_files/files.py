@@ -1,0 +1,129 @@
+"""What is in a model's folder or GGUF file, for both sides of the process boundary."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import tokenizers
+
+from trioserve.errors import ModelLoadError
+from trioserve.model_files import gguf, gguf_tokenizer, huggingface
+from trioserve.model_files.config import ModelConfig
+from trioserve.model_files.gguf_header import GGUFHeader, read_header
+from trioserve.model_files.locate import default_name
+from trioserve.model_files.shards import read_header_bytes, shard_paths
+
+__all__ = ["ModelFiles", "load_tokenizer_from", "open_model"]
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+
+
+@attrs.frozen(kw_only=True)
+class ModelFiles:
+    """A model on disk whose configuration has been read and is served.
+
+    ``chat_template``, ``bos_token`` and ``eos_token`` are texts, None where the files name none.
+    ``generation_defaults`` holds sampling parameters by their usual names (``temperature`` …).
+    """
+
+    path: Path
+    format: Literal["safetensors", "gguf"]
+    config: ModelConfig
+    name: str
+    """A short name to serve the model under."""
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    generation_defaults: dict[str, float | int]
+    gguf_header: GGUFHeader | None = attrs.field(default=None, repr=False, eq=False)
+    """The parsed header of a GGUF file, None for a folder."""
+
+    def load_tokenizer(self) -> tokenizers.Tokenizer:
+        """The model's own tokenizer.
+
+        Raises:
+            ModelLoadError: it is missing, damaged, or of a kind not served.
+        """
+        if self.gguf_header is not None:
+            return gguf_tokenizer.build_tokenizer(self.gguf_header)
+        return huggingface.read_tokenizer(self.path / "tokenizer.json")
+
+    def checksum(self) -> str:
+        """A hash that tells this model's weights from others', in milliseconds.
+
+        It covers the headers (names, shapes and types of all tensors), the files' sizes, and a few
+        kilobytes out of each file; it is no proof against tampering.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        if self.gguf_header is not None:
+            _add_file(digest, self.path, self.gguf_header.data_offset)
+        else:
+            digest.update((self.path / "config.json").read_bytes())
+            for path in shard_paths(self.path):
+                _add_file(digest, path, 8 + len(read_header_bytes(path)))
+        return digest.hexdigest()
+
+
+def _add_file(digest: hashlib.blake2b, path: Path, header_bytes: int) -> None:
+    size = path.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        digest.update(file.read(header_bytes))
+        for sample in range(_SAMPLES):
+            file.seek(header_bytes + (size - header_bytes) * sample // _SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+
+
+def open_model(path: Path) -> ModelFiles:
+    """Read what is in a model's folder or GGUF file, all but tokenizer and weights.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged, or the model is of a kind not served; one
+            line names the file and says what to do.
+    """
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise ModelLoadError(f"{path} doesn't exist: give a model's folder or a .gguf file")
+    header = read_header(path)
+    config = gguf.read_config(header)
+    return ModelFiles(
+        path=path,
+        format="gguf",
+        config=config,
+        name=default_name(path),
+        chat_template=gguf.read_chat_template(header),
+        bos_token=gguf.read_token_text(header, config.bos_token_id),
+        eos_token=gguf.read_token_text(header, next(iter(config.eos_token_ids), None)),
+        generation_defaults={},
+        gguf_header=header,
+    )
+
+
+def _open_folder(path: Path) -> ModelFiles:
+    config = huggingface.read_config(path)
+    shard_paths(path)  # a folder without weights is told so before a worker starts
+    return ModelFiles(
+        path=path,
+        format="safetensors",
+        config=config,
+        name=default_name(path),
+        chat_template=huggingface.read_chat_template(path),
+        bos_token=huggingface.read_special_token(path, "bos_token"),
+        eos_token=huggingface.read_special_token(path, "eos_token"),
+        generation_defaults=huggingface.read_generation_defaults(path),
+    )
+
+
+def load_tokenizer_from(path: str) -> tokenizers.Tokenizer:
+    """The tokenizer of another folder, or in a ``tokenizer.json`` file.
+
+    Raises:
+        ModelLoadError: it is missing or damaged.
+    """
+    place = Path(path).expanduser()
+    return huggingface.read_tokenizer(place / "tokenizer.json" if place.is_dir() else place)

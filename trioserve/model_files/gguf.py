@@ -1,0 +1,202 @@
+"""What a GGUF file's metadata says of the model: its shape, special tokens and chat template.
+
+Keys are described in ggml's gguf.md; what they mean for a model, and the defaults of those that are
+left out, is as llama.cpp has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.config import ModelConfig, RopeScaling
+from trioserve.model_files.gguf_header import GGUFHeader, GGUFTensor
+
+__all__ = ["CONTROL", "read_chat_template", "read_config", "read_token_text"]
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
+
+CONTROL = 3
+"""The number in ``tokenizer.ggml.token_type`` of a control token."""
+
+# Files often name one end alone; these end a turn or a text in every model that has them.
+_END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+_SMOLLM3_NO_ROPE_INTERVAL = 4  # no key holds it; llama.cpp has it as a constant too
+_FLOATS = {"F32": "float32", "F16": "float16"}
+_REQUIRED = ("token_embd.weight", "output_norm.weight")
+
+
+class _Keys:
+    """Metadata under the architecture's own prefix, each value checked as it is read."""
+
+    def __init__(self, header: GGUFHeader, architecture: str) -> None:
+        self.header = header
+        self.prefix = architecture
+
+    def get(self, key: str) -> Any:
+        return self.header.metadata.get(f"{self.prefix}.{key}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer, or an array that holds the same one for every layer."""
+        value = self.get(key)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self.error(key, value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise self.error(key, value)
+        return float(value)
+
+    def error(self, key: str, value: object) -> ModelLoadError:
+        path = self.header.path
+        if value is None:
+            return ModelLoadError(f"{path} has no {self.prefix}.{key}: convert the model again")
+        return ModelLoadError(
+            f"{path} has {self.prefix}.{key} = {value}, which isn't served: use another file"
+        )
+
+
+def read_config(header: GGUFHeader) -> ModelConfig:
+    """The shape of the model in a GGUF file.
+
+    Raises:
+        ModelLoadError: the architecture isn't served, or a key or tensor is missing or wrong.
+    """
+    architecture = header.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{header.path}: the architecture {architecture} isn't served; "
+            f"{', '.join(ARCHITECTURES)} are"
+        )
+    for name in _REQUIRED:
+        if name not in header.tensors:
+            raise ModelLoadError(f"{header.path} has no tensor {name}: convert the model again")
+    keys = _Keys(header, architecture)
+    if keys.get("expert_count"):
+        raise ModelLoadError(f"{header.path}: models with experts aren't served")
+    num_layers = keys.integer("block_count")
+    num_heads = keys.integer("attention.head_count")
+    hidden_size = keys.integer("embedding_length")
+    head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if keys.integer(key, head_dim) != head_dim:
+            raise keys.error(key, keys.get(key))
+    no_rope_interval = _SMOLLM3_NO_ROPE_INTERVAL if architecture == "smollm3" else num_layers + 1
+    window = keys.get("attention.sliding_window") if architecture == "llama" else None
+    max_positions = keys.integer("context_length")
+    scaling = _rope_scaling(keys, max_positions)
+    if scaling is not None and scaling.kind == "yarn":
+        stretched = int(scaling.factor * scaling.original_max_position_embeddings)
+        max_positions = max(max_positions, stretched)
+    embeddings = header.tensors["token_embd.weight"]
+    return ModelConfig(
+        family=architecture,
+        vocab_size=embeddings.shape[0],
+        hidden_size=hidden_size,
+        intermediate_size=keys.integer("feed_forward_length"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=keys.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        rope_theta=keys.number("rope.freq_base", 10000.0),
+        rope_scaling=scaling,
+        tie_word_embeddings="output.weight" not in header.tensors,
+        qkv_bias="blk.0.attn_q.bias" in header.tensors,
+        output_bias="blk.0.attn_output.bias" in header.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in header.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in header.tensors,
+        windows=(window or None,) * num_layers,
+        rope_layers=tuple((layer + 1) % no_rope_interval != 0 for layer in range(num_layers)),
+        dtype=_dtype(header),
+        bos_token_id=_token_id(header, "bos"),
+        eos_token_ids=_eos_ids(header),
+    )
+
+
+def _rope_scaling(keys: _Keys, max_positions: int) -> RopeScaling | None:
+    factors = keys.header.tensors.get("rope_freqs.weight")
+    kind = keys.get("rope.scaling.type") or "none"
+    # Files of the first years have the linear factor alone, under another key.
+    old_factor = keys.get("rope.scale_linear")
+    if kind == "none" and old_factor not in (None, 1.0):
+        kind = "linear"
+    if factors is not None:
+        if kind != "none":
+            raise keys.error("rope.scaling.type", f"{kind} beside rope_freqs.weight")
+        return RopeScaling(kind="factors", frequency_factors=_read_floats(keys, factors))
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise keys.error("rope.scaling.type", kind)
+    factor = keys.number("rope.scaling.factor", old_factor)
+    original = keys.integer("rope.scaling.original_context_length", max_positions)
+    if kind == "linear":
+        return RopeScaling(kind=kind, factor=factor, original_max_position_embeddings=original)
+    # llama.cpp multiplies YaRN's own magnitude by this number instead of replacing it.
+    magnitude = keys.number("rope.scaling.attn_factor", 1.0)
+    return RopeScaling(
+        kind=kind,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=magnitude * (0.1 * math.log(factor) + 1.0) if magnitude != 1.0 else None,
+    )
+
+
+def _read_floats(keys: _Keys, tensor: GGUFTensor) -> tuple[float, ...]:
+    if tensor.type.name != "F32":
+        raise keys.error("rope_freqs.weight", tensor.type.name)
+    with keys.header.path.open("rb") as file:
+        file.seek(tensor.offset)
+        return tuple(np.frombuffer(file.read(tensor.num_bytes), "<f4").tolist())
+
+
+def _dtype(header: GGUFHeader) -> str:
+    """The format of most matrices; bfloat16 where they are quantized."""
+    counts = Counter(t.type.name for t in header.tensors.values() if len(t.shape) > 1)
+    return _FLOATS.get(counts.most_common(1)[0][0], "bfloat16")
+
+
+def _token_id(header: GGUFHeader, name: str) -> int | None:
+    value = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    tokens = header.metadata.get("tokenizer.ggml.tokens", ())
+    return value if isinstance(value, int) and 0 <= value < len(tokens) else None
+
+
+def _eos_ids(header: GGUFHeader) -> tuple[int, ...]:
+    """The ids that end a sequence: those that the file names, then control tokens by their text."""
+    named = (_token_id(header, name) for name in ("eos", "eot", "eom"))
+    ids = [token for token in named if token is not None]
+    types = header.metadata.get("tokenizer.ggml.token_type", ())
+    for token, (text, kind) in enumerate(
+        zip(header.metadata.get("tokenizer.ggml.tokens", ()), types, strict=False)
+    ):
+        if kind == CONTROL and text in _END_TOKENS:
+            ids.append(token)
+    return tuple(dict.fromkeys(ids))
+
+
+def read_chat_template(header: GGUFHeader) -> str | None:
+    """The model's default chat template, None where the file has none."""
+    template = header.metadata.get("tokenizer.chat_template")
+    return template if isinstance(template, str) else None
+
+
+def read_token_text(header: GGUFHeader, token: int | None) -> str | None:
+    """The text of a special token, as the chat template writes it."""
+    tokens = header.metadata.get("tokenizer.ggml.tokens", ())
+    return tokens[token] if token is not None and token < len(tokens) else None

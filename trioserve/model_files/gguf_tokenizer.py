@@ -1,0 +1,251 @@
+"""A tokenizer out of a GGUF file's metadata.
+
+``tokenizer.ggml.model`` names one of two kinds. ``gpt2`` is byte-level BPE with its merges in the
+file; how text is split before merging is not in the file but named by ``tokenizer.ggml.pre``.
+``llama`` is SentencePiece's BPE: spaces become ``▁``, whatever the vocabulary lacks falls back to
+bytes, and a merge's rank is the score of the piece it makes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.gguf import CONTROL
+from trioserve.model_files.gguf_header import GGUFHeader
+
+__all__ = ["build_tokenizer"]
+
+_NORMAL, _UNKNOWN, _USER_DEFINED = 1, 2, 4
+
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+)
+
+
+@attrs.frozen
+class _Splitting:
+    """What a ``tokenizer.ggml.pre`` stands for.
+
+    ``pattern`` None is GPT-2's own. ``whole_words``: a piece that is a token is taken as it is,
+    without merging. ``add_bos`` is the default where the file doesn't say.
+    """
+
+    pattern: str | None = None
+    single_digits: bool = False
+    whole_words: bool = False
+    add_bos: bool = False
+    compose: bool = False
+    """Text is brought to Unicode's composed form (NFC) first."""
+
+
+_GPT2 = _Splitting()
+_SMOLLM = _Splitting(single_digits=True)
+_LLAMA_BPE = _Splitting(_LLAMA3, whole_words=True, add_bos=True)
+_PRE: dict[str, _Splitting] = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "smollm": _SMOLLM,
+    "starcoder": _SMOLLM,
+    "llama3": _LLAMA_BPE,
+    "llama-v3": _LLAMA_BPE,
+    "llama-bpe": _LLAMA_BPE,
+    "qwen2": _Splitting(_QWEN2, compose=True),
+    "deepseek-r1-qwen": _Splitting(_QWEN2),
+    "tekken": _Splitting(_TEKKEN, whole_words=True, add_bos=True),
+}
+
+
+def build_tokenizer(header: GGUFHeader) -> Tokenizer:
+    """The tokenizer that the metadata describes.
+
+    Raises:
+        ModelLoadError: the metadata is incomplete, or of a kind not served.
+    """
+    vocabulary = _Vocabulary.read(header)
+    kind = header.metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer, add_bos = _byte_level(header, vocabulary)
+    elif kind == "llama":
+        tokenizer, add_bos = _sentencepiece(header, vocabulary)
+    else:
+        raise ModelLoadError(
+            f"{header.path}: the tokenizer {kind} isn't served; gpt2 and llama are"
+        )
+    _add_special(tokenizer, vocabulary)
+    _add_template(tokenizer, header, vocabulary, add_bos)
+    return tokenizer
+
+
+@attrs.frozen
+class _Vocabulary:
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
+
+    @classmethod
+    def read(cls, header: GGUFHeader) -> _Vocabulary:
+        tokens: list[str] = header.metadata.get("tokenizer.ggml.tokens", [])
+        if not tokens:
+            raise _incomplete(header, "tokenizer.ggml.tokens")
+        types = header.metadata.get("tokenizer.ggml.token_type")
+        kinds = [_NORMAL] * len(tokens) if types is None else types.tolist()
+        ids = {token: i for i, token in enumerate(tokens)}
+        if len(kinds) != len(tokens) or len(ids) != len(tokens):
+            raise ModelLoadError(
+                f"{header.path} is damaged: its vocabulary is inconsistent; fetch it again"
+            )
+        return cls(tokens, kinds, ids)
+
+
+def _incomplete(header: GGUFHeader, key: str) -> ModelLoadError:
+    return ModelLoadError(f"{header.path} has no {key}: convert the model again")
+
+
+def _byte_level(header: GGUFHeader, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    pre = header.metadata.get("tokenizer.ggml.pre", "default")
+    splitting = _PRE.get(pre)
+    if splitting is None:
+        known = ", ".join(_PRE)
+        raise ModelLoadError(f"{header.path}: the pre-tokenizer {pre} isn't served; {known} are")
+    lines = header.metadata.get("tokenizer.ggml.merges")
+    if lines is None:
+        raise _incomplete(header, "tokenizer.ggml.merges")
+    merges = [_merge(line) for line in lines]
+    for left, right in merges:
+        if not (
+            left in vocabulary.ids and right in vocabulary.ids and left + right in vocabulary.ids
+        ):
+            raise ModelLoadError(
+                f"{header.path} is damaged: the merge {left!r} {right!r} isn't in its vocabulary; "
+                "fetch it again"
+            )
+    model = models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=splitting.whole_words)
+    tokenizer = Tokenizer(model)
+    if splitting.compose:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(splitting)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, splitting.add_bos
+
+
+def _merge(line: str) -> tuple[str, str]:
+    # The space in the middle is the separator; a piece may start with one in odd files.
+    left, _, right = line[1:].partition(" ")
+    return line[:1] + left, right
+
+
+def _pre_tokenizer(splitting: _Splitting) -> Any:
+    steps: list[Any] = []
+    if splitting.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if splitting.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"))
+    steps.append(
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
+    )
+    return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+
+
+def _sentencepiece(header: GGUFHeader, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    scores = header.metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(vocabulary.tokens):
+        raise _incomplete(header, "tokenizer.ggml.scores")
+    unknown = [
+        t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN
+    ]
+    model = models.BPE(
+        vocab=vocabulary.ids,
+        merges=_merges_by_score(vocabulary, scores.tolist()),
+        unk_token=unknown[0] if unknown else None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    spaces = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if header.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        steps.append(decoders.Strip(content=" ", left=1, right=0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer, True
+
+
+def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to make a piece out of two, best piece first.
+
+    SentencePiece merges the neighbours whose piece has the best score, so all ways to make one
+    piece have one rank; BPE's merges are a list, in which they stand together.
+    """
+    ids = vocabulary.ids
+    found: list[tuple[float, int, int, str, str]] = []
+    for piece, kind, score in zip(vocabulary.tokens, vocabulary.types, scores, strict=True):
+        if kind != _NORMAL:
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ids and right in ids:
+                found.append((-score, ids[left], ids[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def _add_special(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Control tokens are special; they and user-defined ones are found before anything is split."""
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+            for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+            if kind in (CONTROL, _UNKNOWN, _USER_DEFINED)
+        ]
+    )
+
+
+def _add_template(
+    tokenizer: Tokenizer, header: GGUFHeader, vocabulary: _Vocabulary, add_bos: bool
+) -> None:
+    """Put BOS in front and EOS behind, where the file (or its kind of tokenizer) asks for it."""
+    bos = _special(header, vocabulary, "bos", add_bos)
+    eos = _special(header, vocabulary, "eos", False)
+    if bos is None and eos is None:
+        return
+    names = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    pair = [*names, *(name.replace("$A", "$B") + ":1" for name in names)]
+    special = {token for token in (bos, eos) if token is not None}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=names,
+        pair=pair,
+        special_tokens=[(token, vocabulary.ids[token]) for token in sorted(special)],
+    )
+
+
+def _special(header: GGUFHeader, vocabulary: _Vocabulary, name: str, default: bool) -> str | None:
+    """The text of BOS or EOS where it is to be added, None where it isn't."""
+    if not header.metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+        return None
+    token = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if not isinstance(token, int) or not 0 <= token < len(vocabulary.tokens):
+        raise _incomplete(header, f"tokenizer.ggml.{name}_token_id")
+    return vocabulary.tokens[token]

@@ -1,0 +1,342 @@
+"""A model's folder as Hugging Face's libraries write it: its JSON files, and what they mean.
+
+Old and new spellings are both read: transformers 4 writes ``rope_theta`` and ``rope_scaling`` side
+by side and ``torch_dtype``; transformers 5 writes ``rope_parameters`` and ``dtype``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.config import ModelConfig, RopeScaling
+from trioserve.model_files.jsonfile import read_object
+from trioserve.model_files.shards import read_shards
+
+__all__ = [
+    "read_chat_template",
+    "read_config",
+    "read_generation_defaults",
+    "read_special_token",
+    "read_tokenizer",
+]
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+
+# What transformers takes for a field that config.json leaves out, where families differ.
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "rope_theta": 2000000.0,
+        "tie_word_embeddings": True,
+    },
+}
+
+_ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn")
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class _Fields:
+    """The fields of a config.json, each checked as it is read."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.path = path
+        self.values = {**defaults, **values}
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer; null counts as absent."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self.error(name, value)
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number; null counts as absent."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise self.error(name, value)
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false; absent is false."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(name, value)
+        return bool(value)
+
+    def get(self, name: str) -> Any:
+        """The field as it stands, None where it is absent."""
+        return self.values.get(name)
+
+    def error(self, name: str, value: object) -> ModelLoadError:
+        """What is wrong with a field."""
+        if value is None:
+            return ModelLoadError(f"{self.path} has no {name}: it is no complete configuration")
+        return ModelLoadError(f"{self.path} has {name} = {value!r}, which can't be right")
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of the model in ``folder``, from config.json and generation_config.json.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged, or the model is of a kind not served.
+    """
+    path = folder / "config.json"
+    values = read_object(path)
+    family = _family(path, values)
+    fields = _Fields(path, values, _FAMILY_DEFAULTS[family])
+    _refuse_unserved(fields)
+    num_layers = fields.integer("num_hidden_layers")
+    num_heads = fields.integer("num_attention_heads")
+    hidden_size = fields.integer("hidden_size")
+    max_positions = fields.integer("max_position_embeddings")
+    theta, scaling = _rope(fields, max_positions)
+    if scaling is not None and scaling.kind == "yarn":
+        stretched = int(scaling.factor * scaling.original_max_position_embeddings)
+        max_positions = max(max_positions, stretched)
+    rope_layers = _rope_layers(fields, family, num_layers)
+    attention_bias = fields.flag("attention_bias") and family != "mistral"
+    return ModelConfig(
+        family=family,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        max_position_embeddings=max_positions,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=family != "qwen2" and attention_bias,
+        mlp_bias=family in ("llama", "smollm3") and fields.flag("mlp_bias"),
+        qk_norm=family == "qwen3",
+        windows=_windows(fields, family, num_layers, rope_layers),
+        rope_layers=rope_layers,
+        dtype=_dtype(fields, folder),
+        bos_token_id=_first(_ids(fields, "bos_token_id")),
+        eos_token_ids=_eos_ids(fields, folder),
+    )
+
+
+def _family(path: Path, values: Mapping[str, Any]) -> str:
+    named = values.get("architectures") or []
+    architecture = str(named[0]) if isinstance(named, list) and named else None
+    if architecture is None:
+        model_type = values.get("model_type")
+        if model_type in FAMILIES.values():
+            return str(model_type)
+        raise ModelLoadError(f"{path} names no architecture: it is no language model's folder")
+    if architecture not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ModelLoadError(f"{path}: the architecture {architecture} isn't served; {known} are")
+    return FAMILIES[architecture]
+
+
+def _refuse_unserved(fields: _Fields) -> None:
+    quantization = fields.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ModelLoadError(
+            f"{fields.path}: weights quantized with {method} aren't served; "
+            "use the model's unquantized folder or a GGUF file"
+        )
+    if (fields.get("hidden_act") or "silu") not in ("silu", "swish"):
+        raise ModelLoadError(
+            f"{fields.path}: hidden_act {fields.get('hidden_act')!r} isn't served; silu is"
+        )
+
+
+def _rope(fields: _Fields, max_positions: int) -> tuple[float, RopeScaling | None]:
+    """The base frequency and the scaling, from either spelling."""
+    written = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(written, dict) or any(isinstance(value, dict) for value in written.values()):
+        raise ModelLoadError(f"{fields.path}: RoPE that differs from layer to layer isn't served")
+    rope = _Fields(fields.path, written, {})
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ModelLoadError(f"{fields.path}: RoPE over a part of each head isn't served")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind not in _ROPE_KINDS:
+        known = ", ".join(_ROPE_KINDS)
+        raise ModelLoadError(f"{fields.path}: RoPE scaling {kind!r} isn't served; {known} are")
+    # Dynamic scaling starts at the trained length, which is max_position_embeddings itself.
+    original = max_positions
+    if kind != "dynamic":
+        outer = fields.integer("original_max_position_embeddings", max_positions)
+        original = rope.integer("original_max_position_embeddings", outer)
+    factor = None if rope.get("factor") is None else rope.number("factor", 1.0)
+    if factor is None:
+        if kind != "yarn":
+            raise rope.error("factor", None)
+        factor = max_positions / original
+    attention_factor = rope.get("attention_factor")
+    return theta, RopeScaling(
+        kind=str(kind),
+        factor=factor,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        original_max_position_embeddings=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=None if attention_factor is None else float(attention_factor),
+        mscale=float(rope.get("mscale") or 0.0),
+        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+        truncate=rope.get("truncate") is not False,
+    )
+
+
+def _rope_layers(fields: _Fields, family: str, num_layers: int) -> tuple[bool, ...]:
+    if family != "smollm3":
+        return (True,) * num_layers
+    layers = fields.get("no_rope_layers")
+    if layers is None:
+        interval = fields.integer("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    # The field is named for the layers without RoPE, and yet a 1 in it is a layer with RoPE.
+    if not isinstance(layers, list) or len(layers) < num_layers:
+        raise fields.error("no_rope_layers", layers)
+    return tuple(bool(layer) for layer in layers[:num_layers])
+
+
+def _windows(
+    fields: _Fields, family: str, num_layers: int, rope_layers: tuple[bool, ...]
+) -> tuple[int | None, ...]:
+    none: tuple[int | None, ...] = (None,) * num_layers
+    if family == "llama" or fields.get("sliding_window") is None:
+        return none
+    if family == "mistral":
+        return (fields.integer("sliding_window"),) * num_layers
+    if not fields.flag("use_sliding_window"):
+        return none
+    window = fields.integer("sliding_window")
+    types = fields.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise fields.error("layer_types", types)
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if family == "smollm3":
+        return tuple(None if rope else window for rope in rope_layers)
+    full = fields.get("max_window_layers")
+    full = 28 if full is None else int(full)
+    return tuple(window if layer >= full else None for layer in range(num_layers))
+
+
+def _dtype(fields: _Fields, folder: Path) -> str:
+    """The weights' number format: as config.json says, or else as the first tensor has it."""
+    named = fields.get("dtype") or fields.get("torch_dtype")
+    if named is not None:
+        return str(named).removeprefix("torch.")
+    for shard in read_shards(folder):
+        for dtype in shard.dtypes.values():
+            if dtype in _DTYPES:
+                return _DTYPES[dtype]
+    return "float32"
+
+
+def _ids(fields: _Fields, name: str) -> tuple[int, ...]:
+    value = fields.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise fields.error(name, value)
+    return tuple(ids)
+
+
+def _first(ids: tuple[int, ...]) -> int | None:
+    return ids[0] if ids else None
+
+
+def _eos_ids(fields: _Fields, folder: Path) -> tuple[int, ...]:
+    """The ids that end a sequence, in config.json or generation_config.json, each once."""
+    path = folder / "generation_config.json"
+    generation = _Fields(path, read_object(path, required=False), {})
+    both = (*_ids(fields, "eos_token_id"), *_ids(generation, "eos_token_id"))
+    return tuple(dict.fromkeys(both))
+
+
+def read_generation_defaults(folder: Path) -> dict[str, float | int]:
+    """The sampling defaults in generation_config.json; what only sampling uses, if it samples."""
+    values = read_object(folder / "generation_config.json", required=False)
+    names = ["repetition_penalty"]
+    if values.get("do_sample") is not False:
+        names += ["temperature", "top_k", "top_p", "min_p"]
+    return {
+        name: values[name]
+        for name in names
+        if isinstance(values.get(name), (int, float)) and not isinstance(values[name], bool)
+    }
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """The default chat template: a file of its own wins over tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"{path} can't be read: {error}") from error
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = read_object(folder / name, required=False).get("chat_template")
+        if isinstance(template, list):
+            named = {entry.get("name"): entry for entry in template if isinstance(entry, dict)}
+            template = named.get("default", {}).get("template")
+        if isinstance(template, str):
+            return template
+    return None
+
+
+def read_special_token(folder: Path, name: str) -> str | None:
+    """The text of ``bos_token`` or ``eos_token``, as templates use it."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = read_object(folder / file, required=False).get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            return token
+    return None
+
+
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a tokenizer.json, exactly as that file describes it.
+
+    ``tokenizer_class`` in tokenizer_config.json has no say: it would replace the file's
+    pre-tokenizer by another. Truncation and padding, which the file may switch on, are off.
+
+    Raises:
+        ModelLoadError: the file is missing or damaged.
+    """
+    if not path.exists():
+        hint = "fetch the model's folder again"
+        if (path.parent / "tokenizer.model").exists():
+            hint = "tokenizer.model alone isn't served, so convert it to tokenizer.json"
+        raise ModelLoadError(f"{path} is missing: {hint}")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelLoadError(f"{path} is damaged: {reason}; fetch it again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
