@@ -1,8 +1,8 @@
-"""Philox4x32-10, the counter-based random number generator behind every random choice of a worker.
+"""Philox4x32-10, the counter-based random number generator behind every random choice.
 
-Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC'11). A number is a pure
-function of (seed, position, sequence index, purpose), so there is no generator state to keep, to
-save at a preemption or to share between rows.
+Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC'11). A number is a
+pure function of (seed, position, sequence index, purpose), so there is no generator state to keep,
+to save at a preemption or to share between rows.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ KNOWN_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("counter, key, answer", KNOWN_ANSWERS)
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
 def test_published_vectors(counter: str, key: str, answer: str) -> None:
     result = philox4x32(
         np.array([words(counter)], dtype=np.uint32), np.array([words(key)], dtype=np.uint32)
