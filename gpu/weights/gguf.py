@@ -1,0 +1,109 @@
+"""Weights from a GGUF file: renamed, dequantized, and with their rows in Hugging Face's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu.weights.dequantize import dequantize
+from gpu.weights.expected import check_tensors
+from trioserve.errors import ModelLoadError
+from trioserve.model_files import ModelConfig, ModelFiles
+from trioserve.model_files.gguf_header import GGUFTensor
+
+__all__ = ["hugging_face_name", "load", "unpermute"]
+
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_PERMUTED_FAMILIES = ("llama", "smollm3")
+_ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration, not of the weights
+
+
+def load(
+    files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As :func:`gpu.weights.load_weights`, for a GGUF file."""
+    header = files.gguf_header
+    if header is None:
+        raise ValueError(f"{files.path} was not opened as a GGUF file")
+    tensors = {
+        hugging_face_name(name): tensor
+        for name, tensor in header.tensors.items()
+        if name != _ROPE_FACTORS
+    }
+    check_tensors(files.config, {n: tensor.shape for n, tensor in tensors.items()}, files.path)
+    try:
+        # Copy on write: torch warns of arrays that can't be written, though nothing here writes.
+        data = np.memmap(files.path, dtype=np.uint8, mode="c")
+    except OSError as error:
+        raise ModelLoadError(f"{files.path} can't be read: {error.strerror}") from error
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    done = 0
+    for name, tensor in tensors.items():
+        value = _read(data, tensor, dtype)
+        heads = _permuted_heads(name, files.config)
+        done += tensor.num_bytes
+        yield name, value if heads is None else unpermute(value, heads)
+        progress(done, total)
+
+
+def hugging_face_name(name: str) -> str:
+    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``.
+
+    A name of no known form stays as it is.
+    """
+    parts = name.split(".")
+    if len(parts) == 2 and parts[0] in _OUTER:
+        return f"{_OUTER[parts[0]]}.{parts[1]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _INNER:
+        return f"model.layers.{parts[1]}.{_INNER[parts[2]]}.{parts[3]}"
+    return name
+
+
+def _read(
+    data: np.memmap[Any, np.dtype[np.uint8]], tensor: GGUFTensor, dtype: torch.dtype
+) -> torch.Tensor:
+    raw = torch.from_numpy(data[tensor.offset : tensor.offset + tensor.num_bytes])
+    return dequantize(raw, tensor.type, dtype).view(tensor.shape)
+
+
+def _permuted_heads(name: str, config: ModelConfig) -> int | None:
+    """The number of heads whose rows the file holds in its own order, None for other tensors."""
+    if config.family not in _PERMUTED_FAMILIES:
+        return None
+    if ".self_attn.q_proj." in name:
+        return config.num_heads
+    if ".self_attn.k_proj." in name:
+        return config.num_kv_heads
+    return None
+
+
+def unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Bring the rows of a query or key projection back into Hugging Face's order.
+
+    llama.cpp rotates neighbouring pairs of a head's numbers in its llama-like models, Hugging Face
+    the first half against the second; the conversion to GGUF interleaves the halves for it. Takes
+    and gives ``[num_heads * head_dim, ...]``.
+    """
+    rows = tensor.shape[0]
+    pairs = tensor.view(num_heads, rows // num_heads // 2, 2, -1)
+    return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,59 @@
+"""Weights from the safetensors files of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from gpu.weights.expected import check_tensors
+from trioserve.errors import ModelLoadError
+from trioserve.model_files import ModelConfig, ModelFiles
+from trioserve.model_files.shards import Shard, read_shards
+
+__all__ = ["load"]
+
+_DTYPES = ("F32", "F16", "BF16")
+
+
+def load(
+    files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As :func:`gpu.weights.load_weights`, for a folder."""
+    shards = read_shards(files.path)
+    found: dict[str, tuple[int, ...]] = {}
+    for shard in shards:
+        for name, shape in shard.shapes.items():
+            if not _is_left_out(name, files.config):
+                _check_dtype(shard, name)
+                found[name] = shape
+    check_tensors(files.config, found, files.path)
+    total = sum(shard.num_bytes[name] for shard in shards for name in shard.shapes if name in found)
+    done = 0
+    for shard in shards:
+        try:
+            with safe_open(shard.path, framework="pt") as file:
+                for name in shard.shapes:
+                    if name in found:
+                        # A copy: what the library gives may be a view of the mapped file.
+                        tensor = file.get_tensor(name).to(dtype, copy=True)
+                        done += shard.num_bytes[name]
+                        yield name, tensor
+                        progress(done, total)
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"{shard.path} is damaged: {error}; fetch it again") from error
+
+
+def _is_left_out(name: str, config: ModelConfig) -> bool:
+    """Tensors that say nothing new: tied output weights, and frequencies that old files store."""
+    tied = name == "lm_head.weight" and config.tie_word_embeddings
+    return tied or name.endswith("rotary_emb.inv_freq")
+
+
+def _check_dtype(shard: Shard, name: str) -> None:
+    if shard.dtypes[name] not in _DTYPES:
+        raise ModelLoadError(
+            f"{shard.path}: tensor {name} has the type {shard.dtypes[name]}, which isn't read; "
+            f"{', '.join(_DTYPES)} are"
+        )
