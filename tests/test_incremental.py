@@ -1,0 +1,222 @@
+"""Token by token against everything at once, for every kind of tokenizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tests import text_tokenizers
+
+from trioserve.incremental import ByteDecoder, TokenBytes, WindowDecoder
+from trioserve.tokenizer import Tokenizer
+
+BYTE_LEVEL = text_tokenizers.byte_level()
+FALLBACK = text_tokenizers.byte_fallback()
+METASPACE = text_tokenizers.metaspace()
+WORDS = text_tokenizers.words()
+
+TEXTS = [
+    *text_tokenizers.SAMPLE,
+    "👨‍👩‍👧‍👦🏳️‍🌈 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \U0010ffff",
+    "한글과 漢字とかな交じり文",
+    " leading and trailing ",
+    "a real \ufffd in the text",
+]
+
+
+def ids_of(backend: tokenizers.Tokenizer, max_size: int = 40) -> st.SearchStrategy[list[int]]:
+    known = st.integers(0, backend.get_vocab_size() - 1)
+    return st.lists(known, max_size=max_size)
+
+
+def byte_ids(backend: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Ids of single bytes, most of them of characters of several bytes, and of some others."""
+    names = TokenBytes.of(backend)
+    assert names is not None
+    single = {names[id]: id for id in range(backend.get_vocab_size()) if len(names[id]) == 1}
+    data = st.one_of(st.text(max_size=4).map(str.encode), st.binary(max_size=3))
+    return st.lists(data, max_size=10).map(
+        lambda chunks: [single[bytes([byte])] for byte in b"".join(chunks)]
+    )
+
+
+def joined(
+    backend: tokenizers.Tokenizer,
+    ids: Sequence[int],
+    prompt: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = True,
+) -> str:
+    decoder = Tokenizer(backend).incremental_decoder(
+        prompt, skip_special_tokens=skip_special_tokens
+    )
+    return "".join([decoder.push(id) for id in ids]) + decoder.flush()
+
+
+@given(st.one_of(ids_of(BYTE_LEVEL), byte_ids(BYTE_LEVEL)), st.booleans())
+def test_byte_level_joins_to_the_whole_decode(ids: list[int], skip: bool) -> None:
+    whole = BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+    assert joined(BYTE_LEVEL, ids, skip_special_tokens=skip) == whole
+
+
+def fallback_text(ids: list[int], *, skip: bool) -> str:
+    """The whole decode, but with only the bad bytes of a byte-fallback run replaced."""
+    data = b""
+    for id in ids:
+        token = FALLBACK.id_to_token(id)
+        if skip and token in ("<unk>", "<s>", "</s>"):
+            continue
+        if token.startswith("<0x"):
+            data += bytes.fromhex(token[3:5])
+        else:
+            data += token.replace("▁", " ").encode()
+    text = data.decode("utf-8", "replace")
+    return text.removeprefix(" ")
+
+
+@given(st.one_of(ids_of(FALLBACK), byte_ids(FALLBACK)), st.booleans())
+def test_byte_fallback_joins_to_the_whole_decode(ids: list[int], skip: bool) -> None:
+    got = joined(FALLBACK, ids, skip_special_tokens=skip)
+    assert got == fallback_text(ids, skip=skip)
+    if "\ufffd" not in got:
+        assert got == FALLBACK.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("backend", [METASPACE, WORDS], ids=["metaspace", "words"])
+@given(data=st.data(), skip=st.booleans())
+def test_other_tokenizers_join_to_the_whole_decode(
+    backend: tokenizers.Tokenizer, data: st.DataObject, skip: bool
+) -> None:
+    assert TokenBytes.of(backend) is None
+    ids = data.draw(ids_of(backend))
+    whole = backend.decode(ids, skip_special_tokens=skip)
+    assert joined(backend, ids, skip_special_tokens=skip) == whole
+
+
+@pytest.mark.parametrize("backend", [BYTE_LEVEL, FALLBACK], ids=["bytes", "fallback"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_real_text_comes_out_whole_and_never_in_halves(
+    backend: tokenizers.Tokenizer, text: str
+) -> None:
+    tokenizer = Tokenizer(backend)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoder = tokenizer.incremental_decoder([])
+    deltas = [decoder.push(id) for id in ids]
+    assert decoder.flush() == ""
+    whole = tokenizer.decode(ids)
+    assert "".join(deltas) == whole
+    assert "".join(deltas).count("\ufffd") == text.count("\ufffd")
+    sent = ""
+    for number, delta in enumerate(deltas, 1):
+        sent += delta certain = b"".join(tokenizer.token_bytes(id) for id in
+        ids[:number]).decode("utf-8", "ignore") assert sent == (certain.removeprefix(" ") if
+        backend is FALLBACK else certain)
+
+
+@given(
+    st.one_of(ids_of(BYTE_LEVEL, 6), byte_ids(BYTE_LEVEL)),
+    st.one_of(ids_of(BYTE_LEVEL, 6), byte_ids(BYTE_LEVEL)),
+)
+def test_only_a_character_that_the_output_goes_on_with_comes_out_of_the_prompt(
+    prompt: list[int], ids: list[int]
+) -> None:
+    table = Tokenizer(BYTE_LEVEL)
+    special = table.special_ids
+    before = b"".join(table.token_bytes(id) for id in prompt if id not in special)
+    after = b"".join(table.token_bytes(id) for id in ids if id not in special)
+    unfinished = next(
+        (before[-n:] for n in (3, 2, 1) if len(before) >= n and is_beginning(before[-n:])), b""
+    )
+    goes_on = bool(after) and is_beginning_or_character(unfinished + after[:1])
+    expected = (unfinished if goes_on else b"") + after
+    assert joined(BYTE_LEVEL, ids, prompt) == expected.decode("utf-8", "replace")
+
+
+def is_beginning(data: bytes) -> bool:
+    """Whether ``data`` is a character's first bytes, with more to come."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data" and error.start == 0
+    return False
+
+
+def is_beginning_or_character(data: bytes) -> bool:
+    try:
+        return len(data.decode()) == 1
+    except UnicodeDecodeError:
+        return is_beginning(data)
+
+
+def test_a_prompt_that_ends_within_a_character_does_not_leak() -> None:
+    tokenizer = Tokenizer(BYTE_LEVEL)
+    single = {tokenizer.token_bytes(id): id for id in range(tokenizer.vocab_size)}
+    pepper = [single[bytes([byte])] for byte in "🌶".encode()]
+    prompt = [*tokenizer.encode("Hello world "), *pepper[:2]]
+    assert joined(BYTE_LEVEL, [*pepper[2:], *tokenizer.encode(" ok")], prompt) == "🌶 ok"
+    assert joined(BYTE_LEVEL, tokenizer.encode("plain"), prompt) == "plain"
+    assert joined(BYTE_LEVEL, [], prompt) == ""
+
+
+def test_the_leading_space_stays_after_a_prompt_and_goes_at_the_start() -> None:
+    the = [FALLBACK.token_to_id("▁the")]
+    assert joined(FALLBACK, the, [FALLBACK.token_to_id("a")]) == " the"
+    assert joined(FALLBACK, the) == "the"
+    bos = [FALLBACK.token_to_id("<s>")]
+    assert joined(FALLBACK, the, bos) == "the"
+    assert joined(FALLBACK, the, bos, skip_special_tokens=False) == " the"
+    world = [METASPACE.token_to_id("▁world")]
+    hello = METASPACE.token_to_id("▁hello")
+    assert joined(METASPACE, world, [hello]) == " world"
+    assert joined(METASPACE, world, [hello] + [METASPACE.token_to_id("<s>")] * 20) == " world"
+    assert joined(METASPACE, world) == "world"
+
+
+def test_ids_past_the_vocabulary_add_nothing() -> None:
+    ids = [BYTE_LEVEL.token_to_id("a"), 100_000, BYTE_LEVEL.token_to_id("b")]
+    assert joined(BYTE_LEVEL, ids) == "ab" == BYTE_LEVEL.decode(ids)
+
+
+def test_what_can_not_become_a_character_is_replaced_at_once_or_at_the_end() -> None:
+    table = TokenBytes.of(BYTE_LEVEL)
+    assert table is not None
+    single = {table[id]: id for id in range(BYTE_LEVEL.get_vocab_size())}
+    decoder = ByteDecoder.after([], table)
+    assert decoder.push(single[b"\xe4"]) == ""
+    assert decoder.push(single[b"\xe4"]) == "\ufffd"
+    assert decoder.push(single[b"a"]) == "\ufffda"
+    assert decoder.push(single[b"\xf0"]) == ""
+    assert decoder.flush() == "\ufffd"
+
+
+def test_a_real_replacement_character_waits_for_a_few_tokens_at_most() -> None:
+    decoder = WindowDecoder.after([], METASPACE.decode)
+    real = METASPACE.token_to_id("\ufffd")
+    deltas = [decoder.push(real) for _ in range(WindowDecoder.MAX_PENDING)]
+    assert deltas[:-1] == [""] * (WindowDecoder.MAX_PENDING - 1)
+    assert deltas[-1] == "\ufffd" * WindowDecoder.MAX_PENDING
+
+
+@pytest.mark.parametrize("backend", [BYTE_LEVEL, METASPACE], ids=["bytes", "window"])
+def test_invalid_bytes_cost_the_same_however_many_came_before(
+    backend: tokenizers.Tokenizer,
+) -> None:
+    bad = BYTE_LEVEL.token_to_id("\u0122") if backend is BYTE_LEVEL else
+    METASPACE.token_to_id("\ufffd") decoder = Tokenizer(backend).incremental_decoder([])
+
+    def seconds(number: int) -> float:
+        started = time.perf_counter()
+        for _ in range(number):
+            decoder.push(bad)
+        return time.perf_counter() - started
+
+    first = min(seconds(500) for _ in range(3))
+    for _ in range(6):
+        seconds(1000)
+    last = min(seconds(500) for _ in range(3))
+    # A decoder that goes over all that is undecided again is 20 times slower by now.
+    assert last < 5 * first

@@ -1,0 +1,238 @@
+"""Chat templates: a conversation in, the text that the model was trained to see out.
+
+Templates are jinja2, as transformers defines them: the same whitespace rules, the same extra
+functions and tags, the same variables. They come with models, so they run in jinja2's sandbox
+with a bound on what they may print; an error in one is the request's error, never the server's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from trioserve.errors import InvalidRequest, ModelLoadError
+from trioserve.request import ChatPrompt
+
+__all__ = ["ChatTemplate"]
+
+MAX_RENDERED_CHARACTERS = 64 << 20
+_CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "
+"""Put at the end of the message to be continued. Its space shows whether the template trims."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}``, which marks the assistant's text for training, is only a block here."""
+
+    tags = {"generation"}  # noqa: RUF012 (the name and type are jinja2's)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes for HTML, which models have not been trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """A model's chat template.
+
+    Args:
+        source: the template's text.
+        bos_token, eos_token, special_tokens: what the template knows under these names. Those that
+            are None are left undefined, and print nothing.
+
+    Raises:
+        ModelLoadError: the text is no template; the message names the line.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        **special_tokens: str | None,
+    ) -> None:
+        environment = _environment()
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelLoadError(
+                f"the chat template is not valid jinja2: line {error.lineno}: {error.message}"
+            ) from error
+        tokens = {"bos_token": bos_token, "eos_token": eos_token, **special_tokens}
+        self._tokens = {name: token for name, token in tokens.items() if token is not None}
+        self.takes_parts = _iterates_over_content(tree)
+        """Whether the template looks at the parts of a content; else it is given one string."""
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """The text of ``prompt``, special tokens written out (so encode it without adding any).
+
+        Raises:
+            InvalidRequest: the messages are malformed, or the template refuses them.
+        """
+        messages = [self._message(message) for message in prompt.messages]
+        if not messages:
+            raise _refuse("messages must have at least one message")
+        if not prompt.continue_final_message:
+            return self._render(messages, prompt)
+        if prompt.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message needs add_generation_prompt to be false",
+                param="continue_final_message",
+            )
+        final = _mark_end(messages)
+        return _cut_at_mark(self._render(messages, prompt), final)
+
+    def _render(self, messages: list[dict[str, Any]], prompt: ChatPrompt) -> str:
+        variables = {
+            "tools": None,
+            "documents": None,
+            **self._tokens,
+            **prompt.template_arguments,
+            "messages": messages,
+            "add_generation_prompt": prompt.add_generation_prompt,
+        }
+        pieces: list[str] = []
+        length = 0
+        try:
+            for piece in self._template.generate(**variables):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MAX_RENDERED_CHARACTERS:
+                    raise _refuse(
+                        f"the chat template printed over {MAX_RENDERED_CHARACTERS} characters"
+                    )
+        except InvalidRequest:
+            raise
+        except jinja2.TemplateError as error:
+            raise _refuse(f"the chat template refused the messages: {error.message}") from error
+        except Exception as error:
+            # A template is a program over the client's data: a missing or mistyped field raises
+            # whatever Python raises there.
+            reason = f"{type(error).__name__}: {error}"
+            raise _refuse(f"the chat template failed on the messages: {reason}") from error
+        return "".join(pieces)
+
+    def _message(self, message: Any) -> dict[str, Any]:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise _refuse("every message must be an object with a role that is a string")
+        content = message.get("content")
+        if content is None:
+            content = ""
+        if isinstance(content, (list, tuple)):
+            texts = [_part_text(part) for part in content]
+            if self.takes_parts:
+                content = [{"type": "text", "text": text} for text in texts]
+            else:
+                content = "\n".join(texts)
+        elif not isinstance(content, str):
+            raise _refuse("a message's content must be a string or a list of text parts")
+        return {**message, "content": content}
+
+
+def _refuse(reason: str) -> InvalidRequest:
+    return InvalidRequest(reason, param="messages")
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise _refuse(f"this model reads text only; a content part has the type {kind!r}")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _refuse("a text part must have a text that is a string")
+    return text
+
+
+def _mark_end(messages: list[dict[str, Any]]) -> str:
+    """Put the mark behind the final message's text, in place; returns that text without it."""
+    content = messages[-1]["content"]
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _CONTINUE_HERE
+        return content
+    if not content:
+        raise _refuse("continue_final_message is set, and the final message has no text")
+    text: str = content[-1]["text"]
+    content[-1]["text"] = text + _CONTINUE_HERE
+    return text
+
+
+def _cut_at_mark(rendered: str, final: str) -> str:
+    mark = _CONTINUE_HERE.strip()
+    position = rendered.rfind(mark)
+    if position < 0 or final.strip() not in rendered:
+        raise _refuse(
+            "continue_final_message is set, and the chat template doesn't print the final message"
+        )
+    if rendered.startswith(_CONTINUE_HERE, position):
+        return rendered[:position]
+    return rendered[
+        :position
+    ].rstrip()  # a template that trims messages would have trimmed this one
+
+
+def _iterates_over_content(tree: jinja2.nodes.Template) -> bool:
+    """Whether a ``for`` loop in the template goes over a message's content.
+
+    That is ``message['content']`` or ``message.content`` of any variable, or a variable that was
+    set to one of these; filters behind it don't matter.
+    """
+    names = {
+        assign.target.name
+        for assign in tree.find_all(jinja2.nodes.Assign)
+        if isinstance(assign.target, jinja2.nodes.Name) and _is_content(assign.node, set())
+    }
+    return any(_is_content(loop.iter, names) for loop in tree.find_all(jinja2.nodes.For))
+
+
+def _is_content(node: jinja2.nodes.Node | None, names: set[str]) -> bool:
+    while isinstance(node, jinja2.nodes.Filter):
+        node = node.node
+    if isinstance(node, jinja2.nodes.Name):
+        return node.name in names
+    if isinstance(node, jinja2.nodes.Getitem):
+        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
+    return isinstance(node, jinja2.nodes.Getattr) and node.attr == "content"

@@ -1,0 +1,259 @@
+"""Text out of tokens, one token at a time. Sans-IO: no tasks, no channels, no clock.
+
+The rule
+--------
+What the decoders here give, joined, is what decoding prompt and output at once would have put after
+the prompt's own text. Text is handed out as soon as no later token can change it, and never taken
+back. Each decoder does constant work per token, whatever the tokens are.
+
+Where characters end -------------------- A token is a piece of a byte string, and a character may
+be spread over several tokens (emoji, CJK, Hangul; every character of a byte-fallback run). For
+the two kinds of tokenizer that nearly every model has, byte-level BPE and SentencePiece with byte
+fallback, a token adds the same bytes wherever it stands. So :class:`TokenBytes` looks the bytes
+up, and :class:`ByteDecoder` keeps back at most the three bytes that may be the start of a
+character. Bytes that can't become one turn into U+FFFD as soon as that is certain, one for each
+maximal part of a character (what both Rust and Python do).
+
+A whole decode by ``tokenizers`` does one thing otherwise: one bad byte in a byte-fallback run turns
+the *whole* run into U+FFFD, its good characters included. Those may have been delivered by then, so
+here the good characters stay and only the bad bytes are replaced.
+
+Other tokenizers (WordPiece, word level, Metaspace alone) are decoded by :class:`WindowDecoder`: a
+few delivered tokens for context and the new one, decoded together.
+
+Where the prompt ends --------------------- Some decoders drop a space at the very start of a
+text. Whether an output is at the start depends on whether the prompt has any text, so the
+prompt's ids go in as well. And a prompt given as ids may end within a character: if the output
+goes on with that character, the character is the output's; if it doesn't, the bytes stay the
+prompt's. Nothing else of the prompt can come out.
+"""
+
+from __future__ import annotations
+
+import json
+from codecs import utf_8_decode
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import attrs
+import tokenizers
+
+__all__ = ["ByteDecoder", "IncrementalDecoder", "TokenBytes", "WindowDecoder"]
+
+_REPLACEMENT = "\ufffd"
+_LONGEST_UNFINISHED_BYTES = 3
+
+
+class IncrementalDecoder(Protocol):
+    """Turns tokens into text, one at a time."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain; often its own, sometimes empty."""
+
+    def flush(self) -> str:
+        """The text of what is still held back, U+FFFD for a part of a character. Ends the use."""
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes that each token adds to a text: a table that fills itself as it is asked.
+
+    ``strips_first_space`` says that one space at the very start of a text is dropped. Ids that the
+    tokenizer doesn't know (a model's vocabulary may be padded) add nothing.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        to_bytes: Callable[[str], bytes],
+        *,
+        strips_first_space: bool,
+        hidden: Collection[int] = (),
+    ) -> None:
+        super().__init__()
+        self._backend = backend
+        self._to_bytes = to_bytes
+        self.strips_first_space = strips_first_space
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._hidden else self._backend.id_to_token(token_id)
+        data = b"" if token is None else self._to_bytes(token)
+        self[token_id] = data
+        return data
+
+    def hiding(self, token_ids: Collection[int]) -> TokenBytes:
+        """The same table, with ``token_ids`` adding nothing."""
+        return TokenBytes(
+            self._backend,
+            self._to_bytes,
+            strips_first_space=self.strips_first_space,
+            hidden=token_ids,
+        )
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes | None:
+        """The table of ``backend``, or None where a token's text depends on its neighbours."""
+        steps = _decoder_steps(backend)
+        if [step["type"] for step in steps] == ["ByteLevel"]:
+            return cls(backend, _byte_level_bytes, strips_first_space=False)
+        if steps[:3] == _SENTENCEPIECE_STEPS and steps[3:] in ([], [_STRIP_FIRST_SPACE]):
+            return cls(backend, _sentencepiece_bytes, strips_first_space=len(steps) == 4)
+        return None
+
+
+_SENTENCEPIECE_STEPS: list[dict[str, Any]] = [
+    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIP_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    description = json.loads(backend.decoder.__getstate__())
+    steps = description["decoders"] if description["type"] == "Sequence" else [description]
+    return list(steps)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's map of characters to the bytes they stand for: printable ones for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + position): byte for position, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_LEVEL[character] for character in token])
+    except KeyError:  # an added token, written as plain text
+        return token.encode()
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace("\u2581", " ").encode()
+
+
+@attrs.define(eq=False)
+class ByteDecoder:
+    """Decodes through a table of bytes; holds back at most three bytes."""
+
+    table: TokenBytes
+    _pending: bytes
+    _at_start: bool
+    """No text before: a first space may have to go."""
+    _started: bool = False
+
+    @classmethod
+    def after(cls, prompt_ids: Sequence[int], table: TokenBytes) -> ByteDecoder:
+        """A decoder for what follows ``prompt_ids``."""
+        tail = b""
+        for token_id in reversed(prompt_ids):
+            tail = table[token_id] + tail
+            if len(tail) >= _LONGEST_UNFINISHED_BYTES:
+                break
+        _, used = utf_8_decode(tail, "replace", False)
+        return cls(table, tail[used:], table.strips_first_space and not tail)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain."""
+        data = self.table[token_id]
+        if not data:
+            return ""
+        if not self._started:
+            data = self._start(data)
+        if self._pending:
+            data = self._pending + data
+        text, used = utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return text
+
+    def flush(self) -> str:
+        """U+FFFD for the part of a character that the output ended in, else nothing."""
+        return self._pending.decode("utf-8", "replace") if self._started else ""
+
+    def _start(self, data: bytes) -> bytes:
+        self._started = True
+        if self._at_start and data.startswith(b" "):
+            return data[1:]
+        try:
+            utf_8_decode(self._pending + data[:1], "strict", False)
+        except (
+            UnicodeDecodeError
+        ):  # the output doesn't go on with the prompt's unfinished character
+            self._pending = b""
+        return data
+
+
+@attrs.define(eq=False)
+class WindowDecoder:
+    """Decodes a short window of tokens again for each new one: for decoders that look around.
+
+    The window is what was delivered last (so that a token isn't taken for the first of a text)
+    and what is not yet delivered. Text that ends in U+FFFD may still change, so it waits, but for
+    no more than ``MAX_PENDING`` tokens: the vocabulary may have a real U+FFFD.
+    """
+
+    MAX_PENDING = 8
+    CONTEXT = 8
+
+    _decode: Callable[[Sequence[int]], str]
+    _hidden: Collection[int]
+    _window: list[int]
+    _num_delivered: int
+    """How many tokens of the window have been delivered; they come first."""
+    _delivered_text: str
+
+    @classmethod
+    def after(
+        cls,
+        prompt_ids: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        hidden: Collection[int] = (),
+    ) -> WindowDecoder:
+        """A decoder for what follows ``prompt_ids``; ``decode`` decodes a list of ids.
+
+        Tokens in ``hidden`` add nothing.
+        """
+        context: list[int] = []
+        for token_id in reversed(prompt_ids):
+            if len(context) == cls.CONTEXT:
+                break
+            if token_id not in hidden:
+                context.append(token_id)
+        context.reverse()
+        return cls(decode, hidden, context, len(context), decode(context))
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain."""
+        if token_id in self._hidden:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_pending = len(self._window) - self._num_delivered
+        unfinished = text.endswith(_REPLACEMENT) or len(text) <= len(self._delivered_text)
+        if unfinished and num_pending < self.MAX_PENDING:
+            return ""
+        return self._deliver(text)
+
+    def flush(self) -> str:
+        """The text of the tokens that still wait."""
+        return self._deliver(self._decode(self._window))
+
+    def _deliver(self, text: str) -> str:
+        new = text[len(self._delivered_text) :]
+        self._window = self._window[self._num_delivered :]
+        self._num_delivered = len(self._window)
+        self._delivered_text = self._decode(self._window)
+        return new

@@ -1,0 +1,125 @@
+"""Finding stop strings in text that comes in pieces. Sans-IO.
+
+Which match wins
+----------------
+Text is looked at one character after another, so the result doesn't depend on how it was cut into
+pieces. The first character that completes a stop string ends the output; if it completes several,
+the longest of them is the one that was found. The text is cut where that one begins. (So of the
+stops ``"abcd"`` and ``"bc"``, the text ``abcd`` is ended by ``bc``, at its third character.)
+
+A match is only counted while the matcher is *armed*: until ``min_tokens`` tokens have been
+produced a stop string that is complete passes as plain text. One that began in that time and is
+completed after it counts.
+
+What may be sent ---------------- As soon as a character comes, it is sent unless a stop string
+may have begun at it or before it, that is, unless it belongs to the longest suffix of the text
+that is a proper prefix of some stop string. That much must be held back (no stop string's
+beginning is ever sent), and no more needs to be. With ``include`` set stop strings are part of
+the output, so nothing is held back at all.
+
+How --- Knuth, Morris and Pratt's tables, one per stop string: ``table[n]`` is the length of the
+longest proper prefix of the stop string that is also a suffix of its first n characters. A
+matcher's state is one number per stop string, how much of it the text ends in, and on each
+character::
+
+    while matched and stop[matched] != character:  matched = table[matched]
+    if stop[matched] == character:                 matched += 1
+
+The largest of these numbers is exactly the length to be held back. Time is linear in the text for
+each stop string; a table takes four bytes per character. A piece of text without a single character
+that begins a stop string, while nothing is held back, is passed on after one look at it.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Sequence
+
+__all__ = ["StopMatcher"]
+
+
+@functools.lru_cache(maxsize=1024)
+def _prefix_table(stop: str) -> array[int]:
+    """``table[n]``, for n from 0 to ``len(stop)``, as the module's text defines it."""
+    table = array("I", [0, 0])
+    matched = 0
+    for character in stop[1:]:
+        while matched and stop[matched] != character:
+            matched = table[matched]
+        if stop[matched] == character:
+            matched += 1
+        table.append(matched)
+    return table
+
+
+class StopMatcher:
+    """Passes text on, up to the first stop string in it.
+
+    Args:
+        stops: the stop strings, none of them empty.
+        include: whether the stop string that was found stays in the text.
+    """
+
+    __slots__ = ("_firsts", "_held", "_include", "_matched", "_stops", "_tables")
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._tables = [_prefix_table(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        self._firsts = frozenset(stop[0] for stop in self._stops)
+        self._include = include
+        self._held = ""
+
+    def feed(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
+        """Take ``text``; give back what may be sent now, and the stop string that was found.
+
+        Once a stop string was found the matcher is of no more use: what follows it is not text of
+        the output.
+        """
+        if not self._held and self._firsts.isdisjoint(text) and not any(self._matched):
+            return text, None
+        for position, character in enumerate(text):
+            found = self._advance(character)
+            if found is not None and armed:
+                return self._cut(text[: position + 1], found), found
+        return self._release(text), None
+
+    def flush(self) -> str:
+        """The text that was held back, which no stop string can claim any more."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> str | None:
+        """Take one character; the longest stop string that it completes."""
+        found: str | None = None
+        for which, stop in enumerate(self._stops):
+            table, matched = self._tables[which], self._matched[which]
+            while matched and (matched == len(stop) or stop[matched] != character):
+                matched = table[matched]
+            if stop[matched] == character:
+                matched += 1
+            self._matched[which] = matched
+            if matched == len(stop) and (found is None or len(stop) > len(found)):
+                found = stop
+        return found
+
+    def _cut(self, text: str, found: str) -> str:
+        if self._include:
+            return text
+        text = self._held + text
+        self._held = ""
+        return text[: len(text) - len(found)]
+
+    def _release(self, text: str) -> str:
+        if self._include:
+            return text
+        text = self._held + text
+        # A stop string that is complete but didn't count is text; only its overlap is held back.
+        length = max(
+            table[matched] if matched == len(stop) else matched
+            for stop, table, matched in zip(self._stops, self._tables, self._matched, strict=True)
+        )
+        sendable = len(text) - length
+        self._held = text[sendable:]
+        return text[:sendable]
