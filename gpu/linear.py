@@ -17,6 +17,7 @@ def prepacks(dtype: torch.dtype, device: torch.device) -> bool:
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")  # a build without oneDNN has none
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 

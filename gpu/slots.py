@@ -1,0 +1,186 @@
+"""The slot table: the sequences that the worker knows, and what a plan changes about them.
+
+A slot's state is a pure function of its tokens and its parameters: there is no counter besides the
+number of tokens computed, so a sequence that was preempted, or whose worker died, is simply opened
+again with its tokens so far. Nothing here touches a tensor or a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.sampling import SamplerParams
+from trioserve.wire import OpenSlot, Plan, ints
+
+__all__ = ["PlanError", "Row", "Slot", "SlotTable"]
+
+
+class PlanError(Exception):
+    """A plan that can't be run. ``slot`` is the slot to blame, -1 if there is none."""
+
+    def __init__(self, message: str, slot: int = -1) -> None:
+        super().__init__(message)
+        self.slot = slot
+
+
+@attrs.define(eq=False, kw_only=True)
+class Slot:
+    """One sequence: its tokens, of which the first ``computed`` have their keys and values."""
+
+    number: int
+    generation: int
+    prompt_length: int
+    computed: int
+    sampler: SamplerParams
+    num_pages: int = 0
+    stopped: bool = False
+    """Its last token is a stop id: nothing more is to be computed."""
+    _buffer: npt.NDArray[np.int32]
+    _length: int
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Prompt and output so far; a view that is valid until the next :meth:`append`."""
+        return self._buffer[: self._length]
+
+    def append(self, token: int) -> None:
+        """Add a sampled token, and notice whether it ends the sequence."""
+        if self._length == len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.zeros_like(self._buffer)])
+        self._buffer[self._length] = token
+        self._length += 1
+        self.stopped = self.sampler.is_stop(token, self._length - self.prompt_length)
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """What one row of a plan computes: ``count`` tokens of ``slot`` from position ``start`` on.
+
+    ``count`` is 0 for a sequence that has stopped. ``samples`` says that the row reaches the end of
+    the slot's tokens, so that one more is to be drawn.
+    """
+
+    slot: Slot
+    start: int
+    count: int
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        """The position after the last token computed."""
+        return self.start + self.count
+
+
+class SlotTable:
+    """The open slots and their block tables.
+
+    ``block_tables`` is [slots, pages per sequence] int32, a row for each slot number; what stands
+    past a slot's ``num_pages`` is page 0 or an old entry.
+    """
+
+    def __init__(
+        self, *, num_pages: int, page_size: int, max_model_len: int, vocab_size: int
+    ) -> None:
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._slots: dict[int, Slot] = {}
+        self.block_tables = np.zeros((0, -(-max_model_len // page_size)), dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots.values())
+
+    def __getitem__(self, number: int) -> Slot:
+        return self._slots[number]
+
+    def clear(self) -> None:
+        """Forget every slot."""
+        self._slots.clear()
+
+    def num_pages_used(self) -> int:
+        """How many different pages the open slots hold."""
+        held = [self.block_tables[slot.number, : slot.num_pages] for slot in self]
+        return len(np.unique(np.concatenate(held))) if held else 0
+
+    def apply(self, plan: Plan) -> list[Row]:
+        """Close, open and extend slots as ``plan`` says; what its rows are to compute, in order.
+
+        The rows' tokens don't count as computed yet: :meth:`Slot.computed` is for the caller to
+        move, once they are.
+
+        Raises:
+            PlanError: the plan doesn't fit the slots; some of it may have been applied.
+        """
+        for number in ints(plan.closed).tolist():
+            if self._slots.pop(number, None) is None:
+                raise PlanError(f"slot {number} is to be closed but is not open", number)
+        for opened in plan.opened:
+            self._open(opened)
+        self._append_pages(ints(plan.page_slots), ints(plan.page_ids))
+        numbers, counts = ints(plan.row_slots).tolist(), ints(plan.row_counts).tolist()
+        if len(numbers) != len(counts) or len(set(numbers)) != len(numbers):
+            raise PlanError("the plan's rows are not one count for each of different slots")
+        return [self._row(number, count) for number, count in zip(numbers, counts, strict=True)]
+
+    def _open(self, opened: OpenSlot) -> None:
+        number, tokens = opened.slot, ints(opened.tokens)
+        if number < 0 or number in self._slots:
+            raise PlanError(f"slot {number} is to be opened but is open", number)
+        if not 0 < opened.prompt_length <= len(tokens) or not 0 <= opened.computed < len(tokens):
+            raise PlanError(f"slot {number} is opened with lengths that don't fit", number)
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            raise PlanError(f"slot {number} has a token outside the vocabulary", number)
+        if number >= len(self.block_tables):
+            missing = max(number + 1, 2 * len(self.block_tables)) - len(self.block_tables)
+            self.block_tables = np.pad(self.block_tables, ((0, missing), (0, 0)))
+        buffer = np.empty(len(tokens) + 128, dtype=np.int32)
+        buffer[: len(tokens)] = tokens
+        self._slots[number] = Slot(
+            number=number,
+            generation=opened.generation,
+            prompt_length=opened.prompt_length,
+            computed=opened.computed,
+            sampler=opened.sampler,
+            buffer=buffer,
+            length=len(tokens),
+        )
+        pages = ints(opened.pages)
+        self._append_pages(np.full(len(pages), number, dtype=np.int32), pages)
+
+    def _append_pages(self, numbers: npt.NDArray[np.int32], pages: npt.NDArray[np.int32]) -> None:
+        if len(numbers) != len(pages):
+            raise PlanError("the plan's pages are not one slot for each page")
+        for number, page in zip(numbers.tolist(), pages.tolist(), strict=True):
+            slot = self._slots.get(number)
+            if slot is None:
+                raise PlanError(f"slot {number} gets a page but is not open", number)
+            if not 0 <= page < self._num_pages:
+                raise PlanError(f"slot {number} gets page {page} of {self._num_pages}", number)
+            if slot.num_pages == self.block_tables.shape[1]:
+                raise PlanError(f"slot {number} gets more pages than a sequence can have", number)
+            self.block_tables[number, slot.num_pages] = page
+            slot.num_pages += 1
+
+    def _row(self, number: int, count: int) -> Row:
+        slot = self._slots.get(number)
+        if slot is None:
+            raise PlanError(f"slot {number} is to be computed but is not open", number)
+        start, known = slot.computed, len(slot.tokens)
+        if slot.stopped:
+            return Row(slot=slot, start=start, count=0, samples=False)
+        end = start + count
+        if count < 1 or end > known:
+            raise PlanError(
+                f"slot {number} is to compute {count} tokens but has {known - start}", number
+            )
+        if end > min(slot.num_pages * self._page_size, self._max_model_len):
+            raise PlanError(f"slot {number} has no room for {end} tokens", number)
+        return Row(slot=slot, start=start, count=count, samples=end == known)

@@ -1,0 +1,172 @@
+"""Plans made by hand, for tests of the worker's side: pages, numbers and slots kept in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+import safetensors.torch
+import torch
+
+from gpu.attention import CacheShape
+from gpu.attention.torch_cpu import TorchCpuAttention
+from gpu.models import build_model
+from gpu.models.decoder import Decoder
+from gpu.rope import cos_sin_table
+from gpu.runner import Runner
+from gpu.sampler import Sampled, Sampler, SamplerRow
+from gpu.slots import SlotTable
+from trioserve.model_files import open_model
+from trioserve.sampling import SamplerParams
+from trioserve.wire import OpenSlot, Plan, StepResult, from_ints, ints
+
+__all__ = ["GREEDY", "PlanMaker", "RecordingSampler", "load_tiny", "make_attention", "make_runner"]
+
+GREEDY = SamplerParams(temperature=0.0)
+
+
+def load_tiny(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The model of a folder that ``make_tiny`` wrote."""
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    converted = ((name, tensor.to(dtype)) for name, tensor in weights.items())
+    return build_model(open_model(folder).config, converted)
+
+
+class RecordingSampler(Sampler):
+    """Keeps the logits of every row it sees, by the tokens that the row had: [V] float32."""
+
+    seen: dict[tuple[int, ...], torch.Tensor]
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> Sampled:
+        if not hasattr(self, "seen"):
+            self.seen = {}
+        for row, values in zip(rows, logits, strict=True):
+            self.seen[tuple(int(token) for token in row.tokens)] = values.clone()
+        return super().sample(logits, rows)
+
+
+def make_attention(model: Decoder, *, page_size: int, num_pages: int) -> TorchCpuAttention:
+    """A KV cache for ``model``."""
+    config = model.config
+    shape = CacheShape(
+        num_layers=config.num_layers,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    table = cos_sin_table(config, config.max_position_embeddings)
+    return TorchCpuAttention(shape, config.num_heads, table, config.windows)
+
+
+def make_runner(
+    model: Decoder, *, page_size: int = 4, num_pages: int = 64, max_num_batched_tokens: int = 256
+) -> tuple[Runner, RecordingSampler]:
+    """A runner for ``model``, and its sampler."""
+    sampler = RecordingSampler(model.config.vocab_size, model.device)
+    slots = SlotTable(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_model_len=model.config.max_position_embeddings,
+        vocab_size=model.config.vocab_size,
+    )
+    attention = make_attention(model, page_size=page_size, num_pages=num_pages)
+    runner = Runner(model, attention, sampler, slots, max_num_batched_tokens=max_num_batched_tokens)
+    return runner, sampler
+
+
+@attrs.define
+class _Known:
+    tokens: list[int]
+    pages: list[int]
+    computed: int
+
+
+class PlanMaker:
+    """Makes plans and keeps track of what they did, as an engine would.
+
+    ``step`` runs one plan. Pages are handed out from the last to the first, as rows need them.
+    """
+
+    def __init__(
+        self, step: Callable[[Plan], StepResult], *, page_size: int = 4, num_pages: int = 64
+    ) -> None:
+        self._step = step
+        self._page_size = page_size
+        self.number = 0
+        self.free = list(range(num_pages))
+        self.slots: dict[int, _Known] = {}
+        self.generations: dict[int, int] = {}
+        self._closed: list[int] = []
+        self._opened: list[OpenSlot] = []
+
+    def open(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        params: SamplerParams = GREEDY,
+        *,
+        prompt_length: int | None = None,
+        shared_pages: Sequence[int] = (),
+    ) -> None:
+        """Open ``slot`` in the next plan; ``shared_pages`` hold its first tokens already."""
+        computed = len(shared_pages) * self._page_size
+        self.generations[slot] = self.generations.get(slot, 0) + 1
+        self.slots[slot] = _Known(list(tokens), list(shared_pages), computed)
+        opened = OpenSlot(
+            slot=slot,
+            generation=self.generations[slot],
+            tokens=from_ints(tokens),
+            prompt_length=len(tokens) if prompt_length is None else prompt_length,
+            computed=computed,
+            pages=from_ints(shared_pages),
+            sampler=params,
+        )
+        self._opened.append(opened)
+
+    def close(self, slot: int) -> None:
+        """Close ``slot`` in the next plan. Its pages aren't used again."""
+        del self.slots[slot]
+        self._closed.append(slot)
+
+    def plan(self, rows: dict[int, int]) -> Plan:
+        """The next plan: compute ``rows[slot]`` tokens of each slot, with the pages they need."""
+        self.number += 1
+        appended = []
+        for slot, count in rows.items():
+            known = self.slots[slot]
+            known.computed += count
+            while len(known.pages) * self._page_size < known.computed:
+                known.pages.append(self.free.pop())
+                appended.append((slot, known.pages[-1]))
+        plan = Plan(
+            number=self.number,
+            closed=from_ints(self._closed),
+            opened=list(self._opened),
+            page_slots=from_ints([slot for slot, _ in appended]),
+            page_ids=from_ints([page for _, page in appended]),
+            row_slots=from_ints(list(rows)),
+            row_counts=from_ints(list(rows.values())),
+        )
+        self._closed.clear()
+        self._opened.clear()
+        return plan
+
+    def accept(self, result: StepResult) -> dict[int, list[int]]:
+        """The tokens that each row gave, which now belong to its slot."""
+        offsets, tokens = ints(result.offsets).tolist(), ints(result.tokens).tolist()
+        given: dict[int, list[int]] = {}
+        for row, slot in enumerate(ints(result.slots).tolist()):
+            assert ints(result.generations)[row] == self.generations[slot]
+            given[slot] = tokens[offsets[row] : offsets[row + 1]]
+            self.slots[slot].tokens += given[slot]
+        assert len(tokens) == offsets[-1]
+        assert result.number == self.number
+        return given
+
+    def step(self, rows: dict[int, int]) -> dict[int, list[int]]:
+        """Run the next plan; the tokens that each row gave."""
+        return self.accept(self._step(self.plan(rows)))
