@@ -112,9 +112,10 @@ def test_real_text_comes_out_whole_and_never_in_halves(
     assert "".join(deltas).count("\ufffd") == text.count("\ufffd")
     sent = ""
     for number, delta in enumerate(deltas, 1):
-        sent += delta certain = b"".join(tokenizer.token_bytes(id) for id in
-        ids[:number]).decode("utf-8", "ignore") assert sent == (certain.removeprefix(" ") if
-        backend is FALLBACK else certain)
+        sent += delta
+        data = b"".join(tokenizer.token_bytes(id) for id in ids[:number])
+        certain = data.decode("utf-8", "ignore")
+        assert sent == (certain.removeprefix(" ") if backend is FALLBACK else certain)
 
 
 @given(
@@ -205,8 +206,9 @@ def test_a_real_replacement_character_waits_for_a_few_tokens_at_most() -> None:
 def test_invalid_bytes_cost_the_same_however_many_came_before(
     backend: tokenizers.Tokenizer,
 ) -> None:
-    bad = BYTE_LEVEL.token_to_id("\u0122") if backend is BYTE_LEVEL else
-    METASPACE.token_to_id("\ufffd") decoder = Tokenizer(backend).incremental_decoder([])
+    name = "\u0122" if backend is BYTE_LEVEL else "\ufffd"  # the byte 0x80, a real U+FFFD
+    bad = backend.token_to_id(name)
+    decoder = Tokenizer(backend).incremental_decoder([])
 
     def seconds(number: int) -> float:
         started = time.perf_counter()

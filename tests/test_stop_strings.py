@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +30,7 @@ def cut_text(text: str, end: tuple[int, str] | None, *, include: bool) -> str:
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     places = sorted({cut % (len(text) + 1) for cut in cuts} | {0, len(text)})
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(places)]
 
 
 def longest_beginning(text: str, stops: list[str]) -> int:

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 
 SAMPLE = [
     "The quick brown fox jumps over the lazy dog. Stop here, and don't stop there!",
-    "你好，世界。今天天气怎么样？",
+    "你好，世界。今天天气怎么样？",  # noqa: RUF001
     "안녕하세요 세계, 반갑습니다",
     "emoji 👩‍👩‍👧‍👦 and 🌶️ and 🇩🇪, naïve café — “quotes”",
     "สวัสดีชาวโลก नमस्ते दुनिया",

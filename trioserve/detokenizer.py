@@ -138,7 +138,7 @@ class Detokenizer:
                     self._fail(output.sequence, error)
 
     def deliver(self, output: SequenceOutput) -> None:
-        """Deliver what one step gave to one sequence. Does nothing once the sequence is delivered."""
+        """Deliver what one step gave to one sequence, unless that has been delivered already."""
         sequence = output.sequence
         if sequence.delivered:
             return
