@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tests import text_tokenizers
 
+from tests import text_tokenizers
 from trioserve.incremental import ByteDecoder, TokenBytes, WindowDecoder
 from trioserve.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ WORDS = text_tokenizers.words()
 
 TEXTS = [
     *text_tokenizers.SAMPLE,
-    "👨‍👩‍👧‍👦🏳️‍🌈 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \U0010ffff",
+    "👨‍👩‍👧‍👦🏳️‍🌈 \U0001d518\U0001d52b\U0001d526 \U0010ffff",
     "한글과 漢字とかな交じり文",
     " leading and trailing ",
     "a real \ufffd in the text",

@@ -1,8 +1,9 @@
 """The task that turns tokens into the text that callers see, and alone says how an output ended.
 
-The finish rule --------------- An output may end by a stop string, by a stop id, by its length or
-by an abort, and several of these may be true of the tokens of one step. The earliest token index
-wins:
+The finish rule
+---------------
+An output may end by a stop string, by a stop id, by its length or by an abort, and several of
+these may be true of the tokens of one step. The earliest token index wins:
 
 - a *stop string* ends the output at the token that completes it;
 - a *stop id* ends it at that token, whose text is not matched against stop strings and is left out

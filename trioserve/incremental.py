@@ -6,26 +6,31 @@ What the decoders here give, joined, is what decoding prompt and output at once 
 the prompt's own text. Text is handed out as soon as no later token can change it, and never taken
 back. Each decoder does constant work per token, whatever the tokens are.
 
-Where characters end -------------------- A token is a piece of a byte string, and a character may
-be spread over several tokens (emoji, CJK, Hangul; every character of a byte-fallback run). For
-the two kinds of tokenizer that nearly every model has, byte-level BPE and SentencePiece with byte
-fallback, a token adds the same bytes wherever it stands. So :class:`TokenBytes` looks the bytes
-up, and :class:`ByteDecoder` keeps back at most the three bytes that may be the start of a
-character. Bytes that can't become one turn into U+FFFD as soon as that is certain, one for each
-maximal part of a character (what both Rust and Python do).
+Where characters end
+--------------------
+A token is a piece of a byte string, and a character may be spread over several tokens (emoji, CJK,
+Hangul; every character of a byte-fallback run). For the two kinds of tokenizer that nearly every
+model has, byte-level BPE and SentencePiece with byte fallback, a token adds the same bytes
+wherever it stands. So :class:`TokenBytes` looks the bytes up, and :class:`ByteDecoder` keeps back
+at most the three bytes that may be the start of a character. Bytes that can't become one turn into
+U+FFFD as soon as that is certain, one for each maximal part of a character (what both Rust and
+Python do).
 
-A whole decode by ``tokenizers`` does one thing otherwise: one bad byte in a byte-fallback run turns
-the *whole* run into U+FFFD, its good characters included. Those may have been delivered by then, so
-here the good characters stay and only the bad bytes are replaced.
+A whole decode by ``tokenizers`` does one thing otherwise: one bad byte in a byte-fallback run
+turns the *whole* run into U+FFFD, its good characters included. Those may have been delivered by
+then, so here the good characters stay and only the bad bytes are replaced. (``tokenizers`` has a
+DecodeStream of its own. It raises on such runs, goes over all that is undecided again with each
+token, puts out the whole prompt if that ends within a character, and can't be flushed.)
 
-Other tokenizers (WordPiece, word level, Metaspace alone) are decoded by :class:`WindowDecoder`: a
-few delivered tokens for context and the new one, decoded together.
+All other tokenizers (WordPiece, word level, Metaspace alone) are decoded by
+:class:`WindowDecoder`: a few delivered tokens for context and the new one, decoded together.
 
-Where the prompt ends --------------------- Some decoders drop a space at the very start of a
-text. Whether an output is at the start depends on whether the prompt has any text, so the
-prompt's ids go in as well. And a prompt given as ids may end within a character: if the output
-goes on with that character, the character is the output's; if it doesn't, the bytes stay the
-prompt's. Nothing else of the prompt can come out.
+Where the prompt ends
+---------------------
+Some decoders drop a space at the very start of a text. Whether an output is at the start depends
+on whether the prompt has any text, so the prompt's ids go in as well. And a prompt given as ids
+may end within a character: if the output goes on with that character, the character is the
+output's; if it doesn't, the bytes stay the prompt's. Nothing else of the prompt can come out.
 """
 
 from __future__ import annotations

@@ -11,16 +11,18 @@ A match is only counted while the matcher is *armed*: until ``min_tokens`` token
 produced a stop string that is complete passes as plain text. One that began in that time and is
 completed after it counts.
 
-What may be sent ---------------- As soon as a character comes, it is sent unless a stop string
-may have begun at it or before it, that is, unless it belongs to the longest suffix of the text
-that is a proper prefix of some stop string. That much must be held back (no stop string's
-beginning is ever sent), and no more needs to be. With ``include`` set stop strings are part of
-the output, so nothing is held back at all.
+What may be sent
+----------------
+As soon as a character comes, it is sent unless a stop string may have begun at it or before it,
+that is, unless it belongs to the longest suffix of the text that is a proper prefix of some stop
+string. That much must be held back (no stop string's beginning is ever sent), and no more needs to
+be. With ``include`` set stop strings are part of the output, so nothing is held back at all.
 
-How --- Knuth, Morris and Pratt's tables, one per stop string: ``table[n]`` is the length of the
-longest proper prefix of the stop string that is also a suffix of its first n characters. A
-matcher's state is one number per stop string, how much of it the text ends in, and on each
-character::
+How
+---
+Knuth, Morris and Pratt's tables, one per stop string: ``table[n]`` is the length of the longest
+proper prefix of the stop string that is also a suffix of its first n characters. A matcher's state
+is one number per stop string, how much of it the text ends in, and on each character::
 
     while matched and stop[matched] != character:  matched = table[matched]
     if stop[matched] == character:                 matched += 1
