@@ -135,10 +135,11 @@ class EngineConfig:
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "bytes for the KV cache (default: what is free on a GPU, 2 GiB at most on a CPU)",
+        "memory of the KV cache (default: what is free on a GPU, 2GiB at most on a CPU)",
         group="memory",
         kind=int,
         low=1,
+        in_bytes=True,
     )
     gpu_memory_utilization: float = option(
         0.9,
@@ -156,17 +157,19 @@ class EngineConfig:
     )
     max_stream_bytes: int = option(
         1 << 20,
-        "bytes of output that may wait for one slow reader before it is aborted",
+        "output that may wait for one slow reader before it is aborted",
         group="memory",
         kind=int,
         low=1024,
+        in_bytes=True,
     )
     max_total_stream_bytes: int = option(
         256 << 20,
-        "bytes of output that may wait for all slow readers together",
+        "output that may wait for all slow readers together",
         group="memory",
         kind=int,
         low=1024,
+        in_bytes=True,
     )
 
     num_threads: int | None = option(
@@ -217,8 +220,8 @@ class ServerConfig:
     )
     api_key: tuple[str, ...] = option(
         (),
-        "key that clients must send as a bearer token, once or more often; "
-        "other users of this machine can read it here, but not in the environment",
+        "key that clients must send as a bearer token, once or more often; the variable is safer, "
+        "as other users can read a command line",
         group="http",
         metavar="KEY",
         repeatable=True,
@@ -227,7 +230,12 @@ class ServerConfig:
         "", "path prefix that a proxy in front takes off", group="http", metavar="PATH"
     )
     max_body_size: int = option(
-        32 << 20, "largest request body in bytes (413 past it)", group="http", kind=int, low=1
+        32 << 20,
+        "largest request body; the answer past it is 413",
+        group="http",
+        kind=int,
+        low=1,
+        in_bytes=True,
     )
     keep_alive_interval: float = option(
         15.0,

@@ -31,6 +31,7 @@ PREFIX = "TRIOSERVE_"
 
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _VALUE_NAMES = {str: "TEXT", int: "N", float: "X", bool: ""}
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True}
 _BOOLEANS |= {"0": False, "false": False, "no": False, "off": False}
 
@@ -66,6 +67,8 @@ class Option:
     high: float | None = None
     above: float | None = None
     """Like ``low``, but the value must be above it."""
+    in_bytes: bool = False
+    """Whether the text may have a unit, as in ``64MiB``."""
 
     @property
     def flag(self) -> str:
@@ -82,7 +85,7 @@ class Option:
         """What help shows in place of the value: the choices, or one word for its kind."""
         if self.choices is not None:
             return "{" + ",".join(self.choices) + "}"
-        return self.metavar or _VALUE_NAMES[self.kind]
+        return self.metavar or ("BYTES" if self.in_bytes else _VALUE_NAMES[self.kind])
 
     @property
     def default_text(self) -> str | None:
@@ -91,6 +94,8 @@ class Option:
             return None
         if self.kind is bool:
             return "on" if self.default else "off"
+        if self.in_bytes:
+            return _with_unit(self.default)
         return f"{self.default:g}" if self.kind is float else str(self.default)
 
     @property
@@ -100,7 +105,7 @@ class Option:
             return "one of " + ", ".join(self.choices)
         if self.repeatable:
             return "text that isn't empty"
-        kind = _KINDS[self.kind]
+        kind = "a number of bytes" if self.in_bytes else _KINDS[self.kind]
         if self.above is not None:
             return f"{kind} above {self.above:g}" + (
                 f" and at most {self.high:g}" if self.high is not None else ""
@@ -128,7 +133,11 @@ class Option:
             InvalidRequest: the text is no value of this kind.
         """
         try:
-            return _BOOLEANS[text.strip().lower()] if self.kind is bool else self.kind(text)
+            if self.kind is bool:
+                return _BOOLEANS[text.strip().lower()]
+            if self.in_bytes and text[-3:] in _UNITS:
+                return int(text[:-3]) * _UNITS[text[-3:]]
+            return self.kind(text)
         except (KeyError, ValueError):
             raise self._refusal(text) from None
 
@@ -174,6 +183,7 @@ def option(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    in_bytes: bool = False,
 ) -> Any:
     """An attrs field that is also a flag and an environment variable."""
     metadata = {
@@ -186,9 +196,18 @@ def option(
         "low": low,
         "high": high,
         "above": above,
+        "in_bytes": in_bytes,
     }
     converter = _as_tuple if repeatable else None
     return attrs.field(default=default, metadata=metadata, validator=_check, converter=converter)
+
+
+def _with_unit(number: int) -> str:
+    """``64MiB`` for ``64 << 20``: the largest unit that divides it."""
+    for unit, size in reversed(_UNITS.items()):
+        if number % size == 0:
+            return f"{number // size}{unit}"
+    return str(number)
 
 
 def _as_tuple(value: str | Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,5 @@
+"""``python -m trioserve`` is the command ``trioserve``."""
+
+from trioserve.cli import run
+
+run()

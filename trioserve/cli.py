@@ -1,0 +1,154 @@
+"""The command line: ``trioserve serve``, ``chat``, ``generate`` and ``doctor``.
+
+Signal handlers and logging are set up here and nowhere else in the package.
+
+Exit codes: 0 for success, a drained server included; 1 for a failure; 2 for a wrong option; 128 and
+the signal's number for a command that a signal ended at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trioserve.config import EngineConfig
+from trioserve.errors import TrioserveError
+from trioserve.flags import (
+    UsageError,
+    engine_config,
+    parse,
+    sampling_fields,
+    server_config,
+    strangers,
+)
+from trioserve.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from trioserve.engine import Engine
+
+# What a command alone needs (trio, the server, rich) is imported by that command, so that --help
+# and a wrong option answer at once.
+
+__all__ = ["main", "run"]
+
+
+def run() -> None:
+    """The ``trioserve`` command."""
+    sys.exit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a wrong command line exits with 2."""
+    arguments = parse(argv)
+    for line in strangers(os.environ):
+        print(f"trioserve: {line}", file=sys.stderr)
+    try:
+        return _run_command(arguments)
+    except UsageError as error:
+        print(f"trioserve {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except TrioserveError as error:
+        print(f"trioserve: {error}", file=sys.stderr)
+        return 1
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    """The command's exit code, also where Ctrl-C or the reader of its output ended it."""
+    code = 0
+    try:
+        code = _COMMANDS[arguments.command](vars(arguments))
+    except* KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except* BrokenPipeError:
+        # Python would report the same again when it flushes stdout on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    return code
+
+
+def _serve(arguments: dict[str, Any]) -> int:
+    config = server_config(arguments, os.environ)
+    import trio
+
+    from trioserve.logs import setup_logging
+    from trioserve.serve_command import run_server
+
+    setup_logging(config.log_level, config.log_format)
+    return trio.run(run_server, config)
+
+
+def _chat(arguments: dict[str, Any]) -> int:
+    config = engine_config(arguments, os.environ)
+    fields = sampling_fields(arguments)
+    from trioserve import terminal
+
+    def chat(engine: Engine, params: SamplingParams) -> Awaitable[None]:
+        return terminal.chat(engine, system=arguments["system"], params=params)
+
+    return _with_engine(config, fields, chat)
+
+
+def _generate(arguments: dict[str, Any]) -> int:
+    config = engine_config(arguments, os.environ)
+    fields = sampling_fields(arguments)
+    prompt = _read_prompt(arguments["prompt"])
+    from trioserve import terminal
+
+    def generate(engine: Engine, params: SamplingParams) -> Awaitable[None]:
+        return terminal.generate(engine, prompt, params)
+
+    return _with_engine(config, fields, generate)
+
+
+def _with_engine(
+    config: EngineConfig,
+    fields: dict[str, Any],
+    use: Callable[[Engine, SamplingParams], Awaitable[None]],
+) -> int:
+    """Call ``use`` with an engine, and with ``fields`` over the model's own sampling defaults."""
+    import trio
+
+    from trioserve.loading import LoadingReport
+    from trioserve.logs import setup_logging
+    from trioserve.nursery import open_engine
+
+    async def main() -> None:
+        with LoadingReport() as report:
+            async with open_engine(config, on_progress=report) as engine:
+                report.close()
+                await use(engine, SamplingParams(**{**engine.generation_defaults, **fields}))
+
+    setup_logging("warning", "console")
+    trio.run(main)
+    return 0
+
+
+def _read_prompt(given: str | None) -> str:
+    """The prompt from the command line, or all of stdin less one line end."""
+    if given is None:
+        if sys.stdin.isatty():
+            raise UsageError("give a PROMPT, or pipe one in")
+        given = sys.stdin.read().removesuffix("\n")
+    if not given:
+        raise UsageError("the prompt is empty")
+    return given
+
+
+def _doctor(arguments: dict[str, Any]) -> int:
+    from trioserve import doctor
+
+    report = doctor.examine()
+    print(doctor.as_json(report) if arguments["json"] else doctor.as_text(report))
+    return 0 if report.healthy else 1
+
+
+_COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "serve": _serve,
+    "chat": _chat,
+    "generate": _generate,
+    "doctor": _doctor,
+}

@@ -1,0 +1,271 @@
+"""The command line's grammar: the parser, and from parsed arguments to checked options.
+
+The flags are made from :mod:`trioserve.config`, so an option is defined once. A flag wins over its
+environment variable, and that over the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import attrs
+
+from trioserve import __version__
+from trioserve.config import GROUPS, EngineConfig, ServerConfig
+from trioserve.errors import InvalidRequest
+from trioserve.options import (
+    Option,
+    environment_name,
+    options_from_environment,
+    options_of,
+    unknown_variables,
+)
+from trioserve.sampling import SamplingParams
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "SAMPLING_OPTIONS",
+    "UsageError",
+    "build_parsers",
+    "engine_config",
+    "parse",
+    "sampling_fields",
+    "server_config",
+    "strangers",
+]
+
+Config = TypeVar("Config", EngineConfig, ServerConfig)
+
+DEFAULT_MODEL = "smollm2-135m"
+
+_MODEL_HELP = (
+    "a known name (smollm2-135m), a folder, a GGUF file or a Hugging Face Hub id "
+    f"(default: $TRIOSERVE_MODEL, else {DEFAULT_MODEL})"
+)
+_EPILOG = (
+    "Every option is also an environment variable: TRIOSERVE_MAX_NUM_SEQS for --max-num-seqs, "
+    "commas between several values. A flag wins over its variable."
+)
+_SIGNALS_EPILOG = (
+    " Ctrl-C or SIGTERM lets running requests finish, for --shutdown-timeout seconds at most; "
+    "a second one ends the server at once."
+)
+
+
+def _sampling_option(name: str, kind: type, help: str, **more: Any) -> Option:
+    return Option(name=name, kind=kind, default=None, help=help, group="sampling", **more)
+
+
+SAMPLING_OPTIONS = (
+    _sampling_option("max_tokens", int, "most tokens to generate (default: as many as fit)"),
+    _sampling_option("min_tokens", int, "fewest tokens to generate"),
+    _sampling_option("temperature", float, "0 always takes the most probable token"),
+    _sampling_option("top_k", int, "sample from the N most probable tokens"),
+    _sampling_option("top_p", float, "sample from the most probable tokens that make up X"),
+    _sampling_option("min_p", float, "leave out tokens below X times the most probable one's"),
+    _sampling_option("repetition_penalty", float, "above 1 discourages what occurred before"),
+    _sampling_option("frequency_penalty", float, "discourage tokens by how often they occurred"),
+    _sampling_option("presence_penalty", float, "discourage tokens that occurred at all"),
+    _sampling_option("stop", str, "end before this text; may be given again", repeatable=True),
+    _sampling_option("ignore_eos", bool, "go on past the model's end of text"),
+)
+"""The fields of SamplingParams that are flags; without a flag the model's own default holds."""
+
+
+class UsageError(Exception):
+    """A wrong option; the message is one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and names the flag that was perhaps meant."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def refuse_unknown(self, arguments: Sequence[str]) -> NoReturn:
+        unknown = arguments[0].partition("=")[0]
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        close = difflib.get_close_matches(unknown, flags, n=1)
+        self.error(f"unknown: {unknown}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    # Texts are converted later, with those of the environment, so both are refused alike.
+    default = f" (default: {option.default_text})" if option.default_text is not None else ""
+    common: dict[str, Any] = {
+        "dest": option.name,
+        "default": argparse.SUPPRESS,
+        "help": (option.help + default).replace("%", "%%"),
+    }
+    if option.kind is bool:
+        group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **common)
+    else:
+        action = "append" if option.repeatable else "store"
+        group.add_argument(option.flag, action=action, metavar=option.value_name, **common)
+
+
+def _add_options(parser: argparse.ArgumentParser, *classes: type[attrs.AttrsInstance]) -> None:
+    options = [option for cls in classes for option in options_of(cls)]
+    for name, title in GROUPS.items():
+        members = [option for option in options if option.group == name]
+        if members:
+            group = parser.add_argument_group(title)
+            for option in members:
+                _add_option(group, option)
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Sampling (defaults: the model's own)")
+    for option in SAMPLING_OPTIONS:
+        _add_option(group, option)
+
+
+def build_parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser that lists the commands, and the commands' own by name."""
+    parser = _Parser(
+        prog="trioserve",
+        description="Serve large language models, or use one here.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"trioserve {__version__}")
+    group = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser, title="commands")
+    commands: dict[str, _Parser] = {}
+
+    def add(name: str, help: str, usage: str, epilog: str | None = None) -> _Parser:
+        command = group.add_parser(
+            name,
+            help=help,
+            description=help[0].upper() + help[1:] + ".",
+            usage=f"trioserve {name} {usage}",
+            epilog=epilog,
+            allow_abbrev=False,
+        )
+        command.set_defaults(command=name)
+        commands[name] = command
+        return command
+
+    serve = add("serve", "serve a model over HTTP", "[MODEL] [options]", _EPILOG + _SIGNALS_EPILOG)
+    serve.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
+    _add_options(serve, EngineConfig, ServerConfig)
+
+    chat = add("chat", "talk to a model in the terminal", "[MODEL] [options]", _EPILOG)
+    chat.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before the chat")
+    _add_sampling_options(chat)
+    _add_options(chat, EngineConfig)
+
+    generate = add("generate", "continue a text", "MODEL [PROMPT] [options]", _EPILOG)
+    generate.add_argument("model", metavar="MODEL", help=_MODEL_HELP.partition(" (default")[0])
+    generate.add_argument("prompt", metavar="PROMPT", nargs="?", help="default: read from stdin")
+    _add_sampling_options(generate)
+    _add_options(generate, EngineConfig)
+
+    doctor = add("doctor", "show what this machine has, and what is missing", "[--json]")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser, commands
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line. Exits with code 2 and one line where it makes no sense.
+
+    The namespace holds ``command`` and, as text, the options that were given.
+    """
+    given = sys.argv[1:] if argv is None else list(argv)
+    parser, commands = build_parsers()
+    if not given:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    if given[0] not in commands:
+        parser.parse_args(given)
+        parser.error(f"no command in {' '.join(given)!r}")
+    # Intermixed, so that MODEL and PROMPT may stand before, between and after the flags.
+    command = commands[given[0]]
+    arguments, unknown = command.parse_known_intermixed_args(given[1:])
+    if unknown:
+        command.refuse_unknown(unknown)
+    return arguments
+
+
+def engine_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> EngineConfig:
+    """The engine's options, from flags and variables.
+
+    Raises:
+        UsageError: a value isn't allowed.
+    """
+    variable = environment.get(environment_name("model"))
+    model = arguments.get("model") or variable or DEFAULT_MODEL
+    return _config(EngineConfig, arguments, environment, model=model)
+
+
+def server_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
+    """The server's options with the engine's, from flags and variables.
+
+    Raises:
+        UsageError: a value isn't allowed.
+    """
+    engine = engine_config(arguments, environment)
+    return _config(ServerConfig, arguments, environment, engine=engine)
+
+
+def sampling_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of SamplingParams that flags set, checked.
+
+    Raises:
+        UsageError: a value isn't allowed.
+    """
+    try:
+        fields = _from_flags(SAMPLING_OPTIONS, arguments)
+        SamplingParams(**fields)
+    except InvalidRequest as error:
+        raise _as_written(error, arguments, SAMPLING_OPTIONS) from error
+    return fields
+
+
+def strangers(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that is named like an option and is none."""
+    known = [option.name for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]
+    return [
+        f"{name} is no option" + (f"; did you mean {meant}?" if meant else "")
+        for name, meant in unknown_variables(["model", *known], environment)
+    ]
+
+
+def _config(
+    cls: type[Config], arguments: Mapping[str, Any], environment: Mapping[str, str], **more: Any
+) -> Config:
+    options = list(options_of(cls))
+    try:
+        values = options_from_environment(cls, environment) | _from_flags(options, arguments)
+        return cls(**values, **more)
+    except InvalidRequest as error:
+        raise _as_written(error, arguments, options) from error
+
+
+def _from_flags(options: Iterable[Option], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the flags that were given, by option name."""
+    values: dict[str, Any] = {}
+    for option in options:
+        if option.name not in arguments:
+            continue
+        given = arguments[option.name]
+        if option.repeatable:
+            values[option.name] = tuple(option.from_text(text) for text in given)
+        else:
+            values[option.name] = given if option.kind is bool else option.from_text(given)
+    return values
+
+
+def _as_written(
+    error: InvalidRequest, arguments: Mapping[str, Any], options: Iterable[Option]
+) -> UsageError:
+    """The error, with the option's name as the user wrote it: a flag or a variable."""
+    message = str(error)
+    for option in options:
+        if option.name == error.param:
+            written = option.flag if option.name in arguments else option.environment
+            message = message.replace(option.name, written, 1)
+    return UsageError(message)

@@ -1,0 +1,63 @@
+"""Shows a model being loaded: bars on a terminal, log lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+
+import attrs
+import rich.console
+import rich.progress
+
+from trioserve import wire
+from trioserve.logs import get_logger
+
+__all__ = ["LoadingReport"]
+
+_log = get_logger("trioserve.loading")
+
+
+@attrs.define(eq=False)
+class LoadingReport:
+    """The ``on_progress`` of an engine. A context manager; leaving it takes the bars away.
+
+    Progress that comes later, from a worker that had to be started again, is logged.
+    """
+
+    _bars: rich.progress.Progress | None = None
+    _tasks: dict[str, rich.progress.TaskID] = attrs.field(factory=dict)
+    _stage: str | None = None
+
+    def __enter__(self) -> LoadingReport:
+        if sys.stderr.isatty():
+            self._bars = rich.progress.Progress(
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.TaskProgressColumn(),
+                console=rich.console.Console(stderr=True),
+                transient=True,
+            )
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bars away. Idempotent."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def __call__(self, progress: wire.Progress) -> None:
+        """Show ``progress``. Never blocks for longer than a write to stderr."""
+        if self._bars is None:
+            if progress.stage != self._stage:
+                _log.info("loading", stage=progress.stage)
+            self._stage = progress.stage
+            return
+        if progress.stage not in self._tasks:
+            self._tasks[progress.stage] = self._bars.add_task(progress.stage)
+        # A total of 0 is a stage whose length isn't known: the bar only moves.
+        self._bars.update(
+            self._tasks[progress.stage], completed=progress.done, total=progress.total or None
+        )

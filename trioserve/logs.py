@@ -1,0 +1,122 @@
+"""Logging: structlog events on the standard loggers, and their setup for the command line.
+
+As a library, trioserve only emits: an event goes to the standard logger of its name as one line of
+text, and the program around it decides what becomes of that. :func:`setup_logging` is for a program
+that is all ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import structlog
+
+__all__ = ["get_logger", "setup_logging"]
+
+Renderer = Callable[[Any, str, dict[str, Any]], str]
+
+
+def _to_record(
+    _: Any, __: str, event: structlog.typing.EventDict
+) -> tuple[tuple[str], dict[str, Any]]:
+    """The arguments of a standard logger's method: a line of text, the event's fields beside it."""
+    standard = {key: event.pop(key) for key in ("exc_info", "stack_info") if key in event}
+    name = str(event.pop("event", ""))
+    text = " ".join([name, *(f"{key}={value!r}" for key, value in event.items())])
+    extra = {"event": name, "fields": dict(event)}
+    # A percent sign in the text is no placeholder, because there are no arguments.
+    return (text,), {**standard, "extra": extra}
+
+
+_PROCESSORS: list[Any] = [
+    structlog.stdlib.filter_by_level,
+    structlog.contextvars.merge_contextvars,
+    _to_record,
+]
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A structlog logger over the standard logger ``name``: ``log.info("event", key=value)``."""
+    logger = structlog.wrap_logger(
+        logging.getLogger(name),
+        processors=_PROCESSORS,
+        wrapper_class=structlog.stdlib.BoundLogger,
+        context_class=dict,
+    )
+    return cast(structlog.stdlib.BoundLogger, logger.bind())
+
+
+class _Formatter(logging.Formatter):
+    """Renders our events with their fields, and other libraries' messages alike."""
+
+    def __init__(self, timestamp: structlog.typing.Processor, renderer: Renderer) -> None:
+        super().__init__()
+        self._timestamp = timestamp
+        self._renderer = renderer
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = record.levelname.lower()
+        event = {
+            "level": level,
+            "logger": record.name,
+            "event": getattr(record, "event", None) or record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            event["exc_info"] = record.exc_info
+        self._timestamp(None, level, event)
+        return self._renderer(None, level, event)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever ``sys.stderr`` is at the time: a progress bar puts itself in between."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def _render_json(_: Any, level: str, event: dict[str, Any]) -> str:
+    event = dict(structlog.processors.format_exc_info(None, level, event))
+    return str(structlog.processors.JSONRenderer(default=str)(None, level, event))
+
+
+def setup_logging(level: str = "info", log_format: str = "auto") -> None:
+    """Send every log of this process to stderr. For programs; a library leaves this to its user.
+
+    Args:
+        level: the least level of trioserve's own events. Other libraries' start at "warning".
+        log_format: ``console``, ``json``, or ``auto``: console on a terminal, else json.
+    """
+    if log_format == "json" or (log_format == "auto" and not sys.stderr.isatty()):
+        timestamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+        formatter = _Formatter(timestamp, _render_json)
+    else:
+        timestamp = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
+        console = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(),
+            exception_formatter=structlog.dev.plain_traceback,
+            pad_event_to=0,
+        )
+        formatter = _Formatter(timestamp, console)
+    handler = _StderrHandler()
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("trioserve").setLevel(level.upper())
+    structlog.configure(
+        processors=_PROCESSORS,
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+    # Hypercorn gives its loggers handlers of their own unless they have one; ours is enough.
+    for name in ("hypercorn.error", "hypercorn.access"):
+        logging.getLogger(name).setLevel(logging.WARNING)

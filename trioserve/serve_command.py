@@ -1,0 +1,77 @@
+"""``trioserve serve``: the server as a process, with its signals and what it prints."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import attrs
+import trio
+
+from trioserve.config import ServerConfig
+from trioserve.groups import sole_exception
+from trioserve.loading import LoadingReport
+from trioserve.logs import get_logger
+from trioserve.model_files.locate import default_name
+from trioserve.serving import serve
+
+__all__ = ["run_server"]
+
+_log = get_logger("trioserve.serve")
+
+
+@attrs.define(eq=False)
+class _Process:
+    """The server process's state, as signals and start-up see it. A ``trio.TaskStatus``."""
+
+    config: ServerConfig
+    report: LoadingReport
+    shutdown: trio.Event = attrs.field(factory=trio.Event)
+    serving: bool = False
+    exit_code: int = 0
+
+    def started(self, value: Sequence[str] = ()) -> None:
+        """The server listens: say where, on stdout."""
+        self.serving = True
+        self.report.close()
+        print(f"Serving {_model_name(self.config)} at {', '.join(value)}", flush=True)
+
+    async def watch(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+        """Drain at the first signal; at the second, or before there is anything to drain, end."""
+        async for number in signals:
+            if self.shutdown.is_set() or not self.serving:
+                self.exit_code = 128 + number
+                scope.cancel()
+                return
+            _log.info("draining", signal=signal.Signals(number).name, again="ends at once")
+            self.shutdown.set()
+
+
+def _model_name(config: ServerConfig) -> str:
+    """The first name that clients may use for the model."""
+    if config.served_model_name:
+        return config.served_model_name[0]
+    path = Path(config.engine.model)
+    return default_name(path) if path.exists() else config.engine.model
+
+
+async def run_server(config: ServerConfig) -> int:
+    """Serve until drained or ended by a signal, and return the process's exit code.
+
+    Raises:
+        TrioserveError: the model can't be loaded, the address can't be used, the engine failed.
+    """
+    signals = trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM)
+    with LoadingReport() as report, signals as received:
+        process = _Process(config, report)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(process.watch, received, nursery.cancel_scope)
+                await serve(
+                    config, shutdown=process.shutdown, on_progress=report, task_status=process
+                )
+                nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise sole_exception(group) from group
+    return process.exit_code
