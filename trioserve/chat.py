@@ -146,12 +146,12 @@ class ChatTemplate:
         except InvalidRequest:
             raise
         except jinja2.TemplateError as error:
-            raise _refuse(f"the chat template refused the messages: {error.message}") from error
+            raise _refuse(f"the chat template can't print the messages: {error.message}") from error
         except Exception as error:
             # A template is a program over the client's data: a missing or mistyped field raises
             # whatever Python raises there.
             reason = f"{type(error).__name__}: {error}"
-            raise _refuse(f"the chat template failed on the messages: {reason}") from error
+            raise _refuse(f"the chat template can't print the messages: {reason}") from error
         return "".join(pieces)
 
     def _message(self, message: Any) -> dict[str, Any]:
