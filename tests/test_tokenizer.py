@@ -247,10 +247,13 @@ async def test_requests_that_have_ended_are_dropped_at_every_point() -> None:
     alive = make_request(TextPrompt(LONG + "alive"))
     async with trio.open_nursery() as nursery:
         running = await start(nursery, tokenizer)
-        for request in [before, *encoding, queued, alive]:
+        for request in [before, *encoding]:
+            running.requests.send_nowait(request)
+        await tokenizer.wait_arrivals(MAX_THREADS)
+        for request in [queued, alive]:
             running.requests.send_nowait(request)
         running.requests.close()
-        await tokenizer.wait_arrivals(MAX_THREADS)
+        await trio.testing.wait_all_tasks_blocked(0.01)
         finish([*encoding, queued])
         tokenizer.gate.set()
         assert [request async for request in running.prepared] == [alive]
