@@ -1,0 +1,251 @@
+"""The scheduler's task: between the requests, one worker at a time, and the detokenizer.
+
+What is decided is decided in :mod:`trioserve.scheduler.core`, which knows no task. Here are three
+loops around it: :meth:`Scheduler.run` takes requests in, and for the worker that is attached one
+loop sends plans while another receives results.
+
+Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
+(one sequence), ``memory`` with ``slots``, ``pages`` and ``prefix`` (what sequences hold), ``draft``
+and ``results`` (a plan on its way out and back), ``integrity`` (what is always true).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import attrs
+import msgspec
+import trio
+
+from trioserve import wire
+from trioserve.config import EngineConfig
+from trioserve.errors import EngineError, InvalidRequest, RequestAborted, WorkerLost
+from trioserve.groups import sole_exception
+from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.statistics import Observer, SchedulerStatistics
+from trioserve.worker import Link
+
+__all__ = ["Limits", "Observer", "Scheduler", "SchedulerCore", "SchedulerStatistics"]
+
+
+@attrs.define(eq=False)
+class _PendingCall:
+    """A call that the worker hasn't answered: ``reply`` is None if it never will."""
+
+    done: trio.Event = attrs.field(factory=trio.Event)
+    reply: wire.Reply | None = None
+
+
+class Scheduler:
+    """Owns every admitted request until it has finished, whatever becomes of the workers.
+
+    Args:
+        config: scheduling options; the other limits are the attached worker's.
+        observer: is told of every step and token.
+    """
+
+    def __init__(self, config: EngineConfig, observer: Observer | None = None) -> None:
+        self._config = config
+        self._observer = observer
+        self._core: SchedulerCore | None = None
+        """None until the first worker has said what it can hold."""
+        self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
+        self._first_worker = trio.Event()
+        self._attached = False
+        self._work = trio.Event()
+        """There may be something to send."""
+        self._outbox: deque[wire.Message] = deque()
+        """Goes out before the next plan."""
+        self._calls: dict[int, _PendingCall] = {}
+        self._num_calls = 0
+
+    # ---- requests
+
+    async def run(
+        self,
+        requests: trio.MemoryReceiveChannel[Request],
+        outputs: trio.MemorySendChannel[list[SequenceOutput]],
+    ) -> None:
+        """The task: take requests in until ``requests`` is closed.
+
+        Args:
+            requests: tokenized. They wait there until the first worker is attached; one that has
+                finished meanwhile is dropped.
+            outputs: what steps and aborts give, to the detokenizer. Its buffer has to be unbounded,
+                because an abort can't wait.
+        """
+        self._outputs = outputs
+        await self._first_worker.wait()
+        async for request in requests:
+            self._admit(request)
+
+    def _admit(self, request: Request) -> None:
+        assert self._core is not None
+        if all(sequence.state is State.FINISHED for sequence in request.sequences):
+            return
+        try:
+            self._core.submit(request, trio.current_time())
+        except InvalidRequest as error:
+            request.reject(error)
+            return
+        request.admit()
+        self._work.set()
+
+    def abort(self, sequence: Sequence, finish: Finish) -> None:
+        """End ``sequence`` now, whatever its state. Never blocks; idempotent.
+
+        What the worker holds of it is closed by the next plan. A request that nobody has admitted
+        yet is rejected.
+        """
+        if sequence.state is State.FINISHED:
+            return
+        if sequence.state in (State.CREATED, State.TOKENIZING):
+            sequence.finish = finish
+            sequence.move_to(State.FINISHED)
+            output: SequenceOutput | None = SequenceOutput(sequence, finish=finish)
+            if all(sibling.state is State.FINISHED for sibling in sequence.request.sequences):
+                sequence.request.reject(finish.error or RequestAborted("the request was aborted"))
+        else:
+            assert self._core is not None
+            output = self._core.abort(sequence, finish)
+        if output is not None:
+            self._deliver([output])
+        self._work.set()
+
+    def _deliver(self, outputs: list[SequenceOutput]) -> None:
+        if not outputs or self._outputs is None:
+            return
+        try:
+            self._outputs.send_nowait(outputs)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            # The engine is closing and nobody delivers any more: it ends the streams itself.
+            return
+
+    # ---- a worker
+
+    async def attach(self, link: Link, ready: wire.Ready) -> None:
+        """Serve one worker until it is lost. Requests outlive it, and resume with the next one.
+
+        Raises:
+            WorkerLost: the worker is gone, can't go on, or spoke nonsense.
+        """
+        limits = Limits.of(self._config, ready)
+        if self._core is None:
+            self._core = SchedulerCore(limits, self._observer)
+        else:
+            self._deliver(self._core.restart(limits))
+        self._attached = True
+        self._work.set()
+        self._first_worker.set()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._send, link, self._core)
+                nursery.start_soon(self._receive, link, self._core)
+        except BaseExceptionGroup as group:
+            # Both loops may have noticed the same loss.
+            error = sole_exception(group)
+        finally:
+            self._attached = False
+            self._core.on_worker_lost()
+            self._outbox.clear()
+            for call in self._calls.values():
+                call.done.set()
+        raise error
+
+    async def _send(self, link: Link, core: SchedulerCore) -> None:
+        """Send whatever is to be sent, as soon as it is."""
+        while True:
+            if self._outbox:
+                await link.send(self._outbox.popleft())
+            elif (plan := core.next_plan(trio.current_time())) is not None:
+                await link.send(plan)
+            else:
+                self._work = trio.Event()
+                await self._work.wait()
+
+    async def _receive(self, link: Link, core: SchedulerCore) -> None:
+        """Take whatever the worker says. Of plans before the last Reset it has nothing to say."""
+        first_valid = core.next_number
+        while True:
+            message = await link.receive()
+            match message:
+                case wire.StepResult() if message.number >= first_valid:
+                    self._deliver(core.on_result(message, trio.current_time()))
+                case wire.Failure() if message.fatal or message.number >= first_valid:
+                    self._deliver(core.on_failure(message))
+                    first_valid = core.next_number
+                    self._outbox.append(wire.Reset(next_plan=first_valid))
+                case wire.Reply():
+                    self._answer(message)
+                case wire.StepResult() | wire.Failure():
+                    pass
+                case _:
+                    raise WorkerLost(f"the worker sent {type(message).__name__} while serving")
+            self._work.set()
+
+    # ---- calls
+
+    async def call(self, name: str, arguments: object = None) -> Any:
+        """Have the worker do something rare and slow, by name. The deadline is the caller's.
+
+        Args:
+            name: what the worker knows it by.
+            arguments: whatever it takes, of MessagePack's types.
+
+        Raises:
+            EngineError: the worker says why it can't.
+            WorkerLost: there is no worker, or it was lost before it answered.
+        """
+        if not self._attached:
+            raise WorkerLost(f"there is no worker to call {name!r}")
+        self._num_calls += 1
+        number = self._num_calls
+        call = self._calls[number] = _PendingCall()
+        encoded = msgspec.msgpack.encode(arguments)
+        self._outbox.append(wire.Call(number=number, name=name, arguments=encoded))
+        self._work.set()
+        try:
+            await call.done.wait()
+        finally:
+            del self._calls[number]
+        if call.reply is None:
+            raise WorkerLost(f"the worker was lost before it answered {name!r}")
+        if call.reply.error:
+            raise EngineError(f"{name}: {call.reply.error}")
+        return msgspec.msgpack.decode(call.reply.result)
+
+    def _answer(self, reply: wire.Reply) -> None:
+        """Hand ``reply`` over. The caller may have given up; then nobody wants it."""
+        call = self._calls.get(reply.number)
+        if call is not None:
+            call.reply = reply
+            call.done.set()
+
+    # ---- what can be seen from outside
+
+    @property
+    def attached(self) -> bool:
+        """Whether a worker is there."""
+        return self._attached
+
+    @property
+    def num_steps(self) -> int:
+        """Steps completed, by whatever worker: it grows while there is progress."""
+        return 0 if self._core is None else self._core.counters.num_steps
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return 0 if self._core is None else len(self._core.waiting)
+
+    def statistics(self) -> SchedulerStatistics:
+        """Counts of this moment; all 0 before the first worker."""
+        return SchedulerStatistics() if self._core is None else self._core.statistics()
+
+    def check_integrity(self) -> None:
+        """Assert the invariants that :mod:`trioserve.scheduler.integrity` lists."""
+        if self._core is not None:
+            self._core.check_integrity()

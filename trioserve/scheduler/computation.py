@@ -1,0 +1,108 @@
+"""What the scheduler knows of one sequence, and the ordered lines in which sequences stand."""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Iterator
+
+import attrs
+
+from trioserve.request import Sequence
+from trioserve.scheduler.policy import Order
+from trioserve.scheduler.prefix import Namespace, Node
+
+__all__ = ["Computation", "Line"]
+
+NO_SLOT = -1
+_get_order = operator.attrgetter("order")
+
+
+@attrs.define(eq=False, kw_only=True)
+class Computation:
+    """The scheduler's record of a sequence, from its submission until it has finished.
+
+    Three counts say how far a sequence has come; ``computed <= planned < length <= limit`` while it
+    holds a slot. Counts run ahead of what is known: with a plan in flight, ``length`` includes the
+    token which that plan will sample, whatever it will be.
+    """
+
+    sequence: Sequence
+    order: Order
+    """Smaller is admitted earlier and preempted later. No two are equal."""
+    namespace: Namespace
+    limit: int
+    """Tokens, prompt and output, at which the sequence ends by length."""
+
+    slot: int = NO_SLOT
+    generation: int = 0
+    pages: list[int] = attrs.field(factory=list)
+    """The block table."""
+    cursor: Node | None = None
+    """The deepest node of the prefix tree on the path that ``pages`` begins with."""
+    length: int = 0
+    """Tokens that the slot will hold once every plan made so far is done."""
+    planned: int = 0
+    """Tokens that have been given to plans."""
+    computed: int = 0
+    """Tokens whose KV exists: their plans have been acknowledged."""
+    last_plan: int = 0
+    """The last plan that names the slot."""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that have not been given to a plan; 1 means decode."""
+        return self.length - self.planned
+
+    @property
+    def holds_slot(self) -> bool:
+        return self.slot != NO_SLOT
+
+    @property
+    def may_run(self) -> bool:
+        """Whether there is a token left to sample that no plan in flight will."""
+        return self.length < self.limit
+
+    def known_tokens(self) -> list[int]:
+        """The prompt and the output so far. Not to be changed: it may be the prompt itself."""
+        output = self.sequence.output_ids
+        prompt = self.sequence.request.prompt_ids
+        return prompt + output if output else prompt
+
+    def leave_slot(self) -> None:
+        """Back to how it was before the slot was opened."""
+        self.slot = NO_SLOT
+        self.pages = []
+        self.cursor = None
+        self.length = self.planned = self.computed = 0
+
+
+@attrs.define(eq=False)
+class Line:
+    """Computations in the order of their ``order``."""
+
+    _items: list[Computation] = attrs.field(init=False, factory=list)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Computation]:
+        return iter(self._items)
+
+    def __getitem__(self, index: int) -> Computation:
+        return self._items[index]
+
+    def add(self, computation: Computation) -> None:
+        """Put ``computation`` in its place."""
+        bisect.insort(self._items, computation, key=_get_order)
+
+    def remove(self, computation: Computation) -> None:
+        """Take ``computation`` out. It must be in."""
+        index = bisect.bisect_left(self._items, computation.order, key=_get_order)
+        assert self._items[index] is computation
+        del self._items[index]
+
+    def take_all(self) -> list[Computation]:
+        """Empty the line."""
+        items, self._items = self._items, []
+        return items

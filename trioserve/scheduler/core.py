@@ -1,0 +1,393 @@
+"""The scheduler as a state machine: no task, no I/O, no clock.
+
+Requests go in by :meth:`SchedulerCore.submit`. :meth:`SchedulerCore.next_plan` makes the worker's
+next step, :meth:`SchedulerCore.on_result` takes what came of it, and as many plans as the limits
+allow may lie between the two. Plan N+1 is made before the tokens of plan N are known, so every
+sequence is counted ahead (:class:`~trioserve.scheduler.computation.Computation`): a row of plan N
+that samples makes its sequence one token longer, whatever the token will be. A sequence whose
+last token by length is in flight is not planned again; one that turns out to have stopped in plan N
+has at most a row in each plan in flight, whose tokens are dropped.
+
+What a sequence gives back when it leaves (its slot and pages) is out of reach until the last plan
+that names it has been acknowledged; :mod:`~trioserve.scheduler.slots` and
+:mod:`~trioserve.scheduler.pages` see to it. A preempted sequence waits for that too before it
+rejoins the line, so that its tokens in flight still arrive. It resumes as if it were new, with its
+prompt and output as the prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import attrs
+
+from trioserve import wire
+from trioserve.errors import EngineError, WorkerLost
+from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput, State
+from trioserve.scheduler import policy
+from trioserve.scheduler.computation import Computation, Line
+from trioserve.scheduler.draft import Draft, InFlight
+from trioserve.scheduler.integrity import check_core
+from trioserve.scheduler.limits import Limits, resolve_max_tokens
+from trioserve.scheduler.memory import Memory
+from trioserve.scheduler.prefix import Match
+from trioserve.scheduler.results import Results
+from trioserve.scheduler.statistics import Counters, Observer, SchedulerStatistics
+
+__all__ = ["SchedulerCore"]
+
+MAX_PENDING = 8
+"""How many of the waiting may be put off in one plan for a prefix that this plan computes."""
+
+MAX_FAILURES = 3
+"""Failures of plans without a completed step between them that a worker is forgiven."""
+
+
+class SchedulerCore:
+    """Everything that the scheduler knows and decides. ``now`` is in seconds on trio's clock."""
+
+    def __init__(self, limits: Limits, observer: Observer | None = None) -> None:
+        self.limits = limits
+        self.memory = Memory(limits)
+        self.waiting = Line()
+        self.running = Line()
+        self.in_flight: deque[InFlight] = deque()
+        self.counters = Counters()
+        self.next_number = 1
+        """The number of the next plan."""
+        self._observer = observer
+        self._has_worker = True
+        self._num_arrivals = 0
+        self._num_failures = 0
+
+    # ---- requests come and go
+
+    def submit(self, request: Request, now: float) -> None:
+        """Put the sequences of ``request`` that have not finished in line.
+
+        Raises:
+            InvalidRequest: it can't be served.
+            ContextTooLong: it can never fit; the message says by how much.
+        """
+        max_tokens = resolve_max_tokens(self.limits, request)
+        self._num_arrivals += 1
+        request.times.queued = now
+        for sequence in request.sequences:
+            if sequence.state is State.FINISHED:
+                continue
+            sequence.max_tokens = max_tokens
+            sequence.compute = Computation(
+                sequence=sequence,
+                order=policy.queue_order(
+                    self.limits.scheduling_policy,
+                    priority=request.priority,
+                    arrival=self._num_arrivals,
+                    index=sequence.index,
+                ),
+                namespace=(request.cache_salt,),
+                limit=len(request.prompt_ids) + max_tokens,
+            )
+            sequence.move_to(State.WAITING)
+            self.waiting.add(sequence.compute)
+
+    def abort(self, sequence: Sequence, finish: Finish) -> SequenceOutput | None:
+        """End ``sequence`` in whatever state it is; None if it has finished already.
+
+        The next plan closes its slot. Rows in flight are computed, their tokens dropped.
+        """
+        if sequence.state is State.FINISHED:
+            return None
+        self._finish(sequence, finish)
+        return SequenceOutput(sequence, finish=finish)
+
+    # ---- a plan
+
+    def next_plan(self, now: float) -> wire.Plan | None:
+        """What the worker is to do next; None if there is nothing, or enough is in flight."""
+        if not self._has_worker or len(self.in_flight) >= self.limits.max_plans_in_flight:
+            return None
+        draft = Draft(self.next_number, self.limits.max_num_batched_tokens)
+        somebody_left = self._plan_running(draft)
+        if not somebody_left:
+            self._plan_admissions(draft, now)
+        sealed = draft.seal(self.memory.slots.take_unclosed())
+        if sealed is None:
+            return None
+        plan, in_flight = sealed
+        self.in_flight.append(in_flight)
+        self.next_number += 1
+        return plan
+
+    def _plan_running(self, draft: Draft) -> bool:
+        """Give the running their tokens. True if somebody had to leave for want of pages."""
+        share = policy.Share.out(self.running, draft.budget)
+        num_running = len(self.running)
+        # Whoever is preempted on the way has lost the slot by the time its turn comes. A running
+        # sequence has pages for its prompt, so only those that decode need more, one by one.
+        for computation in share.decodes:
+            if computation.holds_slot and (
+                self.memory.has_page_for_next(computation) or self._grow(computation, draft)
+            ):
+                self._compute(computation, 1, draft)
+        for computation, count in share.chunks:
+            if computation.holds_slot:
+                self._compute(computation, count, draft)
+        return len(self.running) < num_running
+
+    def _grow(self, computation: Computation, draft: Draft) -> bool:
+        """Append a page to the block table, preempting from the back of the line if need be.
+
+        False if ``computation`` gets no row in this plan: pages that will do come back with results
+        in flight, or it was itself the last in line and has been preempted.
+        """
+        while (page := self.memory.append_page(computation)) is None:
+            if self.memory.pool.num_retiring:
+                return False
+            victim = policy.choose_victim(list(self.running))
+            self._preempt(victim)
+            if victim is computation:
+                return False
+        draft.append_page(computation, page)
+        return True
+
+    def _plan_admissions(self, draft: Draft, now: float) -> None:
+        """Let the waiting in, in order, until somebody doesn't fit.
+
+        Who waits for a prefix that this very plan computes is put off and costs nobody else a turn:
+        it can have those pages in the next plan instead of computing them again.
+        """
+        if not self.waiting or not self._has_seat(draft):
+            return
+        num_pending = 0
+        for computation in policy.admission_order(
+            self.limits.scheduling_policy,
+            list(self.waiting),
+            lambda waiting: len(self.memory.match(waiting, draft.number).nodes),
+        ):
+            match = self.memory.match(computation, draft.number)
+            if match.pending:
+                num_pending += 1
+                if num_pending == MAX_PENDING:
+                    return
+                continue
+            if not self.memory.fits(computation, match, self.running):
+                return
+            self._open(computation, match, draft, now)
+            if not self._has_seat(draft):
+                return
+
+    def _has_seat(self, draft: Draft) -> bool:
+        has_room = len(self.running) < self.limits.max_running
+        return has_room and draft.budget > 0 and self.memory.slots.num_free > 0
+
+    def _open(self, computation: Computation, match: Match, draft: Draft, now: float) -> None:
+        """Move ``computation`` from the line into a slot, and give it its first row."""
+        self.memory.enter(computation, match)
+        self.counters.prefix_cache_queries += computation.length
+        self.counters.prefix_cache_hits += computation.computed
+        self.waiting.remove(computation)
+        self.running.add(computation)
+        computation.sequence.move_to(State.PREFILL)
+        request = computation.sequence.request
+        if request.times.first_scheduled is None:
+            request.times.first_scheduled = now
+            request.num_cached_tokens = computation.computed
+        draft.open(computation)
+        self._compute(computation, min(computation.remaining, draft.budget), draft)
+
+    def _compute(self, computation: Computation, count: int, draft: Draft) -> None:
+        """Give ``computation`` a row of ``count`` tokens."""
+        draft.add_row(computation, count)
+        computation.planned += count
+        computation.last_plan = draft.number
+        is_last = computation.remaining == 0
+        sequence = computation.sequence
+        if sequence.state is State.PREFILL:
+            self.memory.publish(computation, draft.number)
+            if is_last:
+                sequence.move_to(State.DECODE)
+        if is_last:
+            computation.length += 1
+
+    # ---- leaving
+
+    def _preempt(self, computation: Computation) -> None:
+        """Take the slot and pages of ``computation`` away; it will resume from its tokens."""
+        self.counters.num_preemptions += 1
+        self._leave(computation)
+        computation.sequence.move_to(State.PREEMPTED)
+        if not self.in_flight or computation.last_plan < self.in_flight[0].number:
+            self._rejoin(computation)
+
+    def _rejoin(self, computation: Computation) -> None:
+        computation.sequence.move_to(State.WAITING)
+        self.waiting.add(computation)
+
+    def _leave(self, computation: Computation) -> None:
+        self.running.remove(computation)
+        self.memory.leave(computation)
+
+    def _finish(self, sequence: Sequence, finish: Finish) -> None:
+        if sequence.state in (State.PREFILL, State.DECODE):
+            self._leave(sequence.compute)
+        elif sequence.state is State.WAITING:
+            self.waiting.remove(sequence.compute)
+        sequence.compute = None
+        sequence.finish = finish
+        sequence.move_to(State.FINISHED)
+
+    # ---- a result
+
+    def on_result(self, result: wire.StepResult, now: float) -> list[SequenceOutput]:
+        """Take what the oldest plan in flight gave.
+
+        Raises:
+            WorkerLost: it doesn't answer that plan. Nothing has been taken.
+        """
+        if not self.in_flight:
+            raise WorkerLost(f"result of plan {result.number} came, and none is in flight")
+        plan = self.in_flight[0]
+        results = Results.read(result, plan)
+        self.in_flight.popleft()
+        self.memory.acknowledge(plan.number)
+        self._num_failures = 0
+        self._count_step(plan, result)
+
+        outputs: list[SequenceOutput] = []
+        offsets = results.offsets
+        for index, (computation, count, samples) in enumerate(plan.rows):
+            sequence = computation.sequence
+            if sequence.state is State.FINISHED:
+                continue
+            if sequence.state is not State.PREEMPTED:
+                computation.computed += count
+            if samples:
+                outputs.append(self._accept(sequence, results, offsets[index], now))
+            if sequence.state is State.PREEMPTED and computation.last_plan == plan.number:
+                self._rejoin(computation)
+        return outputs
+
+    def _count_step(self, plan: InFlight, result: wire.StepResult) -> None:
+        num_tokens = sum(count for _, count, _ in plan.rows)
+        self.counters.num_steps += 1
+        self.counters.num_tokens_computed += num_tokens
+        self.counters.step_us += result.step_us
+        self.counters.idle_us += result.idle_us
+        if self._observer is not None and num_tokens:
+            self._observer.observe_step(num_tokens)
+
+    def _accept(
+        self, sequence: Sequence, results: Results, index: int, now: float
+    ) -> SequenceOutput:
+        """Append token ``index`` of ``results`` to the output, and see whether it is the last.
+
+        A stop id is part of the output's tokens; the detokenizer leaves it out of the text.
+        """
+        token = results.tokens[index]
+        request = sequence.request
+        params = request.params
+        output = sequence.output_ids
+        output.append(token)
+        self.counters.num_tokens_sampled += 1
+        times = request.times
+        if self._observer is not None:
+            self._observer.observe_tokens(times, 1, now)
+        if times.first_token is None:
+            times.first_token = now
+        times.last_token = now
+        finish: Finish | None = None
+        if sequence.sampler.is_stop(token, len(output)):
+            asked_for = token in params.stop_token_ids
+            finish = Finish(FinishReason.STOP, stop_reason=token if asked_for else None)
+        elif len(output) == sequence.max_tokens:
+            finish = Finish(FinishReason.LENGTH)
+        if finish is not None:
+            self._finish(sequence, finish)
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = (results.logprob(index, params.logprobs),)
+        return SequenceOutput(sequence, (token,), logprobs, finish)
+
+    # ---- failures
+
+    def on_failure(self, failure: wire.Failure) -> list[SequenceOutput]:
+        """A plan in flight failed: everybody resumes after a Reset, but who is to blame.
+
+        To blame is the sequence that the worker names, or the one that was alone in the plan.
+        The caller sends a Reset with :attr:`next_number` before the next plan.
+
+        Raises:
+            WorkerLost: the worker can't go on, or fails again and again.
+        """
+        self._num_failures += 1
+        if failure.fatal or self._num_failures >= MAX_FAILURES:
+            raise WorkerLost(f"plan {failure.number} failed: {failure.message}")
+        plan = next((plan for plan in self.in_flight if plan.number == failure.number), None)
+        if plan is None:
+            raise WorkerLost(f"plan {failure.number} failed and isn't in flight: {failure.message}")
+        rows = [computation for computation, _, _ in plan.rows]
+        blamed = [row for row in rows if len(rows) == 1 or row.slot == failure.slot >= 0]
+        outputs: list[SequenceOutput] = []
+        for computation in blamed:
+            error = EngineError(f"the worker failed on this request: {failure.message}")
+            output = self.abort(computation.sequence, Finish(FinishReason.ERROR, error=error))
+            if output is not None:
+                outputs.append(output)
+        self._forget_worker()
+        return outputs
+
+    def on_worker_lost(self) -> None:
+        """There is no worker any more: everybody waits, and makes no plans until a restart."""
+        self._forget_worker()
+        self._has_worker = False
+
+    def _forget_worker(self) -> None:
+        """What the worker knew is gone: its slots, its pages, the plans on their way."""
+        for plan in self.in_flight:
+            for computation, _, _ in plan.rows:
+                if computation.sequence.state is State.PREEMPTED:
+                    self._rejoin(computation)
+        self.in_flight.clear()
+        for computation in self.running.take_all():
+            computation.leave_slot()
+            computation.sequence.move_to(State.PREEMPTED)
+            self._rejoin(computation)
+        self.memory = Memory(self.limits)
+
+    def restart(self, limits: Limits) -> list[SequenceOutput]:
+        """A new worker is ready, and counts plans from 1.
+
+        Returns:
+            the end, with an error, of the sequences that no longer fit within ``limits``.
+        """
+        assert not self._has_worker
+        self.limits = limits
+        self._forget_worker()
+        self._has_worker = True
+        self._num_failures = 0
+        self.next_number = 1
+        longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
+        error = EngineError("the new worker has less room, and this request doesn't fit any more")
+        finish = Finish(FinishReason.ERROR, error=error)
+        too_long = [waiting.sequence for waiting in self.waiting if waiting.limit > longest]
+        return [output for each in too_long if (output := self.abort(each, finish)) is not None]
+
+    # ---- what can be seen from outside
+
+    def statistics(self) -> SchedulerStatistics:
+        """A snapshot."""
+        pool = self.memory.pool
+        return SchedulerStatistics(
+            **attrs.asdict(self.counters),
+            num_waiting=len(self.waiting),
+            num_running=len(self.running),
+            plans_in_flight=len(self.in_flight),
+            pages_free=pool.num_free,
+            pages_cached=pool.num_idle,
+            pages_held=pool.num_held,
+            pages_total=pool.num_pages,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert the invariants that :mod:`trioserve.scheduler.integrity` lists."""
+        check_core(self)

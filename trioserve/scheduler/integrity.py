@@ -1,0 +1,100 @@
+"""The scheduler's invariants, as assertions over the whole of its state.
+
+1. A sequence is in line exactly while it waits, in the running exactly while it holds a slot.
+2. Every page is free, idle, retiring or held; it is held by exactly those whose block tables name
+   it, and by more than one only as a published page at the same place of each.
+3. Counts are in order, block tables are long enough for what was planned and no longer than what
+   can ever be needed.
+4. What retires is named by a plan in flight; with nothing in flight and nobody running, no page is
+   held and no slot is open.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from typing import TYPE_CHECKING
+
+from trioserve.request import State
+
+if TYPE_CHECKING:
+    from trioserve.scheduler.computation import Computation
+    from trioserve.scheduler.core import SchedulerCore
+
+__all__ = ["check_core"]
+
+
+def check_core(core: SchedulerCore) -> None:
+    """Assert the invariants. Costs as much as the state is large."""
+    _check_lines(core)
+    for computation in core.running:
+        _check_counts(core, computation)
+    _check_pages(core)
+    _check_in_flight(core)
+
+
+def _check_lines(core: SchedulerCore) -> None:
+    for line in (core.waiting, core.running):
+        orders = [computation.order for computation in line]
+        assert orders == sorted(set(orders)), "a line is out of order"
+    for computation in core.waiting:
+        assert computation.sequence.state is State.WAITING
+        assert computation.sequence.compute is computation
+        assert not computation.holds_slot
+        assert not computation.pages
+    for computation in core.running:
+        assert computation.sequence.state in (State.PREFILL, State.DECODE)
+        assert computation.sequence.compute is computation
+    slots = [computation.slot for computation in core.running]
+    assert len(set(slots)) == len(slots), "two sequences share a slot"
+    table = core.memory.slots
+    assert len(slots) + table.num_free + table.num_retiring == table.num_slots, "a slot is lost"
+
+
+def _check_counts(core: SchedulerCore, computation: Computation) -> None:
+    assert computation.computed <= computation.planned < computation.length <= computation.limit
+    limits = core.limits
+    num_pages = len(computation.pages)
+    assert limits.pages_for(computation.planned) <= num_pages <= limits.pages_for(computation.limit)
+    known = computation.sequence.num_tokens
+    in_flight = sum(
+        samples for plan in core.in_flight for row, _, samples in plan.rows if row is computation
+    )
+    assert computation.length == known + in_flight, "a token is counted twice or not at all"
+    if computation.sequence.state is State.DECODE:
+        assert computation.remaining == 1
+
+
+def _check_pages(core: SchedulerCore) -> None:
+    pool, prefix = core.memory.pool, core.memory.prefix
+    pool.check()
+    prefix.check()
+    places: dict[int, set[int]] = collections.defaultdict(set)
+    holders: collections.Counter[int] = collections.Counter()
+    for computation in core.running:
+        assert len(set(computation.pages)) == len(computation.pages)
+        holders.update(computation.pages)
+        for place, page in enumerate(computation.pages):
+            places[page].add(place)
+    for page in range(pool.num_pages):
+        assert pool.holders(page) == holders[page], f"page {page} has a holder nobody knows"
+        if holders[page] > 1:
+            assert pool.is_kept(page), f"page {page} is shared and not published"
+            assert len(places[page]) == 1, f"page {page} stands at two places"
+
+
+def _check_in_flight(core: SchedulerCore) -> None:
+    numbers = [plan.number for plan in core.in_flight]
+    assert numbers == list(range(core.next_number - len(numbers), core.next_number))
+    assert len(numbers) <= core.limits.max_plans_in_flight
+    for plan in core.in_flight:
+        rows = [computation for computation, _, _ in plan.rows]
+        assert len(set(map(id, rows))) == len(rows), "two rows of one sequence"
+    rows_in_flight = itertools.chain.from_iterable(plan.rows for plan in core.in_flight)
+    for computation, _, _ in rows_in_flight:
+        assert computation.last_plan >= numbers[0]
+        assert computation.sequence.state is not State.WAITING, "rejoined the line too early"
+    if not numbers and not core.running:
+        pool, slots = core.memory.pool, core.memory.slots
+        assert pool.num_held == 0, "pages are held while nothing runs"
+        assert slots.num_free == slots.num_slots, "slots are open while nothing runs"

@@ -1,0 +1,85 @@
+"""The bounds that the scheduler keeps, and which requests fit within them."""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve import wire
+from trioserve.config import EngineConfig
+from trioserve.errors import ContextTooLong, InvalidRequest
+from trioserve.request import Request
+
+__all__ = ["Limits", "resolve_max_tokens"]
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """What the worker can hold and what the engine was told; options of the same names explain."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    max_plans_in_flight: int
+    enable_prefix_caching: bool
+    scheduling_policy: str
+    capacity_policy: str
+
+    @classmethod
+    def of(cls, config: EngineConfig, ready: wire.Ready) -> Limits:
+        """What a worker says that it can hold, and the engine's options."""
+        default_depth = 1 if ready.device == "cpu" else 2
+        return cls(
+            max_num_seqs=ready.max_num_seqs,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+            max_model_len=ready.max_model_len,
+            page_size=ready.page_size,
+            num_pages=ready.num_pages,
+            max_plans_in_flight=config.max_plans_in_flight or default_depth,
+            enable_prefix_caching=config.enable_prefix_caching,
+            scheduling_policy=config.scheduling_policy,
+            capacity_policy=config.capacity_policy,
+        )
+
+    @property
+    def max_running(self) -> int:
+        """Most sequences in the running: each of them can have a token in every plan."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold the KV of ``num_tokens`` tokens."""
+        return -(-num_tokens // self.page_size)
+
+
+def resolve_max_tokens(limits: Limits, request: Request) -> int:
+    """How many tokens ``request`` may produce: what it asked for, or as many as fit.
+
+    Raises:
+        InvalidRequest: the prompt is empty.
+        ContextTooLong: the prompt, or the prompt and the tokens asked for, never fit.
+    """
+    num_prompt = len(request.prompt_ids)
+    asked = request.params.max_tokens
+    if num_prompt == 0:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if num_prompt >= limits.max_model_len:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens, which leaves no room for output: "
+            f"the model's context is {limits.max_model_len} tokens",
+            param="prompt",
+        )
+    if asked is not None and num_prompt + asked > limits.max_model_len:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens and max_tokens is {asked}, "
+            f"{num_prompt + asked} together: the model's context is {limits.max_model_len} tokens",
+            param="max_tokens",
+        )
+    pool = limits.num_pages * limits.page_size
+    if num_prompt + (asked or 1) > pool:
+        raise ContextTooLong(
+            f"the request needs room for {num_prompt + (asked or 1)} tokens, prompt and output: "
+            f"the KV cache holds {pool} ({limits.num_pages} pages of {limits.page_size})",
+            param="max_tokens" if asked else "prompt",
+        )
+    return asked or min(limits.max_model_len, pool) - num_prompt

@@ -1,0 +1,118 @@
+"""What sequences hold of the worker's memory: a slot each, their pages, and the cached prefixes.
+
+The one place where :mod:`~trioserve.scheduler.slots`, :mod:`~trioserve.scheduler.pages` and
+:mod:`~trioserve.scheduler.prefix` meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trioserve.scheduler import policy
+from trioserve.scheduler.computation import Computation
+from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.pages import PagePool
+from trioserve.scheduler.prefix import Match, PrefixCache
+from trioserve.scheduler.slots import SlotTable
+
+__all__ = ["Memory"]
+
+
+class Memory:
+    """The memory of one worker, from its start or reset to its end or the next reset."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = PagePool(limits.num_pages)
+        self.prefix = PrefixCache(self.pool, limits.page_size)
+        self.slots = SlotTable(limits.max_num_seqs)
+
+    def match(self, computation: Computation, plan: int) -> Match:
+        """The cached pages that ``computation`` could begin with in plan ``plan``."""
+        if not self.limits.enable_prefix_caching:
+            return Match()
+        return self.prefix.match(computation.namespace, computation.known_tokens(), plan)
+
+    def fits(self, computation: Computation, match: Match, running: Iterable[Computation]) -> bool:
+        """Whether the capacity policy lets ``computation`` enter, with pages for all that is known.
+
+        Idle pages that it shares leave those that can be evicted, so they count as needed too.
+        """
+        total = self.limits.pages_for(computation.sequence.num_tokens)
+        return policy.may_admit(
+            self.limits.capacity_policy,
+            available=self.pool.num_free + self.pool.num_idle,
+            retiring=self.pool.num_retiring,
+            need=total - len(match.nodes) + self.pool.count_idle(match.pages),
+            growth=self._growth(computation, total),
+            running_growth=[self._growth(other, len(other.pages)) for other in running],
+        )
+
+    def enter(self, computation: Computation, match: Match) -> None:
+        """Give ``computation``, which fits, a slot and pages for all that is known of it."""
+        shared = match.pages
+        self.pool.share(shared)
+        missing = self.limits.pages_for(computation.sequence.num_tokens) - len(shared)
+        enough = self._make_free(missing)
+        assert enough, "a sequence was let in without pages for it"
+        computation.pages = shared + self.pool.allocate(missing)
+        computation.cursor = match.nodes[-1] if match.nodes else None
+        computation.slot, computation.generation = self.slots.open()
+        computation.length = computation.sequence.num_tokens
+        computation.planned = computation.computed = len(shared) * self.limits.page_size
+
+    def has_page_for_next(self, computation: Computation) -> bool:
+        """Whether the block table reaches past the tokens that have been planned."""
+        return computation.planned < len(computation.pages) * self.limits.page_size
+
+    def append_page(self, computation: Computation) -> int | None:
+        """Append a page to the block table and say which; None if there is none to be had now."""
+        if not self._make_free(1):
+            return None
+        computation.pages += self.pool.allocate(1)
+        return computation.pages[-1]
+
+    def publish(self, computation: Computation, plan: int) -> None:
+        """Let plans after ``plan`` find the pages that are full once it is done."""
+        if self.limits.enable_prefix_caching:
+            computation.cursor = self.prefix.publish(
+                computation.namespace,
+                computation.cursor,
+                computation.known_tokens(),
+                computation.pages,
+                computation.planned // self.limits.page_size,
+                plan,
+            )
+
+    def leave(self, computation: Computation) -> None:
+        """Take slot and pages back. Full pages stay in the prefix cache, the output's too."""
+        pages = computation.pages
+        if self.limits.enable_prefix_caching:
+            pages = self.prefix.leave(
+                computation.namespace,
+                computation.cursor,
+                computation.known_tokens(),
+                pages,
+                computation.computed // self.limits.page_size,
+            )
+        self.pool.release(pages, computation.last_plan)
+        self.slots.close(computation.slot, computation.last_plan)
+        computation.leave_slot()
+
+    def acknowledge(self, plan: int) -> None:
+        """Plan ``plan`` is done: what only it and earlier ones named can be used again."""
+        self.pool.acknowledge(plan)
+        self.slots.acknowledge(plan)
+
+    def _growth(self, computation: Computation, num_pages: int) -> int:
+        """Pages beyond ``num_pages`` that ``computation`` may need before it ends by length."""
+        return self.limits.pages_for(computation.limit) - num_pages
+
+    def _make_free(self, count: int) -> bool:
+        """See that ``count`` pages are free, evicting cached ones; False if there aren't enough."""
+        missing = count - self.pool.num_free
+        if missing > self.pool.num_idle:
+            return False
+        if missing > 0:
+            self.prefix.evict(missing)
+        return True

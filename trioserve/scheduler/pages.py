@@ -1,0 +1,158 @@
+"""The pool of KV pages: how many sequences hold each page, and which pages may be handed out.
+
+A page is in exactly one of four places:
+
+======== ==========================================================================================
+free     its content means nothing; it may be allocated
+held     by one sequence, or by several as a shared prefix
+retiring nobody holds it, but a plan in flight may still touch it
+idle     nobody holds it; the prefix cache *keeps* it for its content
+======== ==========================================================================================
+
+::
+
+    free ──allocate──▶ held ──release──▶ retiring ──acknowledge──▶ free, or idle where it is kept
+                        ▲                   │                                  │
+                        └────────share──────┴──────────────share───────────────┤
+    free ◀──────────────────────────────evict──────────────────────────────────┘
+
+An *epoch* is the number of a plan. A page is released with the epoch of the last plan that named
+its holder, and is out of reach until that plan has been acknowledged. A kept page may be shared
+again at any time: it is full, and no plan in flight writes to a full page.
+
+``idle`` is ordered by when pages came there, which is the order in which they are evicted. Whoever
+releases a path of the prefix tree names the deepest page first, so a child always goes before its
+parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+
+__all__ = ["PagePool"]
+
+
+@attrs.define(eq=False)
+class PagePool:
+    """``num_pages`` pages, known by their numbers from 0. Pure bookkeeping."""
+
+    num_pages: int
+    _holders: list[int] = attrs.field(init=False)
+    _epochs: list[int] = attrs.field(init=False)
+    _kept: set[int] = attrs.field(init=False)
+    _free: list[int] = attrs.field(init=False)
+    _retiring: dict[int, None] = attrs.field(init=False)
+    _idle: dict[int, None] = attrs.field(init=False)
+    _acknowledged: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._holders = [0] * self.num_pages
+        self._epochs = [0] * self.num_pages
+        self._kept = set()
+        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._retiring = {}
+        self._idle = {}
+        self._acknowledged = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages that :meth:`allocate` can give at once."""
+        return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that :meth:`evict` can free at once."""
+        return len(self._idle)
+
+    @property
+    def num_retiring(self) -> int:
+        """Pages that come back with results that are still in flight."""
+        return len(self._retiring)
+
+    @property
+    def num_held(self) -> int:
+        """Pages that are neither free nor idle: those of sequences and those that retire."""
+        return self.num_pages - len(self._free) - len(self._idle)
+
+    def holders(self, page: int) -> int:
+        """How many sequences hold ``page``."""
+        return self._holders[page]
+
+    def is_kept(self, page: int) -> bool:
+        """Whether the prefix cache keeps ``page``."""
+        return page in self._kept
+
+    def count_idle(self, pages: Iterable[int]) -> int:
+        """How many of ``pages`` are idle: sharing them takes as many from what can be evicted."""
+        return sum(page in self._idle for page in pages)
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` free pages, each with one holder. There must be as many."""
+        assert 0 <= count <= len(self._free), f"{count} pages asked of {len(self._free)} free ones"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._holders[page] = 1
+            self._epochs[page] = 0
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Give each of ``pages``, all of them kept, one holder more."""
+        for page in pages:
+            assert page in self._kept, f"page {page} is shared but not kept"
+            if self._holders[page] == 0:
+                self._idle.pop(page, None)
+                self._retiring.pop(page, None)
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int], epoch: int) -> None:
+        """Take one holder, which plan ``epoch`` was the last to name, from each of ``pages``.
+
+        Of pages on one path of the prefix tree, the deepest comes first.
+        """
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is released but not held"
+            self._holders[page] -= 1
+            self._epochs[page] = max(self._epochs[page], epoch)
+            if self._holders[page] == 0:
+                self._retiring[page] = None
+                if self._epochs[page] <= self._acknowledged:
+                    self._settle(page)
+
+    def acknowledge(self, epoch: int) -> None:
+        """Plans up to ``epoch`` are done: what they alone kept out of reach comes back."""
+        self._acknowledged = epoch
+        for page in [page for page in self._retiring if self._epochs[page] <= epoch]:
+            self._settle(page)
+
+    def keep(self, page: int) -> None:
+        """The prefix cache wants ``page``, which is held, to stay once nobody holds it."""
+        assert self._holders[page] > 0, f"page {page} is kept but not held"
+        assert page not in self._kept, f"page {page} is kept twice"
+        self._kept.add(page)
+
+    def evict(self) -> int:
+        """Free the page that has been idle longest, and say which it was. There must be one."""
+        page = next(iter(self._idle))
+        del self._idle[page]
+        self._kept.remove(page)
+        self._free.append(page)
+        return page
+
+    def _settle(self, page: int) -> None:
+        del self._retiring[page]
+        if page in self._kept:
+            self._idle[page] = None
+        else:
+            self._free.append(page)
+
+    def check(self) -> None:
+        """Assert that every page is in exactly one place, and that each place suits it."""
+        held = {page for page in range(self.num_pages) if self._holders[page] > 0}
+        places = [set(self._free), held, set(self._retiring), set(self._idle)]
+        assert len(self._free) == len(places[0]), "a page is free twice"
+        assert sum(map(len, places)) == len(set().union(*places)) == self.num_pages
+        assert self._kept >= places[3], "an idle page is not kept"
+        assert not self._kept & places[0], "a free page is kept"
+        assert all(self._epochs[page] > self._acknowledged for page in self._retiring)

@@ -1,0 +1,198 @@
+"""The radix prefix cache: which pages already hold the KV of a prompt's beginning.
+
+A tree in which every node is one full page: the edge to it is the page's tokens, so the path to it
+spells all the tokens that its KV depends on. Each *namespace* (whatever else the KV depends on, and
+the caller's salt) has a root of its own.
+
+Rules, and what follows from them:
+
+1. A node is **published** by the plan that computes its page, and **matched** only by later plans.
+   The worker runs plans in order, and a failed plan empties the whole cache, so a matched page has
+   been computed when it is read.
+2. A sequence in the running publishes only below nodes that it holds itself: it stops at the first
+   page that somebody else has published before it, and its own copy stays private.
+3. When a sequence leaves, the rest of its full pages is published too, below such foreign nodes
+   where there are any; it takes hold of them first and then releases the whole path, deepest page
+   first.
+4. So whoever holds a node's page holds its ancestors' pages as long or longer. A page that is idle
+   has only idle pages below it, all of them idle at least as long: the page that has been idle
+   longest is always a leaf. Eviction just takes it, and all idle pages can be evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import attrs
+
+from trioserve.scheduler.pages import PagePool
+
+__all__ = ["Match", "Namespace", "Node", "PrefixCache"]
+
+Namespace = tuple[Hashable, ...]
+_NO_PAGE = -1
+
+
+@attrs.define(eq=False)
+class Node:
+    """One full page of some prompt or output; a root stands for the empty prompt."""
+
+    parent: Node | None
+    key: tuple[Hashable, ...]
+    """The page's tokens; of a root, its namespace."""
+    page: int
+    plan: int
+    """The number of the plan that computes the page."""
+    depth: int
+    """Pages from the root to this one, itself included."""
+    children: dict[tuple[Hashable, ...], Node] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class Match:
+    """The pages whose KV a prompt can use, from its start.
+
+    ``pending`` says that there would be more of them in the next plan: the plan in the making
+    computes the page that comes next.
+    """
+
+    nodes: tuple[Node, ...] = ()
+    pending: bool = False
+
+    @property
+    def pages(self) -> list[int]:
+        return [node.page for node in self.nodes]
+
+
+@attrs.define(eq=False)
+class PrefixCache:
+    """The tree over the pages of ``pool``; a page holds ``page_size`` tokens."""
+
+    pool: PagePool
+    page_size: int
+    _roots: dict[Namespace, Node] = attrs.field(init=False, factory=dict)
+    _node_of: dict[int, Node] = attrs.field(init=False, factory=dict)
+
+    def match(self, namespace: Namespace, tokens: Sequence[int], plan: int) -> Match:
+        """The longest cached prefix of ``tokens`` that plan ``plan`` may use. Changes nothing.
+
+        Never all of ``tokens``: the last one has to be computed for its logits.
+        """
+        node = self._roots.get(namespace)
+        if node is None:
+            return Match()
+        path: list[Node] = []
+        size = self.page_size
+        for start in range(0, len(tokens) - size, size):
+            node = node.children.get(tuple(tokens[start : start + size]))
+            if node is None:
+                break
+            if node.plan == plan:
+                return Match(tuple(path), pending=True)
+            path.append(node)
+        return Match(tuple(path))
+
+    def publish(
+        self,
+        namespace: Namespace,
+        cursor: Node | None,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        stop: int,
+        plan: int,
+    ) -> Node | None:
+        """Publish the pages before page ``stop`` of a sequence in the running (rule 2).
+
+        Args:
+            namespace: where the sequence belongs.
+            cursor: the deepest node on the path that the sequence holds, None for the root.
+            tokens: the sequence's tokens, at least ``stop`` pages of them.
+            pages: its block table.
+            stop: how many of its first pages are full once ``plan`` is done.
+            plan: the number of the plan in the making.
+
+        Returns:
+            the new cursor.
+        """
+        for index in range(cursor.depth if cursor else 0, stop):
+            parent = cursor or self._root(namespace)
+            key = self._key(tokens, index)
+            if key in parent.children:
+                break
+            cursor = self._add(parent, key, pages[index], plan)
+        return cursor
+
+    def leave(
+        self,
+        namespace: Namespace,
+        cursor: Node | None,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        stop: int,
+    ) -> list[int]:
+        """Publish the pages before page ``stop``, all of them computed, of a sequence that leaves.
+
+        Returns:
+            the pages that the sequence then has to release, in the order in which it has to.
+        """
+        first = cursor.depth if cursor else 0
+        held = list(pages[:first])
+        for index in range(first, stop):
+            parent = cursor or self._root(namespace)
+            key = self._key(tokens, index)
+            cursor = parent.children.get(key)
+            if cursor is None:
+                cursor = self._add(parent, key, pages[index], plan=0)
+            else:
+                self.pool.share([cursor.page])
+                held.append(cursor.page)
+            held.append(pages[index])
+        held.extend(pages[max(first, stop) :])
+        held.reverse()
+        return held
+
+    def evict(self, count: int) -> None:
+        """Free the ``count`` pages that have been idle longest. There must be as many."""
+        for _ in range(count):
+            node = self._node_of.pop(self.pool.evict())
+            assert not node.children, "a page was evicted from under its children"
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.key]
+            if parent.parent is None and not parent.children:
+                del self._roots[parent.key]
+
+    def check(self) -> None:
+        """Assert that the tree and the pool agree, and that rule 4 holds."""
+        seen: set[int] = set()
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node.parent is None:
+                assert node.children, "an empty root was left behind"
+                continue
+            assert node.page not in seen, f"page {node.page} is published twice"
+            seen.add(node.page)
+            assert self._node_of[node.page] is node
+            assert self.pool.is_kept(node.page), f"published page {node.page} is not kept"
+            if node.parent.page != _NO_PAGE:
+                mine, parents = self.pool.holders(node.page), self.pool.holders(node.parent.page)
+                assert parents >= mine, f"page {node.page} is held without its parent"
+        assert seen == self._node_of.keys()
+        assert all((page in seen) == self.pool.is_kept(page) for page in range(self.pool.num_pages))
+
+    def _key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+        return tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+
+    def _root(self, namespace: Namespace) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(None, namespace, _NO_PAGE, plan=0, depth=0)
+        return root
+
+    def _add(self, parent: Node, key: tuple[int, ...], page: int, plan: int) -> Node:
+        self.pool.keep(page)
+        node = parent.children[key] = Node(parent, key, page, plan, parent.depth + 1)
+        self._node_of[page] = node
+        return node

@@ -1,0 +1,57 @@
+"""What the scheduler counts, and whom it tells."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import attrs
+
+from trioserve.request import Times
+
+__all__ = ["Counters", "Observer", "SchedulerStatistics"]
+
+
+class Observer(Protocol):
+    """Is told what happens as it happens; neither blocks nor fails. Times are in seconds."""
+
+    def observe_step(self, num_tokens: int) -> None:
+        """A step has computed ``num_tokens`` tokens."""
+
+    def observe_tokens(self, times: Times, num_tokens: int, now: float) -> None:
+        """A sequence got ``num_tokens`` tokens at ``now``; ``times`` is as it was before."""
+
+
+@attrs.define(kw_only=True)
+class Counters:
+    """Totals since the scheduler was made; they only grow."""
+
+    num_steps: int = 0
+    """Plans that have been acknowledged."""
+    num_tokens_computed: int = 0
+    """Tokens that those plans computed, recomputation included."""
+    num_tokens_sampled: int = 0
+    """Tokens accepted into outputs."""
+    num_preemptions: int = 0
+    """Sequences that had to give up their pages. A worker's death isn't counted."""
+    prefix_cache_queries: int = 0
+    """Tokens that sequences held when they got a slot."""
+    prefix_cache_hits: int = 0
+    """Those of them that needed no computation, because their pages were cached."""
+    step_us: int = 0
+    """Microseconds that workers spent in steps."""
+    idle_us: int = 0
+    """Microseconds that workers waited between steps."""
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerStatistics(Counters):
+    """Where the scheduler stands now, and its counters as they are now."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    plans_in_flight: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_held: int = 0
+    """Pages of running sequences, and those that a plan in flight still names."""
+    pages_total: int = 0
