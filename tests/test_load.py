@@ -29,6 +29,11 @@ def text(piece: str, finish_reason: str | None = None) -> bytes:
     return event(choices=[{"index": 0, "text": piece, "finish_reason": finish_reason}])
 
 
+def echo(body: dict[str, Any]) -> Script:
+    """The prompt itself, the later the smaller it is."""
+    return [(10.0 - float(body["prompt"]), text(body["prompt"])), (0.0, usage(1, 1))]
+
+
 def usage(prompt: int, completion: int) -> bytes:
     return event(choices=[], usage={"prompt_tokens": prompt, "completion_tokens": completion})
 
@@ -186,6 +191,13 @@ async def test_a_closed_loop_keeps_its_streams_busy_over_one_connection_each(
     # Ten requests of 4.5 s over four streams are three rounds.
     assert run.duration == pytest.approx(13.5)
     assert figures_of(run).output_tokens_per_second == pytest.approx(30 / 13.5)
+
+
+async def test_records_stand_in_the_order_of_the_requests(autojump_clock: Any) -> None:
+    async with trio.open_nursery() as nursery:
+        server = FakeServer(nursery, echo)
+        run = await closed_loop(target(server), [{"prompt": str(i)} for i in range(9)], 3)
+    assert [record.text for record in run.records] == [str(i) for i in range(9)]
 
 
 async def test_a_server_that_closes_gets_a_new_connection(autojump_clock: Any) -> None:

@@ -15,8 +15,7 @@ __all__ = ["Run", "closed_loop"]
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """All requests of a run, in the order in which they were sent, and its seconds from the first
-    request to the last answer."""
+    """One record per request, in the order of the requests, and the seconds that all took."""
 
     concurrency: int
     records: list[Record]
@@ -35,20 +34,20 @@ async def closed_loop(
     """
     if not requests or concurrency < 1:
         raise ValueError("a closed loop needs requests and a concurrency of at least 1")
-    records: list[Record] = []
-    queue = iter(requests)
+    records: dict[int, Record] = {}
+    queue = iter(enumerate(requests))
     started = trio.current_time()
     async with trio.open_nursery() as nursery:
         for _ in range(min(concurrency, len(requests))):
             nursery.start_soon(_one_stream, target, queue, records)
     duration = trio.current_time() - started
-    records.sort(key=lambda record: record.started)
-    return Run(concurrency=concurrency, records=records, duration=duration)
+    ordered = [records[index] for index in range(len(requests))]
+    return Run(concurrency=concurrency, records=ordered, duration=duration)
 
 
 async def _one_stream(
-    target: Target, queue: Iterator[Mapping[str, Any]], records: list[Record]
+    target: Target, queue: Iterator[tuple[int, Mapping[str, Any]]], records: dict[int, Record]
 ) -> None:
     async with Client(target) as client:
-        for request in queue:
-            records.append(await client.send(request))
+        for index, request in queue:
+            records[index] = await client.send(request)
