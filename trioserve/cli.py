@@ -142,7 +142,12 @@ def _doctor(arguments: dict[str, Any]) -> int:
     from trioserve import doctor
 
     report = doctor.examine()
-    print(doctor.as_json(report) if arguments["json"] else doctor.as_text(report))
+    if arguments["json"]:
+        print(doctor.as_json(report))
+    else:
+        import rich.console
+
+        rich.console.Console(highlight=False).print(doctor.as_table(report))
     return 0 if report.healthy else 1
 
 

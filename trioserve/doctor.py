@@ -1,0 +1,211 @@
+"""``trioserve doctor``: what this machine has, what is missing, and how to get it.
+
+Only what the command line itself needs is imported here, so that a broken installation can be
+looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from trioserve import __version__
+from trioserve.errors import ModelLoadError
+from trioserve.machine import Machine, compiler_version
+from trioserve.model_files.locate import KNOWN_MODELS, locate
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Fact", "Report", "as_json", "as_table", "examine"]
+
+WORKER_TIMEOUT = 120.0
+"""Seconds that the worker's side may take to look around; importing torch is most of it."""
+
+_ROOT = Path(__file__).resolve().parent.parent
+_STYLES = {"ok": "green", "optional": "yellow", "missing": "bold red"}
+
+
+@attrs.frozen
+class Fact:
+    """One thing that was looked for."""
+
+    name: str
+    value: str
+    state: str = "ok"
+    """``ok``, ``optional`` (absent, and not always needed) or ``missing`` (needed)."""
+    advice: str = ""
+    """How to get it, where the state isn't ``ok``."""
+
+
+@attrs.frozen
+class Report:
+    """Everything that was looked for, by section."""
+
+    sections: dict[str, list[Fact]]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing that is needed is missing."""
+        return all(fact.state != "missing" for facts in self.sections.values() for fact in facts)
+
+
+def examine() -> Report:
+    """Look at the machine. Starts a short-lived worker process, which imports torch."""
+    looks: dict[str, Callable[[], Iterator[Fact]]] = {
+        "Machine": lambda: machine_facts(Machine()),
+        "Packages": lambda: package_facts(requirements()),
+        "Worker": lambda: worker_facts([sys.executable, "-P", "-m", "gpu", "--doctor"]),
+        "Models": model_facts,
+    }
+    return Report({title: list(look()) for title, look in looks.items()})
+
+
+def as_json(report: Report) -> str:
+    """The report for machines: ``{"healthy": bool, "sections": {title: [fact, ...]}}``."""
+    sections = {title: [attrs.asdict(f) for f in facts] for title, facts in report.sections.items()}
+    return json.dumps({"healthy": report.healthy, "sections": sections}, indent=2)
+
+
+def as_table(report: Report) -> Table:
+    """The report for people."""
+    import rich.table
+    from rich.markup import escape
+
+    table = rich.table.Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, facts in report.sections.items():
+        table.add_row(f"[underline]{title}[/]", "", "")
+        for fact in facts:
+            text = escape(fact.value) + (f"\n[dim]{escape(fact.advice)}[/]" if fact.advice else "")
+            table.add_row(f"  {escape(fact.name)}", fact.state, text, style=_STYLES[fact.state])
+    return table
+
+
+def machine_facts(machine: Machine) -> Iterator[Fact]:
+    """This process's Python, system, cores, memory and compiler."""
+    yield Fact("trioserve", __version__)
+    yield Fact("Python", f"{platform.python_version()} at {sys.executable}")
+    yield Fact("System", f"{platform.system()} {platform.release()} {platform.machine()}")
+    yield Fact("Processor", machine.cpu_name())
+    yield Fact("Cores", f"{machine.cores():g} usable of {os.cpu_count()}")
+    yield Fact("Instructions", " ".join(machine.cpu_features()) or "none that matter")
+    total, available = machine.memory()
+    yield Fact("Memory", f"{available / 2**30:.1f} GiB available of {total / 2**30:.1f}")
+    compiler = compiler_version()
+    if compiler is None:
+        yield Fact("C++ compiler", "none", "optional", "install g++, or name a compiler in CXX")
+    else:
+        yield Fact("C++ compiler", compiler)
+
+
+def requirements() -> list[str]:
+    """What trioserve says it depends on, extras left out; empty where nothing says so."""
+    try:
+        stated = importlib.metadata.requires("trioserve") or []
+    except importlib.metadata.PackageNotFoundError:
+        project = _ROOT / "pyproject.toml"  # a source checkout that isn't installed
+        if not project.exists():
+            return []
+        stated = tomllib.loads(project.read_text())["project"]["dependencies"]
+    return sorted((line for line in stated if "extra ==" not in line), key=str.lower)
+
+
+def package_facts(stated: list[str]) -> Iterator[Fact]:
+    """For each requirement, which version is installed and whether it will do."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        yield Fact("packaging", "not installed", "missing", "pip install packaging")
+        return
+    for line in stated:
+        requirement = Requirement(line)
+        advice = f"pip install '{requirement.name}{requirement.specifier}'"
+        version = _version(requirement.name)
+        if version is None:
+            yield Fact(requirement.name, "not installed", "missing", advice)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            wanted = f"{version}, but {requirement.specifier} is needed"
+            yield Fact(requirement.name, wanted, "missing", advice)
+        else:
+            yield Fact(requirement.name, version)
+    for name in ("cupy-cuda13x", "cupy-cuda12x"):
+        version = _version(name)
+        if version is not None:
+            yield Fact(name, version)
+            return
+    advice = "only for a GPU: pip install 'trioserve[cuda13]', or [cuda12] for an older driver"
+    yield Fact("cupy", "not installed", "optional", advice)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def worker_facts(command: list[str]) -> Iterator[Fact]:
+    """What the worker's side says of itself when ``command`` asks it."""
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(_ROOT), *([inherited] if inherited else [])])
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=WORKER_TIMEOUT,
+            env={**os.environ, "PYTHONPATH": path},
+            check=True,
+        )
+        found = json.loads(done.stdout)
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+        yield Fact("worker", f"doesn't start: {reason}", "missing", "see Packages above")
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        yield Fact("worker", f"doesn't answer: {error}", "missing", "see Packages above")
+    else:
+        for name, value in found.items():
+            yield Fact(name, _as_line(value))
+
+
+def _as_line(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_as_line(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return "\n".join(_as_line(item) for item in value) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
+
+
+def model_facts() -> Iterator[Fact]:
+    """The models with a name of their own, and the Hub's cache."""
+    for name in KNOWN_MODELS:
+        try:
+            path = locate(name)
+        except ModelLoadError as error:
+            yield Fact(name, "not installed", "optional", str(error).rpartition(": ")[2])
+        else:
+            yield Fact(name, f"{path} ({path.stat().st_size / 2**20:.0f} MiB)")
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return  # said among the packages
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    models = len(list(cache.glob("models--*")))
+    offline = ", offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else ""
+    yield Fact("Hub cache", f"{models} models in {cache}{offline}")

@@ -1,0 +1,116 @@
+"""What this machine lets a process use: cores, memory, instruction sets, a compiler. Linux only.
+
+Everything is read from files under a root, so that a test can lay out a machine of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+__all__ = ["CPU_FEATURES", "Machine", "compiler_version"]
+
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
+"""The instruction sets, as /proc/cpuinfo spells them, that make a difference to a model."""
+
+_NO_LIMIT = 1 << 60
+"""The first control groups write a number near 2**63 where there is no limit."""
+
+
+@attrs.frozen
+class Machine:
+    """The machine whose files lie under ``root``."""
+
+    root: Path = Path("/")
+
+    def cores(self) -> float:
+        """Cores that this process may use: its affinity, and the quota of its control groups."""
+        return min([float(len(os.sched_getaffinity(0))), *self._cpu_quotas()])
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of memory in all and available, within the limits of the control groups."""
+        fields = self._table("proc/meminfo")
+        total, available = (
+            int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
+        )
+        for limit, used in self._memory_limits():
+            total = min(total, limit)
+            available = min(available, max(limit - used, 0))
+        return total, available
+
+    def cpu_name(self) -> str:
+        """The processor's name, or "unknown"."""
+        return self._table("proc/cpuinfo").get("model name", "unknown")
+
+    def cpu_features(self) -> list[str]:
+        """Those of :data:`CPU_FEATURES` that the processor has."""
+        flags = self._table("proc/cpuinfo").get("flags", "").split()
+        return [name for name in CPU_FEATURES if name in flags]
+
+    def _table(self, path: str) -> dict[str, str]:
+        """A file of ``name: value`` lines; the first line of a name counts."""
+        fields: dict[str, str] = {}
+        for line in (self._read(self.root / path) or "").splitlines():
+            name, colon, value = line.partition(":")
+            if colon:
+                fields.setdefault(name.strip(), value.strip())
+        return fields
+
+    def _cpu_quotas(self) -> Iterator[float]:
+        for group in self._groups("cpu"):
+            quota, _, period = (self._read(group / "cpu.max") or "max 1").partition(" ")
+            if quota != "max":
+                yield int(quota) / int(period)
+            old_quota = self._number(group / "cpu.cfs_quota_us")
+            old_period = self._number(group / "cpu.cfs_period_us")
+            if old_quota is not None and old_period and old_quota > 0:
+                yield old_quota / old_period
+
+    def _memory_limits(self) -> Iterator[tuple[int, int]]:
+        for group in self._groups("memory"):
+            for limit_file, used_file in (
+                ("memory.max", "memory.current"),
+                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ):
+                limit = self._number(group / limit_file)
+                if limit is not None and limit < _NO_LIMIT:
+                    yield limit, self._number(group / used_file) or 0
+
+    def _groups(self, controller: str) -> Iterator[Path]:
+        """The folders of this process's control groups, inner ones and those around them."""
+        top = self.root / "sys/fs/cgroup"
+        for line in (self._read(self.root / "proc/self/cgroup") or "").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            base = top / controller if controllers else top
+            inner = Path(path.lstrip("/"))
+            # In a container the path may be the host's; what doesn't exist is simply not read.
+            for folder in (inner, *inner.parents):
+                yield base / folder
+
+    def _number(self, path: Path) -> int | None:
+        text = self._read(path)
+        return int(text) if text is not None and text.lstrip("-").isdigit() else None
+
+    @staticmethod
+    def _read(path: Path) -> str | None:
+        try:
+            return path.read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+
+def compiler_version() -> str | None:
+    """The C++ compiler, ``$CXX`` or g++, with its version; None if there is none that runs."""
+    command = os.environ.get("CXX", "g++")
+    found = shutil.which(command)
+    if found is None:
+        return None
+    done = subprocess.run([found, "-dumpfullversion"], capture_output=True, text=True, check=False)
+    return f"{command} {done.stdout.strip()}" if done.returncode == 0 else None
