@@ -1,0 +1,156 @@
+"""What doctor says of machines, installations and workers, laid out by the tests."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import rich.console
+
+from trioserve.doctor import (
+    Fact,
+    Report,
+    as_json,
+    as_table,
+    machine_facts,
+    model_facts,
+    package_facts,
+    requirements,
+    worker_facts,
+)
+from trioserve.machine import Machine, compiler_version
+
+CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\n"
+MEMINFO = "MemTotal:  8388608 kB\nMemFree: 5 kB\nMemAvailable:  4194304 kB\n"
+GIB = 1 << 30
+
+
+def machine(root: Path, files: Mapping[str, str]) -> Machine:
+    for name, text in {"proc/cpuinfo": CPUINFO, "proc/meminfo": MEMINFO, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Machine(root)
+
+
+def test_a_machine_without_limits(tmp_path: Path) -> None:
+    here = machine(tmp_path, {})
+    assert here.cpu_name() == "Some CPU"
+    assert here.cpu_features() == ["avx2", "avx512f"]
+    assert here.memory() == (8 * GIB, 4 * GIB)
+    assert here.cores() == len(os.sched_getaffinity(0))
+
+
+def test_limits_of_control_groups_of_either_kind(tmp_path: Path) -> None:
+    unified = machine(
+        tmp_path / "unified",
+        {
+            "proc/self/cgroup": "0::/slice/inner\n",
+            "sys/fs/cgroup/slice/cpu.max": "50000 100000\n",
+            "sys/fs/cgroup/slice/inner/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/slice/memory.max": f"{3 * GIB}\n",
+            "sys/fs/cgroup/slice/memory.current": f"{GIB}\n",
+        },
+    )
+    assert unified.cores() == 0.5
+    assert unified.memory() == (3 * GIB, 2 * GIB)
+    separate = machine(
+        tmp_path / "separate",
+        {
+            "proc/self/cgroup": "2:cpu,cpuacct:/a\n1:memory:/a\n",
+            "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "25000\n",
+            "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{2 * GIB}\n",
+            "sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{3 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    assert separate.cores() == 0.25
+    assert separate.memory() == (2 * GIB, 0)
+
+
+def test_an_empty_machine_is_no_failure(tmp_path: Path) -> None:
+    values = {fact.name: fact.value for fact in machine_facts(Machine(tmp_path))}
+    assert values["Processor"] == "unknown"
+    assert values["Instructions"] == "none that matter"
+    assert values["Memory"] == "0.0 GiB available of 0.0"
+
+
+def test_the_compiler_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 99.1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert compiler_version() == f"{compiler} 99.1"
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    assert compiler_version() is None
+    facts = {fact.name: fact for fact in machine_facts(Machine())}
+    assert facts["C++ compiler"].state == "optional"
+
+
+def test_packages_are_present_too_old_or_absent() -> None:
+    facts = {fact.name: fact for fact in package_facts(["attrs>=1", "trio>=9999", "not-there>=2"])}
+    assert facts["attrs"].state == "ok"
+    assert facts["trio"].state == "missing"
+    assert facts["trio"].value.endswith("but >=9999 is needed")
+    assert facts["not-there"] == Fact(
+        "not-there", "not installed", "missing", "pip install 'not-there>=2'"
+    )
+
+
+def test_the_requirements_are_the_projects_own() -> None:
+    names = [line.partition(">")[0].partition("=")[0] for line in requirements()]
+    assert {"trio", "hypercorn", "torch"} <= set(names)
+    assert not any(name.startswith("cupy") for name in names)
+
+
+def test_the_workers_answer_is_listed() -> None:
+    answer = {
+        "torch": "2.13",
+        "devices": [{"name": "X", "memory": None}, {"name": "Y"}],
+        "ok": True,
+    }
+    facts = list(worker_facts([sys.executable, "-c", f"print({json.dumps(answer)!r})"]))
+    assert [(fact.name, fact.value, fact.state) for fact in facts] == [
+        ("torch", "2.13", "ok"),
+        ("devices", "name X, memory none\nname Y", "ok"),
+        ("ok", "yes", "ok"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"), [("raise SystemExit('broken')", "broken"), ("print('?')", "Expecting")]
+)
+def test_a_worker_that_fails_is_missing(program: str, said: str) -> None:
+    (fact,) = worker_facts([sys.executable, "-c", program])
+    assert fact.state == "missing"
+    assert said in fact.value
+
+
+def test_known_models_and_the_hubs_cache_are_listed() -> None:
+    facts = {fact.name: fact for fact in model_facts()}
+    assert facts["smollm2-135m"].state in ("ok", "optional")
+    assert (facts["smollm2-135m"].state == "ok") == (".gguf" in facts["smollm2-135m"].value)
+    assert "models in" in facts["Hub cache"].value
+
+
+def test_only_what_is_needed_and_missing_makes_a_report_unhealthy() -> None:
+    report = Report({"A": [Fact("x", "1")], "B": [Fact("y", "none", "optional", "get [y]")]})
+    assert report.healthy
+    assert json.loads(as_json(report)) == {
+        "healthy": True,
+        "sections": {
+            "A": [{"name": "x", "value": "1", "state": "ok", "advice": ""}],
+            "B": [{"name": "y", "value": "none", "state": "optional", "advice": "get [y]"}],
+        },
+    }
+    console = rich.console.Console(file=io.StringIO(), width=40)
+    console.print(as_table(report))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert lines == ["A", "  x  ok        1", "B", "  y  optional  none", "               get [y]"]
+    assert not Report({"A": [Fact("x", "none", "missing")]}).healthy
