@@ -86,6 +86,8 @@ def read_config(header: GGUFHeader) -> ModelConfig:
     if keys.get("expert_count"):
         raise ModelLoadError(f"{header.path}: models with experts aren't served")
     num_layers = keys.integer("block_count")
+    if f"blk.{num_layers - 1}.attn_norm.weight" not in header.tensors:
+        raise keys.error("block_count", num_layers)
     num_heads = keys.integer("attention.head_count")
     hidden_size = keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
@@ -173,7 +175,7 @@ def _dtype(header: GGUFHeader) -> str:
 
 def _token_id(header: GGUFHeader, name: str) -> int | None:
     value = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    tokens = header.metadata.get("tokenizer.ggml.tokens", ())
+    tokens = header.texts("tokenizer.ggml.tokens")
     return value if isinstance(value, int) and 0 <= value < len(tokens) else None
 
 
@@ -181,12 +183,9 @@ def _eos_ids(header: GGUFHeader) -> tuple[int, ...]:
     """The ids that end a sequence: those that the file names, then control tokens by their text."""
     named = (_token_id(header, name) for name in ("eos", "eot", "eom"))
     ids = [token for token in named if token is not None]
-    types = header.metadata.get("tokenizer.ggml.token_type", ())
-    for token, (text, kind) in enumerate(
-        zip(header.metadata.get("tokenizer.ggml.tokens", ()), types, strict=False)
-    ):
-        if kind == CONTROL and text in _END_TOKENS:
-            ids.append(token)
+    tokens = header.texts("tokenizer.ggml.tokens")
+    control = np.flatnonzero(header.numbers("tokenizer.ggml.token_type") == CONTROL).tolist()
+    ids += [token for token in control if token < len(tokens) and tokens[token] in _END_TOKENS]
     return tuple(dict.fromkeys(ids))
 
 
@@ -198,5 +197,5 @@ def read_chat_template(header: GGUFHeader) -> str | None:
 
 def read_token_text(header: GGUFHeader, token: int | None) -> str | None:
     """The text of a special token, as the chat template writes it."""
-    tokens = header.metadata.get("tokenizer.ggml.tokens", ())
+    tokens = header.texts("tokenizer.ggml.tokens")
     return tokens[token] if token is not None and token < len(tokens) else None

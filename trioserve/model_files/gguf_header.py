@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from trioserve.errors import ModelLoadError
 
@@ -83,6 +84,16 @@ class GGUFHeader:
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
     data_offset: int
+
+    def texts(self, key: str) -> list[str]:
+        """The array of texts under ``key``; empty where there is none."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, list) else []
+
+    def numbers(self, key: str) -> npt.NDArray[Any]:
+        """The array of numbers under ``key``; empty where there is none."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, np.ndarray) else np.empty(0)
 
 
 def read_header(path: Path) -> GGUFHeader:

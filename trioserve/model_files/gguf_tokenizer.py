@@ -105,11 +105,10 @@ class _Vocabulary:
 
     @classmethod
     def read(cls, header: GGUFHeader) -> _Vocabulary:
-        tokens: list[str] = header.metadata.get("tokenizer.ggml.tokens", [])
+        tokens = header.texts("tokenizer.ggml.tokens")
         if not tokens:
             raise _incomplete(header, "tokenizer.ggml.tokens")
-        types = header.metadata.get("tokenizer.ggml.token_type")
-        kinds = [_NORMAL] * len(tokens) if types is None else types.tolist()
+        kinds = header.numbers("tokenizer.ggml.token_type").tolist() or [_NORMAL] * len(tokens)
         ids = {token: i for i, token in enumerate(tokens)}
         if len(kinds) != len(tokens) or len(ids) != len(tokens):
             raise ModelLoadError(
@@ -128,10 +127,9 @@ def _byte_level(header: GGUFHeader, vocabulary: _Vocabulary) -> tuple[Tokenizer,
     if splitting is None:
         known = ", ".join(_PRE)
         raise ModelLoadError(f"{header.path}: the pre-tokenizer {pre} isn't served; {known} are")
-    lines = header.metadata.get("tokenizer.ggml.merges")
-    if lines is None:
+    if "tokenizer.ggml.merges" not in header.metadata:
         raise _incomplete(header, "tokenizer.ggml.merges")
-    merges = [_merge(line) for line in lines]
+    merges = [_merge(line) for line in header.texts("tokenizer.ggml.merges")]
     for left, right in merges:
         if not (
             left in vocabulary.ids and right in vocabulary.ids and left + right in vocabulary.ids
@@ -168,8 +166,8 @@ def _pre_tokenizer(splitting: _Splitting) -> Any:
 
 
 def _sentencepiece(header: GGUFHeader, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    scores = header.metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(vocabulary.tokens):
+    scores = header.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(vocabulary.tokens):
         raise _incomplete(header, "tokenizer.ggml.scores")
     unknown = [
         t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN
