@@ -1,0 +1,213 @@
+"""An engine without a model: what a prompt says is what happens. And clients for tests of HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import attrs
+import httpx
+import trio
+from quart_trio.testing import TrioClient
+
+from trioserve.config import EngineConfig, ServerConfig
+from trioserve.engine import Engine
+from trioserve.errors import Draining
+from trioserve.generation import GenerationStream
+from trioserve.http import create_app
+from trioserve.http.app import App
+from trioserve.http.server import serve_app
+from trioserve.metrics import Metrics
+from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, Times, TokensPrompt
+from trioserve.sampling import SamplingParams
+from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob
+
+Step = Chunk | float | Exception
+"""A chunk to give, seconds to wait (``math.inf``: for ever), or an error to raise."""
+
+
+class StubTokenizer:
+    """Every character is a token, its code point the id."""
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(token) for token in ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        return chr(token).encode()
+
+
+def words(text: str, *, finish: str = "stop", stop_reason: int | str | None = None) -> list[Step]:
+    """``text`` as a chunk per word, the last of them final."""
+    parts = [part + " " for part in text.split(" ")]
+    parts[-1] = parts[-1][:-1]
+    chunks = [Chunk(part, tuple(ord(character) for character in part)) for part in parts]
+    chunks[-1] = attrs.evolve(chunks[-1], finish_reason=finish, stop_reason=stop_reason)
+    return list(chunks)
+
+
+def with_logprobs(chunk: Chunk, top: int) -> Chunk:
+    """``chunk`` with made-up log-probabilities, the chosen token's first among the best."""
+    entries = tuple(
+        TokenLogprob(token, -0.5, chr(token), ((token, -0.5, chr(token)), (33, -1.5, "!"))[:top])
+        for token in chunk.token_ids
+    )
+    return attrs.evolve(chunk, logprobs=entries)
+
+
+@attrs.define(eq=False)
+class Call:
+    """One ``generate`` and what became of it."""
+
+    prompt: Prompt
+    params: SamplingParams
+    options: dict[str, Any]
+    entered: bool = False
+    left: trio.Event = attrs.field(factory=trio.Event)
+    scope_error: BaseException | None = None
+
+
+class ScriptedStream(GenerationStream):
+    """Gives the steps of a script."""
+
+    def __init__(self, request: Request, script: list[Step]) -> None:
+        super().__init__(request)
+        self._script = deque(script)
+
+    async def receive(self) -> Chunk:
+        while self._script:
+            step = self._script[0]
+            if isinstance(step, float):
+                await trio.sleep(step)
+                self._script.popleft()
+                continue
+            self._script.popleft()
+            if isinstance(step, Exception):
+                raise step
+            await trio.lowlevel.checkpoint()
+            self._completion_tokens += len(step.token_ids)
+            return step
+        raise trio.EndOfChannel
+
+
+@attrs.define(eq=False)
+class StubEngine:
+    """The parts of :class:`~trioserve.engine.Engine` that HTTP uses, with scripted outputs.
+
+    ``script(call)`` gives the steps of an output; ``admit(call)`` is awaited before admission and
+    may raise.
+    """
+
+    script: Callable[[Call], list[Step]] = lambda call: words("Hello there !")
+    admit: Callable[[Call], Any] | None = None
+    config: EngineConfig = attrs.field(factory=lambda: EngineConfig("stub"))
+    model_name: str = "stub"
+    max_model_len: int = 2048
+    tokenizer: StubTokenizer = attrs.field(factory=StubTokenizer)
+    metrics: Metrics = attrs.field(factory=lambda: Metrics("stub"))
+    generation_defaults: dict[str, Any] = attrs.field(factory=dict)
+    calls: list[Call] = attrs.field(factory=list)
+    healthy: bool = True
+    draining: bool = False
+
+    def drain(self) -> None:
+        self.draining = True
+        self.healthy = False
+
+    def statistics(self) -> Any:
+        raise NotImplementedError("the stub has no scheduler to count")
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, **options: Any
+    ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
+        call = Call(prompt, params, options)
+        self.calls.append(call)
+        return self._generation(call)
+
+    @contextlib.asynccontextmanager
+    async def _generation(self, call: Call) -> AsyncIterator[GenerationStream]:
+        try:
+            if self.draining:
+                raise Draining("the server is shutting down")
+            await trio.lowlevel.checkpoint()
+            if self.admit is not None:
+                await self.admit(call)
+            call.entered = True
+            yield ScriptedStream(self._request(call), self.script(call))
+        except BaseException as error:
+            call.scope_error = error
+            raise
+        finally:
+            call.left.set()
+
+    def _request(self, call: Call) -> Request:
+        return Request(
+            id=call.options["request_id"],
+            prompt=call.prompt,
+            params=call.params,
+            stream=Stream(StreamBudget(1 << 20, 1 << 20)),
+            times=Times(arrived=trio.current_time()),
+            prompt_ids=_prompt_ids(call.prompt),
+            num_cached_tokens=1,
+        )
+
+
+def _prompt_ids(prompt: Prompt) -> list[int]:
+    if isinstance(prompt, TokensPrompt):
+        return list(prompt.token_ids)
+    if isinstance(prompt, TextPrompt):
+        return [ord(character) for character in prompt.text]
+    assert isinstance(prompt, ChatPrompt)
+    return [0] * len(prompt.messages)
+
+
+def as_engine(stub: StubEngine) -> Engine:
+    """The stub where an engine is wanted."""
+    return cast(Engine, stub)
+
+
+def server_config(**options: Any) -> ServerConfig:
+    """Options of a server on a free port of this machine."""
+    return ServerConfig(engine=EngineConfig("stub"), **{"port": 0, **options})
+
+
+def app_of(stub: StubEngine, **options: Any) -> App:
+    """The application over a stub."""
+    return create_app(as_engine(stub), server_config(**options))
+
+
+def client_of(stub: StubEngine, **options: Any) -> TrioClient:
+    """A client that calls the application without a socket."""
+    return cast(TrioClient, app_of(stub, **options).test_client())
+
+
+@contextlib.asynccontextmanager
+async def served(stub: StubEngine, **options: Any) -> AsyncIterator[str]:
+    """The stub behind a real server; gives its URL. The server is cancelled at the end."""
+    config = server_config(**options)
+    async with trio.open_nursery() as nursery:
+        app = create_app(as_engine(stub), config)
+        (url,) = await nursery.start(serve_app, app, config)
+        yield url
+        nursery.cancel_scope.cancel()
+
+
+def http_client(url: str, **options: Any) -> httpx.AsyncClient:
+    """A client of a real server."""
+    return httpx.AsyncClient(base_url=url, timeout=10, trust_env=False, **options)
+
+
+async def connect(url: str) -> trio.SocketStream:
+    """A raw connection to a real server."""
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+    return await trio.open_tcp_stream(host, int(port))
+
+
+def raw_request(body: bytes, *, path: str = "/v1/chat/completions", close: bool = False) -> bytes:
+    """A POST as bytes."""
+    connection = b"Connection: close\r\n" if close else b""
+    return (
+        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%bContent-Length: %d"
+        b"\r\n\r\n%b" % (path.encode(), connection, len(body), body)
+    )

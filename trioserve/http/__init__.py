@@ -1,0 +1,26 @@
+"""The HTTP side: an ASGI application over an engine, and a hardened server for it.
+
+:func:`create_app` gives an application for anybody's hypercorn; :func:`serve_app` runs it on sockets
+of our own, hardened. Both are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trioserve.http.app import create_app
+    from trioserve.http.server import serve_app
+
+__all__ = ["create_app", "serve_app"]
+
+_HOME = {"create_app": "app", "serve_app": "server"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'trioserve.http' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"trioserve.http.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,35 @@
+"""The endpoints for operators: is it well, what does it count, what does it offer."""
+
+from __future__ import annotations
+
+import quart
+
+from trioserve.http.openapi import build_document
+from trioserve.http.routes import ROUTES, HealthReply
+from trioserve.http.service import Service, json_response
+from trioserve.metrics import CONTENT_TYPE_LATEST
+
+__all__ = ["AdminEndpoints"]
+
+
+class AdminEndpoints:
+    """The handlers, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self) -> quart.Response:
+        """``GET /health``: 200 while new requests can be computed, else 503."""
+        engine = self._service.engine
+        if engine.healthy:
+            return json_response(HealthReply("ok"))
+        return json_response(HealthReply("draining" if engine.draining else "no_worker"), 503)
+
+    async def metrics(self) -> quart.Response:
+        """``GET /metrics``, in Prometheus' text format."""
+        body = self._service.engine.metrics.render()
+        return quart.Response(body, content_type=CONTENT_TYPE_LATEST)
+
+    async def openapi(self) -> quart.Response:
+        """``GET /openapi.json``."""
+        return json_response(build_document(ROUTES, root_path=self._service.config.root_path))

@@ -1,0 +1,144 @@
+"""Which HTTP status and which body each exception becomes: the one place that decides.
+
+Every error has OpenAI's body, ``{"error": {"message", "type", "param", "code"}}``. Before a
+stream's 200 it is the response; after it, the same body is an event of the stream, and then the
+stream ends.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import msgspec
+from werkzeug.exceptions import HTTPException
+
+from trioserve.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineError,
+    InvalidRequest,
+    QueueFull,
+    RequestAborted,
+    SlowReader,
+    TrioserveError,
+    WorkerLost,
+)
+
+__all__ = [
+    "ErrorReply",
+    "ErrorResponse",
+    "ModelNotFound",
+    "Unauthorized",
+    "describe_error",
+]
+
+CLIENT_CLOSED_REQUEST = 499
+"""What the log calls a request whose client left; no client ever sees it."""
+
+
+class ModelNotFound(TrioserveError):
+    """The request names a model that isn't served here."""
+
+
+class Unauthorized(TrioserveError):
+    """The request brings no key, or a wrong one."""
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+@attrs.frozen(kw_only=True)
+class ErrorReply:
+    """An error on its way to a client: status, body and headers; ``reason`` is for the log."""
+
+    status: int
+    body: bytes
+    reason: str
+    headers: dict[str, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class _Kind:
+    status: int
+    type: str
+    code: str | None = None
+
+
+_KINDS: dict[type[Exception], _Kind] = {
+    InvalidRequest: _Kind(400, "invalid_request_error"),
+    Unauthorized: _Kind(401, "authentication_error", "invalid_api_key"),
+    ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
+    QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
+    SlowReader: _Kind(500, "slow_reader_error", "slow_reader"),
+    RequestAborted: _Kind(500, "server_error", "request_aborted"),
+    EngineError: _Kind(500, "server_error", "engine_error"),
+    WorkerLost: _Kind(503, "service_unavailable_error", "no_worker"),
+    Draining: _Kind(503, "service_unavailable_error", "draining"),
+    DeadlineExceeded: _Kind(504, "timeout_error", "deadline_exceeded"),
+}
+_HTTP_ERRORS = {
+    404: ("not_found", "there is nothing at this path"),
+    405: ("method_not_allowed", "this path doesn't take this method"),
+    408: ("request_timeout", "the request's body didn't come in time"),
+    413: ("request_too_large", "the request's body is larger than this server takes"),
+}
+
+
+def describe_error(error: BaseException) -> ErrorReply:
+    """The reply for ``error``. What isn't raised on purpose is a 500 that says nothing of it."""
+    if isinstance(error, HTTPException):
+        return _http_error(error)
+    kind = next((_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS), None)
+    if kind is None:
+        detail = ErrorDetail(
+            message="the server failed on this request", type="server_error", code="internal_error"
+        )
+        return _reply(500, detail, {})
+    headers = {}
+    param, code = None, kind.code
+    if isinstance(error, InvalidRequest):
+        param, code = error.param, error.code
+    elif isinstance(error, ModelNotFound):
+        param = "model"
+    elif isinstance(error, QueueFull):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, Draining):
+        headers["Retry-After"] = "1"
+    detail = ErrorDetail(message=str(error), type=kind.type, param=param, code=code)
+    return _reply(kind.status, detail, headers)
+
+
+def _http_error(error: HTTPException) -> ErrorReply:
+    status = error.code or 500
+    headers = {name: value for name, value in error.get_headers() if name == "Allow"}
+    code, message = _HTTP_ERRORS.get(status, (None, error.name))
+    detail = ErrorDetail(
+        message=message,
+        type="invalid_request_error" if status < 500 else "server_error",
+        code=code,
+    )
+    return _reply(status, detail, headers)
+
+
+def _reply(status: int, detail: ErrorDetail, headers: dict[str, str]) -> ErrorReply:
+    return ErrorReply(
+        status=status,
+        body=msgspec.json.encode(ErrorResponse(detail)),
+        reason=detail.code or detail.type,
+        headers=headers,
+    )

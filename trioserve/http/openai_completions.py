@@ -1,0 +1,118 @@
+"""What the engine gives, in the words of ``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+from msgspec import UNSET, UnsetType
+
+from trioserve.generation import Completion, GenerationStream
+from trioserve.http.generations import total_usage
+from trioserve.http.openai_chat import MIN_LOGPROB, usage_reply
+from trioserve.http.openai_schemas import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    UsageReply,
+)
+from trioserve.http.sse import event
+from trioserve.stream import Chunk, TokenLogprob
+
+__all__ = ["CompletionWriter", "completion_response"]
+
+
+def completion_response(
+    completions: Sequence[Completion],
+    *,
+    id: str,
+    model: str,
+    created: int,
+    echoes: Sequence[str],
+) -> CompletionResponse:
+    """The whole answer: a choice per prompt, each after its echo."""
+    choices = [
+        CompletionChoice(
+            index=index,
+            text=echo + completion.text,
+            logprobs=_logprobs(completion.logprobs, len(echo)),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+        for index, (completion, echo) in enumerate(zip(completions, echoes, strict=True))
+    ]
+    total = total_usage(completion.usage for completion in completions)
+    return CompletionResponse(
+        id=id, created=created, model=model, choices=choices, usage=usage_reply(total)
+    )
+
+
+def _logprobs(entries: Sequence[TokenLogprob] | None, offset: int) -> CompletionLogprobs | None:
+    """The tokens column by column; the first begins at character ``offset`` of the text."""
+    if entries is None:
+        return None
+    columns = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for entry in entries:
+        chosen = max(entry.logprob, MIN_LOGPROB)
+        columns.text_offset.append(offset)
+        columns.token_logprobs.append(chosen)
+        columns.tokens.append(entry.text)
+        columns.top_logprobs.append(
+            {
+                entry.text: chosen,
+                **{text: max(logprob, MIN_LOGPROB) for _, logprob, text in entry.top},
+            }
+        )
+        offset += len(entry.text)
+    return columns
+
+
+@attrs.define(eq=False, kw_only=True)
+class CompletionWriter:
+    """The events of a streamed completion."""
+
+    id: str
+    model: str
+    created: int
+    echoes: Sequence[str]
+    include_usage: bool
+    _offsets: list[int] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._offsets = [len(echo) for echo in self.echoes]
+
+    def start(self, streams: list[GenerationStream]) -> bytes:
+        """The prompts, where they are to be echoed."""
+        return b"".join(
+            self._event([CompletionChoice(index, echo, None, None, None)])
+            for index, echo in enumerate(self.echoes)
+            if echo
+        )
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """A chunk; none where a step added no text yet and nothing else."""
+        if not chunk.text and chunk.finish_reason is None and not chunk.logprobs:
+            return b""
+        logprobs = _logprobs(chunk.logprobs, self._offsets[index])
+        self._offsets[index] += sum(len(entry.text) for entry in chunk.logprobs or ())
+        choice = CompletionChoice(
+            index, chunk.text, logprobs, chunk.finish_reason, chunk.stop_reason
+        )
+        return self._event([choice])
+
+    def end(self, streams: list[GenerationStream]) -> bytes:
+        """The usage of all prompts, where it was asked for."""
+        if not self.include_usage:
+            return b""
+        return self._event([], usage_reply(total_usage(stream.usage for stream in streams)))
+
+    def _event(
+        self, choices: list[CompletionChoice], usage: UsageReply | UnsetType | None = UNSET
+    ) -> bytes:
+        if self.include_usage and usage is UNSET:
+            usage = None
+        return event(
+            CompletionResponse(
+                id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
+            )
+        )

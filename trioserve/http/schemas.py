@@ -1,0 +1,124 @@
+"""Reading request bodies: typed, strict, and with errors in the words that the client wrote.
+
+A request class lists every field it knows. A field that is understood but not served yet is there
+too, marked with :func:`only` and the values that ask for nothing; any other value is refused by
+name, and so is a field that the class doesn't list. Nothing a client sends is silently ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import typing
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from trioserve.errors import InvalidRequest
+
+__all__ = ["Count", "Identifier", "Seconds", "TokenId", "hint", "only", "parse_body"]
+
+_INT32_MAX = 2**31 - 1
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+_ERROR_PATTERN = re.compile(r"(?P<text>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
+_FIELD_PATTERN = re.compile(
+    r"Object (?P<what>contains unknown|missing required) field `(?P<field>[^`]*)`", re.DOTALL
+)
+
+RequestType = TypeVar("RequestType", bound=msgspec.Struct)
+
+
+def only(*values: Any) -> msgspec.Meta:
+    """Marks a field that is known but not served; null and ``values`` ask for nothing."""
+    accepted = (None, *values)
+    return msgspec.Meta(
+        description="Known, but only these values are served.",
+        # The text keeps 1, 1.0 and True apart: typing has one annotation for equal metadata.
+        extra={"only": accepted, "shown": _shown(accepted)},
+        extra_json_schema={"enum": list(accepted)},
+    )
+
+
+def _shown(values: tuple[Any, ...]) -> str:
+    return " or ".join(msgspec.json.encode(value).decode() for value in values)
+
+
+def hint() -> msgspec.Meta:
+    """Marks a field whose every value is fine, because it asks nothing of the output."""
+    return msgspec.Meta(description="Accepted; it has no influence on the output.")
+
+
+def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
+    """The request in ``body``, a JSON object.
+
+    Raises:
+        InvalidRequest: it isn't one; ``param`` names the field where there is one to name.
+    """
+    try:
+        request = _decoder(request_type).decode(body)
+    except msgspec.ValidationError as error:
+        raise _as_invalid_request(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body isn't valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    for name, accepted in _unserved_fields(request_type):
+        value = getattr(request, name)
+        if not any(_same(value, neutral) for neutral in accepted):
+            raise _not_served(name, accepted)
+    return typing.cast(RequestType, request)
+
+
+@functools.cache
+def _decoder(request_type: type[RequestType]) -> msgspec.json.Decoder[RequestType]:
+    return msgspec.json.Decoder(request_type)
+
+
+@functools.cache
+def _unserved_fields(request_type: type[msgspec.Struct]) -> list[tuple[str, tuple[Any, ...]]]:
+    """(field, values that ask for nothing) of every field marked with :func:`only`."""
+    hints = typing.get_type_hints(request_type, include_extras=True)
+    return [
+        (name, meta.extra["only"])
+        for name, annotation in hints.items()
+        for meta in getattr(annotation, "__metadata__", ())
+        if isinstance(meta, msgspec.Meta) and meta.extra and "only" in meta.extra
+    ]
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    if isinstance(value, bool) or isinstance(neutral, bool):
+        return value is neutral
+    return bool(value == neutral)
+
+
+def _not_served(name: str, accepted: tuple[Any, ...]) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} isn't served: leave it out or give {_shown(accepted)}",
+        param=name,
+        code="unsupported_parameter",
+    )
+
+
+def _as_invalid_request(message: str) -> InvalidRequest:
+    """msgspec's message with its JSON path turned into the name of a field."""
+    match = _ERROR_PATTERN.fullmatch(message)
+    assert match is not None
+    text, path = match["text"], (match["path"] or "").lstrip(".")
+    field = _FIELD_PATTERN.fullmatch(text)
+    if field is not None:
+        param = f"{path}.{field['field']}" if path else field["field"]
+        if field["what"] == "contains unknown":
+            return InvalidRequest(
+                f"{param} is not a field of this request", param=param, code="unknown_parameter"
+            )
+        return InvalidRequest(f"{param} is missing", param=param, code="missing_required_parameter")
+    text = text.replace("`", "").replace(" | ", " or ")
+    if not path:
+        return InvalidRequest(f"the body is not a request: {text[:1].lower()}{text[1:]}")
+    return InvalidRequest(f"{path}: {text[:1].lower()}{text[1:]}", param=path, code="invalid_value")

@@ -1,0 +1,125 @@
+"""What every endpoint needs: the engine, the options, the model's names, the way to jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import attrs
+import msgspec
+import quart
+
+from trioserve.config import ServerConfig
+from trioserve.engine import Engine
+from trioserve.errors import InvalidRequest
+from trioserve.generation import Completion, completion_of, sampling_params
+from trioserve.http.access_log import AccessRecord
+from trioserve.http.asgi import Request
+from trioserve.http.errors import ModelNotFound
+from trioserve.http.generations import Job, open_generations, renamed
+from trioserve.http.schemas import parse_body
+from trioserve.http.sse import EventStream, StreamWriter, stream_response
+from trioserve.sampling import SamplingParams
+from trioserve.stream import Chunk
+
+__all__ = ["Service", "json_response"]
+
+RequestType = TypeVar("RequestType", bound=msgspec.Struct)
+
+
+def json_response(value: Any, status: int = 200) -> quart.Response:
+    """``value`` as a JSON response."""
+    body = msgspec.json.encode(value)
+    return quart.Response(body, status=status, content_type="application/json")
+
+
+@attrs.frozen(kw_only=True)
+class Service:
+    """One engine behind HTTP. ``started`` is when that began, in Unix seconds."""
+
+    engine: Engine
+    config: ServerConfig
+    model_names: tuple[str, ...]
+    started: int = attrs.field(factory=lambda: int(time.time()))
+
+    @property
+    def record(self) -> AccessRecord:
+        """The access log's line of the request being served."""
+        return cast(Request, quart.request).record
+
+    async def read(self, request_type: type[RequestType]) -> RequestType:
+        """The body of the request being served.
+
+        Raises:
+            InvalidRequest: it isn't a request of this type.
+            werkzeug.exceptions.HTTPException: it is too large, or didn't come in time.
+        """
+        body: bytes = await quart.request.get_data(False, False, False)
+        return parse_body(request_type, body)
+
+    def model(self, name: str | None) -> str:
+        """The served name that a request means.
+
+        Raises:
+            ModelNotFound: it isn't served here.
+        """
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise ModelNotFound(f"the model {name!r} isn't served here; it is one of {served}")
+        return name
+
+    def sampling(
+        self, fields: Mapping[str, Any], renames: Mapping[str, str] | None = None
+    ) -> SamplingParams:
+        """Sampling parameters from the fields that were given; the model's defaults fill in.
+
+        Raises:
+            InvalidRequest: one is out of its range; ``param`` is the endpoint's name of it.
+        """
+        given = {name: value for name, value in fields.items() if value is not None}
+        try:
+            return sampling_params({**self.engine.generation_defaults, **given})
+        except InvalidRequest as error:
+            raise renamed(error, renames or {}) from error
+
+    def check_number_of_prompts(self, count: int, param: str) -> None:
+        """Refuse an empty batch, and one that could never be queued.
+
+        Raises:
+            InvalidRequest: there are none, or more than may wait.
+        """
+        limit = self.engine.config.max_num_queued_reqs
+        if not 1 <= count <= limit:
+            raise InvalidRequest(
+                f"{param} holds {count} prompts; from 1 to {limit} are served at once", param=param
+            )
+
+    async def complete(self, jobs: Sequence[Job]) -> list[Completion]:
+        """Run every job to its end; leaving it, cancelled or not, aborts what isn't finished."""
+        generations = open_generations(self.engine, jobs)
+        chunks: list[list[Chunk]] = [[] for _ in jobs]
+        record = self.record
+        async with generations:
+            try:
+                async for index, chunk in generations:
+                    record.note_chunk(chunk)
+                    chunks[index].append(chunk)
+            finally:
+                record.note_usage(generations.usage)
+        return [
+            completion_of(stream, own)
+            for stream, own in zip(generations.streams, chunks, strict=True)
+        ]
+
+    def stream(self, jobs: Sequence[Job], writer: StreamWriter) -> quart.Response:
+        """A response that streams the jobs' output as ``writer`` puts it."""
+        body = EventStream(
+            open_generations(self.engine, jobs),
+            writer,
+            record=self.record,
+            keep_alive_interval=self.config.keep_alive_interval,
+        )
+        return stream_response(body)
