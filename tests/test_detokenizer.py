@@ -205,6 +205,12 @@ def test_the_earlier_token_wins() -> None:
     assert aborted.end() == ("stop", "c")
 
 
+def test_the_flush_at_the_end_can_complete_a_stop_string() -> None:
+    case = delivery(stop="\ufffd")
+    case.give(letters("a你")[:2], LENGTH)
+    assert (case.text(), case.end()) == ("a", ("stop", "\ufffd"))
+
+
 def test_stop_strings_do_not_count_before_min_tokens() -> None:
     case = delivery(stop="x", min_tokens=4)
     case.give(letters("axbxcx"))

@@ -157,10 +157,11 @@ def test_a_prompt_that_ends_within_a_character_does_not_leak() -> None:
     tokenizer = Tokenizer(BYTE_LEVEL)
     single = {tokenizer.token_bytes(id): id for id in range(tokenizer.vocab_size)}
     pepper = [single[bytes([byte])] for byte in "🌶".encode()]
-    prompt = [*tokenizer.encode("Hello world "), *pepper[:2]]
-    assert joined(BYTE_LEVEL, [*pepper[2:], *tokenizer.encode(" ok")], prompt) == "🌶 ok"
-    assert joined(BYTE_LEVEL, tokenizer.encode("plain"), prompt) == "plain"
-    assert joined(BYTE_LEVEL, [], prompt) == ""
+    for number in (1, 2, 3):
+        prompt = [*tokenizer.encode("Hello world "), *pepper[:number]]
+        assert joined(BYTE_LEVEL, [*pepper[number:], *tokenizer.encode(" ok")], prompt) == "🌶 ok"
+        assert joined(BYTE_LEVEL, tokenizer.encode("plain"), prompt) == "plain"
+        assert joined(BYTE_LEVEL, [], prompt) == ""
 
 
 def test_the_leading_space_stays_after_a_prompt_and_goes_at_the_start() -> None:
@@ -175,6 +176,7 @@ def test_the_leading_space_stays_after_a_prompt_and_goes_at_the_start() -> None:
     assert joined(METASPACE, world, [hello]) == " world"
     assert joined(METASPACE, world, [hello] + [METASPACE.token_to_id("<s>")] * 20) == " world"
     assert joined(METASPACE, world) == "world"
+    assert joined(METASPACE, world, [METASPACE.token_to_id("<s>")]) == "world"
 
 
 def test_ids_past_the_vocabulary_add_nothing() -> None:
