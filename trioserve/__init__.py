@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trioserve.config import EngineConfig, ServerConfig
     from trioserve.engine import Engine
     from trioserve.errors import (
+        ContextTooLong,
         DeadlineExceeded,
         Draining,
         EngineError,
@@ -40,6 +41,7 @@ _HOME = {
     "Engine": "engine",
     "GenerationStream": "generation",
     "open_engine": "nursery",
+    "ContextTooLong": "errors",
     "DeadlineExceeded": "errors",
     "Draining": "errors",
     "EngineError": "errors",
@@ -65,6 +67,7 @@ __all__ = [
     "ChatPrompt",
     "Chunk",
     "Completion",
+    "ContextTooLong",
     "DeadlineExceeded",
     "Draining",
     "Engine",

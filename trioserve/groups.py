@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-__all__ = ["sole_exception"]
+__all__ = ["holds_cancellation", "sole_exception"]
 
 
 def sole_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -18,6 +18,16 @@ def sole_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
         if not _is_cancellation(error):
             return error
     return group.exceptions[0]
+
+
+def holds_cancellation(error: BaseException) -> bool:
+    """Whether ``error`` is a cancellation, or a group with one somewhere in it.
+
+    Such an exception has to reach the scope that it belongs to, through every nursery on its way.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return any(holds_cancellation(inner) for inner in error.exceptions)
+    return isinstance(error, trio.Cancelled)
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ request belongs to its caller's scope.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,7 +29,7 @@ from trioserve.config import EngineConfig
 from trioserve.detokenizer import Detokenizer
 from trioserve.engine import Engine
 from trioserve.errors import EngineError, ModelLoadError
-from trioserve.groups import sole_exception
+from trioserve.groups import holds_cancellation, sole_exception
 from trioserve.metrics import Metrics
 from trioserve.model_files import ModelFiles, load_tokenizer_from, locate, open_model
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
@@ -36,7 +37,7 @@ from trioserve.sampling import SamplingParams
 from trioserve.scheduler import Scheduler
 from trioserve.stream import StreamBudget
 from trioserve.tokenizer import Tokenizer
-from trioserve.worker.supervisor import OnProgress, Supervisor
+from trioserve.worker.supervisor import OnProgress, Supervisor, run_worker
 
 __all__ = ["LoadedModel", "open_engine", "run_engine"]
 
@@ -116,22 +117,19 @@ async def open_engine(
     path = await trio.to_thread.run_sync(lambda: locate(config.model, revision=config.revision))
     files = await trio.to_thread.run_sync(open_model, path)
     loaded = await trio.to_thread.run_sync(LoadedModel.load, config, files)
-    scheduler = Scheduler(config)
+    metrics = Metrics(loaded.name)
+    scheduler = Scheduler(config, metrics)
     supervisor = Supervisor(
-        start=_start_message(config, path),
-        start_timeout=config.worker_start_timeout,
+        open_worker=functools.partial(
+            run_worker,
+            _start_message(config, path),
+            start_timeout=config.worker_start_timeout,
+            on_progress=on_progress or (lambda _: None),
+        ),
         max_restarts=config.max_worker_restarts,
-        on_progress=on_progress or (lambda _: None),
         progress_count=lambda: scheduler.num_steps,
     )
-    opened = run_engine(
-        config,
-        loaded,
-        scheduler,
-        run_workers=supervisor.run,
-        worker_restarts=lambda: supervisor.restarts,
-    )
-    async with opened as engine:
+    async with run_engine(config, loaded, scheduler, metrics, supervisor) as engine:
         yield engine
 
 
@@ -157,16 +155,10 @@ async def run_engine(
     config: EngineConfig,
     model: LoadedModel,
     scheduler: Scheduler,
-    *,
-    run_workers: Callable[..., Awaitable[None]],
-    worker_restarts: Callable[[], int],
+    metrics: Metrics,
+    supervisor: Supervisor,
 ) -> AsyncIterator[Engine]:
-    """The nursery itself, over any source of workers; :func:`open_engine` gives it the real one.
-
-    ``run_workers(attach, task_status)`` has to keep a worker attached to the scheduler and to report
-    the first one's ``Ready`` as its start value, as
-    :meth:`~trioserve.worker.supervisor.Supervisor.run` does.
-    """
+    """The nursery itself, over any kind of worker; :func:`open_engine` gives it the real one."""
     to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
     to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
     to_detokenizer, detokenizer_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
@@ -196,22 +188,29 @@ async def run_engine(
             nursery.start_soon(guarded, model.tokenizer.run, tokenizer_inbox, to_scheduler)
             nursery.start_soon(guarded, scheduler.run, scheduler_inbox, to_detokenizer)
             nursery.start_soon(guarded, detokenizer.run, detokenizer_inbox)
-            ready: wire.Ready = await nursery.start(guarded, run_workers, scheduler.attach)
+            ready: wire.Ready = await nursery.start(guarded, supervisor.run, scheduler.attach)
             engine = Engine(
                 config=config,
                 model_name=model.name,
                 tokenizer=model.tokenizer,
-                metrics=Metrics(model.name),
+                metrics=metrics,
                 ready=ready,
                 generation_defaults=model.generation_defaults,
                 eos_token_ids=model.eos_token_ids,
                 scheduler=scheduler,
                 to_tokenizer=to_tokenizer,
-                worker_restarts=worker_restarts,
+                worker_restarts=lambda: supervisor.restarts,
                 stream_budget=StreamBudget(config.max_stream_bytes, config.max_total_stream_bytes),
                 seeds=random.Random(config.seed),
             )
-            yield engine
+            metrics.watch(engine)
+            try:
+                yield engine
+            except BaseException as error:  # noqa: ASYNC103 - raised again below
+                # Kept out of the nursery, which would wrap it, and copy it if it is a group.
+                if holds_cancellation(error):
+                    raise
+                block_error = error
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         block_error = sole_exception(group)

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import attrs
@@ -184,20 +185,24 @@ async def _stop(process: trio.Process, link: NngLink) -> None:
     await process.stdin.aclose()
 
 
-@attrs.define(eq=False)
+OpenWorker = Callable[[], AbstractAsyncContextManager[tuple[Link, wire.Ready]]]
+
+
+@attrs.define(eq=False, kw_only=True)
 class Supervisor:
     """Keeps one worker alive: the task that owns the worker's whole life.
 
-    ``restarts`` counts every replacement since the start.
+    Args:
+        open_worker: opens one worker's life, as :func:`run_worker` does.
+        max_restarts: deaths without progress between them that are forgiven.
+        progress_count: steps completed so far; growth between two deaths is progress.
     """
 
-    start: wire.Start
-    start_timeout: float
+    open_worker: OpenWorker
     max_restarts: int
-    on_progress: OnProgress
     progress_count: Callable[[], int]
-    """How many steps have been completed; growth between two deaths counts as progress."""
-    restarts: int = 0
+    restarts: int = attrs.field(default=0, init=False)
+    """Workers that were replaced since the start."""
 
     async def run(
         self, attach: Attach, task_status: trio.TaskStatus[wire.Ready] = trio.TASK_STATUS_IGNORED
@@ -208,16 +213,15 @@ class Supervisor:
 
         Raises:
             ModelLoadError: the model can't be loaded.
-            WorkerLost: the worker died ``max_restarts + 1`` times without progress in between.
+            WorkerLost: the first worker never got ready, or workers died ``max_restarts + 1`` times
+                without progress in between.
         """
         deaths = 0
         started = False
         while True:
             steps_before = self.progress_count()
             try:
-                async with run_worker(
-                    self.start, start_timeout=self.start_timeout, on_progress=self.on_progress
-                ) as (link, ready):
+                async with self.open_worker() as (link, ready):
                     if not started:
                         started = True
                         task_status.started(ready)

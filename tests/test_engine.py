@@ -1,0 +1,342 @@
+"""The engine's lifetimes over the simulation: scopes, deadlines, bounds, failures, worker deaths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import trio
+import trio.testing
+
+from trioserve import (
+    ChatPrompt,
+    ContextTooLong,
+    DeadlineExceeded,
+    Draining,
+    Engine,
+    EngineError,
+    InvalidRequest,
+    QueueFull,
+    SamplingParams,
+    SlowReader,
+)
+from trioserve import wire
+from trioserve.simulation import open_fake_engine
+from trioserve.testing import FakeWorker, StepFails, WorkerDies
+
+Clock = trio.testing.MockClock
+
+
+def slow_worker(step_time: float = 0.1) -> Callable[[], FakeWorker]:
+    return lambda: FakeWorker(step_time=step_time)
+
+
+async def settle(engine: Engine) -> None:
+    """Let what was left behind be worked off, then demand that nothing is."""
+    await trio.sleep(10)
+    engine.check_integrity()
+    statistics = engine.statistics()
+    assert statistics.num_streams == statistics.num_tokenizing == statistics.stream_bytes == 0
+    scheduler = statistics.scheduler
+    assert scheduler.num_running == scheduler.num_waiting == scheduler.pages_held == 0
+    assert scheduler.pages_free + scheduler.pages_cached == scheduler.pages_total
+
+
+async def test_text_ids_and_messages_are_prompts(autojump_clock: Clock) -> None:
+    async with open_fake_engine() as engine:
+        text = await engine.complete("user: hi\nassistant:", max_tokens=8, seed=1)
+        messages = [{"role": "user", "content": "hi"}]
+        chat = await engine.complete(messages, max_tokens=8, seed=1)
+        prompt = ChatPrompt(messages=tuple(messages))
+        also_chat = await engine.complete(prompt, SamplingParams(max_tokens=8, seed=1))
+        ids = engine.tokenizer.encode("user: hi\nassistant:")
+        from_ids = await engine.complete(ids, max_tokens=8, seed=1)
+        assert text.token_ids == chat.token_ids == also_chat.token_ids == from_ids.token_ids
+        assert text.usage.prompt_tokens == len(ids)
+        assert text.usage.completion_tokens == 8
+        await settle(engine)
+
+
+async def test_chunks_add_up_to_the_completion(autojump_clock: Clock) -> None:
+    async with open_fake_engine(slow_worker()) as engine:
+        whole = await engine.complete("hello", max_tokens=20, seed=3, logprobs=2)
+        async with engine.generate("hello", max_tokens=20, seed=3, logprobs=2) as stream:
+            chunks = [chunk async for chunk in stream]
+        assert len(chunks) == 20
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert tuple(i for chunk in chunks for i in chunk.token_ids) == whole.token_ids
+        assert whole.logprobs is not None
+        assert [entry.token_id for entry in whole.logprobs] == list(whole.token_ids)
+        assert all(len(entry.top) == 2 for entry in whole.logprobs)
+        assert [chunk.finish_reason for chunk in chunks] == [None] * 19 + ["length"]
+
+
+async def test_the_same_seed_gives_the_same_tokens_and_another_another(
+    autojump_clock: Clock,
+) -> None:
+    async with open_fake_engine() as engine:
+        one, same, other = [
+            (await engine.complete("hello", max_tokens=10, seed=seed)).token_ids
+            for seed in (5, 5, 6)
+        ]
+        assert one == same != other
+        fresh = [(await engine.complete("hello", max_tokens=10)).token_ids for _ in range(2)]
+        assert fresh[0] != fresh[1]
+
+
+async def test_an_engine_seed_makes_a_whole_run_repeatable(autojump_clock: Clock) -> None:
+    runs = []
+    for _ in range(2):
+        async with open_fake_engine(seed=11) as engine:
+            runs.append([(await engine.complete("a", max_tokens=9)).token_ids for _ in range(3)])
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 3
+
+
+async def test_the_model_s_defaults_apply_to_what_a_caller_leaves_out(
+    autojump_clock: Clock,
+) -> None:
+    seen: list[float] = []
+
+    class Recording(FakeWorker):
+        def step(self, plan: wire.Plan) -> wire.StepResult | wire.Failure:
+            seen.extend(opened.sampler.temperature for opened in plan.opened)
+            return super().step(plan)
+
+    async with open_fake_engine(Recording, generation_defaults={"temperature": 0.3}) as engine:
+        await engine.complete("a", max_tokens=1)
+        await engine.complete("a", max_tokens=1, temperature=0.7)
+    assert seen == [0.3, 0.7]
+
+
+@pytest.mark.parametrize("leave_after", [0, 1, 7])
+async def test_leaving_the_block_aborts(autojump_clock: Clock, leave_after: int) -> None:
+    async with open_fake_engine(slow_worker()) as engine:
+        async with engine.generate("hello", max_tokens=1000) as stream:
+            for _ in range(leave_after):
+                await stream.receive()
+        await settle(engine)
+        steps = engine.statistics().scheduler.num_steps
+        assert steps <= leave_after + 3
+
+
+async def test_a_timeout_ends_the_request_in_the_queue_and_while_it_runs(
+    autojump_clock: Clock,
+) -> None:
+    async with open_fake_engine(slow_worker(), max_num_seqs=1) as engine:
+        with pytest.raises(DeadlineExceeded, match=r"timeout of 2 s"):
+            async with engine.generate("hello", max_tokens=1000, timeout=2) as running:
+                await running.receive()
+                with pytest.raises(DeadlineExceeded, match=r"timeout of 1 s"):
+                    await engine.complete("waits", max_tokens=5, timeout=1)
+                assert trio.current_time() < 2
+                async for _ in running:
+                    pass
+        await settle(engine)
+
+
+async def test_a_full_queue_refuses_with_the_limit(autojump_clock: Clock) -> None:
+    async with open_fake_engine(slow_worker(), max_num_seqs=1, max_num_queued_reqs=2) as engine:
+        async with engine.generate("a", max_tokens=100) as running:
+            await running.receive()
+            async with engine.generate("b"), engine.generate("c"):
+                with pytest.raises(QueueFull, match=r"2 requests are waiting; the limit is 2"):
+                    await engine.complete("d")
+            async with engine.generate("e"):
+                pass
+        await settle(engine)
+
+
+async def test_a_draining_engine_finishes_what_runs_and_admits_nothing(
+    autojump_clock: Clock,
+) -> None:
+    async with open_fake_engine(slow_worker()) as engine:
+        async with trio.open_nursery() as nursery:
+            async with engine.generate("a", max_tokens=30) as stream:
+                await stream.receive()
+                engine.drain()
+                assert not engine.healthy
+                with pytest.raises(Draining):
+                    await engine.complete("b")
+                idle = trio.Event()
+
+                async def wait() -> None:
+                    await engine.wait_idle()
+                    idle.set()
+
+                nursery.start_soon(wait)
+                async for chunk in stream:
+                    assert not idle.is_set()
+                assert chunk.finish_reason == "length"
+            await idle.wait()
+
+
+async def test_bad_requests_name_the_field_and_leave_nothing(autojump_clock: Clock) -> None:
+    async with open_fake_engine(max_logprobs=3) as engine:
+        for prompt, sampling, param in (
+            ("a", {"temperature": -1}, "temperature"),
+            ("a", {"nonsense": 1}, "nonsense"),
+            ("a", {"logprobs": 4}, "logprobs"),
+            ("a", {"logit_bias": {999: 1}}, "logit_bias"),
+            ("a", {"stop_token_ids": [256]}, "stop_token_ids"),
+            ([1, 256], {}, "prompt"),
+            ([1, -1], {}, "prompt"),
+            ([], {}, "prompt"),
+            ([1, "a"], {}, "prompt"),
+            ("", {}, "prompt"),
+            ("a", {"max_tokens": 5000}, "max_tokens"),
+            ("a" * 5000, {}, "prompt"),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                await engine.complete(prompt, **sampling)  # type: ignore[arg-type]
+            assert caught.value.param == param
+        with pytest.raises(ContextTooLong, match=r"2048 tokens"):
+            await engine.complete("a" * 3000)
+        await settle(engine)
+
+
+async def test_a_block_s_own_exception_comes_out_as_it_is(autojump_clock: Clock) -> None:
+    error = KeyError("mine")
+    with pytest.raises(KeyError) as caught:
+        async with open_fake_engine(slow_worker()) as engine:
+            async with engine.generate("a", max_tokens=100) as stream:
+                await stream.receive()
+                raise error
+    assert caught.value is error
+    assert caught.value.__context__ is None
+
+    group = ExceptionGroup("two", [ValueError("a"), ValueError("b")])
+    with pytest.raises(ExceptionGroup) as caught_group:
+        async with open_fake_engine():
+            raise group
+    assert caught_group.value is group
+
+
+async def test_cancelling_the_block_is_just_a_cancellation(autojump_clock: Clock) -> None:
+    with trio.move_on_after(1) as scope:
+        async with open_fake_engine(slow_worker()) as engine:
+            async with engine.generate("a", max_tokens=1000) as stream:
+                async for _ in stream:
+                    pass
+    assert scope.cancelled_caught
+
+
+async def test_a_stream_that_outlives_its_engine_ends_with_an_error(autojump_clock: Clock) -> None:
+    outcome: list[str] = []
+
+    async def use(engine: Engine) -> None:
+        with pytest.raises(EngineError, match="closed"):
+            async with engine.generate("a", max_tokens=1000) as stream:
+                async for _ in stream:
+                    pass
+        outcome.append("ended")
+
+    async with trio.open_nursery() as nursery:
+        async with open_fake_engine(slow_worker()) as engine:
+            nursery.start_soon(use, engine)
+            await trio.sleep(1)
+    assert outcome == ["ended"]
+    with pytest.raises(EngineError, match="closed"):
+        await engine.complete("too late")
+
+
+async def test_two_engines_don_t_meet(autojump_clock: Clock) -> None:
+    async with open_fake_engine() as one, open_fake_engine() as other:
+        a = await one.complete("hello", max_tokens=10, seed=1)
+        b = await other.complete("hello", max_tokens=10, seed=1)
+        assert a.token_ids == b.token_ids
+        for engine in (one, other):
+            assert engine.statistics().scheduler.num_tokens_sampled == 10
+        one.drain()
+        assert other.healthy
+
+
+async def test_a_reader_that_falls_behind_is_aborted_and_the_others_are_not(
+    autojump_clock: Clock,
+) -> None:
+    async with open_fake_engine(slow_worker(), max_stream_bytes=1024) as engine:
+        async with engine.generate("slow", max_tokens=1000) as slow:
+            reader = await engine.complete("fast", max_tokens=100)
+            assert len(reader.token_ids) == 100
+            with pytest.raises(SlowReader, match="max_stream_bytes"):
+                async for _ in slow:
+                    pass
+            assert engine.statistics().scheduler.num_running == 0
+        await settle(engine)
+
+
+async def test_a_dead_worker_is_a_pause(autojump_clock: Clock) -> None:
+    """Several deaths while requests run: the streams go on, and the tokens are the same."""
+    async with open_fake_engine(slow_worker()) as engine:
+        expected = [
+            (await engine.complete(f"request {i}", max_tokens=40, seed=i)).token_ids
+            for i in range(5)
+        ]
+
+    def dying() -> FakeWorker:
+        def script(step: int, plan: wire.Plan) -> None:
+            if step == 9:
+                raise WorkerDies
+
+        return FakeWorker(step_time=0.1, script=script)
+
+    results: dict[int, tuple[int, ...]] = {}
+    async with open_fake_engine(dying, max_plans_in_flight=2) as engine:
+
+        async def run(number: int) -> None:
+            await trio.sleep(number * 0.15)
+            completion = await engine.complete(f"request {number}", max_tokens=40, seed=number)
+            results[number] = completion.token_ids
+
+        async with trio.open_nursery() as nursery:
+            for number in range(5):
+                nursery.start_soon(run, number)
+        assert engine.statistics().worker_restarts >= 3
+        await settle(engine)
+    assert [results[number] for number in range(5)] == expected
+
+
+async def test_deaths_without_progress_end_the_engine_with_one_error(
+    autojump_clock: Clock,
+) -> None:
+    def script(step: int, plan: wire.Plan) -> None:
+        raise WorkerDies
+
+    with pytest.raises(EngineError, match="the engine failed") as caught:
+        async with open_fake_engine(lambda: FakeWorker(script=script)) as engine:
+            await engine.complete("a", max_tokens=5)
+    assert caught.value.__cause__ is not None
+    assert engine.statistics().worker_restarts == engine.config.max_worker_restarts
+
+
+async def test_a_failing_plan_fails_only_who_is_to_blame(autojump_clock: Clock) -> None:
+    poison = 7
+
+    def script(step: int, plan: wire.Plan) -> None:
+        for opened in plan.opened:
+            if wire.ints(opened.tokens)[0] == poison:
+                raise StepFails("can't compute this", slot=opened.slot)
+
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.1, script=script)) as engine:
+        results: list[int] = []
+
+        async def good() -> None:
+            results.append(len((await engine.complete([1, 2], max_tokens=30)).token_ids))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(good)
+            await trio.sleep(0.5)
+            with pytest.raises(EngineError, match="can't compute this"):
+                await engine.complete([poison, 2], max_tokens=30)
+        assert results == [30, 30, 30]
+        assert engine.statistics().worker_restarts == 0
+        await settle(engine)
+
+
+async def test_calls_reach_the_worker(autojump_clock: Clock) -> None:
+    worker = FakeWorker(calls={"double": lambda value: value * 2})
+    async with open_fake_engine(lambda: worker) as engine:
+        assert await engine.call_worker("double", 21) == 42
+        with pytest.raises(EngineError, match="nothing"):
+            await engine.call_worker("nothing")

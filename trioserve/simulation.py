@@ -1,0 +1,135 @@
+"""A whole engine over a fake worker: everything but the process, the socket and the model.
+
+Meant for tests, ours and users'. Tokenizer, scheduler, detokenizer, supervisor and every rule of the
+engine are the real ones; the worker is a :class:`~trioserve.testing.FakeWorker`, its link two memory
+channels. All waiting is by trio's clock, so a test on a virtual clock takes no time and always
+happens in the same order::
+
+    async def test_my_app(autojump_clock):
+        async with open_fake_engine() as engine:
+            completion = await engine.complete("hello", max_tokens=5)
+            assert completion.finish_reason == "length"
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import attrs
+import tokenizers
+import trio
+from tokenizers import decoders, models, pre_tokenizers
+
+from trioserve import wire
+from trioserve.chat import ChatTemplate
+from trioserve.config import EngineConfig
+from trioserve.engine import Engine
+from trioserve.errors import WorkerLost
+from trioserve.groups import sole_exception
+from trioserve.metrics import Metrics
+from trioserve.nursery import LoadedModel, run_engine
+from trioserve.scheduler import Scheduler
+from trioserve.testing import FakeWorker, memory_link_pair, serve_fake
+from trioserve.tokenizer import Tokenizer
+from trioserve.worker import Link
+from trioserve.worker.supervisor import Supervisor
+
+__all__ = ["FAKE_CHAT_TEMPLATE", "byte_tokenizer", "open_fake_engine"]
+
+FAKE_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """A tokenizer of 256 tokens, one for each byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@contextlib.asynccontextmanager
+async def open_fake_engine(
+    make_worker: Callable[[], FakeWorker] = FakeWorker,
+    *,
+    tokenizer: tokenizers.Tokenizer | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+    generation_defaults: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[Engine]:
+    """An engine whose model is called ``fake``, for as long as the block lasts.
+
+    Args:
+        make_worker: makes the first worker and, after each death, the next one.
+        tokenizer: of at least the worker's vocabulary (default: :func:`byte_tokenizer`).
+        eos_token_ids: tokens that end a sequence by themselves.
+        generation_defaults: sampling parameters of requests that bring none.
+        options: fields of :class:`~trioserve.EngineConfig`.
+
+    Raises:
+        EngineError: the engine failed, as :func:`trioserve.open_engine` does.
+    """
+    config = EngineConfig("fake", **options)
+    model = LoadedModel(
+        name="fake",
+        tokenizer=Tokenizer(tokenizer or byte_tokenizer(), ChatTemplate(FAKE_CHAT_TEMPLATE)),
+        eos_token_ids=eos_token_ids,
+        generation_defaults=generation_defaults or {},
+    )
+    metrics = Metrics(model.name)
+    scheduler = Scheduler(config, metrics)
+    supervisor = Supervisor(
+        open_worker=lambda: _run_fake(make_worker(), config),
+        max_restarts=config.max_worker_restarts,
+        progress_count=lambda: scheduler.num_steps,
+    )
+    async with run_engine(config, model, scheduler, metrics, supervisor) as engine:
+        yield engine
+
+
+@contextlib.asynccontextmanager
+async def _run_fake(
+    worker: FakeWorker, config: EngineConfig
+) -> AsyncIterator[tuple[Link, wire.Ready]]:
+    """A fake worker's life; its death cancels the block, as a real worker's does."""
+    ready = _within(worker.ready(), config)
+    engine_side, worker_side = memory_link_pair()
+    lost = False
+
+    async def serve(scope: trio.CancelScope) -> None:
+        nonlocal lost
+        await serve_fake(worker, worker_side)
+        lost = True
+        scope.cancel()
+
+    error: BaseException | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve, nursery.cancel_scope)
+            yield engine_side, ready
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        error = sole_exception(group)
+    if error is not None:
+        raise error
+    if lost:
+        raise WorkerLost("the fake worker ended")
+
+
+def _within(ready: wire.Ready, config: EngineConfig) -> wire.Ready:
+    """A worker is told the engine's bounds when it starts, and keeps to them."""
+    asked = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_model_len": config.max_model_len,
+    }
+    bounds = {
+        name: min(getattr(ready, name), bound) for name, bound in asked.items() if bound is not None
+    }
+    return attrs.evolve(ready, **bounds)
