@@ -1,0 +1,1 @@
+"""Benchmarks: scenarios, peers, and their results. See README.md."""
