@@ -63,10 +63,15 @@ def make_attention(model: Decoder, *, page_size: int, num_pages: int) -> TorchCp
 
 
 def make_runner(
-    model: Decoder, *, page_size: int = 4, num_pages: int = 64, max_num_batched_tokens: int = 256
+    model: Decoder,
+    *,
+    page_size: int = 4,
+    num_pages: int = 64,
+    max_num_batched_tokens: int = 256,
+    sampler_class: type[RecordingSampler] = RecordingSampler,
 ) -> tuple[Runner, RecordingSampler]:
     """A runner for ``model``, and its sampler."""
-    sampler = RecordingSampler(model.config.vocab_size, model.device)
+    sampler = sampler_class(model.config.vocab_size, model.device)
     slots = SlotTable(
         num_pages=num_pages,
         page_size=page_size,

@@ -1,4 +1,4 @@
-"""Every family against transformers, on tiny random models: the same logits, however they are cut."""
+"""Every family against transformers, on tiny random models: the same logits, however cut."""
 
 from __future__ import annotations
 

@@ -76,12 +76,8 @@ class TorchCpuAttention:
         # The sign of rotating half a head is in the sines: x * cos + roll(x) * sin.
         self._cos = torch.cat([cos, cos], dim=-1).contiguous()
         self._sin = torch.cat([-sin, sin], dim=-1).contiguous()
-        # Zeros and not whatever the memory held: a masked key still enters the product with the
-        # weight 0, and 0 times a NaN is a NaN.
         blocks, size = 2 * shape.num_kv_heads * shape.num_pages, shape.page_size * shape.head_dim
-        self._cache = [
-            torch.zeros(blocks, size, dtype=shape.dtype) for _ in range(shape.num_layers)
-        ]
+        self._cache = [_zeros(blocks, size, shape.dtype) for _ in range(shape.num_layers)]
         self._first_block = torch.arange(2 * shape.num_kv_heads) * shape.num_pages
         self._workspace = torch.empty(0, size, dtype=shape.dtype)
         self._work: dict[int | None, tuple[list[_Bucket], list[_Chunk]]] = {}
@@ -232,6 +228,16 @@ class TorchCpuAttention:
     def _blocks(self, pages: torch.Tensor) -> torch.Tensor:
         """The blocks of these pages for every head of keys, then of values; flat int64."""
         return (self._first_block[:, None] + pages.reshape(-1)).view(-1)
+
+
+def _zeros(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no memory until they are written, which torch's own do at once.
+
+    They must be zeros: a masked key enters the product with the weight 0, and 0 times a NaN that
+    the memory held is a NaN.
+    """
+    data = np.zeros(rows * columns * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).view(rows, columns)
 
 
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

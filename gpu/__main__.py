@@ -1,0 +1,65 @@
+"""``python -P -m gpu --connect URL`` is a worker; ``--doctor`` says what it could compute with."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+import msgspec
+
+__all__ = ["examine", "main"]
+
+
+def examine() -> dict[str, Any]:
+    """What torch and CuPy find on this machine, for ``trioserve doctor``."""
+    import torch
+
+    from gpu.linear import prepacks
+
+    report: dict[str, Any] = {
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "bfloat16_products": prepacks(torch.bfloat16, torch.device("cpu")),
+        "cuda_available": torch.cuda.is_available(),
+        "cuda_devices": [],
+        "cupy": None,
+    }
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        device = {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
+        report["cuda_devices"].append(device)
+    if importlib.util.find_spec("cupy") is not None:
+        try:
+            cupy = importlib.import_module("cupy")
+        except Exception as error:  # a CuPy for another CUDA raises what it likes
+            report["cupy_error"] = str(error).strip().partition("\n")[0]
+        else:
+            report["cupy"] = cupy.__version__
+    return report
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line and do what it says."""
+    parser = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--connect", metavar="URL", help="serve the engine that listens at URL")
+    action.add_argument("--doctor", action="store_true", help="print what there is, as JSON")
+    options = parser.parse_args(arguments)
+    if options.doctor:
+        sys.stdout.write(msgspec.json.encode(examine()).decode() + "\n")
+        return
+    from gpu import worker
+
+    worker.run(options.connect)
+
+
+if __name__ == "__main__":
+    main()
