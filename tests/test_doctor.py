@@ -110,16 +110,14 @@ def test_the_requirements_are_the_projects_own() -> None:
 
 
 def test_the_workers_answer_is_listed() -> None:
-    answer = {
-        "torch": "2.13",
-        "devices": [{"name": "X", "memory": None}, {"name": "Y"}],
-        "ok": True,
-    }
+    devices = [{"name": "X", "memory_bytes": 3 << 29}, {"name": "Y", "memory_bytes": 1 << 30}]
+    answer = {"torch": "2.13", "cuda_devices": devices, "cupy": None, "fast": True}
     facts = list(worker_facts([sys.executable, "-c", f"print({json.dumps(answer)!r})"]))
     assert [(fact.name, fact.value, fact.state) for fact in facts] == [
         ("torch", "2.13", "ok"),
-        ("devices", "name X, memory none\nname Y", "ok"),
-        ("ok", "yes", "ok"),
+        ("cuda devices", "name X, memory 1.5 GiB\nname Y, memory 1.0 GiB", "ok"),
+        ("cupy", "none", "ok"),
+        ("fast", "yes", "ok"),
     ]
 
 

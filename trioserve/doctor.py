@@ -179,14 +179,19 @@ def worker_facts(command: list[str]) -> Iterator[Fact]:
         yield Fact("worker", f"doesn't answer: {error}", "missing", "see Packages above")
     else:
         for name, value in found.items():
-            yield Fact(name, _as_line(value))
+            yield Fact(name.replace("_", " "), _as_line(name, value))
 
 
-def _as_line(value: Any) -> str:
+def _as_line(name: str, value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_as_line(item)}" for name, item in value.items())
+        items = value.items()
+        return ", ".join(
+            f"{key.removesuffix('_bytes')} {_as_line(key, item)}" for key, item in items
+        )
     if isinstance(value, list):
-        return "\n".join(_as_line(item) for item in value) or "none"
+        return "\n".join(_as_line(name, item) for item in value) or "none"
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.1f} GiB"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

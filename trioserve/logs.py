@@ -33,6 +33,7 @@ def _to_record(
 
 _PROCESSORS: list[Any] = [
     structlog.stdlib.filter_by_level,
+    structlog.stdlib.PositionalArgumentsFormatter(),
     structlog.contextvars.merge_contextvars,
     _to_record,
 ]
@@ -117,6 +118,3 @@ def setup_logging(level: str = "info", log_format: str = "auto") -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    # Hypercorn gives its loggers handlers of their own unless they have one; ours is enough.
-    for name in ("hypercorn.error", "hypercorn.access"):
-        logging.getLogger(name).setLevel(logging.WARNING)

@@ -65,6 +65,7 @@ async def run_server(config: ServerConfig) -> int:
     signals = trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM)
     with LoadingReport() as report, signals as received:
         process = _Process(config, report)
+        failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(process.watch, received, nursery.cancel_scope)
@@ -73,5 +74,8 @@ async def run_server(config: ServerConfig) -> int:
                 )
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
-            raise sole_exception(group) from group
+            failure = sole_exception(group)
+        # Raised here and not from the group, which would take the place of the error's own cause.
+        if failure is not None:
+            raise failure
     return process.exit_code

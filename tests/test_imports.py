@@ -1,0 +1,103 @@
+"""The wall between the two packages: trioserve has no torch, the worker has no trio."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FORBIDDEN_IN_TRIOSERVE = {"torch", "cupy", "gpu", "asyncio", "pickle"}
+FORBIDDEN_IN_GPU = {"trio", "hypercorn", "quart", "quart_trio", "pynng.trio", "asyncio", "pickle"}
+SHARED = {
+    "trioserve.errors",
+    "trioserve.machine",
+    "trioserve.model_files",
+    "trioserve.sampling",
+    "trioserve.wire",
+}
+"""The only modules of trioserve that the worker may import."""
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+package = importlib.import_module({package!r})
+for module in pkgutil.walk_packages(package.__path__, {package!r} + "."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+
+
+def loaded_by(program: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has loaded after ``program``."""
+    report = "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", program + report],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_what_the_worker_shares_loads_neither_trio_nor_torch() -> None:
+    program = "import trioserve\n" + "\n".join(f"import {name}" for name in sorted(SHARED))
+    assert loaded_by(program).isdisjoint({"trio", "torch", "cupy", "gpu", "asyncio"})
+
+
+def test_the_command_line_answers_before_it_loads_a_server() -> None:
+    loaded = loaded_by("from trioserve.cli import parse; parse(['serve', '--port', '1'])")
+    assert loaded.isdisjoint({"trio", "hypercorn", "quart", "rich", "tokenizers", "numpy", "torch"})
+
+
+def test_no_module_of_trioserve_loads_torch() -> None:
+    loaded = loaded_by(IMPORT_ALL.format(package="trioserve"))
+    assert {"trio", "hypercorn", "tokenizers", "pynng"} <= loaded
+    assert loaded.isdisjoint({"torch", "cupy", "gpu", "transformers"})
+
+
+def test_no_module_of_the_worker_loads_trio() -> None:
+    loaded = loaded_by(IMPORT_ALL.format(package="gpu"))
+    assert {"torch", "trioserve"} <= loaded
+    assert loaded.isdisjoint({"trio", "hypercorn", "quart", "transformers"})
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The full name of every module that a file's import statements name, wherever they stand."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_under(name: str, modules: set[str]) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+def modules_of(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "path", modules_of("trioserve"), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_a_module_of_trioserve_names_nothing_of_the_worker(path: Path) -> None:
+    assert [name for name in imports_of(path) if is_under(name, FORBIDDEN_IN_TRIOSERVE)] == []
+
+
+@pytest.mark.parametrize("path", modules_of("gpu"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_of_the_worker_names_nothing_of_the_server(path: Path) -> None:
+    names = list(imports_of(path))
+    assert [name for name in names if is_under(name, FORBIDDEN_IN_GPU)] == []
+    ours = [name for name in names if is_under(name, {"trioserve"})]
+    # "from trioserve import wire" names trioserve.wire.
+    assert [name for name in ours if not is_under(name, SHARED)] == []
