@@ -197,16 +197,15 @@ class SchedulerCore:
 
     def _compute(self, computation: Computation, count: int, draft: Draft) -> None:
         """Give ``computation`` a row of ``count`` tokens."""
-        draft.add_row(computation, count)
+        samples = count == computation.remaining
+        draft.add_row(computation, count, samples)
         computation.planned += count
         computation.last_plan = draft.number
-        is_last = computation.remaining == 0
-        sequence = computation.sequence
-        if sequence.state is State.PREFILL:
+        if computation.sequence.state is State.PREFILL:
             self.memory.publish(computation, draft.number)
-            if is_last:
-                sequence.move_to(State.DECODE)
-        if is_last:
+            if samples:
+                computation.sequence.move_to(State.DECODE)
+        if samples:
             computation.length += 1
 
     # ---- leaving

@@ -55,9 +55,8 @@ class Draft:
         self._page_slots.append(computation.slot)
         self._page_ids.append(page)
 
-    def add_row(self, computation: Computation, count: int) -> None:
-        """``computation`` computes ``count`` tokens, and samples one if they are its last."""
-        samples = count == computation.remaining
+    def add_row(self, computation: Computation, count: int, samples: bool) -> None:
+        """``computation`` computes ``count`` tokens, and then samples one if ``samples``."""
         (self._singles if count == 1 else self._chunks).append((computation, count, samples))
         self.budget -= count
 

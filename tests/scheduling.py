@@ -1,0 +1,137 @@
+"""Requests, limits and the unbatched reference for tests of the scheduler."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import attrs
+
+from trioserve import wire
+from trioserve.request import Request, Sequence, SequenceOutput, Times, TokensPrompt
+from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.scheduler import Limits, SchedulerCore
+from trioserve.stream import Stream, StreamBudget
+from trioserve.testing import FakeWorker
+
+__all__ = ["Bench", "make_limits", "make_request", "reference"]
+
+_ids = itertools.count()
+
+
+def make_request(
+    prompt: Seq[int],
+    *,
+    max_tokens: int | None = 8,
+    stop: Seq[int] = (),
+    seed: int = 0,
+    priority: int = 0,
+    salt: str = "",
+    logprobs: int | None = None,
+    arrived: float = 0.0,
+) -> Request:
+    """A request with one sequence, as it is when it comes from the tokenizer."""
+    request = Request(
+        id=f"request-{next(_ids)}",
+        prompt=TokensPrompt(tuple(prompt)),
+        params=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, logprobs=logprobs),
+        stream=Stream(StreamBudget(1 << 20, 1 << 20)),
+        times=Times(arrived=arrived),
+        priority=priority,
+        cache_salt=salt,
+        prompt_ids=list(prompt),
+    )
+    sampler = SamplerParams(
+        seed=seed, stop_ids=list(stop), logprobs=-1 if logprobs is None else logprobs
+    )
+    request.sequences.append(Sequence(request=request, sampler=sampler))
+    return request
+
+
+def make_limits(worker: FakeWorker, **changes: Any) -> Limits:
+    """Limits that fit ``worker``."""
+    limits = Limits(
+        max_num_seqs=worker.max_num_seqs,
+        max_num_batched_tokens=worker.max_num_batched_tokens,
+        max_model_len=worker.max_model_len,
+        page_size=worker.page_size,
+        num_pages=worker.num_pages,
+        max_plans_in_flight=1,
+        enable_prefix_caching=True,
+        scheduling_policy="fcfs",
+        capacity_policy="max_utilization",
+    )
+    return attrs.evolve(limits, **changes)
+
+
+def reference(worker: FakeWorker, sequence: Sequence) -> list[int]:
+    """What ``sequence`` has to produce: one token after the other, with nothing else around."""
+    context = list(sequence.request.prompt_ids)
+    output: list[int] = []
+    while len(output) < sequence.max_tokens:
+        token = worker.token(context, sequence.sampler)
+        context.append(token)
+        output.append(token)
+        if sequence.sampler.is_stop(token, len(output)):
+            break
+    return output
+
+
+@attrs.define(eq=False)
+class Bench:
+    """A core and a worker side by side, with the plans and results that lie between them."""
+
+    worker: FakeWorker
+    core: SchedulerCore
+    plans: list[wire.Plan] = attrs.field(factory=list)
+    """Every plan made, in order."""
+    results: list[wire.StepResult] = attrs.field(factory=list)
+    """Those that the core hasn't been given."""
+    outputs: list[SequenceOutput] = attrs.field(factory=list)
+    now: float = 0.0
+
+    @classmethod
+    def make(cls, worker: FakeWorker, **limits: Any) -> Bench:
+        return cls(worker, SchedulerCore(make_limits(worker, **limits)))
+
+    def submit(self, *args: Any, **kwargs: Any) -> Sequence:
+        """Submit a request of its own."""
+        request = make_request(*args, **kwargs)
+        self.core.submit(request, self.now)
+        return request.sequences[0]
+
+    def plan(self) -> wire.Plan | None:
+        """Make the next plan and have the worker run it; the core doesn't know the result yet."""
+        plan = self.core.next_plan(self.now)
+        self.core.check_integrity()
+        if plan is not None:
+            self.plans.append(plan)
+            result = self.worker.step(plan)
+            assert isinstance(result, wire.StepResult)
+            self.results.append(result)
+        return plan
+
+    def result(self) -> list[SequenceOutput]:
+        """Give the core its oldest result."""
+        outputs = self.core.on_result(self.results.pop(0), self.now)
+        self.outputs += outputs
+        self.core.check_integrity()
+        return outputs
+
+    def step(self) -> list[SequenceOutput]:
+        """Fill up to the depth, then take one result."""
+        while self.plan() is not None:
+            pass
+        return self.result() if self.results else []
+
+    def drain(self) -> None:
+        """Until there is nothing to do."""
+        while self.plan() is not None or self.results:
+            self.step()
+
+    def rows(self, plan: wire.Plan | None) -> list[tuple[int, int]]:
+        """(slot, tokens) of every row of ``plan``."""
+        assert plan is not None
+        slots, counts = wire.ints(plan.row_slots), wire.ints(plan.row_counts)
+        return list(zip(slots.tolist(), counts.tolist(), strict=True))
