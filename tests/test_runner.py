@@ -101,7 +101,11 @@ class TestSteps:
     def test_resumed_sequence_goes_on_alike(self, model: Decoder, maker: PlanMaker) -> None:
         """What a slot draws depends on its tokens and parameters alone: penalties, seed, length."""
         params = SamplerParams(
-            temperature=0.9, seed=7, frequency_penalty=0.5, repetition_penalty=1.2, min_tokens=9,
+            temperature=0.9,
+            seed=7,
+            frequency_penalty=0.5,
+            repetition_penalty=1.2,
+            min_tokens=9,
             stop_ids=[2],
         )
         whole = generate(model, PROMPT, 8, params)
@@ -216,8 +220,13 @@ class TestFailures:
 
 def opened(**changes: Any) -> OpenSlot:
     fields: dict[str, Any] = {
-        "slot": 0, "generation": 1, "tokens": [1, 2, 3, 4, 5], "prompt_length": 5, "computed": 0,
-        "pages": [0, 1], **changes,
+        "slot": 0,
+        "generation": 1,
+        "tokens": [1, 2, 3, 4, 5],
+        "prompt_length": 5,
+        "computed": 0,
+        "pages": [0, 1],
+        **changes,
     }
     columns = {name: from_ints(fields.pop(name)) for name in ("tokens", "pages")}
     return OpenSlot(**fields, **columns, sampler=GREEDY)
@@ -270,7 +279,9 @@ class TestSlotTable:
 
     def test_rows_and_pages(self, table: SlotTable) -> None:
         first = Plan(
-            number=1, opened=[opened(), opened(slot=9, pages=[1, 3], computed=4)], **rows(s9=1, s0=3)
+            number=1,
+            opened=[opened(), opened(slot=9, pages=[1, 3], computed=4)],
+            **rows(s9=1, s0=3),
         )
         nine, zero = table.apply(first)
         assert (nine.start, nine.end, nine.samples) == (4, 5, True)

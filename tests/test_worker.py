@@ -1,0 +1,236 @@
+"""The worker process over its real socket, and what it chooses while it loads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+import pynng
+import pytest
+import torch
+
+from gpu.__main__ import examine
+from gpu.loading import choose_dtype, choose_max_model_len, choose_num_pages
+from tests.plans import GREEDY, PlanMaker, load_tiny, make_runner
+from tests.tiny_models import make_tiny
+from trioserve import wire
+from trioserve.errors import ModelLoadError
+from trioserve.model_files import RopeScaling, open_model
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE = 60.0
+PROMPT = [5, 17, 200, 31, 8, 90, 44, 123, 9, 250]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("smollm2", tmp_path_factory.mktemp("model"))
+
+
+def start_message(folder: Path, **changes: Any) -> wire.Start:
+    fields: dict[str, Any] = {
+        "model": str(folder), "device": "cpu", "dtype": "float32", "max_model_len": 0,
+        "max_num_seqs": 8, "max_num_batched_tokens": 0, "page_size": 4, "num_pages": 64,
+        "kv_cache_memory_bytes": 0, "gpu_memory_utilization": 0.9, "num_threads": 1,
+        "logprobs_mode": "raw", **changes,
+    }  # fmt: skip
+    return wire.Start(**fields)
+
+
+@attrs.define
+class Peer:
+    """The engine's end: a socket and the process behind it."""
+
+    socket: pynng.Pair0
+    process: subprocess.Popen[bytes]
+
+    def send(self, message: wire.Message) -> None:
+        self.socket.send(wire.encode(message))
+
+    def receive(self) -> wire.Message:
+        return wire.decode(self.socket.recv())
+
+    def load(self, start: wire.Start) -> tuple[wire.Message, list[wire.Progress]]:
+        """Say Start; the answer, and the progress before it."""
+        self.send(start)
+        progress = []
+        while isinstance(message := self.receive(), wire.Progress):
+            progress.append(message)
+        return message, progress
+
+    def step(self, plan: wire.Plan) -> wire.StepResult:
+        self.send(plan)
+        result = self.receive()
+        assert isinstance(result, wire.StepResult)
+        return result
+
+    def call(self, number: int, name: str, arguments: object = None) -> wire.Reply:
+        encoded = msgspec.msgpack.encode(arguments)
+        self.send(wire.Call(number=number, name=name, arguments=encoded))
+        reply = self.receive()
+        assert isinstance(reply, wire.Reply)
+        assert reply.number == number
+        return reply
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    """A worker that has just been started."""
+    url = f"ipc://{tmp_path}/worker.sock"
+    timeout = int(DEADLINE * 1000)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "gpu", "--connect", url]
+    with pynng.Pair0(
+        listen=url, recv_timeout=timeout, send_timeout=timeout, send_buffer_size=64
+    ) as socket:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        try:
+            yield Peer(socket, process)
+        finally:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def test_conversation(folder: Path, peer: Peer) -> None:
+    hello = peer.receive()
+    assert hello == wire.Hello(
+        protocol=wire.PROTOCOL_VERSION, schema=wire.schema_hash(),
+        package=str(ROOT / "gpu"), pid=peer.process.pid,
+    )  # fmt: skip
+    ready, progress = peer.load(start_message(folder))
+    assert isinstance(ready, wire.Ready)
+    assert (ready.num_pages, ready.page_size, ready.vocab_size) == (64, 4, 300)
+    assert (ready.max_model_len, ready.max_num_seqs, ready.max_num_batched_tokens) == (512, 8, 512)
+    assert (ready.device, ready.dtype) == ("cpu", "float32")
+    assert ready.model_checksum == open_model(folder).checksum()
+    last = [message for message in progress if message.stage == "weights"][-1]
+    assert last.done == last.total > 0
+
+    # The same tokens as the runner gives in this process, though the plans are sent ahead.
+    maker, local = PlanMaker(peer.step), PlanMaker(make_runner(load_tiny(folder))[0].step)
+    for side in (maker, local):
+        side.open(2, PROMPT)
+    plans = [maker.plan({2: count}) for count in (6, 4, 1, 1)]
+    for plan in plans:
+        peer.send(plan)
+    tokens = []
+    for plan in plans:
+        result = peer.receive()
+        assert isinstance(result, wire.StepResult)
+        assert result.number == plan.number
+        assert ints_of(result.slots) == [2]
+        tokens += ints_of(result.tokens)
+    assert tokens == [token for count in (6, 4, 1, 1) for token in local.step({2: count})[2]]
+
+    statistics = msgspec.msgpack.decode(peer.call(1, "statistics").result)
+    assert (statistics["open_slots"], statistics["pages_used"], statistics["steps"]) == (1, 3, 4)
+    assert statistics["resident_bytes"] > 1 << 20
+    assert msgspec.msgpack.decode(peer.call(2, "ping", [1, "two"]).result) == [1, "two"]
+    assert "no call 'dance'" in peer.call(3, "dance").error
+
+    # A failure refuses the plan behind it too, until Reset.
+    peer.send(wire.Plan(number=5, closed=wire.from_ints([7])))
+    peer.send(wire.Plan(number=6))
+    failures = [peer.receive(), peer.receive()]
+    assert [(f.number, f.slot, f.fatal) for f in failures if isinstance(f, wire.Failure)] == [
+        (5, 7, False),
+        (6, -1, False),
+    ]
+    peer.send(wire.Reset(next_plan=9))
+    again = PlanMaker(peer.step)
+    again.number = 8
+    again.open(0, PROMPT, GREEDY)
+    assert again.step({0: 10})[0] == tokens[:1]
+
+    peer.send(wire.Quit())
+    assert peer.process.wait(DEADLINE) == 0
+
+
+def ints_of(column: bytes) -> list[int]:
+    return [int(number) for number in wire.ints(column)]
+
+
+def test_end_of_standard_input_ends_it(folder: Path, peer: Peer) -> None:
+    peer.receive()
+    ready, _ = peer.load(start_message(folder))
+    assert isinstance(ready, wire.Ready)
+    assert peer.process.stdin is not None
+    peer.process.stdin.close()
+    began = time.monotonic()
+    assert peer.process.wait(DEADLINE) != 0
+    assert time.monotonic() - began < 2.0
+
+
+def test_signals_and_a_model_that_is_missing(tmp_path: Path, peer: Peer) -> None:
+    peer.receive()
+    failure, _ = peer.load(start_message(tmp_path / "nowhere"))
+    assert isinstance(failure, wire.Failure)
+    assert (failure.number, failure.fatal) == (0, True)
+    assert "nowhere" in failure.message
+    assert "\n" not in failure.message
+    # It stays until the engine has heard, ignores Ctrl-C and obeys SIGTERM.
+    peer.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        peer.process.wait(0.3)
+    peer.process.send_signal(signal.SIGTERM)
+    assert peer.process.wait(DEADLINE) == 0
+
+
+def test_doctor_report_is_json() -> None:
+    report = msgspec.json.decode(msgspec.json.encode(examine()))
+    assert report["torch"] == str(torch.__version__)
+    assert report["threads"] == torch.get_num_threads()
+    assert len(report["cuda_devices"]) == torch.cuda.device_count()
+
+
+class TestChoices:
+    def test_max_model_len(self, folder: Path) -> None:
+        config = open_model(folder).config
+        assert choose_max_model_len(0, config) == 512
+        assert choose_max_model_len(100, config) == 100
+        with pytest.raises(ModelLoadError, match="513 is more than this model's 512"):
+            choose_max_model_len(513, config)
+        dynamic = attrs.evolve(config, rope_scaling=RopeScaling(kind="dynamic", factor=2.0))
+        assert choose_max_model_len(1024, dynamic) == 1024
+        assert choose_max_model_len(0, dynamic) == 512
+        with pytest.raises(ModelLoadError, match="1025"):
+            choose_max_model_len(1025, dynamic)
+
+    def test_dtype(self) -> None:
+        assert choose_dtype("float32") == torch.float32
+        assert choose_dtype("bfloat16") == torch.bfloat16
+        assert choose_dtype("auto") in (torch.float32, torch.bfloat16)
+        with pytest.raises(ModelLoadError, match="float16 is not served on a CPU"):
+            choose_dtype("float16")
+
+    @pytest.mark.parametrize(
+        ("asked", "available", "pages"),
+        [
+            ({"num_pages": 3}, 0, 3),
+            ({"kv_cache_memory_bytes": 30_999}, 0, 30),
+            ({}, 1_000_000, 250),
+            ({}, 1 << 40, (2 << 30) // 1000),
+            ({}, 30_000, 25),  # a quarter isn't enough for one sequence
+        ],
+    )
+    def test_num_pages(self, asked: dict[str, int], available: int, pages: int) -> None:
+        start = start_message(Path("x"), **{"num_pages": 0, **asked})
+        assert choose_num_pages(start, 1000, 100, available) == pages
+
+    def test_no_room_for_one_sequence(self) -> None:
+        start = start_message(Path("x"), num_pages=0)
+        with pytest.raises(ModelLoadError, match="room for 72 tokens .* lower --max-model-len or"):
+            choose_num_pages(start, 1000, 100, 20_000)
+        start = start_message(Path("x"), num_pages=0, kv_cache_memory_bytes=24_000)
+        with pytest.raises(ModelLoadError, match="raise --kv-cache-memory-bytes to 25000"):
+            choose_num_pages(start, 1000, 100, 1 << 40)
