@@ -81,9 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
-        pages = [
-            number for number, page in enumerate(self.model) if page.holders and not page.kept
-        ]
+        pages = [number for number, page in enumerate(self.model) if page.holders and not page.kept]
         if pages:
             page = data.draw(st.sampled_from(pages))
             self.pool.keep(page)

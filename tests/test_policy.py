@@ -128,9 +128,7 @@ def test_guaranteed_capacity_is_never_exceeded(
 
 
 @given(available=st.integers(0, 20), need=st.integers(1, 20), running=st.integers(0, 10))
-def test_utilization_keeps_a_page_in_hand_for_each(
-    available: int, need: int, running: int
-) -> None:
+def test_utilization_keeps_a_page_in_hand_for_each(available: int, need: int, running: int) -> None:
     admitted = policy.may_admit(
         "max_utilization",
         available=available,
