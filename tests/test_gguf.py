@@ -23,7 +23,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, RopeScaling, locate, open_model
-from trioserve.model_files.gguf_header import GGUFHeader, read_header
+from trioserve.model_files.gguf import read_config
+from trioserve.model_files.gguf_header import TENSOR_TYPES, GGUFHeader, GGUFTensor, read_header
 from trioserve.model_files.gguf_tokenizer import build_tokenizer
 
 
@@ -201,15 +202,32 @@ def test_yarn_in_the_metadata(tmp_path: Path) -> None:
     assert scaling.attention_factor == pytest.approx(0.5 * (0.1 * np.log(4.0) + 1.0))
 
 
+def test_other_spellings_of_the_metadata(tiny: Path) -> None:
+    """Linear scaling as files of 2023 have it, and one number for each layer."""
+    header = read_header(tiny)
+    metadata = {
+        **header.metadata,
+        "llama.rope.scale_linear": 4.0,
+        "llama.attention.head_count_kv": np.array([2, 2], np.int32),
+    }
+    config = read_config(attrs.evolve(header, metadata=metadata))
+    assert config.num_kv_heads == 2
+    assert config.rope_scaling == RopeScaling(
+        kind="linear", factor=4.0, original_max_position_embeddings=512
+    )
+
+
 def test_what_is_not_served_is_named(tiny: Path, tmp_path: Path) -> None:
     header = read_header(tiny)
 
-    def reason(drop_tensor: str | None = None, **metadata: Any) -> str:
-        from trioserve.model_files.gguf import read_config
-
+    def reason(
+        drop_tensor: str | None = None, add: GGUFTensor | None = None, **metadata: Any
+    ) -> str:
         changed = {key.replace("__", "."): value for key, value in metadata.items()}
         merged = {k: v for k, v in {**header.metadata, **changed}.items() if v is not None}
         tensors = {name: t for name, t in header.tensors.items() if name != drop_tensor}
+        if add is not None:
+            tensors[add.name] = add
         with pytest.raises(ModelLoadError) as caught:
             read_config(attrs.evolve(header, metadata=merged, tensors=tensors))
         return str(caught.value)
@@ -220,6 +238,12 @@ def test_what_is_not_served_is_named(tiny: Path, tmp_path: Path) -> None:
     assert "has no llama.block_count" in reason(llama__block_count=None)
     assert "longrope" in reason(llama__rope__scaling__type="longrope")
     assert "no tensor output_norm.weight" in reason("output_norm.weight")
+    factors = GGUFTensor("rope_freqs.weight", (8,), TENSOR_TYPES[0], 0, 32)
+    both = reason(add=factors, llama__rope__scaling__type="linear")
+    assert "linear beside rope_freqs.weight" in both
+    half = attrs.evolve(factors, type=TENSOR_TYPES[1])
+    assert "rope_freqs.weight = F16" in reason(add=half)
+    assert "llama.rope.freq_base = -1.0" in reason(llama__rope__freq_base=-1.0)
     assert "llama.block_count = 3" in reason(llama__block_count=3)
     counts = np.array([2, 1], np.int32)
     assert "head_count_kv = [2 1]" in reason(llama__attention__head_count_kv=counts)

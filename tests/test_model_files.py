@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +414,47 @@ def test_a_hub_id_that_is_not_in_the_cache_is_refused_in_one_line(hub: dict[str,
         assert shown.startswith("refused: org/")
         assert shown.endswith("HF_HUB_OFFLINE is set: unset it, or give a folder")
         assert "\n" not in shown
+
+
+class _Refusing(http.server.BaseHTTPRequestHandler):
+    """A Hub that has nothing, and says why as the real one does."""
+
+    def do_GET(self) -> None:
+        status, code = {"gated": (403, "GatedRepo"), "old": (404, "RevisionNotFound")}.get(
+            self.path.split("/")[4], (404, "RepoNotFound")
+        )
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_the_hubs_own_refusals_are_one_line_each(tmp_path: Path) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        endpoint = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
+        gated = run_python("locate('org/gated')", **endpoint)
+        old = run_python("locate('org/old', revision='v9')", **endpoint)
+        absent = run_python("locate('org/absent')", **endpoint)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert gated == "refused: org/gated is gated: ask for access on its page, then set HF_TOKEN"
+    assert old == "refused: org/old at revision v9 doesn't exist on the Hub: check the revision"
+    assert absent.startswith("refused: org/absent is no folder here and not on the Hub")
 
 
 def test_without_the_hubs_package_a_hub_id_says_what_it_needs() -> None:

@@ -203,6 +203,15 @@ def test_tensors_that_are_missing_unknown_or_misshapen_are_named(tmp_path: Path)
     assert f"tensor {norm} has the type F64" in error_of(tmp_path)
 
 
+def test_a_tensor_that_the_architecture_lacks_is_refused_in_a_gguf_file_too(
+    tmp_path: Path,
+) -> None:
+    make_tiny("smollm2", tmp_path)
+    extra = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}
+    path = write_gguf(tmp_path, tmp_path / "tiny.gguf", extra_tensors=extra)
+    assert "holds the tensor blk.0.attn_sinks.weight" in error_of(path)
+
+
 def test_damaged_safetensors_files_are_named(tmp_path: Path) -> None:
     make_tiny("smollm2", tmp_path)
     path = tmp_path / "model.safetensors"
