@@ -229,7 +229,7 @@ class TestChoices:
 
     def test_no_room_for_one_sequence(self) -> None:
         start = start_message(Path("x"), num_pages=0)
-        with pytest.raises(ModelLoadError, match="room for 72 tokens .* lower --max-model-len or"):
+        with pytest.raises(ModelLoadError, match=r"room for 72 tokens .* lower --max-model-len or"):
             choose_num_pages(start, 1000, 100, 20_000)
         start = start_message(Path("x"), num_pages=0, kv_cache_memory_bytes=24_000)
         with pytest.raises(ModelLoadError, match="raise --kv-cache-memory-bytes to 25000"):
