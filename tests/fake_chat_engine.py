@@ -1,0 +1,88 @@
+"""An engine that says what it was asked, word by word. Run as a program, it chats at a terminal."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+import trio
+
+from trioserve import terminal
+from trioserve.errors import ContextTooLong
+from trioserve.request import ChatPrompt
+from trioserve.sampling import SamplingParams
+from trioserve.stream import Chunk
+
+if TYPE_CHECKING:
+    from trioserve.engine import Engine
+
+
+@attrs.define
+class FakeStream:
+    """Replies with one chunk a word; a message ``forever`` is answered without end."""
+
+    words: list[str]
+    endless: bool
+    pause: float
+    _position: int = 0
+    left: bool = False
+
+    async def __aenter__(self) -> FakeStream:
+        if self.words == ["refuse"]:
+            raise ContextTooLong("too long")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.left = True
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        await trio.sleep(self.pause)
+        position, self._position = self._position, self._position + 1
+        if not self.words or (position >= len(self.words) and not self.endless):
+            raise StopAsyncIteration
+        word = self.words[position % len(self.words)]
+        last = position + 1 == len(self.words) and not self.endless
+        return Chunk(
+            text=("" if position == 0 else " ") + word,
+            token_ids=(position,),
+            finish_reason="length" if last and word == "cut" else "stop" if last else None,
+        )
+
+
+@attrs.define
+class FakeEngine:
+    """Remembers what it was asked; ``generate`` is all it can do."""
+
+    pause: float = 0.0
+    prompts: list[Any] = attrs.field(factory=list)
+    params: list[SamplingParams] = attrs.field(factory=list)
+    streams: list[FakeStream] = attrs.field(factory=list)
+
+    def generate(self, prompt: Any, params: SamplingParams) -> FakeStream:
+        self.prompts.append(prompt)
+        self.params.append(params)
+        asked = prompt.messages[-1]["content"] if isinstance(prompt, ChatPrompt) else prompt
+        self.streams.append(FakeStream(asked.split(), asked == "forever", self.pause))
+        return self.streams[-1]
+
+    def as_engine(self) -> Engine:
+        return cast("Engine", self)
+
+
+async def main() -> None:
+    engine = FakeEngine(pause=0.01).as_engine()
+    await terminal.chat(engine, system=None, params=SamplingParams())
+    print("left")
+
+
+if __name__ == "__main__":
+    trio.run(main)
