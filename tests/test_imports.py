@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.source_files import ROOT, imports_of, modules_of
+
 FORBIDDEN_IN_TRIOSERVE = {"torch", "cupy", "gpu", "asyncio", "pickle"}
 FORBIDDEN_IN_GPU = {"trio", "hypercorn", "quart", "quart_trio", "pynng.trio", "asyncio", "pickle"}
 SHARED = {
@@ -68,23 +67,8 @@ def test_no_module_of_the_worker_loads_trio() -> None:
     assert loaded.isdisjoint({"trio", "hypercorn", "quart", "transformers"})
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """The full name of every module that a file's import statements name, wherever they stand."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
-            assert node.module is not None
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def is_under(name: str, modules: set[str]) -> bool:
     return any(name == module or name.startswith(module + ".") for module in modules)
-
-
-def modules_of(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""The directive ``options-table``: every option of :mod:`trioserve.config`, read at build time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from trioserve.config import GROUPS, EngineConfig, ServerConfig
+from trioserve.options import Option, options_of
+
+
+def table_lines() -> Iterator[str]:
+    """A Markdown section with a table for every group of options."""
+    options = [option for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]
+    for group, title in GROUPS.items():
+        yield f"## {title}"
+        yield ""
+        yield "| Option | Default | Meaning |"
+        yield "| --- | --- | --- |"
+        yield from (_row(option) for option in options if option.group == group)
+        yield ""
+
+
+def _row(option: Option) -> str:
+    flag = f"`{option.flag}`"
+    if option.kind is bool:
+        flag += f", `{option.flag.replace('--', '--no-', 1)}`"
+    default = f"`{option.default_text}`" if option.default_text is not None else ""
+    cells = (f"{flag}<br>`{option.environment}`", default, _meaning(option))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _meaning(option: Option) -> str:
+    text = option.help[0].upper() + option.help[1:] + "."
+    if option.kind is bool or (option.kind is str and option.choices is None):
+        return text
+    return f"{text} {option.wanted[0].upper()}{option.wanted[1:]}."
+
+
+class OptionsTable(SphinxDirective):
+    """``options-table``; it has no arguments."""
+
+    def run(self) -> list[nodes.Node]:
+        """The nodes of the tables."""
+        return self.parse_text_to_nodes("\n".join(table_lines()), allow_section_headings=True)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directive with Sphinx."""
+    app.add_directive("options-table", OptionsTable)
+    return {"parallel_read_safe": True}

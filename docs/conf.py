@@ -1,0 +1,32 @@
+"""How the documentation is built: ``python -m nox -s docs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import trioserve
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "trioserve"
+author = "The trioserve authors"
+copyright = "the trioserve authors"
+version = release = trioserve.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "options_table",
+]
+exclude_patterns = ["_build", "_ext"]
+html_theme = "furo"
+html_title = f"trioserve {release}"
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
