@@ -1,6 +1,6 @@
 """The HTTP side: an ASGI application over an engine, and a hardened server for it.
 
-:func:`create_app` gives an application for anybody's hypercorn; :func:`serve_app` runs it on sockets
+:func:`create_app` gives an application for any hypercorn; :func:`serve_app` runs it on sockets
 of our own, hardened. Both are loaded when they are first used.
 """
 

@@ -2,7 +2,7 @@
 
 Hypercorn's own connection lets an exception end the whole server, waits for ever on a client that
 doesn't read, and doesn't notice a client that leaves while its reader is parked (a pipelined
-request, a full queue). Here every exception ends at the connection, a send that makes no progress is
+request, a full queue). Here every exception ends at the connection; a send that doesn't progress is
 given up after ``send_timeout`` seconds, and :class:`Connections` tells a parked reader that its
 client has gone.
 """
@@ -12,15 +12,23 @@ from __future__ import annotations
 import contextlib
 import select
 import sys
+from collections.abc import Awaitable, Callable
 
 import h11
 import structlog
 import trio
+from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData
-from hypercorn.trio.task_group import TaskGroup
+from hypercorn.trio.task_group import TaskGroup, _handle
 from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import AppWrapper, ConnectionState
+from hypercorn.typing import (
+    AppWrapper,
+    ASGIReceiveEvent,
+    ASGISendEvent,
+    ConnectionState,
+    Scope,
+)
 from hypercorn.utils import parse_socket_addr
 
 from trioserve.http.asgi import CONNECTION_STATE
@@ -35,6 +43,42 @@ _SEND_SLICE = 1 << 16
 """Bytes that are to be taken within ``send_timeout``: a slow reader who does read isn't cut off."""
 
 _log = structlog.get_logger("trioserve.http")
+
+
+class _Tasks(TaskGroup):
+    """The tasks of a connection. What is meant for an application that has ended is dropped.
+
+    In hypercorn it fills a queue that nobody empties, and the reader waits there for ever.
+    """
+
+    async def spawn_app(
+        self,
+        app: AppWrapper,
+        config: Config,
+        scope: Scope,
+        send: Callable[[ASGISendEvent | None], Awaitable[None]],
+    ) -> Callable[[ASGIReceiveEvent], Awaitable[None]]:
+        to_app, from_client = trio.open_memory_channel[ASGIReceiveEvent](config.max_app_queue_size)
+
+        async def run_app() -> None:
+            with from_client:
+                await _handle(
+                    app,
+                    config,
+                    scope,
+                    from_client.receive,
+                    send,
+                    trio.to_thread.run_sync,
+                    trio.from_thread.run,
+                )
+
+        async def put(event: ASGIReceiveEvent) -> None:
+            with contextlib.suppress(trio.BrokenResourceError):
+                await to_app.send(event)
+
+        assert self._nursery is not None
+        self._nursery.start_soon(run_app)
+        return put
 
 
 class Connection(TCPServer):
@@ -85,7 +129,7 @@ class Connection(TCPServer):
             server = parse_socket_addr(self.stream.socket.family, self.stream.socket.getsockname())
         except OSError:
             return  # The client has left already.
-        async with TaskGroup() as task_group:
+        async with _Tasks() as task_group:
             self._task_group = task_group
             self.protocol = Protocol(
                 self.app,
@@ -124,7 +168,7 @@ class Connection(TCPServer):
         if isinstance(event, RawData):
             await self._send(event.data)
         elif isinstance(event, Closed):
-            await self._close()
+            self._finish()
             await self.protocol.handle(Closed())
         else:
             await super().protocol_send(event)
@@ -135,6 +179,8 @@ class Connection(TCPServer):
         Shielded, because half a frame would break what others send on the connection, and bounded,
         because a client that doesn't read must not hold anything up.
         """
+        if not data:
+            return
         async with self.send_lock:
             try:
                 for start in range(0, len(data), _SEND_SLICE):
@@ -150,13 +196,14 @@ class Connection(TCPServer):
         self.abort()
         await self.protocol.handle(Closed())
 
-    async def _close(self) -> None:
-        """Say that nothing follows. A client that is still sending is listened to for a while."""
+    def _finish(self) -> None:
+        """Say that nothing follows. A client that is still sending is listened to for a while.
+
+        Doesn't wait: the application's task, which may be the caller, is being cancelled by now.
+        """
         self._closing = True
-        with contextlib.suppress(
-            trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError
-        ):
-            await self.stream.send_eof()
+        with contextlib.suppress(OSError):
+            self.stream.socket.shutdown(trio.socket.SHUT_WR)
         if self._client_has_finished():
             self.abort()
         else:

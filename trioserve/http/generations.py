@@ -180,7 +180,8 @@ class _Several(Generations):
             stack.callback(nursery.cancel_scope.cancel)
             with self._to_reader:
                 for index, job in enumerate(self._jobs):
-                    nursery.start_soon(self._run, index, job, self._to_reader.clone())
+                    # One after the other, so that they come to the queue in their order.
+                    await nursery.start(self._run, index, job, self._to_reader.clone())
             await self._opened.wait()
             if self._error is None:
                 self._exits = stack.pop_all()
@@ -207,9 +208,15 @@ class _Several(Generations):
             raise
 
     async def _run(
-        self, index: int, job: Job, to_reader: trio.MemorySendChannel[tuple[int, Chunk]]
+        self,
+        index: int,
+        job: Job,
+        to_reader: trio.MemorySendChannel[tuple[int, Chunk]],
+        *,
+        task_status: trio.TaskStatus[None],
     ) -> None:
         with to_reader:
+            task_status.started()
             try:
                 async with _generate(self._engine, job) as stream:
                     self._entered[index] = stream

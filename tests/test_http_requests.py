@@ -1,0 +1,214 @@
+"""What is wrong with a request is said in a 400 that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from http_stub import StubEngine, client_of
+
+from trioserve.errors import InvalidRequest
+from trioserve.http.openai_schemas import ChatCompletionRequest
+from trioserve.http.schemas import parse_body
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+NATIVE = "/generate"
+MINIMAL: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+    TEXT: {"prompt": "x"},
+    NATIVE: {"text": "x"},
+}
+
+
+async def refusal(path: str, body: Any) -> dict[str, Any]:
+    """The error of a request that must be a 400 and must not reach the engine."""
+    stub = StubEngine()
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = await client_of(stub).post(path, data=data)
+    assert response.status_code == 400
+    assert stub.calls == []
+    reply = json.loads(await response.get_data(True))
+    assert set(reply) == {"error"}
+    assert set(reply["error"]) == {"message", "type", "param", "code"}
+    assert reply["error"]["type"] == "invalid_request_error"
+    error: dict[str, Any] = reply["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (CHAT, "n", 2),
+        (CHAT, "n", True),
+        (CHAT, "response_format", {"type": "json_object"}),
+        (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]),
+        (CHAT, "tool_choice", "required"),
+        (CHAT, "functions", [{}]),
+        (CHAT, "audio", {}),
+        (CHAT, "modalities", ["text", "audio"]),
+        (CHAT, "store", True),
+        (CHAT, "service_tier", "flex"),
+        (CHAT, "reasoning_effort", "high"),
+        (CHAT, "prompt_logprobs", 1),
+        (CHAT, "structured_outputs", {"regex": "a"}),
+        (CHAT, "use_beam_search", True),
+        (CHAT, "bad_words", ["a"]),
+        (CHAT, "chat_template", "{{ messages }}"),
+        (CHAT, "echo", True),
+        (TEXT, "n", 2),
+        (TEXT, "best_of", 2),
+        (TEXT, "suffix", "end"),
+        (TEXT, "truncate_prompt_tokens", 5),
+        (TEXT, "return_token_ids", True),
+        (TEXT, "spaces_between_special_tokens", False),
+        (NATIVE, "logprob_start_len", 0),
+        (NATIVE, "image_data", ["x"]),
+        (NATIVE, "lora_path", "x"),
+        (NATIVE, "return_hidden_states", True),
+    ],
+)
+async def test_known_and_not_served(path: str, field: str, value: Any) -> None:
+    error = await refusal(path, {**MINIMAL[path], field: value})
+    assert error["param"] == field
+    assert error["code"] == "unsupported_parameter"
+    assert error["message"].startswith(f"{field} isn't served")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, NATIVE])
+async def test_unknown_fields(path: str) -> None:
+    error = await refusal(path, {**MINIMAL[path], "temprature": 1})
+    assert error["param"] == "temprature"
+    assert error["code"] == "unknown_parameter"
+    assert error["message"] == "temprature is not a field of this request"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (CHAT, {}, "messages", "messages is missing"),
+        (CHAT, {"messages": []}, "messages", "messages: expected array of length >= 1"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": 1}]},
+            "messages[0].content",
+            "messages[0].content: expected str or array or null, got int",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "messages[0].content[0].type: invalid enum value 'image_url'",
+        ),
+        (
+            CHAT,
+            {**MINIMAL[CHAT], "max_tokens": "5"},
+            "max_tokens",
+            "max_tokens: expected int or null, got str",
+        ),
+        (CHAT, {**MINIMAL[CHAT], "stream": "yes"}, "stream", None),
+        (CHAT, {**MINIMAL[CHAT], "stream_options": {"x": 1}}, "stream_options.x", None),
+        (CHAT, {**MINIMAL[CHAT], "logit_bias": {"5": "x"}}, "logit_bias[...]", None),
+        (CHAT, {**MINIMAL[CHAT], "timeout": 0}, "timeout", None),
+        (CHAT, {**MINIMAL[CHAT], "max_tokens": 2**31}, "max_tokens", None),
+        (TEXT, {}, "prompt", "prompt is missing"),
+        (TEXT, {"prompt": [1, -1]}, "prompt[1]", None),
+        (TEXT, {"prompt": ["a", 1]}, "prompt[1]", None),
+        (TEXT, {"prompt": {"a": 1}}, "prompt", None),
+        (NATIVE, {**MINIMAL[NATIVE], "sampling_params": {"top_k": 1.5}}, None, None),
+    ],
+)
+async def test_wrong_types(path: str, body: Any, param: str | None, message: str | None) -> None:
+    error = await refusal(path, body)
+    assert error["param"] == (param or "sampling_params.top_k")
+    if message is not None:
+        assert error["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"temperature": -1}, "temperature"),
+        (CHAT, {"top_p": 0}, "top_p"),
+        (CHAT, {"top_p": 1.5}, "top_p"),
+        (CHAT, {"frequency_penalty": 3}, "frequency_penalty"),
+        (CHAT, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
+        (CHAT, {"min_tokens": 5, "max_tokens": 3}, "min_tokens"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"logit_bias": {"5": 101}}, "logit_bias"),
+        (CHAT, {"seed": 2**64}, "seed"),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (
+            CHAT,
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": ["x"] * 2049}, "prompt"),
+        (TEXT, {"echo": True, "logprobs": 1}, "echo"),
+        (NATIVE, {"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        (NATIVE, {"sampling_params": {"sampling_seed": 2**64}}, "sampling_seed"),
+        (NATIVE, {"input_ids": [1]}, "text"),
+        (NATIVE, {"text": None}, "text"),
+        (NATIVE, {"text": None, "input_ids": [[1], 2]}, "input_ids"),
+        (NATIVE, {"text": None, "input_ids": []}, "input_ids"),
+        (NATIVE, {"text": ["a", "b"], "rid": ["1"]}, "rid"),
+        (NATIVE, {"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params"),
+        (NATIVE, {"top_logprobs_num": 2}, "top_logprobs_num"),
+    ],
+)
+async def test_wrong_values(path: str, fields: dict[str, Any], param: str) -> None:
+    error = await refusal(path, {**MINIMAL[path], **fields})
+    assert error["param"] == param
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[1]",
+        b'{"messages": \xff}',
+        b'{"user": "\xff", "messages": [{"role": "u"}]}',
+        b'{"user": "\\ud800"}',
+        b'{"messages": [{"role": "u"}], "temperature": NaN}',
+        b'{"messages": [{"role": "u"}], "temperature": 1e999}',
+        b'{"metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
+async def test_bodies_that_are_no_request(body: bytes) -> None:
+    assert (await refusal(CHAT, body))["message"]
+
+
+async def test_the_engines_refusal_names_the_clients_field() -> None:
+    """What only the engine can know, such as ids past the vocabulary, in the endpoint's words."""
+
+    async def refuse(call: Any) -> None:
+        raise InvalidRequest("logprobs must be at most 5, got 20", param="logprobs")
+
+    client = client_of(StubEngine(admit=refuse))
+    for path, extra, param in (
+        (CHAT, {"logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+        (NATIVE, {"return_logprob": True, "top_logprobs_num": 20}, "top_logprobs_num"),
+        (NATIVE, {"text": ["a", "b"]}, "top_logprobs_num"),
+        (TEXT, {"logprobs": 20}, "logprobs"),
+    ):
+        for stream in (False, True):
+            body = {**MINIMAL[path], **extra, "stream": stream}
+            response = await client.post(path, json=body)
+            assert response.status_code == 400
+            error = json.loads(await response.get_data(True))["error"]
+            assert error["param"] == param
+            assert error["message"] == f"{param} must be at most 5, got 20"
+
+
+def test_a_field_that_is_given_as_null_is_left_out() -> None:
+    fields = {name: None for name in ChatCompletionRequest.__struct_fields__ if name != "messages"}
+    request = parse_body(ChatCompletionRequest, json.dumps({**MINIMAL[CHAT], **fields}).encode())
+    assert request == parse_body(ChatCompletionRequest, json.dumps(MINIMAL[CHAT]).encode())
