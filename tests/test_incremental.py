@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from tests import text_tokenizers
 from trioserve.incremental import ByteDecoder, TokenBytes, WindowDecoder
+from trioserve.model_files import locate, open_model
 from trioserve.tokenizer import Tokenizer
 
 BYTE_LEVEL = text_tokenizers.byte_level()
 FALLBACK = text_tokenizers.byte_fallback()
 METASPACE = text_tokenizers.metaspace()
 WORDS = text_tokenizers.words()
+SMOLLM2 = open_model(locate("smollm2-135m")).load_tokenizer()
 
 TEXTS = [
     *text_tokenizers.SAMPLE,
@@ -97,7 +99,9 @@ def test_other_tokenizers_join_to_the_whole_decode(
     assert joined(backend, ids, skip_special_tokens=skip) == whole
 
 
-@pytest.mark.parametrize("backend", [BYTE_LEVEL, FALLBACK], ids=["bytes", "fallback"])
+@pytest.mark.parametrize(
+    "backend", [BYTE_LEVEL, FALLBACK, SMOLLM2], ids=["bytes", "fallback", "smollm2"]
+)
 @pytest.mark.parametrize("text", TEXTS)
 def test_real_text_comes_out_whole_and_never_in_halves(
     backend: tokenizers.Tokenizer, text: str
@@ -162,6 +166,14 @@ def test_a_prompt_that_ends_within_a_character_does_not_leak() -> None:
         assert joined(BYTE_LEVEL, [*pepper[number:], *tokenizer.encode(" ok")], prompt) == "🌶 ok"
         assert joined(BYTE_LEVEL, tokenizer.encode("plain"), prompt) == "plain"
         assert joined(BYTE_LEVEL, [], prompt) == ""
+
+
+def test_bytes_that_only_look_like_going_on_with_the_prompt_s_character() -> None:
+    table = Tokenizer(BYTE_LEVEL)
+    single = {table.token_bytes(id): id for id in range(table.vocab_size)}
+    # ED A1 would be half a surrogate pair, E0 80 an overlong form: neither begins a character.
+    for lead, bad in ((b"\xed", b"\xa1"), (b"\xe0", b"\x80"), (b"\xf4", b"\x90")):
+        assert joined(BYTE_LEVEL, [single[bad]], [single[lead]]) == "\ufffd"
 
 
 def test_the_leading_space_stays_after_a_prompt_and_goes_at_the_start() -> None:

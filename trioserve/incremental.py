@@ -192,13 +192,19 @@ class ByteDecoder:
         self._started = True
         if self._at_start and data.startswith(b" "):
             return data[1:]
-        try:
-            utf_8_decode(self._pending + data[:1], "strict", False)
-        except (
-            UnicodeDecodeError
-        ):  # the output doesn't go on with the prompt's unfinished character
-            self._pending = b""
+        if not _may_be_character(self._pending + data[:1]):
+            self._pending = b""  # the output doesn't go on with the prompt's unfinished character
         return data
+
+
+def _may_be_character(data: bytes) -> bool:
+    """Whether ``data`` is a character or the beginning of one."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        # Not through utf_8_decode: short of the end it takes halves of surrogates for beginnings.
+        return error.start == 0 and error.reason == "unexpected end of data"
+    return True
 
 
 @attrs.define(eq=False)
