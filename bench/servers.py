@@ -55,7 +55,7 @@ class Running:
 
     def peak_memory_bytes(self) -> int:
         """The most memory held by each process of the server, added up (Linux only)."""
-        return sum(_peak_of(pid) for pid in _group(self.process.pid))
+        return sum(_peak_of(pid) for pid in _family(self.process.pid))
 
 
 def trioserve_server(dtype: str, versions: Mapping[str, str]) -> Server:
@@ -137,14 +137,18 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _group(group: int) -> list[int]:
-    """The processes of a process group."""
-    members = []
+def _family(ancestor: int) -> list[int]:
+    """A process and all that descend from it; a worker may be in a session of its own."""
+    children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(ProcessLookupError, OSError):
-            if os.getpgid(int(entry.name)) == group:
-                members.append(int(entry.name))
-    return members
+        with contextlib.suppress(OSError):
+            # The name before the last parenthesis may hold anything, spaces too.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    family = [ancestor]
+    for member in family:
+        family += children.get(member, [])
+    return family
 
 
 def _peak_of(pid: int) -> int:

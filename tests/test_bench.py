@@ -117,6 +117,27 @@ async def test_a_server_runs_within_its_block_and_is_gone_after_it(tmp_path: Pat
         os.killpg(pid, 0)
 
 
+BALLAST = """
+import subprocess, sys
+child = "held = b'x' * (64 << 20); print(flush=True); import time; time.sleep(60)"
+worker = subprocess.Popen(
+    [sys.executable, "-c", child], stdout=subprocess.PIPE, start_new_session=True
+)
+worker.stdout.readline()
+try:
+    exec(ANSWERS)
+finally:
+    worker.kill()
+"""
+
+
+async def test_memory_includes_a_worker_in_a_session_of_its_own(tmp_path: Path) -> None:
+    stop = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); "
+    code = BALLAST.replace("exec(ANSWERS)", f"{stop}exec({ANSWERS!r})")
+    async with running(script(code), tmp_path / "log") as server:
+        assert server.peak_memory_bytes() > 64 << 20
+
+
 async def test_a_server_that_dies_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match="no such model"):
         async with running(script("raise SystemExit('no such model')"), tmp_path / "log"):
