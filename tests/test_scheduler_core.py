@@ -224,6 +224,19 @@ def test_a_second_prompt_finds_the_pages_of_the_first() -> None:
     assert statistics.prefix_cache_queries == 10 + 10 + 15 + 10
 
 
+def test_a_stop_id_that_fills_a_page_has_no_kv_to_share() -> None:
+    """The worker doesn't compute it, though a plan in flight says so."""
+    fake = FakeWorker(num_pages=16, page_size=4, token=counting)
+    bench = Bench.make(fake, max_plans_in_flight=2)
+    first = bench.submit([1, 2, 3], stop=[3])
+    bench.drain()
+    assert first.output_ids == [3]
+    again = bench.submit([1, 2, 3, 3, 9])
+    bench.drain()
+    assert again.request.num_cached_tokens == 0
+    assert again.output_ids == reference(fake, again)
+
+
 def test_a_prefix_that_is_being_computed_is_awaited_and_not_computed_twice() -> None:
     bench = Bench.make(worker(max_num_batched_tokens=16), max_plans_in_flight=2)
     prompt = [1] * 40
@@ -336,6 +349,27 @@ def test_pages_and_slots_in_flight_are_given_to_nobody() -> None:
     assert (opened.slot, opened.generation) == (0, 2)
     bench.drain()
     assert coming.output_ids == [7]
+
+
+def test_who_needs_a_page_waits_for_those_that_retire_and_preempts_nobody() -> None:
+    bench = Bench.make(
+        worker(num_pages=7, page_size=2), max_plans_in_flight=2, enable_prefix_caching=False
+    )
+    staying = [bench.submit([number], max_tokens=6) for number in range(2)]
+    leaving = bench.submit([3, 3, 3])
+    bench.plan()
+    for _ in range(3):
+        bench.plan()
+        bench.result()
+    bench.core.abort(leaving, ABORT)
+    assert bench.core.statistics().pages_free == 0
+    plan = bench.plan()
+    assert bench.rows(plan) == [], "it was given a page that is still in use"
+    bench.result()
+    assert len(bench.rows(bench.plan())) == 2
+    bench.drain()
+    assert bench.core.counters.num_preemptions == 0
+    assert [sequence.output_ids[-1] for sequence in staying] == [6, 6]
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefill", "decode", "finished"])
