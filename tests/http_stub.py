@@ -63,7 +63,7 @@ class Call:
     prompt: Prompt
     params: SamplingParams
     options: dict[str, Any]
-    entered: bool = False
+    stream: GenerationStream | None = None
     left: trio.Event = attrs.field(factory=trio.Event)
     scope_error: BaseException | None = None
 
@@ -74,12 +74,16 @@ class ScriptedStream(GenerationStream):
     def __init__(self, request: Request, script: list[Step]) -> None:
         super().__init__(request)
         self._script = deque(script)
+        self._wake_at = 0.0
 
     async def receive(self) -> Chunk:
         while self._script:
             step = self._script[0]
             if isinstance(step, float):
-                await trio.sleep(step)
+                # Whoever cancels this and comes back goes on waiting for the same moment.
+                self._wake_at = self._wake_at or trio.current_time() + step
+                await trio.sleep_until(self._wake_at)
+                self._wake_at = 0.0
                 self._script.popleft()
                 continue
             self._script.popleft()
@@ -133,8 +137,8 @@ class StubEngine:
             await trio.lowlevel.checkpoint()
             if self.admit is not None:
                 await self.admit(call)
-            call.entered = True
-            yield ScriptedStream(self._request(call), self.script(call))
+            call.stream = ScriptedStream(self._request(call), self.script(call))
+            yield call.stream
         except BaseException as error:
             call.scope_error = error
             raise

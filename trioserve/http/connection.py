@@ -171,7 +171,10 @@ class Connection(TCPServer):
             self._finish()
             await self.protocol.handle(Closed())
         else:
-            await super().protocol_send(event)
+            # Shielded: the end of a response cancels the task that sends it, and a connection whose
+            # idle timeout wasn't started stays open for ever.
+            with trio.CancelScope(shield=True):
+                await super().protocol_send(event)
 
     async def _send(self, data: bytes) -> None:
         """Send all of ``data``, or give the connection up.

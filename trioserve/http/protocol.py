@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import h2.events
 import trio
 from hypercorn.config import Config
 from hypercorn.events import Event, RawData
@@ -85,6 +86,17 @@ class _H2(H2Protocol):
         # The application's task has been spawned and not run: nothing is in the buffer yet.
         if request.stream_id in self.stream_buffers:
             self.stream_buffers[request.stream_id] = _BoundedBuffer(self.config.send_timeout)
+
+    async def _handle_events(self, events: list[h2.events.Event]) -> None:
+        for event in events:
+            if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
+                # The stream has been answered, refused or reset already; the window is not to close.
+                self.connection.acknowledge_received_data(
+                    event.flow_controlled_length, event.stream_id
+                )
+            else:
+                await super()._handle_events([event])
+        await self._flush()
 
     async def stream_send(self, event: StreamEvent) -> None:
         try:

@@ -72,7 +72,8 @@ async def serve_app(
     Raises:
         TrioserveError: the address can't be listened on, or the application doesn't start.
     """
-    shutdown = shutdown or trio.Event()
+    if shutdown is None:
+        shutdown = trio.Event()
     listening = await open_listening(config)
     settings = _settings(config)
     with removing_socket_file(config):

@@ -1,0 +1,486 @@
+"""The server over real sockets: what one client does stays with it, and the end is orderly."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import h2.config
+import h2.connection
+import h2.events
+import h2.settings
+import httpx
+import pytest
+import structlog
+import trio
+from http_stub import (
+    StubEngine,
+    as_engine,
+    connect,
+    http_client,
+    raw_request,
+    served,
+    server_config,
+    words,
+)
+
+from trioserve.errors import TrioserveError
+from trioserve.http import create_app, serve_app
+from trioserve.stream import Chunk
+
+TEXT = "/v1/completions"
+STREAM = json.dumps({"prompt": "x", "stream": True}).encode()
+FLOOD = [Chunk("a" * 100_000, (97,)) for _ in range(1000)]
+
+
+async def read_until(client: trio.SocketStream, wanted: bytes) -> bytes:
+    data = b""
+    while wanted not in data:
+        part = await client.receive_some()
+        assert part, f"the server closed after {data!r}"
+        data += part
+    return data
+
+
+async def read_to_end(client: trio.SocketStream) -> bytes:
+    data = b""
+    with contextlib.suppress(trio.BrokenResourceError):
+        while part := await client.receive_some():
+            data += part
+    return data
+
+
+@attrs.define(eq=False)
+class Running:
+    """A server that a test can drain."""
+
+    url: str
+    shutdown: trio.Event
+    ended: trio.Event
+    stub: StubEngine
+
+
+@contextlib.asynccontextmanager
+async def running(stub: StubEngine, **options: Any) -> AsyncIterator[Running]:
+    config = server_config(**options)
+    server = Running("", trio.Event(), trio.Event(), stub)
+    app = create_app(as_engine(stub), config)
+
+    async def run(*, task_status: trio.TaskStatus[list[str]]) -> None:
+        await serve_app(
+            app, config, shutdown=server.shutdown, on_drain=stub.drain, task_status=task_status
+        )
+        server.ended.set()
+
+    async with trio.open_nursery() as nursery:
+        (server.url,) = await nursery.start(run)
+        yield server
+        nursery.cancel_scope.cancel()
+
+
+class H2Client:
+    """HTTP/2 by prior knowledge, by hand: what no well-behaved client would send."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.stream = stream
+        config = h2.config.H2Configuration(
+            client_side=True,
+            header_encoding="utf-8",
+            validate_outbound_headers=False,
+            normalize_outbound_headers=False,
+        )
+        self.connection = h2.connection.H2Connection(config)
+        self.connection.initiate_connection()
+
+    def request(self, method: str, path: str | None, *, end: bool = True) -> int:
+        stream_id = self.connection.get_next_available_stream_id()
+        headers = [(":method", method), (":scheme", "http"), (":authority", "x")]
+        if path is not None:
+            headers.append((":path", path))
+        self.connection.send_headers(stream_id, headers, end_stream=end)
+        return stream_id
+
+    def post(self, path: str, content: bytes) -> int:
+        stream_id = self.request("POST", path, end=False)
+        self.connection.send_data(stream_id, content, end_stream=True)
+        return stream_id
+
+    async def flush(self) -> None:
+        await self.stream.send_all(self.connection.data_to_send())
+
+    async def events(self) -> AsyncIterator[Any]:
+        """Events as they come, to the end of the connection."""
+        while data := await self.stream.receive_some():
+            for event in self.connection.receive_data(data):
+                yield event
+            await self.flush()
+
+    async def response(self, stream_id: int, *, acknowledge: bool = True) -> tuple[str, bytes]:
+        """Status and body of one stream."""
+        status, content = "", b""
+        async with contextlib.aclosing(self.events()) as events:
+            async for event in events:
+                if getattr(event, "stream_id", None) != stream_id:
+                    continue
+                if isinstance(event, h2.events.ResponseReceived):
+                    status = dict(event.headers)[":status"]
+                elif isinstance(event, h2.events.DataReceived):
+                    content += event.data
+                    if acknowledge:
+                        self.connection.acknowledge_received_data(
+                            event.flow_controlled_length, stream_id
+                        )
+                        await self.flush()
+                elif isinstance(event, h2.events.StreamEnded):
+                    return status, content
+                elif isinstance(event, h2.events.StreamReset):
+                    return "reset", content
+        raise AssertionError("the connection ended")
+
+
+@contextlib.asynccontextmanager
+async def h2_client(url: str) -> AsyncIterator[H2Client]:
+    async with await connect(url) as stream:
+        client = H2Client(stream)
+        await client.flush()
+        yield client
+
+
+async def _data_after_an_early_answer(url: str) -> None:
+    async with h2_client(url) as client:
+        stream_id = client.request("POST", TEXT, end=False)
+        client.connection.send_data(stream_id, b" " * 10_000)
+        await client.flush()
+        await trio.sleep(0.05)
+        client.connection.send_data(stream_id, b" " * 100)
+        await client.flush()
+        await trio.sleep(0.05)
+
+
+async def _connect_without_a_path(url: str) -> None:
+    async with h2_client(url) as client:
+        client.request("CONNECT", None)
+        await client.flush()
+        await read_to_end(client.stream)
+
+
+async def _path_beyond_ascii(url: str) -> None:
+    async with h2_client(url) as client:
+        client.request("GET", "/é")
+        await client.flush()
+        await read_to_end(client.stream)
+
+
+async def _websocket_with_trailing_bytes(url: str) -> None:
+    async with await connect(url) as client:
+        await client.send_all(
+            b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+            b"trailing bytes"
+        )
+        await trio.sleep(0.1)
+
+
+async def _bad_chunk(url: str) -> None:
+    async with await connect(url) as client:
+        await client.send_all(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"zz\r\nnonsense\r\n"
+        )
+        await read_to_end(client)
+
+
+async def _garbage(url: str) -> None:
+    async with await connect(url) as client:
+        await client.send_all(os.urandom(4096) + b"\r\n\r\n")
+        await read_to_end(client)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        _data_after_an_early_answer,
+        _connect_without_a_path,
+        _path_beyond_ascii,
+        _websocket_with_trailing_bytes,
+        _bad_chunk,
+        _garbage,
+    ],
+)
+async def test_no_client_ends_the_server(attack: Any) -> None:
+    stub = StubEngine(script=lambda _: [Chunk("a", (97,)), 0.5, *words("b")])
+    with structlog.testing.capture_logs():
+        async with served(stub, max_body_size=1000) as url, await connect(url) as bystander:
+            await bystander.send_all(raw_request(STREAM, path=TEXT))
+            await read_until(bystander, b'"text":"a"')
+            with trio.fail_after(5):
+                await attack(url)
+            await read_until(bystander, b"[DONE]")
+            async with http_client(url) as client:
+                assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_connections_exception_is_logged_and_goes_no_further() -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with served(StubEngine()) as url:
+            await _path_beyond_ascii(url)
+    (entry,) = [entry for entry in logs if entry["event"] == "a connection was dropped"]
+    assert "ascii" in repr(entry["exc_info"])
+
+
+class TestStalledReaders:
+    async def test_one_is_cut_off_after_the_send_timeout(self) -> None:
+        stub = StubEngine(script=lambda _: list(FLOOD))
+        with structlog.testing.capture_logs() as logs:
+            async with served(stub, send_timeout=0.3) as url, await connect(url) as client:
+                await client.send_all(raw_request(STREAM, path=TEXT))
+                while not stub.calls:
+                    await trio.sleep(0.01)
+                started = trio.current_time()
+                with trio.fail_after(2):
+                    await stub.calls[0].left.wait()
+                assert trio.current_time() - started >= 0.2
+                while not logs:
+                    await trio.sleep(0.01)
+        (line,) = logs
+        assert (line["status"], line["reason"]) == (499, "slow_reader")
+
+    async def test_one_that_reads_slowly_is_not(self) -> None:
+        stub = StubEngine(script=lambda _: [*FLOOD[:60], *words("end")])
+        async with served(stub, send_timeout=0.3) as url, await connect(url) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            await client.send_all(raw_request(STREAM, path=TEXT, close=True))
+            size = 0
+            started = trio.current_time()
+            while part := await client.receive_some(1 << 17):
+                size += len(part)
+                if trio.current_time() - started < 0.7:
+                    await trio.sleep(0.02)
+        assert size > 60 * 100_000
+
+    async def test_shutdown_does_not_wait_for_one(self) -> None:
+        stub = StubEngine(script=lambda _: list(FLOOD))
+        options = {"send_timeout": 60.0, "shutdown_timeout": 0.1}
+        async with running(stub, **options) as server, await connect(server.url) as client:
+            await client.send_all(raw_request(STREAM, path=TEXT))
+            await read_until(client, b"aaa")
+            server.shutdown.set()
+            with trio.fail_after(1):
+                await server.ended.wait()
+        assert stub.calls[0].left.is_set()
+
+    async def test_cancellation_does_not_wait_for_one(self) -> None:
+        stub = StubEngine(script=lambda _: list(FLOOD))
+        started = trio.current_time()
+        async with served(stub, send_timeout=60.0) as url:
+            client = await connect(url)
+            await client.send_all(raw_request(STREAM, path=TEXT))
+            await read_until(client, b"aaa")
+        assert trio.current_time() - started < 1
+        await client.aclose()
+
+
+class TestDrain:
+    async def test_what_runs_is_finished(self) -> None:
+        stub = StubEngine(script=lambda _: [Chunk("a", (97,)), 0.3, *words("b")])
+        async with running(stub) as server:
+            client = await connect(server.url)
+            await client.send_all(raw_request(STREAM, path=TEXT))
+            await read_until(client, b'"text":"a"')
+            server.shutdown.set()
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            with pytest.raises(OSError, match="connect"):
+                await connect(server.url)
+            assert not server.ended.is_set()
+            assert (await read_to_end(client)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            with trio.fail_after(1):
+                await server.ended.wait()
+            await client.aclose()
+
+    async def test_idle_connections_are_closed_at_once(self) -> None:
+        async with running(StubEngine()) as server, await connect(server.url) as client:
+            await client.send_all(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await read_until(client, b'"ok"}')
+            silent = await connect(server.url)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            server.shutdown.set()
+            with trio.fail_after(1):
+                assert await read_to_end(client) == b""
+                assert await read_to_end(silent) == b""
+                await server.ended.wait()
+            await silent.aclose()
+
+    async def test_new_requests_on_open_connections_are_refused(self) -> None:
+        never = trio.Event()
+        stub = StubEngine(admit=lambda _: never.wait())
+        async with running(stub, shutdown_timeout=0.5) as server:
+            async with h2_client(server.url) as client:
+                client.post(TEXT, STREAM)
+                await client.flush()
+                while not stub.calls:
+                    await trio.sleep(0.01)
+                server.shutdown.set()
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                assert stub.draining
+                refused = client.post(TEXT, STREAM)
+                await client.flush()
+                assert (await client.response(refused))[0] == "reset"
+            with trio.fail_after(2):
+                await server.ended.wait()
+
+    async def test_what_does_not_finish_is_ended(self) -> None:
+        stub = StubEngine(script=lambda _: [math.inf])
+        with structlog.testing.capture_logs() as logs:
+            async with running(stub, shutdown_timeout=0.2) as server:
+                client = await connect(server.url)
+                await client.send_all(raw_request(STREAM, path=TEXT))
+                await read_until(client, b"\r\n\r\n")
+                server.shutdown.set()
+                started = trio.current_time()
+                with trio.fail_after(2):
+                    await server.ended.wait()
+                assert trio.current_time() - started >= 0.2
+                await client.aclose()
+        assert stub.calls[0].left.is_set()
+        assert logs[0]["event"] == "request"
+
+    async def test_the_port_is_free_afterwards(self) -> None:
+        async with running(StubEngine()) as server:
+            port = int(server.url.rsplit(":", 1)[1])
+            server.shutdown.set()
+            await server.ended.wait()
+        async with served(StubEngine(), port=port) as url:
+            assert url.endswith(f":{port}")
+
+
+class TestHTTP2:
+    async def test_a_stream(self) -> None:
+        async with served(StubEngine()) as url, h2_client(url) as client:
+            stream_id = client.post(TEXT, STREAM)
+            await client.flush()
+            status, content = await client.response(stream_id)
+        assert status == "200"
+        assert content.endswith(b"data: [DONE]\n\n")
+
+    async def test_what_waits_for_a_window_is_bounded_and_then_reset(self) -> None:
+        stub = StubEngine(script=lambda call: list(FLOOD) if call is stub.calls[0] else words("a"))
+        async with served(stub, send_timeout=0.3) as url, h2_client(url) as client:
+            stalled = client.post(TEXT, STREAM)
+            await client.flush()
+            status, _ = await client.response(stalled, acknowledge=False)
+            assert status == "reset"
+            call = stub.calls[0]
+            await call.left.wait()
+            assert call.stream is not None
+            assert call.stream.usage.completion_tokens < 10
+            # The connection's window is used up by what the client didn't acknowledge.
+            client.connection.increment_flow_control_window(1 << 20)
+            other = client.post(TEXT, STREAM)
+            await client.flush()
+            assert (await client.response(other))[0] == "200"
+
+    async def test_a_client_that_resets_its_stream(self) -> None:
+        stub = StubEngine(script=lambda _: [Chunk("a", (97,)), math.inf])
+        async with served(stub) as url, h2_client(url) as client:
+            stream_id = client.post(TEXT, STREAM)
+            await client.flush()
+            while not stub.calls:
+                await trio.sleep(0.01)
+            client.connection.reset_stream(stream_id)
+            await client.flush()
+            with trio.fail_after(1):
+                await stub.calls[0].left.wait()
+
+
+class TestListening:
+    async def test_an_address_in_use_is_one_line(self) -> None:
+        async with served(StubEngine()) as url:
+            port = int(url.rsplit(":", 1)[1])
+            with pytest.raises(TrioserveError) as caught:
+                await _serve_briefly(port=port)
+        assert str(caught.value) == f"can't listen on 127.0.0.1:{port}: the address is in use"
+
+    async def test_an_unknown_host(self) -> None:
+        with pytest.raises(TrioserveError, match=r"can't listen on 256\.0\.0\.1:0: "):
+            await _serve_briefly(host="256.0.0.1")
+
+    async def test_a_unix_socket(self, tmp_path: Path) -> None:
+        path = str(tmp_path / "s")
+        async with served(StubEngine(), uds=path) as url:
+            assert url == f"unix:{path}"
+            transport = httpx.AsyncHTTPTransport(uds=path)
+            async with http_client("http://x", transport=transport) as client:
+                assert (await client.get("/health")).json() == {"status": "ok"}
+            with pytest.raises(TrioserveError, match="the address is in use"):
+                await _serve_briefly(uds=path)
+        assert not os.path.exists(path)
+
+    async def test_a_socket_file_that_was_left_behind(self, tmp_path: Path) -> None:
+        path = str(tmp_path / "s")
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(path)
+        async with served(StubEngine(), uds=path) as url:
+            assert url == f"unix:{path}"
+
+    async def test_a_file_that_is_no_socket_is_left_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "s"
+        path.write_text("precious")
+        with pytest.raises(TrioserveError, match="there is a file that is no socket"):
+            await _serve_briefly(uds=str(path))
+        assert path.read_text() == "precious"
+
+    async def test_a_client_that_leaves_a_unix_socket(self, tmp_path: Path) -> None:
+        path = str(tmp_path / "s")
+        stub = StubEngine(script=lambda _: [math.inf])
+        async with served(stub, uds=path):
+            client = await trio.open_unix_socket(path)
+            await client.send_all(raw_request(STREAM, path=TEXT) + b"\r\n")
+            await read_until(client, b"\r\n\r\n")
+            await client.aclose()
+            with trio.fail_after(1):
+                await stub.calls[0].left.wait()
+
+
+async def _serve_briefly(**options: Any) -> None:
+    config = server_config(**options)
+    with trio.fail_after(5):
+        await serve_app(create_app(as_engine(StubEngine()), config), config)
+
+
+async def test_an_application_that_does_not_start() -> None:
+    config = server_config()
+    app = create_app(as_engine(StubEngine()), config)
+
+    @app.before_serving
+    async def fail() -> None:
+        raise RuntimeError("no disk")
+
+    with (
+        structlog.testing.capture_logs(),
+        pytest.raises(TrioserveError, match="the application failed: .*no disk"),
+    ):
+        await serve_app(app, config)
+
+
+async def test_in_somebody_elses_hypercorn() -> None:
+    from hypercorn.config import Config
+    from hypercorn.trio import serve
+
+    settings = Config()
+    settings.bind = ["127.0.0.1:0"]
+    stub = StubEngine()
+    app: Any = create_app(as_engine(stub))
+    async with trio.open_nursery() as nursery:
+        (url,) = await nursery.start(functools.partial(serve, app, settings))
+        async with http_client(url) as client:
+            response = await client.post(TEXT, content=STREAM)
+        assert response.text.endswith("data: [DONE]\n\n")
+        nursery.cancel_scope.cancel()
