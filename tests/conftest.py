@@ -20,14 +20,20 @@ def autojump_clock() -> trio.testing.MockClock:
     return trio.testing.MockClock(autojump_threshold=0)
 
 
-def _run_under_trio(function: Callable[..., Any]) -> Callable[..., None]:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "time_limit(seconds): a test that may take longer than the others"
+    )
+
+
+def _run_under_trio(function: Callable[..., Any], limit: float) -> Callable[..., None]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         clocks = [value for value in kwargs.values() if isinstance(value, trio.abc.Clock)]
 
         async def main() -> None:
             # A virtual clock jumps past any deadline, so only real time is limited.
-            with trio.fail_after(TEST_TIMEOUT) if not clocks else trio.CancelScope():
+            with trio.fail_after(limit) if not clocks else trio.CancelScope():
                 await function(*args, **kwargs)
 
         trio.run(main, clock=clocks[0] if clocks else None)
@@ -38,4 +44,6 @@ def _run_under_trio(function: Callable[..., Any]) -> Callable[..., None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
-            item.obj = _run_under_trio(item.obj)
+            marker = item.get_closest_marker("time_limit")
+            limit = marker.args[0] if marker else TEST_TIMEOUT
+            item.obj = _run_under_trio(item.obj, limit)

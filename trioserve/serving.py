@@ -45,7 +45,8 @@ async def serve(
         TrioserveError: the address can't be listened on.
         EngineError: the engine failed.
     """
-    shutdown = shutdown or trio.Event()
+    if shutdown is None:
+        shutdown = trio.Event()
     async with open_engine(config.engine, on_progress=on_progress) as engine:
         app = create_app(engine, config)
         serve_http = functools.partial(

@@ -140,10 +140,12 @@ class Scheduler:
         self._attached = True
         self._work.set()
         self._first_worker.set()
+        # Taken before either loop runs: which of them runs first is chance.
+        first_plan = self._core.next_number
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send, link, self._core)
-                nursery.start_soon(self._receive, link, self._core)
+                nursery.start_soon(self._receive, link, self._core, first_plan)
         except BaseExceptionGroup as group:
             # Both loops may have noticed the same loss.
             error = sole_exception(group)
@@ -166,9 +168,8 @@ class Scheduler:
                 self._work = trio.Event()
                 await self._work.wait()
 
-    async def _receive(self, link: Link, core: SchedulerCore) -> None:
-        """Take whatever the worker says. Of plans before the last Reset it has nothing to say."""
-        first_valid = core.next_number
+    async def _receive(self, link: Link, core: SchedulerCore, first_valid: int) -> None:
+        """Take whatever the worker says. Of plans before ``first_valid`` it has nothing to say."""
         while True:
             message = await link.receive()
             match message:

@@ -1,0 +1,164 @@
+"""The engine with its real worker process: what it leaves behind, and what a dead worker costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+
+from tests.engines import assert_idle, open_tiny_engine
+from tests.tiny_models import make_tiny
+from trioserve import LLM, EngineError, InvalidRequest, ModelLoadError, open_engine
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama2", tmp_path_factory.mktemp("llama2"))
+
+
+def workers() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "gpu" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def socket_folders() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("trioserve-")}
+
+
+async def complete(engine: object, **options: object) -> list[int]:
+    defaults = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    completion = await engine.complete([3, 4, 5], **{**defaults, **options})  # type: ignore[attr-defined]
+    return list(completion.token_ids)
+
+
+async def test_leaving_the_block_leaves_nothing(tiny: Path) -> None:
+    async def once() -> None:
+        async with open_tiny_engine(tiny) as engine:
+            assert len(await complete(engine)) == 40
+            assert len(workers()) == 1
+
+    folders = socket_folders()
+    await once()  # libraries start threads of their own with the first use
+    threads = {thread.ident for thread in threading.enumerate()}
+    files = len(os.listdir("/proc/self/fd"))
+    tasks = trio.lowlevel.current_statistics().tasks_living
+    await once()
+    assert workers() == []
+    assert socket_folders() <= folders
+    assert trio.lowlevel.current_statistics().tasks_living == tasks
+    # trio keeps idle threads for a few seconds, and nng reaps sockets on a thread of its own.
+    with trio.fail_after(20):
+        while True:
+            new = [thread for thread in threading.enumerate() if thread.ident not in threads]
+            if not new and len(os.listdir("/proc/self/fd")) <= files:
+                break
+            await trio.sleep(0.1)
+
+
+async def test_an_error_while_the_model_loads_is_one_line(tmp_path: Path, tiny: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        async with open_engine(str(tmp_path / "nothing.gguf")):
+            raise AssertionError("opened a model that isn't there")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ModelLoadError, match="max_model_len|max-model-len") as caught:
+        async with open_tiny_engine(tiny, max_model_len=100_000):
+            raise AssertionError("the worker took a length past the model's")
+    assert "\n" not in str(caught.value)
+    assert workers() == []
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_killed_worker_is_a_pause(tiny: Path, depth: int) -> None:
+    options = {"max_tokens": 400, "temperature": 0.8, "seed": 5}
+    async with open_tiny_engine(tiny, max_plans_in_flight=depth) as engine:
+        expected = await complete(engine, **options)
+        tokens: list[int] = []
+        async with engine.generate([3, 4, 5], ignore_eos=True, **options) as stream:
+            async for chunk in stream:
+                tokens.extend(chunk.token_ids)
+                if engine.statistics().worker_restarts == 0 and len(tokens) >= 20:
+                    for worker in workers():
+                        worker.send_signal(signal.SIGKILL)
+                    while engine.statistics().worker_restarts == 0:
+                        await trio.sleep(0.01)
+        assert engine.statistics().worker_restarts == 1
+        assert tokens == expected
+        await assert_idle(engine)
+
+
+async def test_two_engines_in_one_program(tiny: Path) -> None:
+    async with open_tiny_engine(tiny) as one, open_tiny_engine(tiny) as other:
+        assert len(workers()) == 2
+        assert await complete(one) == await complete(other)
+
+
+def test_a_killed_parent_takes_its_worker_along(tiny: Path) -> None:
+    program = (
+        "import sys, trio, trioserve\n"
+        "async def main():\n"
+        "    async with trioserve.open_engine(sys.argv[1], device='cpu') as engine:\n"
+        "        print((await engine.call_worker('ping', 1)), flush=True)\n"
+        "        await trio.sleep_forever()\n"
+        "trio.run(main)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tiny)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"1\n"
+    (worker,) = psutil.Process(parent.pid).children()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    worker.wait(timeout=10)
+    assert not worker.is_running()
+
+
+def test_a_script_without_trio(tiny: Path) -> None:
+    with LLM(str(tiny), device="cpu", dtype="float32", num_threads=1) as llm:
+        options = {"max_tokens": 10, "temperature": 0, "ignore_eos": True}
+        batch = llm.generate([[3, 4], [5, 6, 7], "hello"], **options)
+        assert [len(completion.token_ids) for completion in batch] == [10, 10, 10]
+        (single,) = llm.generate([3, 4], **options)
+        assert single.token_ids == batch[0].token_ids
+        (chat,) = llm.generate([{"role": "user", "content": "hello"}], **options)
+        assert chat.usage.prompt_tokens > 5
+        with pytest.raises(InvalidRequest, match="temperature"):
+            llm.generate("hello", temperature=-1)
+        with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts"):
+            llm.generate(["hello"], [None, None])  # type: ignore[list-item]
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate("hello")
+    assert workers() == []
+
+
+def test_a_script_that_forgets_to_close_still_ends(tiny: Path) -> None:
+    program = (
+        "import sys, trioserve\n"
+        "llm = trioserve.LLM(sys.argv[1], device='cpu')\n"
+        "print(len(llm.generate([3, 4], max_tokens=5, ignore_eos=True)[0].token_ids))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tiny)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr
