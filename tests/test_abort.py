@@ -42,7 +42,7 @@ async def engine_that_ends_clean(tiny: Path, **options: Any) -> AsyncIterator[En
 async def leave_when(
     engine: Engine, prompt: Any, reached: Callable[[State], bool], **sampling: Any
 ) -> None:
-    """Enter a request and cancel its scope as soon as its sequence's state satisfies ``reached``."""
+    """Enter a request and cancel its scope as soon as ``reached`` is true of its state."""
     async with trio.open_nursery() as nursery:
         before = set(engine._open)
 

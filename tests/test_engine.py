@@ -1,4 +1,4 @@
-"""The engine's lifetimes over the simulation: scopes, deadlines, bounds, failures, worker deaths."""
+"""The engine over the simulation: scopes, deadlines, bounds, failures, worker deaths."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trioserve import (
     QueueFull,
     SamplingParams,
     SlowReader,
+    wire,
 )
-from trioserve import wire
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
 
@@ -165,9 +165,11 @@ async def test_a_draining_engine_finishes_what_runs_and_admits_nothing(
                     idle.set()
 
                 nursery.start_soon(wait)
+                reasons = []
                 async for chunk in stream:
                     assert not idle.is_set()
-                assert chunk.finish_reason == "length"
+                    reasons.append(chunk.finish_reason)
+                assert reasons[-1] == "length"
             await idle.wait()
 
 

@@ -51,6 +51,7 @@ def prompts() -> list[str]:
 @pytest.fixture(scope="module")
 def reference() -> Any:
     import transformers
+
     path = locate(MODEL)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
@@ -70,7 +71,8 @@ def check_against(reference: Any, prompt_ids: list[int], output_ids: list[int]) 
         if best.indices[position, 0] == token:
             continue
         margin = float(best.values[position, 0] - best.values[position, 1])
-        assert best.indices[position, 1] == token and margin <= NEAR_TIE, (
+        is_near_tie = best.indices[position, 1] == token and margin <= NEAR_TIE
+        assert is_near_tie, (
             f"position {position} of {len(prompt_ids)}+{len(output_ids)}: we sampled {token}, the "
             f"reference prefers {best.indices[position].tolist()} by {margin:.4f}"
         )

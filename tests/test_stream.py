@@ -1,4 +1,4 @@
-"""The per-request stream: nothing lost, merged for slow readers, bounded, safe under cancellation."""
+"""The stream of a request: nothing lost, merged for slow readers, bounded, safe when cancelled."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine as its callers see it: generate, complete, statistics, drain.
 
-A request isn't a task: it belongs to the scope of the ``async with engine.generate(...)`` block, and
-leaving that block, for whatever reason, is its abort. The tasks behind it are
+A request isn't a task: it belongs to the scope of the ``async with engine.generate(...)`` block,
+and leaving that block, for whatever reason, is its abort. The tasks behind it are
 :mod:`trioserve.nursery`'s.
 """
 
@@ -42,8 +42,8 @@ __all__ = ["Engine", "EngineStatistics"]
 class EngineStatistics:
     """What an engine is doing at this moment.
 
-    ``num_tokenizing`` requests have entered but are not yet in the queue; ``num_streams`` scopes are
-    open; ``stream_bytes`` of output wait for slow readers.
+    ``num_tokenizing`` requests have entered but are not yet in the queue; ``num_streams`` scopes
+    are open; ``stream_bytes`` of output wait for slow readers.
     """
 
     scheduler: SchedulerStatistics

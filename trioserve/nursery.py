@@ -206,7 +206,7 @@ async def run_engine(
             metrics.watch(engine)
             try:
                 yield engine
-            except BaseException as error:  # noqa: ASYNC103 - raised again below
+            except BaseException as error:
                 # Kept out of the nursery, which would wrap it, and copy it if it is a group.
                 if holds_cancellation(error):
                     raise

@@ -113,8 +113,8 @@ class TokensPrompt:
 class ChatPrompt:
     """A conversation, rendered by the model's chat template.
 
-    ``messages`` are the OpenAI API's: maps with ``role`` and ``content`` (a string, or a list of text
-    parts). ``template_arguments`` are handed to the template as they are.
+    ``messages`` are the OpenAI API's: maps with ``role`` and ``content`` (a string, or a list of
+    text parts). ``template_arguments`` are handed to the template as they are.
     """
 
     messages: tuple[dict[str, Any], ...]

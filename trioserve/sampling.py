@@ -4,8 +4,8 @@ Order of operations
 -------------------
 For one row, with ``logits`` the model's output in float32, the worker applies, in this order:
 
-1. *raw log-probabilities* are ``log_softmax(logits)``; they are what ``logprobs`` reports unless the
-   engine runs with ``logprobs_mode="processed"``;
+1. *raw log-probabilities* are ``log_softmax(logits)``; they are what ``logprobs`` reports unless
+   the engine runs with ``logprobs_mode="processed"``;
 2. ``logit_bias`` is added;
 3. ``repetition_penalty`` divides positive logits and multiplies negative ones, for every token that
    occurs in the prompt or the output; ``frequency_penalty`` times the count and
@@ -14,9 +14,10 @@ For one row, with ``logits`` the model's output in float32, the worker applies, 
 5. with ``temperature == 0`` the first largest logit wins, and what follows is skipped;
 6. logits are divided by ``temperature``;
 7. ``top_k`` keeps the k largest logits (ties with the k-th are kept);
-8. ``top_p`` keeps the smallest set of the most probable tokens whose probability, renormalised after
-   step 7, reaches p (always at least one);
-9. ``min_p`` keeps tokens whose probability is at least ``min_p`` times that of the most probable one;
+8. ``top_p`` keeps the smallest set of the most probable tokens whose probability, renormalised
+   after step 7, reaches p (always at least one);
+9. ``min_p`` keeps tokens whose probability is at least ``min_p`` times that of the most probable
+   one;
 10. one token is drawn from what is left, renormalised; the *processed log-probabilities* are those
     of this last distribution (after step 4 for a greedy row).
 
@@ -119,7 +120,11 @@ def _as_bias(value: Mapping[Any, float] | None) -> dict[int, float]:
             token = int(key)
         except (TypeError, ValueError):
             raise _refuse("logit_bias", key, "a map whose keys are token ids") from None
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not -100 <= number <= 100:
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, (int, float))
+            or not -100 <= number <= 100
+        ):
             raise _refuse("logit_bias", number, "a map whose values are from -100 to 100")
         if token < 0:
             raise _refuse("logit_bias", key, "a map whose keys are token ids")
@@ -136,18 +141,27 @@ class SamplingParams:
     """
 
     max_tokens: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_integer(1, None, "an integer of at least 1"))
+        default=None,
+        validator=attrs.validators.optional(_integer(1, None, "an integer of at least 1")),
     )
-    min_tokens: int = attrs.field(default=0, validator=_integer(0, None, "an integer of at least 0"))
-    temperature: float = attrs.field(default=1.0, validator=_number(0.0, 100.0, "a number from 0 to 100"))
+    min_tokens: int = attrs.field(
+        default=0, validator=_integer(0, None, "an integer of at least 0")
+    )
+    temperature: float = attrs.field(
+        default=1.0, validator=_number(0.0, 100.0, "a number from 0 to 100")
+    )
     top_k: int = attrs.field(
         default=0, validator=_integer(-1, None, "an integer of at least 1, or 0 or -1 for off")
     )
     top_p: float = attrs.field(default=1.0, validator=_number(0.0, 1.0, "a number from 0 to 1"))
     min_p: float = attrs.field(default=0.0, validator=_number(0.0, 1.0, "a number from 0 to 1"))
     repetition_penalty: float = attrs.field(default=1.0, validator=_positive_number)
-    frequency_penalty: float = attrs.field(default=0.0, validator=_number(-2.0, 2.0, "a number from -2 to 2"))
-    presence_penalty: float = attrs.field(default=0.0, validator=_number(-2.0, 2.0, "a number from -2 to 2"))
+    frequency_penalty: float = attrs.field(
+        default=0.0, validator=_number(-2.0, 2.0, "a number from -2 to 2")
+    )
+    presence_penalty: float = attrs.field(
+        default=0.0, validator=_number(-2.0, 2.0, "a number from -2 to 2")
+    )
     logit_bias: dict[int, float] = attrs.field(factory=dict, converter=_as_bias)
     seed: int | None = attrs.field(
         default=None,
@@ -177,8 +191,8 @@ class SamplingParams:
 class SamplerParams:
     """What the worker needs of a :class:`SamplingParams`, with nothing left to be looked up.
 
-    ``stop_ids`` already holds the model's end-of-sequence ids unless they are ignored. ``seed`` is in
-    0 to 2**64 - 1. ``logprobs`` is -1 for none. ``sequence_index`` enters the random counter.
+    ``stop_ids`` already holds the model's end-of-sequence ids unless they are ignored. ``seed`` is
+    in 0 to 2**64 - 1. ``logprobs`` is -1 for none. ``sequence_index`` enters the random counter.
     """
 
     temperature: float = 1.0

@@ -1,9 +1,9 @@
 """A whole engine over a fake worker: everything but the process, the socket and the model.
 
-Meant for tests, ours and users'. Tokenizer, scheduler, detokenizer, supervisor and every rule of the
-engine are the real ones; the worker is a :class:`~trioserve.testing.FakeWorker`, its link two memory
-channels. All waiting is by trio's clock, so a test on a virtual clock takes no time and always
-happens in the same order::
+Meant for tests, ours and users'. Tokenizer, scheduler, detokenizer, supervisor and every rule of
+the engine are the real ones; the worker is a :class:`~trioserve.testing.FakeWorker`, its link two
+memory channels. All waiting is by trio's clock, so a test on a virtual clock takes no time and
+always happens in the same order::
 
     async def test_my_app(autojump_clock):
         async with open_fake_engine() as engine:

@@ -1,4 +1,4 @@
-"""The stream of one request: a producer that never blocks, a reader that may be slow, bytes bounded.
+"""The stream of one request: its producer never blocks, its reader may be slow, its bytes bounded.
 
 The producer (the detokenizer) pushes chunks; the reader takes everything that has come since it
 last looked, merged into one chunk per sequence. So a reader that keeps up sees every step, and one
@@ -95,7 +95,7 @@ def _join(run: list[Chunk]) -> Chunk:
 
 @attrs.define(eq=False)
 class StreamBudget:
-    """Bytes of output that wait unread, for one stream at most and for all of an engine's together."""
+    """Bytes of output that may wait unread: of one stream, and of all of an engine's together."""
 
     per_stream: int
     total: int
@@ -104,7 +104,7 @@ class StreamBudget:
 
 @attrs.define(eq=False)
 class Stream:
-    """What lies between the detokenizer and one reader. One task reads; push and close don't block."""
+    """What lies between the detokenizer and one reader. One task reads; nothing else blocks."""
 
     budget: StreamBudget
     _pending: list[Chunk] = attrs.field(factory=list, init=False)
@@ -149,7 +149,7 @@ class Stream:
         self._wake()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Say that nothing follows: what waits is still read, then ``error`` or the end. Idempotent."""
+        """Nothing follows: what waits is still read, then ``error`` or the end. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -167,8 +167,8 @@ class Stream:
         A checkpoint always happens. If cancelled, no chunk is lost.
 
         Raises:
-            trio.EndOfChannel: the stream was closed and everything has been taken.
-            BaseException: whatever error the stream was closed with, once everything has been taken.
+            trio.EndOfChannel: the stream was closed and everything has been taken. BaseException:
+            whatever error the stream was closed with, once everything has been taken.
         """
         if not self._pending and not self._closed:
             if self._reader is not None:

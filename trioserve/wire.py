@@ -1,8 +1,8 @@
 """Every message that crosses the boundary between the engine and a worker process.
 
 Messages are attrs classes encoded as MessagePack by msgspec, one tag byte in front. Bulk fields are
-*columns*: little-endian int32 or float32 numbers held as bytes, so that a step of 256 rows costs the
-envelope a few microseconds (:func:`ints`, :func:`floats` and their inverses).
+*columns*: little-endian int32 or float32 numbers held as bytes, so that a step of 256 rows costs
+the envelope a few microseconds (:func:`ints`, :func:`floats` and their inverses).
 
 The conversation: the worker says :class:`Hello`; the engine checks it and answers :class:`Start`;
 the worker loads its model, saying :class:`Progress` as it goes, and then :class:`Ready` or a
@@ -153,10 +153,10 @@ class Plan:
     """One step's work, as changes to what the worker already knows.
 
     A worker applies ``closed``, then ``opened``, then the pages, then computes the rows. Row i
-    computes the next ``row_counts[i]`` tokens of slot ``row_slots[i]``; when that reaches the end of
-    what the slot holds (its own last sampled token included), the row samples one more. Rows stand
-    in the order in which the worker may lay them out; each slot occurs at most once. ``page_slots``
-    and ``page_ids`` are parallel: page i is appended to the block table of slot i.
+    computes the next ``row_counts[i]`` tokens of slot ``row_slots[i]``; when that reaches the end
+    of what the slot holds (its own last sampled token included), the row samples one more. Rows
+    stand in the order in which the worker may lay them out; each slot occurs at most once.
+    ``page_slots`` and ``page_ids`` are parallel: page i is appended to the block table of slot i.
     """
 
     number: int
@@ -229,7 +229,7 @@ class Call:
 
 @attrs.frozen(kw_only=True)
 class Reply:
-    """Worker to engine: the answer to the call of the same number; ``error`` is empty on success."""
+    """Worker to engine: the answer to the call of that number; ``error`` is empty on success."""
 
     number: int
     error: str = ""

@@ -1,9 +1,9 @@
 """An nng Pair0 socket under trio: one engine, one worker, messages in order.
 
-pynng's own ``arecv`` crosses an nng thread and the GIL, which costs milliseconds beside a busy event
-loop, and a cancelled ``asend`` loses its message's memory. So the socket is driven through its
-readiness descriptors: try without blocking, wait until readable, try again. Nothing is lost when a
-wait is cancelled, because a message is only taken by the call that returns it.
+pynng's own ``arecv`` crosses an nng thread and the GIL, which costs milliseconds beside a busy
+event loop, and a cancelled ``asend`` loses its message's memory. So the socket is driven through
+its readiness descriptors: try without blocking, wait until readable, try again. Nothing is lost
+when a wait is cancelled, because a message is only taken by the call that returns it.
 
 nng never says that the peer is gone; whoever owns the peer's process has to watch it.
 """
