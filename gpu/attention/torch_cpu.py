@@ -29,7 +29,7 @@ __all__ = ["TorchCpuAttention", "split_buckets"]
 # Starting another bucket costs about as much as computing this many numbers of keys and values; a
 # bucket larger than the second falls out of the cache between its gather and its products.
 BUCKET_COST = 1 << 19
-BUCKET_LIMIT = 1 << 21
+BUCKET_LIMIT = 1 << 22
 
 
 @attrs.frozen
