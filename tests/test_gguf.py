@@ -16,11 +16,11 @@ import pytest
 import regex
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_gguf import write_gguf
-from tiny_models import CHAT_TEMPLATE, make_tiny, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from tests.tiny_gguf import write_gguf
+from tests.tiny_models import CHAT_TEMPLATE, make_tiny, tiny_tokenizer
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, RopeScaling, locate, open_model
 from trioserve.model_files.gguf import read_config

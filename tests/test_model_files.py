@@ -13,8 +13,8 @@ from typing import Any
 
 import attrs
 import pytest
-from tiny_models import CHAT_TEMPLATE, make_tiny, tiny_tokenizer
 
+from tests.tiny_models import CHAT_TEMPLATE, make_tiny, tiny_tokenizer
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import (
     ModelConfig,

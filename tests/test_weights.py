@@ -12,12 +12,12 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_gguf import permute, random_blocks, write_gguf
-from tiny_models import FAMILIES, make_tiny
 
 from gpu.weights import expected_tensors, load_weights
 from gpu.weights.dequantize import BLOCK_DECODERS, dequantize
 from gpu.weights.gguf import unpermute
+from tests.tiny_gguf import permute, random_blocks, write_gguf
+from tests.tiny_models import FAMILIES, make_tiny
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelFiles, locate, open_model
 from trioserve.model_files.gguf_header import TENSOR_TYPES

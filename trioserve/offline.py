@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import rich.console
 import rich.progress
 import trio
 
@@ -131,7 +132,7 @@ class LLM:
             each = list(params)
             if len(each) != len(batch):
                 raise ValueError(f"{len(each)} sampling parameters for {len(batch)} prompts")
-        console = rich.progress.Console(stderr=True)
+        console = rich.console.Console(stderr=True)
         with rich.progress.Progress(
             rich.progress.TextColumn("[progress.description]{task.description}"),
             rich.progress.BarColumn(),
@@ -141,7 +142,8 @@ class LLM:
             console=console,
             disable=not (progress and console.is_terminal),
         ) as bar:
-            return self._call(_complete_all, batch, each, sampling, bar)
+            completions: list[Completion] = self._call(_complete_all, batch, each, sampling, bar)
+        return completions
 
     def _call(self, function: Any, *args: Any) -> Any:
         thread = self._engine_thread

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import typing
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import msgspec
@@ -261,7 +262,9 @@ _CLASSES: tuple[type, ...] = (
 )
 _TAG_OF = {cls: bytes([tag]) for tag, cls in enumerate(_CLASSES)}
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS = tuple(msgspec.msgpack.Decoder(cls) for cls in _CLASSES)
+_DECODERS: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
+    msgspec.msgpack.Decoder(cls) for cls in _CLASSES
+)
 
 
 def encode(message: Message) -> bytes:

@@ -20,13 +20,13 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import attrs
-import structlog
 import trio
 
 import trioserve
 from trioserve import wire
 from trioserve.errors import EngineError, ModelLoadError, WorkerLost
 from trioserve.groups import sole_exception
+from trioserve.logs import get_logger
 from trioserve.worker import Link
 from trioserve.worker.link import NngLink
 
@@ -40,7 +40,7 @@ FIRST_RESTART_DELAY = 0.05
 MAX_RESTART_DELAY = 5.0
 
 _PACKAGES_FOLDER = Path(trioserve.__file__).resolve().parent.parent
-_log = structlog.get_logger("trioserve.worker")
+_log = get_logger("trioserve.worker")
 
 Attach = Callable[[Link, wire.Ready], Awaitable[None]]
 OnProgress = Callable[[wire.Progress], None]
