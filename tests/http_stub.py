@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
 
 import attrs
@@ -200,6 +201,36 @@ async def served(stub: StubEngine, **options: Any) -> AsyncIterator[str]:
 def http_client(url: str, **options: Any) -> httpx.AsyncClient:
     """A client of a real server."""
     return httpx.AsyncClient(base_url=url, timeout=10, trust_env=False, **options)
+
+
+class _Capture(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        event = getattr(record, "event", None) or record.getMessage()
+        fields = getattr(record, "fields", {})
+        entry = {"event": event, "level": record.levelname, **fields}
+        if record.exc_info:
+            entry["error"] = record.exc_info[1]
+        self.entries.append(entry)
+
+
+@contextlib.contextmanager
+def captured_logs() -> Iterator[list[dict[str, Any]]]:
+    """What the HTTP side logs, as dictionaries, while the block lasts."""
+    logger = logging.getLogger("trioserve.http")
+    handler, level, propagate = _Capture(), logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield handler.entries
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 async def connect(url: str) -> trio.SocketStream:

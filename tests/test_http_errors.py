@@ -7,9 +7,8 @@ import math
 from typing import Any
 
 import pytest
-import structlog
 import trio
-from http_stub import Call, StubEngine, client_of, http_client, served, words
+from http_stub import Call, StubEngine, captured_logs, client_of, http_client, served, words
 
 from trioserve.errors import (
     ContextTooLong,
@@ -71,7 +70,7 @@ async def test_after_a_stream_has_begun(
     error: Exception, status: int, kind: str, code: str, prompt: Any
 ) -> None:
     stub = StubEngine(script=lambda _: [Chunk("a", (97,)), error])
-    with structlog.testing.capture_logs() as logs:
+    with captured_logs() as logs:
         response = await client_of(stub).post(TEXT, json={"prompt": prompt, "stream": True})
         body = await response.get_data(True)
     assert response.status_code == 200
@@ -124,14 +123,14 @@ async def test_a_surprise_tells_the_log_and_not_the_client(when: str) -> None:
         stub = StubEngine(script=lambda _: [Chunk("a", (97,)), secret])
     client = client_of(stub)
     for stream in (False, True):
-        with structlog.testing.capture_logs() as logs:
+        with captured_logs() as logs:
             response = await client.post(TEXT, json={"prompt": "x", "stream": stream})
             text = await response.get_data(True)
         assert '"code":"internal_error"' in text
         assert "secret" not in text
         assert "Traceback" not in text
         failures = [entry for entry in logs if entry["event"] == "a request failed"]
-        assert [entry["exc_info"] for entry in failures] == [secret]
+        assert [entry["error"] for entry in failures] == [secret]
 
 
 async def test_paths_and_methods() -> None:
@@ -208,7 +207,7 @@ async def test_health() -> None:
 async def test_the_access_log() -> None:
     stub = StubEngine(script=lambda _: words("a b", finish="length"))
     client = client_of(stub)
-    with structlog.testing.capture_logs() as logs:
+    with captured_logs() as logs:
         await client.post(TEXT, json={"prompt": "xy"}, headers={"X-Request-Id": "r1"})
         response = await client.post(TEXT, json={"prompt": "xy", "stream": True})
         await response.get_data(True)
@@ -218,7 +217,7 @@ async def test_the_access_log() -> None:
     first, second, third = logs
     assert first == {
         "event": "request",
-        "log_level": "info",
+        "level": "INFO",
         "method": "POST",
         "path": TEXT,
         "status": 200,

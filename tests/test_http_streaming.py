@@ -1,4 +1,4 @@
-"""Streams over real sockets: when the 200 goes out, silence, and clients that leave at every stage."""
+"""Streams over sockets: when the 200 goes out, silence, and clients that leave at every stage."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import structlog
 import trio
 from http_stub import (
     Call,
     StubEngine,
+    captured_logs,
     client_of,
     connect,
     http_client,
@@ -105,7 +105,7 @@ async def test_a_client_that_leaves(
         admit=(lambda _: never.wait()) if stage == "admission" else None,
         script=lambda _: [*([Chunk("a", (97,))] if stage == "between chunks" else []), math.inf],
     )
-    with structlog.testing.capture_logs() as logs:
+    with captured_logs() as logs:
         async with served(stub) as url:
             client = await connect(url)
             request = body(prompt, stream=stage != "not streaming")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import collections
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import attrs
@@ -169,7 +169,9 @@ class _Samples(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         metrics = self.metrics
-        yield self._counter("prompt_tokens", "Prompt tokens of ended requests", metrics.prompt_tokens)
+        yield self._counter(
+            "prompt_tokens", "Prompt tokens of ended requests", metrics.prompt_tokens
+        )
         yield self._counter("generation_tokens", "Tokens generated", metrics.generation_tokens)
         finished = CounterMetricFamily(
             "trioserve:request_success",
@@ -226,7 +228,11 @@ class _Samples(Collector):
             ("num_preemptions", "Requests preempted", scheduler.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up", scheduler.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found cached", scheduler.prefix_cache_hits),
-            ("worker_restarts", "Workers started in place of a dead one", statistics.worker_restarts),
+            (
+                "worker_restarts",
+                "Workers started in place of a dead one",
+                statistics.worker_restarts,
+            ),
         ):
             yield self._counter(name, text, count)
 

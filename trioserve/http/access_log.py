@@ -6,11 +6,11 @@ import re
 import uuid
 
 import attrs
-import structlog
 import trio
 
 from trioserve.generation import Usage
 from trioserve.http.errors import CLIENT_CLOSED_REQUEST
+from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
 from trioserve.stream import Chunk
 
@@ -21,7 +21,7 @@ OTHER_ROUTES = "other"
 
 _REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
-_log = structlog.get_logger("trioserve.http")
+_log = get_logger("trioserve.http")
 
 
 def request_id_from(header: str | None) -> str:

@@ -57,7 +57,6 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
-    engine.metrics.watch(engine)
     _add_routes(app, service)
     app.register_error_handler(Exception, _on_error)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-import structlog
 import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent
 from quart.utils import encode_headers
@@ -21,6 +20,7 @@ from quart_trio.wrappers import TrioRequest
 from trioserve.http.access_log import AccessRecord, request_id_from
 from trioserve.http.errors import ErrorReply, describe_error
 from trioserve.http.sse import EventStream, raw_event
+from trioserve.logs import get_logger
 
 if TYPE_CHECKING:
     from trioserve.http.app import App
@@ -30,7 +30,7 @@ __all__ = ["CONNECTION_STATE", "HTTPConnection", "Request", "error_response"]
 CONNECTION_STATE = "trioserve.connection"
 """Where our own server keeps the connection in the ASGI state, for a request to ask about it."""
 
-_log = structlog.get_logger("trioserve.http")
+_log = get_logger("trioserve.http")
 
 
 class Request(TrioRequest):

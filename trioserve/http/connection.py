@@ -15,7 +15,6 @@ import sys
 from collections.abc import Awaitable, Callable
 
 import h11
-import structlog
 import trio
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData
@@ -33,6 +32,7 @@ from hypercorn.utils import parse_socket_addr
 
 from trioserve.http.asgi import CONNECTION_STATE
 from trioserve.http.protocol import Protocol, ServerSettings
+from trioserve.logs import get_logger
 
 __all__ = ["Connection", "Connections"]
 
@@ -42,7 +42,7 @@ own sending doesn't make its system throw our answer away."""
 _SEND_SLICE = 1 << 16
 """Bytes that are to be taken within ``send_timeout``: a slow reader who does read isn't cut off."""
 
-_log = structlog.get_logger("trioserve.http")
+_log = get_logger("trioserve.http")
 
 
 class _Tasks(TaskGroup):

@@ -90,7 +90,7 @@ class _H2(H2Protocol):
     async def _handle_events(self, events: list[h2.events.Event]) -> None:
         for event in events:
             if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
-                # The stream has been answered, refused or reset already; the window is not to close.
+                # Answered, refused or reset already; the connection's window is not to close.
                 self.connection.acknowledge_received_data(
                     event.flow_controlled_length, event.stream_id
                 )

@@ -8,9 +8,9 @@ installed, and nothing of hypercorn is patched.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
-import structlog
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.logging import Logger
@@ -29,11 +29,11 @@ __all__ = ["serve_app"]
 
 
 class _HypercornLog(Logger):
-    """What hypercorn has to say, through structlog. Requests are logged by the application."""
+    """What hypercorn has to say, in our log. Requests are logged by the application."""
 
     def __init__(self, config: object) -> None:
         self.access_logger = None
-        self.error_logger = structlog.get_logger("trioserve.http")
+        self.error_logger = logging.getLogger("trioserve.http")
 
 
 def _settings(config: ServerConfig) -> ServerSettings:
