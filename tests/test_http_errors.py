@@ -186,8 +186,14 @@ class TestKeys:
     def test_right_keys(self, header: str) -> None:
         check_key(header, ["zero", "one"])
 
-    def test_a_key_beyond_ascii(self) -> None:
-        check_key("Bearer schlüssel", ["schlüssel"])
+    async def test_a_key_beyond_ascii(self) -> None:
+        async with (
+            served(StubEngine(), api_key=("schlüssel",)) as url,
+            http_client(url) as client,
+        ):
+            for header, status in (("Bearer schlüssel", 200), ("Bearer schlussel", 401)):
+                headers = {b"Authorization": header.encode()}
+                assert (await client.get("/v1/models", headers=headers)).status_code == status
 
 
 async def test_health() -> None:
@@ -232,4 +238,16 @@ async def test_the_access_log() -> None:
     assert stub.metrics.http_responses == {
         ("POST", TEXT, 200): 2,
         ("GET", "other", 404): 1,
+    }
+
+
+async def test_the_metrics_of_strange_requests_stay_few() -> None:
+    stub = StubEngine()
+    async with served(stub, root_path="/llm") as url, http_client(url) as client:
+        for number in range(3):
+            await client.request(f"BREW{number}", f"/pot/{number}")
+        assert (await client.get("/health")).status_code == 200
+    assert stub.metrics.http_responses == {
+        ("other", "other", 404): 3,
+        ("GET", "/health", 200): 1,
     }

@@ -180,6 +180,7 @@ async def test_messages_reach_the_template_as_they_are() -> None:
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
         {"role": "tool", "tool_call_id": "1", "content": "42", "name": "f"},
+        {"role": "user"},
     ]
     await post(
         stub,
@@ -191,8 +192,8 @@ async def test_messages_reach_the_template_as_they_are() -> None:
     prompt = stub.calls[0].prompt
     assert isinstance(prompt, ChatPrompt)
     assert prompt.messages[0] == messages[0]
-    assert prompt.messages[1] == {"role": "assistant", "tool_calls": [{"id": "1"}]}
-    assert prompt.messages[2] == messages[2]
+    assert prompt.messages[1] == messages[1]
+    assert prompt.messages[2:] == tuple(messages[2:])
     assert prompt.continue_final_message
     assert not prompt.add_generation_prompt
     assert prompt.template_arguments == {"enable_thinking": False}

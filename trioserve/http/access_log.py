@@ -14,10 +14,12 @@ from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
 from trioserve.stream import Chunk
 
-__all__ = ["OTHER_ROUTES", "AccessRecord", "request_id_from"]
+__all__ = ["AccessRecord", "request_id_from"]
 
-OTHER_ROUTES = "other"
-"""The metrics' word for every path that isn't a route, so that their number stays bounded."""
+OTHER = "other"
+"""The metrics' word for what isn't a route or a usual method; it keeps their number bounded."""
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 _REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -42,7 +44,7 @@ class AccessRecord:
     path: str
     request_id: str
     started: float = attrs.field(factory=trio.current_time)
-    route: str = OTHER_ROUTES
+    route: str = OTHER
     status: int | None = None
     completed: bool = False
     disconnected: bool = False
@@ -70,7 +72,8 @@ class AccessRecord:
             self.reason = self.reason or (
                 "client_disconnected" if self.disconnected else "server_closed"
             )
-        metrics.observe_response(self.method, self.route, status)
+        method = self.method if self.method in _METHODS else OTHER
+        metrics.observe_response(method, self.route, status)
         fields: dict[str, object] = {
             "method": self.method,
             "path": self.path,

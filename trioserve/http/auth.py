@@ -22,7 +22,7 @@ def check_key(authorization: str | None, keys: Sequence[str]) -> None:
     scheme, _, token = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
         raise Unauthorized("this server needs a key: send Authorization: Bearer <key>")
-    given = token.strip().encode("utf-8", "surrogateescape")
+    given = token.strip().encode("latin-1", "replace")  # As the bytes came: headers are latin-1.
     matches = [hmac.compare_digest(given, key.encode("utf-8")) for key in keys]
     if not any(matches):
         raise Unauthorized("the key is not valid here")

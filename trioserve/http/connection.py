@@ -103,8 +103,9 @@ class Connection(TCPServer):
 
     async def run(self) -> None:
         """Serve until either side closes. Raises nothing but cancellation."""
-        descriptor = self._connections.add(self)
+        descriptor = self.stream.socket.fileno()
         try:
+            self._connections.add(descriptor, self)
             await self._serve()
         except BaseExceptionGroup as group:
             errors, others = group.split(Exception)
@@ -240,13 +241,11 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, connection: Connection) -> int:
-        """Watch a connection; the number returned is what :meth:`remove` wants."""
-        descriptor = connection.stream.socket.fileno()
+    def add(self, descriptor: int, connection: Connection) -> None:
+        """Watch a connection, by its socket's descriptor."""
         self._open[descriptor] = connection
         if self._epoll is not None:
             self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
-        return descriptor
 
     def remove(self, descriptor: int, connection: Connection) -> None:
         """Forget a connection. Its socket, closed or not, leaves the epoll when it is closed."""

@@ -90,16 +90,22 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One message of a conversation; the chat template sees every field that is given."""
+    """One message of a conversation; the chat template sees every field that is given.
+
+    Fields that are null are as good as left out, but for the content.
+    """
 
     role: Annotated[str, msgspec.Meta(min_length=1)]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart] | UnsetType | None = UNSET
     name: str | None = None
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
 
 class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):

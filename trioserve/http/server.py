@@ -39,7 +39,6 @@ class _HypercornLog(Logger):
 def _settings(config: ServerConfig) -> ServerSettings:
     settings = ServerSettings()
     settings.logger_class = _HypercornLog
-    settings.root_path = config.root_path
     settings.send_timeout = config.send_timeout
     settings.include_server_header = False
     settings.keep_alive_timeout = 75  # More than the 60 s after which proxies drop an idle one.
