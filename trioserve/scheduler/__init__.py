@@ -11,6 +11,7 @@ and ``results`` (a plan on its way out and back), ``integrity`` (what is always 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -81,6 +82,10 @@ class Scheduler:
         await self._first_worker.wait()
         async for request in requests:
             self._admit(request)
+            # Requests that came together are admitted together, so that they share a plan.
+            with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
+                while True:
+                    self._admit(requests.receive_nowait())
 
     def _admit(self, request: Request) -> None:
         assert self._core is not None
@@ -147,7 +152,6 @@ class Scheduler:
                 nursery.start_soon(self._send, link, self._core)
                 nursery.start_soon(self._receive, link, self._core, first_plan)
         except BaseExceptionGroup as group:
-            # Both loops may have noticed the same loss.
             error = sole_exception(group)
         finally:
             self._attached = False
@@ -160,13 +164,20 @@ class Scheduler:
     async def _send(self, link: Link, core: SchedulerCore) -> None:
         """Send whatever is to be sent, as soon as it is."""
         while True:
+            message: wire.Message | None
             if self._outbox:
-                await link.send(self._outbox.popleft())
-            elif (plan := core.next_plan(trio.current_time())) is not None:
-                await link.send(plan)
+                message = self._outbox.popleft()
             else:
+                message = core.next_plan(trio.current_time())
+            if message is None:
                 self._work = trio.Event()
                 await self._work.wait()
+                continue
+            try:
+                await link.send(message)
+            except WorkerLost:
+                # The receiver notices too, once it has taken all that the worker still said.
+                return
 
     async def _receive(self, link: Link, core: SchedulerCore, first_valid: int) -> None:
         """Take whatever the worker says. Of plans before ``first_valid`` it has nothing to say."""

@@ -27,7 +27,7 @@ class Computation:
     token which that plan will sample, whatever it will be.
     """
 
-    sequence: Sequence
+    sequence: Sequence = attrs.field(repr=False)
     order: Order
     """Smaller is admitted earlier and preempted later. No two are equal."""
     namespace: Namespace

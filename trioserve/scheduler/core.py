@@ -177,8 +177,11 @@ class SchedulerCore:
                 return
 
     def _has_seat(self, draft: Draft) -> bool:
-        has_room = len(self.running) < self.limits.max_running
-        return has_room and draft.budget > 0 and self.memory.slots.num_free > 0
+        """Whether one more may run: it takes a slot, and a token that nobody in the running wants.
+
+        So there are never more in the running than tokens in a plan.
+        """
+        return draft.budget > 0 and self.memory.slots.num_free > 0
 
     def _open(self, computation: Computation, match: Match, draft: Draft, now: float) -> None:
         """Move ``computation`` from the line into a slot, and give it its first row."""

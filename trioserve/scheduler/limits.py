@@ -42,11 +42,6 @@ class Limits:
             capacity_policy=config.capacity_policy,
         )
 
-    @property
-    def max_running(self) -> int:
-        """Most sequences in the running: each of them can have a token in every plan."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
-
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold the KV of ``num_tokens`` tokens."""
         return -(-num_tokens // self.page_size)

@@ -34,7 +34,7 @@ import attrs
 __all__ = ["PagePool"]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class PagePool:
     """``num_pages`` pages, known by their numbers from 0. Pure bookkeeping."""
 

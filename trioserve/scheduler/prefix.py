@@ -37,7 +37,7 @@ _NO_PAGE = -1
 class Node:
     """One full page of some prompt or output; a root stands for the empty prompt."""
 
-    parent: Node | None
+    parent: Node | None = attrs.field(repr=False)
     key: tuple[Hashable, ...]
     """The page's tokens; of a root, its namespace."""
     page: int
@@ -45,7 +45,7 @@ class Node:
     """The number of the plan that computes the page."""
     depth: int
     """Pages from the root to this one, itself included."""
-    children: dict[tuple[Hashable, ...], Node] = attrs.field(factory=dict)
+    children: dict[tuple[Hashable, ...], Node] = attrs.field(factory=dict, repr=False)
 
 
 @attrs.frozen
@@ -64,7 +64,7 @@ class Match:
         return [node.page for node in self.nodes]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class PrefixCache:
     """The tree over the pages of ``pool``; a page holds ``page_size`` tokens."""
 

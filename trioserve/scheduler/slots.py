@@ -13,7 +13,7 @@ import attrs
 __all__ = ["SlotTable"]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class SlotTable:
     """``num_slots`` slots, known by their numbers from 0. Pure bookkeeping."""
 
