@@ -199,6 +199,14 @@ async def test_messages_reach_the_template_as_they_are() -> None:
     assert prompt.template_arguments == {"enable_thinking": False}
 
 
+async def test_the_start_of_an_answer_can_be_left_out() -> None:
+    stub = StubEngine()
+    await post(stub, "/v1/chat/completions", messages=MESSAGES, add_generation_prompt=False)
+    prompt = stub.calls[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert (prompt.add_generation_prompt, prompt.continue_final_message) == (False, False)
+
+
 async def test_chat_logprobs() -> None:
     stub = StubEngine(
         script=lambda call: [

@@ -31,9 +31,12 @@ from http_stub import (
     server_config,
     words,
 )
+from hypercorn.trio.worker_context import WorkerContext
 
 from trioserve.errors import TrioserveError
 from trioserve.http import create_app, serve_app
+from trioserve.http.connection import Connection, Connections
+from trioserve.http.protocol import ServerSettings
 from trioserve.stream import Chunk
 
 TEXT = "/v1/completions"
@@ -47,6 +50,14 @@ async def read_until(client: trio.SocketStream, wanted: bytes) -> bytes:
         part = await client.receive_some()
         assert part, f"the server closed after {data!r}"
         data += part
+    return data
+
+
+async def read_exactly(client: trio.SocketStream, wanted: bytes) -> bytes:
+    """Up to and with ``wanted``, and not a byte more."""
+    data = b""
+    while not data.endswith(wanted):
+        data += await client.receive_some(1)
     return data
 
 
@@ -387,6 +398,21 @@ class TestHTTP2:
             await client.flush()
             assert (await client.response(other))[0] == "200"
 
+    async def test_an_upgrade_of_a_plain_connection(self) -> None:
+        async with served(StubEngine()) as url, await connect(url) as stream:
+            config = h2.config.H2Configuration(client_side=True, header_encoding="utf-8")
+            client = H2Client(stream)
+            client.connection = h2.connection.H2Connection(config)
+            settings = client.connection.initiate_upgrade_connection()
+            await stream.send_all(
+                b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+                b"Upgrade: h2c\r\nHTTP2-Settings: %b\r\n\r\n" % (settings or b"")
+            )
+            await read_exactly(stream, b"\r\n\r\n")
+            await client.flush()
+            status, content = await client.response(1)
+        assert (status, content) == ("200", b'{"status":"ok"}')
+
     async def test_a_client_that_resets_its_stream(self) -> None:
         stub = StubEngine(script=lambda _: [Chunk("a", (97,)), math.inf])
         async with served(stub) as url, h2_client(url) as client:
@@ -468,6 +494,57 @@ async def test_an_application_that_does_not_start() -> None:
         pytest.raises(TrioserveError, match=r"the application failed: .*no disk"),
     ):
         await serve_app(app, config)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_an_answer_before_the_body_was_read(reads: bool) -> None:
+    """More of the body than the application's queue holds is under way when it answers and ends."""
+    piece = b"3e8\r\n" + b" " * 1000 + b"\r\n"
+    answer = trio.Event()
+    ended = trio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+        if reads:
+            await receive()
+        await answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"early"})
+        ended.set()
+
+    config = server_config()
+    async with trio.open_nursery() as nursery:
+        (url,) = await nursery.start(functools.partial(serve_app, app, config))
+        async with await connect(url) as client:
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            await client.send_all(head + piece * 30)
+            await trio.sleep(0.05)
+            answer.set()
+            with trio.fail_after(1):
+                await read_until(client, b"early")
+                await ended.wait()
+            await client.send_all(piece * 30)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_connection_that_can_not_be_watched() -> None:
+    class Broken(Connections):
+        def add(self, descriptor: int, connection: Connection) -> None:
+            raise OSError("too many watches")
+
+    connections = Broken()
+    ours, theirs = socket.socketpair()
+    stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+    with captured_logs() as logs, contextlib.closing(connections), theirs:
+        await Connection(
+            None,  # type: ignore[arg-type]
+            ServerSettings(),
+            WorkerContext(None),
+            stream,
+            connections,
+        ).run()
+        assert theirs.recv(1) == b""
+    assert [str(entry["error"]) for entry in logs] == ["too many watches"]
 
 
 async def test_in_somebody_elses_hypercorn() -> None:

@@ -46,9 +46,10 @@ _log = get_logger("trioserve.http")
 
 
 class _Tasks(TaskGroup):
-    """The tasks of a connection. What is meant for an application that has ended is dropped.
+    """The tasks of a connection. Nothing waits for an application that doesn't want to hear more.
 
-    In hypercorn it fills a queue that nobody empties, and the reader waits there for ever.
+    In hypercorn, an answer that comes before the whole body was read can leave the reader, or the
+    application itself, waiting for ever at a queue that nobody empties.
     """
 
     async def spawn_app(
@@ -73,8 +74,15 @@ class _Tasks(TaskGroup):
                 )
 
         async def put(event: ASGIReceiveEvent) -> None:
-            with contextlib.suppress(trio.BrokenResourceError):
-                await to_app.send(event)
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                if event["type"] == "http.disconnect":
+                    # The application may be the caller; the rest of a body is worth nothing now.
+                    with contextlib.suppress(trio.WouldBlock):
+                        while True:
+                            from_client.receive_nowait()
+                    to_app.send_nowait(event)
+                else:
+                    await to_app.send(event)
 
         assert self._nursery is not None
         self._nursery.start_soon(run_app)
