@@ -1,8 +1,9 @@
 """The worker process: messages in, messages out, one at a time and in order.
 
 Plans that arrive while one runs wait in the socket, so two plans in flight need nothing here. The
-process ends when it is told to quit, at SIGTERM, or when its standard input ends: whoever started
-it holds the other end, and its death closes it.
+process ends when it is told to quit, or when its standard input ends: whoever started it holds the
+other end, and its death closes it. Signals that ask it to end are ignored, because service managers
+send them to every process at once, and the engine still needs its worker while it drains.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import msgspec
@@ -170,17 +169,12 @@ def _exit_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(0)
-
-
 def run(url: str) -> None:
     """Be the worker of the engine that listens at ``url``, until it says Quit."""
     logging.basicConfig(format="worker %(process)d: %(message)s", level=logging.INFO)
     _exit_with_parent()
-    # A Ctrl-C in a terminal reaches the whole group; when to end is the engine's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with pynng.Pair0(
         dial=url,
         block_on_dial=True,

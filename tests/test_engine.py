@@ -188,6 +188,7 @@ async def test_bad_requests_name_the_field_and_leave_nothing(autojump_clock: Clo
             ("", {}, "prompt"),
             ("a", {"max_tokens": 5000}, "max_tokens"),
             ("a" * 5000, {}, "prompt"),
+            ("a" * 50_000_000, {}, "prompt"),
         ):
             with pytest.raises(InvalidRequest) as caught:
                 await engine.complete(prompt, **sampling)  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from trioserve import Engine, open_engine
 from trioserve.model_files import locate
 
 NEAR_TIE = 1e-3
-MAX_TOKENS = 16
 MODEL = "smollm2-135m"
 
 pytestmark = pytest.mark.time_limit(400)
@@ -52,6 +51,7 @@ def prompts() -> list[str]:
 def reference() -> Any:
     import transformers
 
+    torch.set_num_threads(1)
     path = locate(MODEL)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
@@ -80,12 +80,14 @@ def check_against(reference: Any, prompt_ids: list[int], output_ids: list[int]) 
     return near_ties
 
 
-async def complete_together(engine: Engine, texts: list[str]) -> list[tuple[list[int], list[int]]]:
+async def complete_together(
+    engine: Engine, texts: list[str], max_tokens: int
+) -> list[tuple[list[int], list[int]]]:
     results: list[tuple[list[int], list[int]]] = [([], [])] * len(texts)
 
     async def run(index: int) -> None:
         generation = engine.generate(
-            texts[index], temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True
+            texts[index], temperature=0, max_tokens=max_tokens, ignore_eos=True
         )
         output: list[int] = []
         async with generation as stream:
@@ -100,13 +102,15 @@ async def complete_together(engine: Engine, texts: list[str]) -> list[tuple[list
 
 
 def options(**more: Any) -> dict[str, Any]:
-    return {"dtype": "float32", "device": "cpu", "max_model_len": 2048, **more}
+    # One thread: several would wait for each other on a machine that has something else to do.
+    fixed = {"dtype": "float32", "device": "cpu", "max_model_len": 2048, "num_threads": 1}
+    return {**fixed, **more}
 
 
-def verify(reference: Any, results: list[tuple[list[int], list[int]]]) -> None:
+def verify(reference: Any, results: list[tuple[list[int], list[int]]], max_tokens: int) -> None:
     near_ties = 0
     for prompt_ids, output_ids in results:
-        assert len(output_ids) == MAX_TOKENS
+        assert len(output_ids) == max_tokens
         near_ties += check_against(reference, prompt_ids, output_ids)
     # A handful of rounding ties may occur; many would mean that something is wrong.
     assert near_ties <= 3
@@ -116,10 +120,10 @@ async def test_each_prompt_alone(reference: Any) -> None:
     texts = prompts()
     assert len(texts) >= 20
     async with open_engine(MODEL, **options(enable_prefix_caching=False)) as engine:
-        results = [(await complete_together(engine, [text]))[0] for text in texts]
+        results = [(await complete_together(engine, [text], 16))[0] for text in texts]
         await assert_idle(engine)
     assert sum(len(prompt_ids) > 1000 for prompt_ids, _ in results) >= 3
-    verify(reference, results)
+    verify(reference, results, 16)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -131,14 +135,14 @@ async def test_all_together_with_chunks_prefix_hits_and_preemption(
     round finds the first one's pages."""
     texts = prompts()
     tight = options(
-        max_num_batched_tokens=200, num_gpu_blocks_override=300, max_plans_in_flight=depth
+        max_num_batched_tokens=200, num_gpu_blocks_override=110, max_plans_in_flight=depth
     )
     async with open_engine(MODEL, **tight) as engine:
-        results = await complete_together(engine, texts)
-        again = await complete_together(engine, texts[8:12])
+        results = await complete_together(engine, texts, 40)
+        again = await complete_together(engine, texts[8:12], 40)
         statistics = engine.statistics().scheduler
         await assert_idle(engine)
     assert statistics.num_preemptions > 0
-    assert statistics.prefix_hit_tokens > 0
-    verify(reference, results)
-    verify(reference, again)
+    assert statistics.prefix_cache_hits > 0
+    verify(reference, results, 40)
+    verify(reference, again, 40)

@@ -296,6 +296,38 @@ def test_the_first_in_line_is_never_preempted() -> None:
     assert bench.core.counters.num_preemptions > 0
 
 
+def test_a_prompt_can_be_preempted_between_its_chunks() -> None:
+    fake = FakeWorker(num_pages=15, page_size=2, max_num_batched_tokens=3)
+    bench = Bench.make(fake)
+    decoding = bench.submit([1], max_tokens=20)
+    bench.step()
+    prompt = bench.submit([2] * 24, max_tokens=2)
+    while not bench.core.counters.num_preemptions:
+        bench.step()
+        assert prompt.state is not State.DECODE
+    bench.drain()
+    assert decoding.output_ids == reference(fake, decoding)
+    assert prompt.output_ids == reference(fake, prompt)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_overtakes_who_was_preempted(depth: int) -> None:
+    bench = Bench.make(worker(num_pages=8, page_size=2), max_plans_in_flight=depth)
+    bench.submit([1], max_tokens=12)
+    victim = bench.submit([2] * 5, max_tokens=8)
+    while not bench.core.counters.num_preemptions:
+        if bench.plan() is None:
+            bench.result()
+    assert victim.state is (State.WAITING if depth == 1 else State.PREEMPTED)
+    late = bench.submit([3], max_tokens=1)
+    while victim.state in (State.PREEMPTED, State.WAITING):
+        assert late.state is State.WAITING
+        if bench.plan() is None:
+            bench.result()
+    bench.drain()
+    assert late.output_ids == [1]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_guaranteed_capacity_never_preempts(depth: int) -> None:
     bench = Bench.make(

@@ -19,7 +19,14 @@ import trio
 
 from trioserve import wire
 from trioserve.config import EngineConfig
-from trioserve.errors import DeadlineExceeded, Draining, EngineError, InvalidRequest, QueueFull
+from trioserve.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    Draining,
+    EngineError,
+    InvalidRequest,
+    QueueFull,
+)
 from trioserve.generation import (
     Completion,
     GenerationStream,
@@ -230,6 +237,14 @@ class Engine:
                 f"logprobs must be at most {self.config.max_logprobs} (--max-logprobs), "
                 f"got {params.logprobs}",
                 param="logprobs",
+            )
+        fewest = self.tokenizer.fewest_tokens(prompt)
+        if fewest > self.max_model_len:
+            # Refused before anybody spends seconds on encoding it.
+            raise ContextTooLong(
+                f"the prompt has at least {fewest} tokens: "
+                f"the model's context is {self.max_model_len} tokens",
+                param="prompt",
             )
         named_ids = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
         if isinstance(prompt, TokensPrompt):

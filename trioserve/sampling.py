@@ -40,6 +40,8 @@ from trioserve.errors import InvalidRequest
 __all__ = ["MAX_SEED", "SamplerParams", "SamplingParams"]
 
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
+"""The largest number of tokens that a message to the worker can carry."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARACTERS = 1024
 MAX_LOGIT_BIAS = 1024
@@ -59,11 +61,11 @@ def _number(low: float, high: float, wanted: str) -> Any:
     return check
 
 
-def _integer(low: int, high: int | None, wanted: str) -> Any:
+def _integer(low: int, wanted: str, *, high: int = MAX_COUNT) -> Any:
     def check(_: object, attribute: attrs.Attribute[int], value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             raise _refuse(attribute.name, value, wanted)
-        if value < low or (high is not None and value > high):
+        if not low <= value <= high:
             raise _refuse(attribute.name, value, wanted)
 
     return check
@@ -142,16 +144,14 @@ class SamplingParams:
 
     max_tokens: int | None = attrs.field(
         default=None,
-        validator=attrs.validators.optional(_integer(1, None, "an integer of at least 1")),
+        validator=attrs.validators.optional(_integer(1, "an integer of at least 1")),
     )
-    min_tokens: int = attrs.field(
-        default=0, validator=_integer(0, None, "an integer of at least 0")
-    )
+    min_tokens: int = attrs.field(default=0, validator=_integer(0, "an integer of at least 0"))
     temperature: float = attrs.field(
         default=1.0, validator=_number(0.0, 100.0, "a number from 0 to 100")
     )
     top_k: int = attrs.field(
-        default=0, validator=_integer(-1, None, "an integer of at least 1, or 0 or -1 for off")
+        default=0, validator=_integer(-1, "an integer of at least 1, or 0 or -1 for off")
     )
     top_p: float = attrs.field(default=1.0, validator=_number(0.0, 1.0, "a number from 0 to 1"))
     min_p: float = attrs.field(default=0.0, validator=_number(0.0, 1.0, "a number from 0 to 1"))
@@ -166,7 +166,7 @@ class SamplingParams:
     seed: int | None = attrs.field(
         default=None,
         validator=attrs.validators.optional(
-            _integer(-(2**63), MAX_SEED, "an integer that fits 64 bits")
+            _integer(-(2**63), "an integer that fits 64 bits", high=MAX_SEED)
         ),
     )
     stop: tuple[str, ...] = attrs.field(default=(), converter=_as_stop, validator=_check_stop)
@@ -176,7 +176,7 @@ class SamplingParams:
     skip_special_tokens: bool = attrs.field(default=True, validator=_boolean)
     logprobs: int | None = attrs.field(
         default=None,
-        validator=attrs.validators.optional(_integer(0, None, "an integer of at least 0")),
+        validator=attrs.validators.optional(_integer(0, "an integer of at least 0")),
     )
     """None for no log-probabilities; n for the chosen token's and those of the n most probable."""
 

@@ -17,6 +17,7 @@ import trio
 
 from trioserve.config import ServerConfig
 from trioserve.http import create_app
+from trioserve.http.listeners import check_address
 from trioserve.http.server import serve_app
 from trioserve.nursery import open_engine
 from trioserve.worker.supervisor import OnProgress
@@ -47,6 +48,8 @@ async def serve(
     """
     if shutdown is None:
         shutdown = trio.Event()
+    # Loading takes a while: an address in use should be told before it.
+    await check_address(config)
     async with open_engine(config.engine, on_progress=on_progress) as engine:
         app = create_app(engine, config)
         serve_http = functools.partial(

@@ -28,6 +28,8 @@ MAX_THREADS = 2
 _MESSAGE_CHARACTERS = 20
 """What a message weighs besides its content: the role and the template's markers."""
 
+_MOST_CHARACTERS_MADE_ONE = 4
+
 IdsOrError = list[int] | InvalidRequest
 
 
@@ -44,8 +46,10 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.chat_template = chat_template
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocab.values(), default=-1)
         """One more than the largest id that the tokenizer knows; the model's own may differ."""
+        self._longest_token = max(map(len, vocab), default=1)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._bytes = TokenBytes.of(backend)
@@ -89,8 +93,7 @@ class Tokenizer:
 
         Raises:
             InvalidRequest: the prompt is empty or malformed, has ids that the tokenizer doesn't
-            know,
-                or is a chat and there is no template.
+                know, or is a chat and there is no template.
         """
         if isinstance(prompt, TokensPrompt):
             return self._checked(prompt)
@@ -98,14 +101,23 @@ class Tokenizer:
         try:
             ids = self.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
-            # ``tokenizers`` raises plain Exceptions and TypeErrors; lone surrogates come out as
-            # one.
+            # ``tokenizers`` raises plain Exceptions and TypeErrors, for lone surrogates too.
             raise InvalidRequest(
                 f"the text can't be encoded: {error}", param=_param(prompt)
             ) from error
         if not ids:
             raise InvalidRequest("the prompt has no tokens", param=_param(prompt))
         return ids
+
+    def fewest_tokens(self, prompt: Prompt) -> int:
+        """A number of tokens that ``prompt`` has at least, known without encoding it.
+
+        A token stands for at most as many characters as it is long, and a normalizer makes at most
+        a few characters one.
+        """
+        if isinstance(prompt, TokensPrompt):
+            return len(prompt.token_ids)
+        return _weight(prompt) // (_MOST_CHARACTERS_MADE_ONE * self._longest_token)
 
     def _decode_with_special(self, ids: Sequence[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=False)

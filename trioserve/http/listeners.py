@@ -15,7 +15,7 @@ import trio
 from trioserve.config import ServerConfig
 from trioserve.errors import TrioserveError
 
-__all__ = ["Listening", "open_listening", "removing_socket_file"]
+__all__ = ["Listening", "check_address", "open_listening", "removing_socket_file"]
 
 BACKLOG = 2048
 
@@ -26,6 +26,11 @@ class Listening:
 
     listeners: list[trio.SocketListener]
     urls: list[str]
+
+    def close(self) -> None:
+        """Close every listener. Idempotent."""
+        for listener in self.listeners:
+            listener.socket.close()
 
 
 async def open_listening(config: ServerConfig) -> Listening:
@@ -42,6 +47,17 @@ async def open_listening(config: ServerConfig) -> Listening:
         place = f"{config.host}:{config.port}"
         raise TrioserveError(f"can't listen on {place}: {_why(error)}") from error
     return Listening(listeners, [_url(listener.socket) for listener in listeners])
+
+
+async def check_address(config: ServerConfig) -> None:
+    """See whether :func:`open_listening` would work, and leave no trace.
+
+    Raises:
+        TrioserveError: it would not.
+    """
+    listening = await open_listening(config)
+    with removing_socket_file(config):
+        listening.close()
 
 
 def _why(error: OSError) -> str:

@@ -92,8 +92,7 @@ async def serve_app(
                 raise
             raise TrioserveError(f"the application failed: {_first_leaf(failures)}") from group
         finally:
-            for listener in listening.listeners:
-                listener.socket.close()
+            listening.close()
 
 
 class _Server:

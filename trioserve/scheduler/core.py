@@ -51,6 +51,8 @@ class SchedulerCore:
         self.memory = Memory(limits)
         self.waiting = Line()
         self.running = Line()
+        self.preempted: list[Computation] = []
+        """Those that plans in flight still name; the others are back in line."""
         self.in_flight: deque[InFlight] = deque()
         self.counters = Counters()
         self.next_number = 1
@@ -107,9 +109,8 @@ class SchedulerCore:
         if not self._has_worker or len(self.in_flight) >= self.limits.max_plans_in_flight:
             return None
         draft = Draft(self.next_number, self.limits.max_num_batched_tokens)
-        somebody_left = self._plan_running(draft)
-        if not somebody_left:
-            self._plan_admissions(draft, now)
+        self._plan_running(draft)
+        self._plan_admissions(draft, now)
         sealed = draft.seal(self.memory.slots.take_unclosed())
         if sealed is None:
             return None
@@ -118,10 +119,9 @@ class SchedulerCore:
         self.next_number += 1
         return plan
 
-    def _plan_running(self, draft: Draft) -> bool:
-        """Give the running their tokens. True if somebody had to leave for want of pages."""
+    def _plan_running(self, draft: Draft) -> None:
+        """Give the running their tokens."""
         share = policy.Share.out(self.running, draft.budget)
-        num_running = len(self.running)
         # Whoever is preempted on the way has lost the slot by the time its turn comes. A running
         # sequence has pages for its prompt, so only those that decode need more, one by one.
         for computation in share.decodes:
@@ -132,7 +132,6 @@ class SchedulerCore:
         for computation, count in share.chunks:
             if computation.holds_slot:
                 self._compute(computation, count, draft)
-        return len(self.running) < num_running
 
     def _grow(self, computation: Computation, draft: Draft) -> bool:
         """Append a page to the block table, preempting from the back of the line if need be.
@@ -154,9 +153,10 @@ class SchedulerCore:
         """Let the waiting in, in order, until somebody doesn't fit.
 
         Who waits for a prefix that this very plan computes is put off and costs nobody else a turn:
-        it can have those pages in the next plan instead of computing them again.
+        it can have those pages in the next plan instead of computing them again. Nobody comes in
+        before those who have just been preempted are back in line, in front.
         """
-        if not self.waiting or not self._has_seat(draft):
+        if not self.waiting or self.preempted or not self._has_seat(draft):
             return
         num_pending = 0
         for computation in policy.admission_order(
@@ -218,12 +218,16 @@ class SchedulerCore:
         self.counters.num_preemptions += 1
         self._leave(computation)
         computation.sequence.move_to(State.PREEMPTED)
-        if not self.in_flight or computation.last_plan < self.in_flight[0].number:
-            self._rejoin(computation)
+        self.preempted.append(computation)
+        self._rejoin()
 
-    def _rejoin(self, computation: Computation) -> None:
-        computation.sequence.move_to(State.WAITING)
-        self.waiting.add(computation)
+    def _rejoin(self) -> None:
+        """Put the preempted back in line whom no plan in flight names."""
+        oldest = self.in_flight[0].number if self.in_flight else self.next_number
+        for computation in [each for each in self.preempted if each.last_plan < oldest]:
+            self.preempted.remove(computation)
+            computation.sequence.move_to(State.WAITING)
+            self.waiting.add(computation)
 
     def _leave(self, computation: Computation) -> None:
         self.running.remove(computation)
@@ -234,6 +238,8 @@ class SchedulerCore:
             self._leave(sequence.compute)
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence.compute)
+        elif sequence.state is State.PREEMPTED:
+            self.preempted.remove(sequence.compute)
         sequence.compute = None
         sequence.finish = finish
         sequence.move_to(State.FINISHED)
@@ -261,12 +267,10 @@ class SchedulerCore:
             sequence = computation.sequence
             if sequence.state is State.FINISHED:
                 continue
-            if sequence.state is not State.PREEMPTED:
-                computation.computed += count
+            computation.computed += count
             if samples:
                 outputs.append(self._accept(sequence, results, offsets[index], now))
-            if sequence.state is State.PREEMPTED and computation.last_plan == plan.number:
-                self._rejoin(computation)
+        self._rejoin()
         return outputs
 
     def _count_step(self, plan: InFlight, result: wire.StepResult) -> None:
@@ -345,15 +349,12 @@ class SchedulerCore:
 
     def _forget_worker(self) -> None:
         """What the worker knew is gone: its slots, its pages, the plans on their way."""
-        for plan in self.in_flight:
-            for computation, _, _ in plan.rows:
-                if computation.sequence.state is State.PREEMPTED:
-                    self._rejoin(computation)
         self.in_flight.clear()
         for computation in self.running.take_all():
             computation.leave_slot()
             computation.sequence.move_to(State.PREEMPTED)
-            self._rejoin(computation)
+            self.preempted.append(computation)
+        self._rejoin()
         self.memory = Memory(self.limits)
 
     def restart(self, limits: Limits) -> list[SequenceOutput]:

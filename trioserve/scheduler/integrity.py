@@ -1,6 +1,7 @@
 """The scheduler's invariants, as assertions over the whole of its state.
 
-1. A sequence is in line exactly while it waits, in the running exactly while it holds a slot.
+1. A sequence is in line exactly while it waits, in the running exactly while it holds a slot, and
+   neither only while it is preempted and a plan in flight names it.
 2. Every page is free, idle, retiring or held; it is held by exactly those whose block tables name
    it, and by more than one only as a published page at the same place of each.
 3. Counts are in order, block tables are long enough for what was planned and no longer than what
@@ -45,6 +46,10 @@ def _check_lines(core: SchedulerCore) -> None:
     for computation in core.running:
         assert computation.sequence.state in (State.PREFILL, State.DECODE)
         assert computation.sequence.compute is computation
+    for computation in core.preempted:
+        assert computation.sequence.state is State.PREEMPTED
+        assert computation.sequence.compute is computation
+        assert computation.last_plan >= core.in_flight[0].number, "it could be back in line"
     slots = [computation.slot for computation in core.running]
     assert len(set(slots)) == len(slots), "two sequences share a slot"
     table = core.memory.slots
