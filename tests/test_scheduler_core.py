@@ -25,6 +25,7 @@ from trioserve import wire
 from trioserve.errors import ContextTooLong, EngineError, InvalidRequest, WorkerLost
 from trioserve.request import Finish, FinishReason, Request, Sequence, State
 from trioserve.scheduler import SchedulerCore
+from trioserve.scheduler.core import MAX_PENDING
 from trioserve.testing import FakeWorker, StepFails, fake_logprob
 
 ABORT = Finish(FinishReason.ABORT)
@@ -249,6 +250,18 @@ def test_a_prefix_that_is_being_computed_is_awaited_and_not_computed_twice() -> 
     assert first_tokens[-1] is not unrelated, "it was held up by a prefix that isn't its own"
 
 
+def test_only_so_many_are_put_off() -> None:
+    """Each costs a walk of the tree, in every plan."""
+    bench = Bench.make(worker(max_num_batched_tokens=100))
+    for number in range(MAX_PENDING + 1):
+        bench.submit([*[1] * 40, number])
+    behind = bench.submit([9])
+    bench.step()
+    assert behind.state is State.WAITING
+    bench.step()
+    assert behind.state is State.DECODE
+
+
 def test_without_the_cache_nothing_is_kept() -> None:
     bench = Bench.make(worker(), enable_prefix_caching=False)
     for _ in range(2):
@@ -310,22 +323,38 @@ def test_a_prompt_can_be_preempted_between_its_chunks() -> None:
     assert prompt.output_ids == reference(fake, prompt)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_overtakes_who_was_preempted(depth: int) -> None:
-    bench = Bench.make(worker(num_pages=8, page_size=2), max_plans_in_flight=depth)
+def preempt_with_plans_in_flight() -> tuple[Bench, Sequence]:
+    """Two plans in flight, of which the second still names the sequence that was preempted, while
+    the first brings the end of another."""
+    bench = Bench.make(
+        worker(num_pages=9, page_size=2), max_plans_in_flight=3, enable_prefix_caching=False
+    )
     bench.submit([1], max_tokens=12)
-    victim = bench.submit([2] * 5, max_tokens=8)
+    bench.submit([2] * 5, max_tokens=3)
+    victim = bench.submit([3] * 3, max_tokens=8)
     while not bench.core.counters.num_preemptions:
         if bench.plan() is None:
             bench.result()
-    assert victim.state is (State.WAITING if depth == 1 else State.PREEMPTED)
-    late = bench.submit([3], max_tokens=1)
+    assert victim.state is State.PREEMPTED
+    return bench, victim
+
+
+def test_nobody_overtakes_who_was_preempted() -> None:
+    bench, victim = preempt_with_plans_in_flight()
+    late = bench.submit([4], max_tokens=1)
     while victim.state in (State.PREEMPTED, State.WAITING):
         assert late.state is State.WAITING
         if bench.plan() is None:
             bench.result()
     bench.drain()
     assert late.output_ids == [1]
+
+
+def test_who_was_preempted_can_leave_before_being_back_in_line() -> None:
+    bench, victim = preempt_with_plans_in_flight()
+    assert bench.core.abort(victim, ABORT) is not None
+    bench.drain()
+    assert bench.core.statistics().pages_free == 9
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -68,16 +68,21 @@ class House:
             await self.ended[sequence].wait()
 
     async def read(self, outputs: trio.MemoryReceiveChannel[list[SequenceOutput]]) -> None:
-        async for batch in outputs:
-            self.scheduler.check_integrity()
-            for output in batch:
-                ended = self.ended[output.sequence]
-                assert not ended.is_set(), "something came after the end"
-                self.delivered[output.sequence] += output.token_ids
-                assert self.delivered[output.sequence] == output.sequence.output_ids
-                if output.finish is not None:
-                    assert output.finish is output.sequence.finish
-                    ended.set()
+        async with outputs:
+            async for batch in outputs:
+                self.scheduler.check_integrity()
+                for output in batch:
+                    self.take(output)
+
+    def take(self, output: SequenceOutput) -> None:
+        ended = self.ended[output.sequence]
+        assert not ended.is_set(), "something came after the end"
+        delivered = self.delivered[output.sequence]
+        delivered += output.token_ids
+        assert delivered == output.sequence.output_ids[: len(delivered)]
+        if output.finish is not None:
+            assert output.finish is output.sequence.finish
+            ended.set()
 
     async def supervise(self, make_worker: Callable[[], FakeWorker]) -> None:
         """One worker after the other."""
@@ -185,6 +190,19 @@ async def test_an_abort_wakes_an_idle_loop_and_closes_the_slot(autojump_clock: C
         assert house.workers[0].num_steps <= steps + 3
 
 
+async def test_an_abort_is_told_at_once_if_there_is_room(autojump_clock: Clock) -> None:
+    """The only plan in flight makes the last token, so the loop has nothing to do until it hears
+    of the abort."""
+    async with open_house(max_plans_in_flight=2) as house:
+        sequence = house.send([1], max_tokens=1)
+        await trio.sleep(STEP / 2)
+        assert house.scheduler.statistics().plans_in_flight == 1
+        house.scheduler.abort(sequence, ABORT)
+        await trio.sleep(STEP / 4)
+        assert house.scheduler.statistics().plans_in_flight == 2
+        await house.settle()
+
+
 async def test_an_abort_after_the_engine_closed_is_harmless(autojump_clock: Clock) -> None:
     async with open_house() as house:
         sequence = house.send([1], max_tokens=1000)
@@ -260,6 +278,35 @@ async def test_a_dead_worker_loses_nothing(autojump_clock: Clock, depth: int) ->
         assert len(house.workers) == 3
         for sequence in sequences:
             assert house.delivered[sequence] == reference(house.workers[0], sequence)
+
+
+async def attach_until_lost(scheduler: Scheduler, link: MemoryLink) -> None:
+    with pytest.raises(WorkerLost, match="the link is closed"):
+        await scheduler.attach(link, FakeWorker().ready())
+
+
+async def test_what_a_dying_worker_still_said_is_taken(autojump_clock: Clock) -> None:
+    depth = 6
+    scheduler = Scheduler(EngineConfig("fake", max_plans_in_flight=depth))
+    to_scheduler, requests = trio.open_memory_channel[Request](math.inf)
+    to_reader, outputs = trio.open_memory_channel[list[SequenceOutput]](math.inf)
+    house = House(scheduler, to_scheduler)
+    engine_side, worker_side = memory_link_pair()
+    worker = FakeWorker()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scheduler.run, requests, to_reader)
+        nursery.start_soon(house.read, outputs)
+        nursery.start_soon(attach_until_lost, scheduler, engine_side)
+        sequence = house.send([1], max_tokens=20)
+        plans = [await worker_side.receive() for _ in range(depth)]
+        # The first of these makes room for a plan that can't be sent any more.
+        for plan in plans:
+            assert isinstance(plan, wire.Plan)
+            worker_side.send_nowait(worker.step(plan))
+        worker_side.close()
+        await trio.sleep(1)
+        assert house.delivered[sequence] == reference(worker, sequence)[:depth]
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_request_can_leave_while_there_is_no_worker(autojump_clock: Clock) -> None:
@@ -384,15 +431,20 @@ async def test_a_call_to_a_worker_that_is_lost(autojump_clock: Clock) -> None:
         with pytest.raises(WorkerLost, match="lost before it answered 'double'"):
             await scheduler.call("double")
 
-    async def attach(link: MemoryLink) -> None:
-        with pytest.raises(WorkerLost, match="the link is closed"):
-            await scheduler.attach(link, FakeWorker().ready())
-
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(attach, engine_side)
+        nursery.start_soon(attach_until_lost, scheduler, engine_side)
         await trio.testing.wait_all_tasks_blocked()
-        nursery.start_soon(call)
-        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(3):
+            nursery.start_soon(call)
+        worker_side.close()
+
+    # Nothing of it reaches the next worker.
+    engine_side, worker_side = memory_link_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(attach_until_lost, scheduler, engine_side)
+        with trio.move_on_after(1) as scope:
+            await worker_side.receive()
+        assert scope.cancelled_caught
         worker_side.close()
 
 

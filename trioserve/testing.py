@@ -326,8 +326,13 @@ class MemoryLink:
         Raises:
             WorkerLost: an end is closed.
         """
+        await trio.lowlevel.checkpoint()
+        self.send_nowait(message)
+
+    def send_nowait(self, message: wire.Message) -> None:
+        """The same without a checkpoint."""
         try:
-            await self._to_peer.send(wire.encode(message))
+            self._to_peer.send_nowait(wire.encode(message))
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             raise WorkerLost("the link is closed") from None
 

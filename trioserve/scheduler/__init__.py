@@ -180,11 +180,15 @@ class Scheduler:
                 return
 
     async def _receive(self, link: Link, core: SchedulerCore, first_valid: int) -> None:
-        """Take whatever the worker says. Of plans before ``first_valid`` it has nothing to say."""
+        """Take whatever the worker says.
+
+        After a failure it refuses the plans that were on their way: failures of plans before
+        ``first_valid``, which is where it counts on from, are old news.
+        """
         while True:
             message = await link.receive()
             match message:
-                case wire.StepResult() if message.number >= first_valid:
+                case wire.StepResult():
                     self._deliver(core.on_result(message, trio.current_time()))
                 case wire.Failure() if message.fatal or message.number >= first_valid:
                     self._deliver(core.on_failure(message))
@@ -192,7 +196,7 @@ class Scheduler:
                     self._outbox.append(wire.Reset(next_plan=first_valid))
                 case wire.Reply():
                     self._answer(message)
-                case wire.StepResult() | wire.Failure():
+                case wire.Failure():
                     pass
                 case _:
                     raise WorkerLost(f"the worker sent {type(message).__name__} while serving")
