@@ -63,7 +63,7 @@ async def leave_when(
 
 async def test_while_tokenizing(tiny: Path) -> None:
     async with engine_that_ends_clean(tiny) as engine:
-        text = "the cat and the dog " * 20_000
+        text = "the cat and the dog " * 8_000
         await leave_when(engine, text, lambda state: state is State.TOKENIZING)
 
 
