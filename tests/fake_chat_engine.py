@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 import trio
 
-from trioserve import terminal
+from trioserve.cli import terminal
 from trioserve.errors import ContextTooLong
 from trioserve.request import ChatPrompt
 from trioserve.sampling import SamplingParams

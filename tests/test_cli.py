@@ -15,10 +15,9 @@ import pytest
 import trio
 
 import trioserve
-from trioserve import cli, serve_command
-from trioserve.config import EngineConfig, ServerConfig
-from trioserve.errors import EngineError
-from trioserve.flags import (
+from trioserve.cli import commands
+from trioserve.cli import serve as serve_module
+from trioserve.cli.flags import (
     SAMPLING_OPTIONS,
     build_parsers,
     engine_config,
@@ -26,6 +25,8 @@ from trioserve.flags import (
     sampling_fields,
     server_config,
 )
+from trioserve.config import EngineConfig, ServerConfig
+from trioserve.errors import EngineError
 from trioserve.options import options_of
 from trioserve.sampling import SamplingParams
 
@@ -141,11 +142,11 @@ def test_a_wrong_variable_is_named() -> None:
 
 def test_no_command_shows_the_commands_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main([])
+        commands.main([])
     assert caught.value.code == 2
     assert "serve a model over HTTP" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
+        commands.main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"trioserve {trioserve.__version__}\n"
 
@@ -197,9 +198,9 @@ class FakeServe:
 @pytest.fixture
 def serve_as(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[FakeServe], int]]:
     def run(fake: FakeServe) -> int:
-        monkeypatch.setattr(serve_command, "serve", fake)
+        monkeypatch.setattr(serve_module, "serve", fake)
         config = ServerConfig(engine=EngineConfig("a-model"), served_model_name="name")
-        return trio.run(serve_command.run_server, config)
+        return trio.run(serve_module.run_server, config)
 
     return run
 

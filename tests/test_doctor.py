@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from trioserve.doctor import (
+from trioserve.cli.doctor import (
     Fact,
     Report,
     as_json,

@@ -51,7 +51,7 @@ def test_what_the_worker_shares_loads_neither_trio_nor_torch() -> None:
 
 
 def test_the_command_line_answers_before_it_loads_a_server() -> None:
-    loaded = loaded_by("from trioserve.cli import parse; parse(['serve', '--port', '1'])")
+    loaded = loaded_by("from trioserve.cli.flags import parse; parse(['serve', '--port', '1'])")
     assert loaded.isdisjoint({"trio", "hypercorn", "quart", "rich", "tokenizers", "numpy", "torch"})
 
 

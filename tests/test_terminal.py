@@ -19,10 +19,10 @@ import pytest
 import trio
 
 from tests.fake_chat_engine import FakeEngine
-from trioserve import terminal
+from trioserve.cli import terminal
+from trioserve.cli.terminal import Terminal
 from trioserve.errors import ContextTooLong
 from trioserve.sampling import SamplingParams
-from trioserve.terminal import Terminal
 
 ROOT = Path(__file__).parent.parent
 

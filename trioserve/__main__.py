@@ -1,5 +1,5 @@
 """``python -m trioserve`` is the command ``trioserve``."""
 
-from trioserve.cli import run
+from trioserve.cli.commands import run
 
 run()

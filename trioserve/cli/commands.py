@@ -15,9 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trioserve.config import EngineConfig
-from trioserve.errors import TrioserveError
-from trioserve.flags import (
+from trioserve.cli.flags import (
     UsageError,
     engine_config,
     parse,
@@ -25,6 +23,8 @@ from trioserve.flags import (
     server_config,
     strangers,
 )
+from trioserve.config import EngineConfig
+from trioserve.errors import TrioserveError
 from trioserve.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def _serve(arguments: dict[str, Any]) -> int:
     config = server_config(arguments, os.environ)
     import trio
 
+    from trioserve.cli.serve import run_server
     from trioserve.logs import setup_logging
-    from trioserve.serve_command import run_server
 
     setup_logging(config.log_level, config.log_format)
     return trio.run(run_server, config)
@@ -84,7 +84,7 @@ def _serve(arguments: dict[str, Any]) -> int:
 def _chat(arguments: dict[str, Any]) -> int:
     config = engine_config(arguments, os.environ)
     fields = sampling_fields(arguments)
-    from trioserve import terminal
+    from trioserve.cli import terminal
 
     def chat(engine: Engine, params: SamplingParams) -> Awaitable[None]:
         return terminal.chat(engine, system=arguments["system"], params=params)
@@ -96,7 +96,7 @@ def _generate(arguments: dict[str, Any]) -> int:
     config = engine_config(arguments, os.environ)
     fields = sampling_fields(arguments)
     prompt = _read_prompt(arguments["prompt"])
-    from trioserve import terminal
+    from trioserve.cli import terminal
 
     def generate(engine: Engine, params: SamplingParams) -> Awaitable[None]:
         return terminal.generate(engine, prompt, params)
@@ -112,7 +112,7 @@ def _with_engine(
     """Call ``use`` with an engine, and with ``fields`` over the model's own sampling defaults."""
     import trio
 
-    from trioserve.loading import LoadingReport
+    from trioserve.cli.loading import LoadingReport
     from trioserve.logs import setup_logging
     from trioserve.nursery import open_engine
 
@@ -139,7 +139,7 @@ def _read_prompt(given: str | None) -> str:
 
 
 def _doctor(arguments: dict[str, Any]) -> int:
-    from trioserve import doctor
+    from trioserve.cli import doctor
 
     report = doctor.examine()
     if arguments["json"]:

@@ -33,7 +33,7 @@ __all__ = ["Fact", "Report", "as_json", "as_table", "examine"]
 WORKER_TIMEOUT = 120.0
 """Seconds that the worker's side may take to look around; importing torch is most of it."""
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _STYLES = {"ok": "green", "optional": "yellow", "missing": "bold red"}
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import attrs
 import trio
 
+from trioserve.cli.loading import LoadingReport
 from trioserve.config import ServerConfig
 from trioserve.groups import sole_exception
-from trioserve.loading import LoadingReport
 from trioserve.logs import get_logger
 from trioserve.model_files.locate import default_name
 from trioserve.serving import serve

@@ -13,7 +13,7 @@ from trioserve.logs import get_logger
 
 __all__ = ["LoadingReport"]
 
-_log = get_logger("trioserve.loading")
+_log = get_logger("trioserve.cli.loading")
 
 
 @attrs.define(eq=False)
