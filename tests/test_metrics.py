@@ -8,11 +8,11 @@ import attrs
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trioserve.engine import EngineStatistics
 from trioserve.metrics import Histogram, Metrics
 from trioserve.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler import SchedulerStatistics
+from trioserve.statistics import EngineStatistics
 from trioserve.stream import Stream, StreamBudget
 
 

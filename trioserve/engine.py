@@ -38,26 +38,12 @@ from trioserve.generation import (
 from trioserve.metrics import Metrics
 from trioserve.request import Finish, FinishReason, Prompt, Request, Sequence, Times, TokensPrompt
 from trioserve.sampling import SamplerParams, SamplingParams
-from trioserve.scheduler import Scheduler, SchedulerStatistics
+from trioserve.scheduler import Scheduler
+from trioserve.statistics import EngineStatistics
 from trioserve.stream import Chunk, Stream, StreamBudget
 from trioserve.tokenizer import Tokenizer
 
-__all__ = ["Engine", "EngineStatistics"]
-
-
-@attrs.frozen
-class EngineStatistics:
-    """What an engine is doing at this moment.
-
-    ``num_tokenizing`` requests have entered but are not yet in the queue; ``num_streams`` scopes
-    are open; ``stream_bytes`` of output wait for slow readers.
-    """
-
-    scheduler: SchedulerStatistics
-    num_tokenizing: int
-    num_streams: int
-    stream_bytes: int
-    worker_restarts: int
+__all__ = ["Engine"]
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -11,7 +11,7 @@ import bisect
 import collections
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import attrs
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -24,9 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from trioserve.request import Finish, Request, Sequence, Times
-
-if TYPE_CHECKING:
-    from trioserve.engine import EngineStatistics
+from trioserve.statistics import EngineStatistics
 
 __all__ = ["CONTENT_TYPE_LATEST", "Histogram", "Metrics"]
 
