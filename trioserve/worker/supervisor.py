@@ -101,15 +101,17 @@ async def run_worker(
         async def watch(scope: trio.CancelScope) -> None:
             nonlocal lost
             code = await process.wait()
-            lost = WorkerLost(f"worker {process.pid} {_describe_exit(code)}")
+            lost = WorkerLost(f"worker {process.pid} {_describe_exit(code)}{when}")
             scope.cancel()
 
         body_error: BaseException | None = None
+        when = " before it had loaded the model; `trioserve doctor` shows what may be missing"
         try:
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(watch, nursery.cancel_scope)
                     ready = await _handshake(link, start, start_timeout, on_progress)
+                    when = ""
                     yield link, ready
                     nursery.cancel_scope.cancel()
             except BaseExceptionGroup as group:
