@@ -28,10 +28,6 @@ from trioserve.errors import ModelLoadError
 
 __all__ = ["Worker", "run"]
 
-MAX_MESSAGE_BYTES = 256 << 20
-BUFFERED_MESSAGES = 64
-# A blocking receive doesn't see Python's signals, so it is cut into pieces of so many milliseconds.
-RECEIVE_MS = 200
 SEND_MS = 10_000
 PROGRESS_INTERVAL = 0.1
 EXIT_PARENT_GONE = 3
@@ -133,14 +129,10 @@ class Worker:
 
     def _receive(self) -> wire.Message:
         """The next message; waits for it. Raises Quit if it is that."""
-        while True:
-            try:
-                message = wire.decode(self._socket.recv())
-            except pynng.Timeout:
-                continue
-            if isinstance(message, wire.Quit):
-                raise Quit
-            return message
+        message = wire.decode(self._socket.recv())
+        if isinstance(message, wire.Quit):
+            raise Quit
+        return message
 
 
 def _statistics(runner: Runner) -> dict[str, int]:
@@ -178,10 +170,9 @@ def run(url: str) -> None:
     with pynng.Pair0(
         dial=url,
         block_on_dial=True,
-        recv_timeout=RECEIVE_MS,
         send_timeout=SEND_MS,
-        recv_max_size=MAX_MESSAGE_BYTES,
-        recv_buffer_size=BUFFERED_MESSAGES,
-        send_buffer_size=BUFFERED_MESSAGES,
+        recv_max_size=wire.MAX_MESSAGE_BYTES,
+        recv_buffer_size=wire.BUFFERED_MESSAGES,
+        send_buffer_size=wire.BUFFERED_MESSAGES,
     ) as socket:
         Worker(socket).run()

@@ -26,6 +26,8 @@ import numpy.typing as npt
 from trioserve.sampling import SamplerParams
 
 __all__ = [
+    "BUFFERED_MESSAGES",
+    "MAX_MESSAGE_BYTES",
     "PROTOCOL_VERSION",
     "Call",
     "Failure",
@@ -51,6 +53,10 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 256 << 20
+"""What either side's socket takes; a longer message is dropped with its connection."""
+BUFFERED_MESSAGES = 64
+"""How many messages may wait in either direction of either side's socket."""
 
 
 class WireError(Exception):
@@ -90,7 +96,7 @@ class Hello:
 
 @attrs.frozen(kw_only=True)
 class Start:
-    """Engine to worker: what to load and within which limits. None and 0 mean "choose"."""
+    """Engine to worker: what to load and within which limits; 0 means "choose"."""
 
     model: str
     """A folder or a GGUF file: already found, never a name to be looked up."""

@@ -17,10 +17,7 @@ import trio
 from trioserve import wire
 from trioserve.errors import WorkerLost
 
-__all__ = ["MAX_MESSAGE_BYTES", "NngLink"]
-
-MAX_MESSAGE_BYTES = 256 << 20
-_BUFFERED_MESSAGES = 64
+__all__ = ["NngLink"]
 
 
 @attrs.define(eq=False)
@@ -37,9 +34,9 @@ class NngLink:
         """Listen at an ``ipc://`` address, for one worker to dial."""
         socket = pynng.Pair0(
             listen=url,
-            recv_max_size=MAX_MESSAGE_BYTES,
-            send_buffer_size=_BUFFERED_MESSAGES,
-            recv_buffer_size=_BUFFERED_MESSAGES,
+            recv_max_size=wire.MAX_MESSAGE_BYTES,
+            send_buffer_size=wire.BUFFERED_MESSAGES,
+            recv_buffer_size=wire.BUFFERED_MESSAGES,
         )
         return cls(socket, socket.recv_fd, socket.send_fd)
 
