@@ -23,9 +23,6 @@ from trioserve.model_files.config import ModelConfig
 
 __all__ = ["Decoder"]
 
-# Tensors that some files hold and no model needs: buffers that older versions saved.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-
 
 @attrs.frozen(kw_only=True)
 class _Layer:
@@ -144,9 +141,7 @@ class _Tensors:
     """A model's tensors by name, each taken once, so that a layer's are freed as it is built."""
 
     def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._tensors = {
-            name: tensor for name, tensor in weights if not name.endswith(IGNORED_SUFFIXES)
-        }
+        self._tensors = dict(weights)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         tensor = self.take_optional(name, *shape)
