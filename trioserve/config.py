@@ -90,7 +90,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None,
         "most tokens computed in one step; longer prompts are prefilled in chunks "
-        "(default: 512 on a CPU, 8192 on a GPU)",
+        "(default: 512)",
         group="scheduling",
         kind=int,
         low=1,
