@@ -113,8 +113,8 @@ class SlotTable:
     def apply(self, plan: Plan) -> list[Row]:
         """Close, open and extend slots as ``plan`` says; what its rows are to compute, in order.
 
-        The rows' tokens don't count as computed yet: :meth:`Slot.computed` is for the caller to
-        move, once they are.
+        The rows' tokens don't count as computed yet: ``Slot.computed`` is for the caller to move,
+        once they are.
 
         Raises:
             PlanError: the plan doesn't fit the slots; some of it may have been applied.

@@ -207,11 +207,10 @@ def _cut_at_mark(rendered: str, final: str) -> str:
         raise _refuse(
             "continue_final_message is set, and the chat template doesn't print the final message"
         )
+    before = rendered[:position]
     if rendered.startswith(_CONTINUE_HERE, position):
-        return rendered[:position]
-    return rendered[
-        :position
-    ].rstrip()  # a template that trims messages would have trimmed this one
+        return before
+    return before.rstrip()  # a template that trims messages would have trimmed this one
 
 
 def _iterates_over_content(tree: jinja2.nodes.Template) -> bool:

@@ -167,8 +167,8 @@ class Stream:
         A checkpoint always happens. If cancelled, no chunk is lost.
 
         Raises:
-            trio.EndOfChannel: the stream was closed and everything has been taken. BaseException:
-            whatever error the stream was closed with, once everything has been taken.
+            trio.EndOfChannel: the stream was closed and everything has been taken.
+            BaseException: the error that it was closed with, once everything has been taken.
         """
         if not self._pending and not self._closed:
             if self._reader is not None:

@@ -121,10 +121,10 @@ class FakeWorker:
     slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
     _next_plan: int = attrs.field(init=False, default=1)
     _failed: bool = attrs.field(init=False, default=False)
-    _tokens: Ints = attrs.field(
-        init=False, repr=False
-    )  # [num_pages * page_size], -1 where nothing is
-    _digests: npt.NDArray[np.uint64] = attrs.field(init=False, repr=False)  # the same
+    _tokens: Ints = attrs.field(init=False, repr=False)
+    """[num_pages * page_size]: the token at each place, -1 where nothing is."""
+    _digests: npt.NDArray[np.uint64] = attrs.field(init=False, repr=False)
+    """[num_pages * page_size]: the digest of each place's token and everything before it."""
 
     def __attrs_post_init__(self) -> None:
         self._tokens = np.full(self.num_pages * self.page_size, -1, dtype=np.int32)

@@ -40,22 +40,22 @@ def queue_order(policy: str, *, priority: int, arrival: int, index: int) -> Orde
 
 
 def admission_order(
-    policy: str, waiting: Iterable[T], cached_tokens: Callable[[T], int]
+    policy: str, waiting: Iterable[T], cached_pages: Callable[[T], int]
 ) -> Iterator[T]:
     """The waiting in the order in which they are to be admitted.
 
-    ``lpm`` takes those first of which the most tokens are cached, so that a prefix is used while it
+    ``lpm`` takes those first of which the most pages are cached, so that a prefix is used while it
     is there; among equals, and past the first ``LPM_WINDOW``, it is the order of arrival.
 
     Args:
         policy: ``fcfs``, ``priority`` or ``lpm``.
         waiting: in line, by :func:`queue_order`.
-        cached_tokens: how many tokens of a waiting sequence the prefix cache holds.
+        cached_pages: how many pages of a waiting sequence the prefix cache holds.
     """
     line = iter(waiting)
     if policy == "lpm":
         window = list(itertools.islice(line, LPM_WINDOW))
-        window.sort(key=cached_tokens, reverse=True)
+        window.sort(key=cached_pages, reverse=True)
         yield from window
     yield from line
 

@@ -84,7 +84,8 @@ async def run_worker(
 
     Raises:
         ModelLoadError: the worker says that it can't load what it was told to.
-        WorkerLost: the process died, hung while loading or is a stranger; the block is cancelled.
+        EngineError: the process is a stranger: another package named gpu, or another version.
+        WorkerLost: the process died, or hung while loading; a block that had begun is cancelled.
     """
     lost: WorkerLost | None = None
     with _socket_address() as url, contextlib.closing(NngLink.listen(url)) as link:
@@ -215,6 +216,7 @@ class Supervisor:
 
         Raises:
             ModelLoadError: the model can't be loaded.
+            EngineError: the process that was started is no worker of ours.
             WorkerLost: the first worker never got ready, or workers died ``max_restarts + 1`` times
                 without progress in between.
         """
