@@ -11,8 +11,6 @@ handler is installed here: that is the command line's business.
 
 from __future__ import annotations
 
-import functools
-
 import trio
 
 from trioserve.config import ServerConfig
@@ -46,13 +44,13 @@ async def serve(
         TrioserveError: the address can't be listened on.
         EngineError: the engine failed.
     """
-    if shutdown is None:
-        shutdown = trio.Event()
     # Loading takes a while: an address in use should be told before it.
     await check_address(config)
     async with open_engine(config.engine, on_progress=on_progress) as engine:
-        app = create_app(engine, config)
-        serve_http = functools.partial(
-            serve_app, app, config, shutdown=shutdown, on_drain=engine.drain
+        await serve_app(
+            create_app(engine, config),
+            config,
+            shutdown=shutdown,
+            on_drain=engine.drain,
+            task_status=task_status,
         )
-        await serve_http(task_status=task_status)
