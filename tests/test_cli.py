@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import itertools
+import json
 import os
 import signal
 import subprocess
@@ -261,6 +263,26 @@ def test_generate_prints_the_continuation_of_a_prompt_from_stdin() -> None:
     code, out, err = run_cli(*argv, stdin="The capital of France is\n")
     assert code == 0, err
     assert "Paris" in out
+
+
+def test_chat_answers_the_lines_of_a_pipe() -> None:
+    argv = ["chat", "smollm2-135m", "--temperature", "0", "--max-tokens", "12"]
+    question = "What is the capital of France?\n"
+    code, out, err = run_cli(*argv, "--system", "Answer briefly.", stdin=question)
+    assert code == 0, err
+    assert "Paris" in out
+    assert " tokens, " in err
+
+
+def test_doctor_finds_this_machine_fit() -> None:
+    code, out, err = run_cli("doctor", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["healthy"] is True
+    facts = {fact["name"]: fact for fact in itertools.chain(*report["sections"].values())}
+    assert facts["trioserve"]["value"] == trioserve.__version__
+    assert facts["cuda available"]["value"] in ("yes", "no")
+    assert facts["smollm2-135m"]["state"] == "ok"
 
 
 def test_the_server_process_serves_and_drains() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -134,6 +135,34 @@ async def test_a_client_that_leaves_takes_its_request_along(
             assert server.engine.statistics().num_streams == 1
         await stack.aclose()
         await server.idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_while_its_text_is_encoded(stream: bool) -> None:
+    """The text is in a thread, which can't be stopped: what it finds is dropped."""
+    go_on = threading.Event()
+    async with site(slow(0.0)) as server:
+        engine = server.engine
+        encode = engine.tokenizer.encode
+
+        def encode_later(text: str, **options: bool) -> list[int]:
+            assert go_on.wait(10)
+            return encode(text, **options)
+
+        engine.tokenizer.encode = encode_later  # type: ignore[method-assign]
+        body = json.dumps({"prompt": "x" * 2040, "max_tokens": 5, "stream": stream}).encode()
+        client = await connect(server.url)
+        await client.send_all(raw_request(body, path=TEXT))
+        with trio.fail_after(5):
+            while not engine.statistics().num_tokenizing:
+                await trio.sleep(0.005)
+        client.socket.close()
+        await server.idle()
+        go_on.set()
+        engine.tokenizer.encode = encode  # type: ignore[method-assign]
+        assert (await server.post(TEXT, prompt="hello", max_tokens=2)).status_code == 200
+        await server.idle()
+        assert engine.statistics().scheduler.num_tokens_sampled == 2
 
 
 async def _reach(engine: Engine, stage: str) -> None:

@@ -67,6 +67,17 @@ def test_no_module_of_the_worker_loads_trio() -> None:
     assert loaded.isdisjoint({"trio", "hypercorn", "quart", "transformers"})
 
 
+def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() -> None:
+    handlers = [
+        str(path.relative_to(ROOT))
+        for package in ("trioserve", "gpu")
+        for path in modules_of(package)
+        if any(is_under(name, {"signal"}) for name in imports_of(path))
+    ]
+    commands = ["commands", "serve", "terminal"]
+    assert handlers == [*(f"trioserve/cli/{name}.py" for name in commands), "gpu/worker.py"]
+
+
 def is_under(name: str, modules: set[str]) -> bool:
     return any(name == module or name.startswith(module + ".") for module in modules)
 

@@ -129,12 +129,21 @@ def test_a_killed_parent_takes_its_worker_along(tiny: Path) -> None:
     assert not worker.is_running()
 
 
-def test_a_script_without_trio(tiny: Path) -> None:
+def test_a_script_without_trio(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with LLM(str(tiny), device="cpu", dtype="float32", num_threads=1) as llm:
         options = {"max_tokens": 10, "temperature": 0, "ignore_eos": True}
         batch = llm.generate([[3, 4], [5, 6, 7], "hello"], **options)
         assert [len(completion.token_ids) for completion in batch] == [10, 10, 10]
+        assert capsys.readouterr().err == ""
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal
         (single,) = llm.generate([3, 4], **options)
+        shown = capsys.readouterr().err
+        assert "Generating" in shown
+        assert "1/1" in shown
+        llm.generate([3, 4], progress=False, **options)
+        assert capsys.readouterr().err == ""
         assert single.token_ids == batch[0].token_ids
         (chat,) = llm.generate([{"role": "user", "content": "hello"}], **options)
         assert chat.usage.prompt_tokens > 5
