@@ -189,19 +189,8 @@ async def run_engine(
             nursery.start_soon(guarded, scheduler.run, scheduler_inbox, to_detokenizer)
             nursery.start_soon(guarded, detokenizer.run, detokenizer_inbox)
             ready: wire.Ready = await nursery.start(guarded, supervisor.run, scheduler.attach)
-            engine = Engine(
-                config=config,
-                model_name=model.name,
-                tokenizer=model.tokenizer,
-                metrics=metrics,
-                ready=ready,
-                generation_defaults=model.generation_defaults,
-                eos_token_ids=model.eos_token_ids,
-                scheduler=scheduler,
-                to_tokenizer=to_tokenizer,
-                worker_restarts=lambda: supervisor.restarts,
-                stream_budget=StreamBudget(config.max_stream_bytes, config.max_total_stream_bytes),
-                seeds=random.Random(config.seed),
+            engine = _make_engine(
+                config, model, ready, scheduler, metrics, supervisor, to_tokenizer
             )
             metrics.watch(engine)
             try:
@@ -223,6 +212,31 @@ async def run_engine(
         raise _as_engine_error(failure)
     if block_error is not None:
         raise block_error
+
+
+def _make_engine(
+    config: EngineConfig,
+    model: LoadedModel,
+    ready: wire.Ready,
+    scheduler: Scheduler,
+    metrics: Metrics,
+    supervisor: Supervisor,
+    to_tokenizer: trio.MemorySendChannel[Request],
+) -> Engine:
+    return Engine(
+        config=config,
+        model_name=model.name,
+        tokenizer=model.tokenizer,
+        metrics=metrics,
+        ready=ready,
+        generation_defaults=model.generation_defaults,
+        eos_token_ids=model.eos_token_ids,
+        scheduler=scheduler,
+        to_tokenizer=to_tokenizer,
+        worker_restarts=lambda: supervisor.restarts,
+        stream_budget=StreamBudget(config.max_stream_bytes, config.max_total_stream_bytes),
+        seeds=random.Random(config.seed),
+    )
 
 
 def _as_engine_error(failure: Exception) -> EngineError:
