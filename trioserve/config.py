@@ -89,8 +89,7 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "most tokens computed in one step; longer prompts are prefilled in chunks "
-        "(default: 512)",
+        "most tokens computed in one step; longer prompts are prefilled in chunks (default: 512)",
         group="scheduling",
         kind=int,
         low=1,

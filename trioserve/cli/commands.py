@@ -1,6 +1,7 @@
-"""The command line: ``trioserve serve``, ``chat``, ``generate`` and ``doctor``.
+"""What each command does: its options are checked, then an engine, a server or a report begins.
 
-Signal handlers and logging are set up here and nowhere else in the package.
+Logging is set up here, and signal handlers by the commands alone (``serve`` and, at a terminal,
+``chat``): a program that uses trioserve as a library keeps its own.
 
 Exit codes: 0 for success, a drained server included; 1 for a failure; 2 for a wrong option; 128 and
 the signal's number for a command that a signal ended at once.

@@ -17,6 +17,7 @@ from trioserve.errors import InvalidRequest
 from trioserve.generation import Completion, GenerationStream, Usage
 from trioserve.http.generations import Job
 from trioserve.http.native_schemas import (
+    DEFAULT_NEW_TOKENS,
     GenerateRequest,
     GenerateResponse,
     MetaInfo,
@@ -32,7 +33,6 @@ from trioserve.stream import Chunk, TokenLogprob
 
 __all__ = ["NativeEndpoints", "NativeWriter"]
 
-DEFAULT_NEW_TOKENS = 128
 _RENAMES = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",

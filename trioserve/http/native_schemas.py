@@ -12,13 +12,16 @@ from msgspec import UNSET, UnsetType
 
 from trioserve.http.schemas import Count, Identifier, Seconds, TokenId, hint, only
 
-__all__ = ["GenerateRequest", "GenerateResponse", "NativeSampling"]
+__all__ = ["DEFAULT_NEW_TOKENS", "GenerateRequest", "GenerateResponse", "NativeSampling"]
+
+DEFAULT_NEW_TOKENS = 128
+"""What a request gets that says nothing of it, as in SGLang."""
 
 
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """SGLang's ``sampling_params``."""
 
-    max_new_tokens: Count | None = 128
+    max_new_tokens: Count | None = DEFAULT_NEW_TOKENS
     min_new_tokens: Count | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
