@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -91,6 +92,24 @@ async def test_an_engine_seed_makes_a_whole_run_repeatable(autojump_clock: Clock
             runs.append([(await engine.complete("a", max_tokens=9)).token_ids for _ in range(3)])
     assert runs[0] == runs[1]
     assert len(set(runs[0])) == 3
+
+
+async def test_the_model_s_end_stops_an_output_unless_it_is_ignored(autojump_clock: Clock) -> None:
+    async with open_fake_engine() as engine:
+        whole = await engine.complete("hello", max_tokens=12, seed=3)
+        end = whole.token_ids[5]
+        length = whole.token_ids.index(end) + 1
+        asked = await engine.complete("hello", max_tokens=12, seed=3, stop_token_ids=[end])
+        assert (asked.finish_reason, asked.stop_reason) == ("stop", end)
+    async with open_fake_engine(eos_token_ids=(end,)) as engine:
+        stopped = await engine.complete("hello", max_tokens=12, seed=3)
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", None)
+        assert stopped.token_ids == asked.token_ids == whole.token_ids[:length]
+        assert stopped.text == engine.tokenizer.decode(whole.token_ids[: length - 1])
+        ignored = await engine.complete("hello", max_tokens=12, seed=3, ignore_eos=True)
+        assert (ignored.token_ids, ignored.finish_reason) == (whole.token_ids, "length")
+        late = await engine.complete("hello", max_tokens=12, seed=3, min_tokens=length + 1)
+        assert len(late.token_ids) > length
 
 
 async def test_the_model_s_defaults_apply_to_what_a_caller_leaves_out(
@@ -265,6 +284,25 @@ async def test_a_reader_that_falls_behind_is_aborted_and_the_others_are_not(
                 async for _ in slow:
                     pass
             assert engine.statistics().scheduler.num_running == 0
+        await settle(engine)
+
+
+async def test_slow_readers_are_bounded_together_and_cost_a_fast_one_nothing(
+    autojump_clock: Clock,
+) -> None:
+    limits = {"max_stream_bytes": 100_000, "max_total_stream_bytes": 4096}
+    async with open_fake_engine(slow_worker(), **limits) as engine:
+        async with contextlib.AsyncExitStack() as stack:
+            generations = [engine.generate(f"slow {n}", max_tokens=1000) for n in range(3)]
+            slow = [await stack.enter_async_context(each) for each in generations]
+            reader = await engine.complete("fast", max_tokens=300)
+            assert len(reader.token_ids) == 300
+            assert engine.statistics().scheduler.num_running == 0
+            assert engine.statistics().stream_bytes <= 4096
+            for stream in slow:
+                with pytest.raises(SlowReader, match="max_total_stream_bytes"):
+                    async for _ in stream:
+                        pass
         await settle(engine)
 
 

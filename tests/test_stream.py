@@ -103,13 +103,34 @@ def test_all_streams_share_one_bound_and_give_it_back() -> None:
     budget = StreamBudget(per_stream=1000, total=1500)
     first, second = Stream(budget), Stream(budget)
     first.push(Chunk("x" * 800))
+    second.push(Chunk("x" * 500))
     with pytest.raises(SlowReader, match="max_total_stream_bytes is 1500"):
-        second.push(Chunk("x" * 800))
+        second.push(Chunk("x" * 100))
     first.discard()
+    second.push(Chunk("x" * 100))
+    second.discard()
     assert budget.waiting == 0
-    second.push(Chunk("x" * 800))
-    second.discard()
-    second.discard()
+
+
+def test_a_reader_that_keeps_up_is_not_refused_for_what_others_left() -> None:
+    budget = StreamBudget(per_stream=1000, total=1500)
+    slow = [Stream(budget), Stream(budget)]
+    for stream in slow:
+        stream.push(Chunk("x" * 600))
+    reader = Stream(budget)
+    reader.push(Chunk("x" * 600))
+    with pytest.raises(SlowReader, match="max_total_stream_bytes is 1500"):
+        reader.push(Chunk("x"))
+    with pytest.raises(SlowReader, match="max_stream_bytes is 1000"):
+        Stream(budget).push(Chunk("x" * 1000))
+
+
+def test_what_waits_is_given_back_once() -> None:
+    budget = StreamBudget(per_stream=1000, total=1500)
+    stream = Stream(budget)
+    stream.push(Chunk("x" * 800))
+    stream.discard()
+    stream.discard()
     assert budget.waiting == 0
 
 

@@ -4,7 +4,8 @@ The producer (the detokenizer) pushes chunks; the reader takes everything that h
 last looked, merged into one chunk per sequence. So a reader that keeps up sees every step, and one
 that lags sees fewer, larger chunks. What waits unread is counted in bytes, per stream and for all
 streams of an engine together (:class:`StreamBudget`); past either bound ``push`` says so and the
-producer ends the request.
+producer ends the request. A reader for whom nothing waits keeps up, and isn't ended for what others
+have left: its next chunk is taken even past the common bound.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ class Stream:
         """Hand over a chunk without blocking. Does nothing on a closed stream.
 
         Raises:
-            SlowReader: the bytes that wait, this chunk's included, are past the budget. The chunk
-                isn't taken; the caller is to end the request and close the stream with the error.
+            SlowReader: the bytes that wait, this chunk's included, are past the budget, and some of
+                them wait here. The chunk isn't taken; the caller is to end the request and close
+                the stream with the error.
         """
         if self._closed:
             return
@@ -138,7 +140,7 @@ class Stream:
                 f"the reader left {self._pending_bytes} bytes unread; "
                 f"max_stream_bytes is {self.budget.per_stream}"
             )
-        if self.budget.waiting + size > self.budget.total:
+        if self._pending and self.budget.waiting + size > self.budget.total:
             raise SlowReader(
                 f"slow readers together left {self.budget.waiting} bytes unread; "
                 f"max_total_stream_bytes is {self.budget.total}"
