@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
@@ -20,6 +21,8 @@ from trioserve import (
     QueueFull,
     SamplingParams,
     SlowReader,
+    TextPrompt,
+    TokensPrompt,
     wire,
 )
 from trioserve.simulation import open_fake_engine
@@ -385,3 +388,51 @@ async def test_calls_reach_the_worker(autojump_clock: Clock) -> None:
         assert await engine.call_worker("double", 21) == 42
         with pytest.raises(EngineError, match="nothing"):
             await engine.call_worker("nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("priority", "x"),
+        ("priority", None),
+        ("cache_salt", ["x"]),
+        ("cache_salt", None),
+        ("request_id", 5),
+        ("timeout", -1),
+        ("timeout", float("nan")),
+        ("timeout", "1"),
+        ("stop", 5),
+        ("stop_token_ids", 5),
+        ("logit_bias", {1.5: 1.0}),
+        ("prompt", None),
+        ("prompt", b"bytes"),
+        ("prompt", {"role": "user"}),
+    ],
+)
+async def test_an_argument_of_a_wrong_type_is_refused_by_name_and_harms_nobody(
+    autojump_clock: Clock, name: str, value: object
+) -> None:
+    async with open_fake_engine(scheduling_policy="priority", max_num_seqs=1) as engine:
+        arguments: dict[str, Any] = {"prompt": "hello", "max_tokens": 3, name: value}
+        prompt = arguments.pop("prompt")
+        async with engine.generate("another", max_tokens=50), engine.generate("a", max_tokens=5):
+            with pytest.raises(InvalidRequest) as caught:
+                await engine.complete(prompt, **arguments)
+            assert caught.value.param == name
+            await engine.complete("still here", max_tokens=1)
+        await settle(engine)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TextPrompt(5),  # type: ignore[arg-type]
+        lambda: TokensPrompt((1.5,)),  # type: ignore[arg-type]
+        lambda: TokensPrompt(5),  # type: ignore[arg-type]
+        lambda: ChatPrompt(messages=5),  # type: ignore[arg-type]
+        lambda: ChatPrompt(messages=({"role": "user"},), template_arguments=None),  # type: ignore[arg-type]
+    ],
+)
+def test_a_prompt_of_a_wrong_type_is_never_made(make: Callable[[], object]) -> None:
+    with pytest.raises(InvalidRequest, match="must be"):
+        make()

@@ -125,6 +125,7 @@ class Engine:
             params = sampling_params({**self.generation_defaults, **sampling})
         elif sampling:
             raise InvalidRequest("give either params or its fields, not both", param="params")
+        _check_arguments(request_id, priority, timeout, cache_salt)
         request = self._make_request(
             as_prompt(prompt), params, request_id or f"req-{uuid.uuid4().hex}", priority, cache_salt
         )
@@ -322,3 +323,18 @@ class Engine:
         self._open.discard(request)
         if not self._open:
             self._idle.set()
+
+
+def _check_arguments(
+    request_id: str | None, priority: int, timeout: float | None, cache_salt: str
+) -> None:
+    """Refuse what would fail further in, where it would be every request's failure."""
+    for name, value in {"request_id": request_id or "", "cache_salt": cache_salt}.items():
+        if not isinstance(value, str):
+            raise InvalidRequest(f"{name} must be a string, got {value!r}", param=name)
+    if not isinstance(priority, int):
+        raise InvalidRequest(f"priority must be an integer, got {priority!r}", param="priority")
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
+        raise InvalidRequest(
+            f"timeout must be a number of seconds from 0 up, got {timeout!r}", param="timeout"
+        )

@@ -111,6 +111,8 @@ def as_prompt(prompt: PromptLike) -> Prompt:
         return prompt
     if isinstance(prompt, str):
         return TextPrompt(prompt)
+    if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
+        raise _not_a_prompt()
     items = list(prompt)
     if not items:
         raise InvalidRequest("the prompt is empty", param="prompt")
@@ -118,7 +120,11 @@ def as_prompt(prompt: PromptLike) -> Prompt:
         return ChatPrompt(messages=tuple(dict(item) for item in items))  # type: ignore[call-overload]
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return TokensPrompt(tuple(items))  # type: ignore[arg-type]
-    raise InvalidRequest(
+    raise _not_a_prompt()
+
+
+def _not_a_prompt() -> InvalidRequest:
+    return InvalidRequest(
         "a prompt is text, a list of token ids or a list of messages", param="prompt"
     )
 

@@ -25,11 +25,14 @@ only place that says which changes exist.
 from __future__ import annotations
 
 import enum
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 import trio
 
+from trioserve.errors import InvalidRequest
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Stream, TokenLogprob
 
@@ -94,11 +97,39 @@ class Finish:
     error: Exception | None = None
 
 
+def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"a prompt's {attribute.name} must be a string", param="prompt")
+
+
+def _as_token_ids(ids: Iterable[int]) -> tuple[int, ...]:
+    """The ids as plain integers, whatever kind of integer they were."""
+    try:
+        return tuple(map(operator.index, ids))
+    except TypeError:
+        raise InvalidRequest("a prompt's token ids must be integers", param="prompt") from None
+
+
+def _as_messages(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    try:
+        return tuple(messages)
+    except TypeError:
+        raise InvalidRequest("messages must be a list of messages", param="messages") from None
+
+
+def _check_mapping(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{attribute.name} must be a map", param=attribute.name)
+
+
+# A prompt is checked where it is made: further in, a wrong type would be everybody's failure.
+
+
 @attrs.frozen
 class TextPrompt:
     """Text to be continued."""
 
-    text: str
+    text: str = attrs.field(validator=_check_text)
     add_special_tokens: bool = True
 
 
@@ -106,7 +137,7 @@ class TextPrompt:
 class TokensPrompt:
     """Token ids to be continued."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = attrs.field(converter=_as_token_ids)
 
 
 @attrs.frozen(kw_only=True)
@@ -117,10 +148,10 @@ class ChatPrompt:
     text parts). ``template_arguments`` are handed to the template as they are.
     """
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[dict[str, Any], ...] = attrs.field(converter=_as_messages)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    template_arguments: dict[str, Any] = attrs.field(factory=dict)
+    template_arguments: dict[str, Any] = attrs.field(factory=dict, validator=_check_mapping)
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt

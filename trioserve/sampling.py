@@ -30,7 +30,8 @@ request draws the same numbers whatever shares its batch and however often it wa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -85,6 +86,8 @@ def _positive_number(_: object, attribute: attrs.Attribute[float], value: float)
 def _as_stop(value: str | Sequence[str] | None) -> tuple[str, ...]:
     if value is None:
         return ()
+    if not isinstance(value, Iterable):
+        raise _refuse("stop", value, "a string or a list of strings")
     stops = (value,) if isinstance(value, str) else tuple(value)
     for stop in stops:
         if not isinstance(stop, str):
@@ -102,6 +105,8 @@ def _check_stop(_: object, __: object, value: tuple[str, ...]) -> None:
 
 
 def _as_ids(value: Sequence[int] | None) -> tuple[int, ...]:
+    if value is not None and not isinstance(value, Iterable):
+        raise _refuse("stop_token_ids", value, "a list of token ids")
     ids = () if value is None else tuple(value)
     for item in ids:
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
@@ -119,7 +124,7 @@ def _as_bias(value: Mapping[Any, float] | None) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, number in value.items():
         try:
-            token = int(key)
+            token = int(key) if isinstance(key, str) else operator.index(key)
         except (TypeError, ValueError):
             raise _refuse("logit_bias", key, "a map whose keys are token ids") from None
         if (
