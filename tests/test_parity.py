@@ -127,22 +127,32 @@ async def test_each_prompt_alone(reference: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_all_together_with_chunks_prefix_hits_and_preemption(
-    reference: Any, depth: int
-) -> None:
-    """Prompts are prefilled in chunks of at most 200 tokens beside rows that decode; the page pool
-    holds less than half of what the requests need together, so that some are preempted; a second
-    round finds the first one's pages."""
+async def test_all_together_with_chunks_and_prefix_hits(reference: Any, depth: int) -> None:
+    """Prompts are prefilled in chunks of at most 200 tokens beside rows that decode, in a pool
+    that holds less than half of them; a second round finds what is left of the first's pages."""
     texts = prompts()
     tight = options(
         max_num_batched_tokens=200, num_gpu_blocks_override=110, max_plans_in_flight=depth
     )
     async with open_engine(MODEL, **tight) as engine:
-        results = await complete_together(engine, texts, 40)
-        again = await complete_together(engine, texts[8:12], 40)
+        results = await complete_together(engine, texts, 16)
+        again = await complete_together(engine, texts[8:12], 16)
+        statistics = engine.statistics().scheduler
+        await assert_idle(engine)
+    assert statistics.prefix_cache_hits > 0
+    verify(reference, results, 16)
+    verify(reference, again, 16)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_preempted(reference: Any, depth: int) -> None:
+    """Short prompts and long outputs that outgrow the page pool together: some have to leave it,
+    and resume from their tokens."""
+    texts = [text for text in prompts() if len(text) < 300]
+    tight = options(num_gpu_blocks_override=36, max_plans_in_flight=depth)
+    async with open_engine(MODEL, **tight) as engine:
+        results = await complete_together(engine, texts, 64)
         statistics = engine.statistics().scheduler
         await assert_idle(engine)
     assert statistics.num_preemptions > 0
-    assert statistics.prefix_cache_hits > 0
-    verify(reference, results, 40)
-    verify(reference, again, 40)
+    verify(reference, results, 64)
