@@ -12,7 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "embedding.md").read_text(), re.S)
-EXPECTED = [("tokens\n", "Paris"), ("serving at http://127.0.0.1:",), ("France is Paris",)]
+EXPECTED = [
+    ("Once upon a time", "The sea was", "In the city", "Paris"),
+    ("serving at http://127.0.0.1:",),
+    ("France is Paris",),
+]
 """What each program prints, in parts."""
 
 
