@@ -150,3 +150,12 @@ def test_a_misspelt_variable_is_found() -> None:
         ("TRIOSERVE_MAX_NUM_SEQ", "TRIOSERVE_MAX_NUM_SEQS"),
         ("TRIOSERVE_ZZZ", None),
     ]
+
+
+def test_options_come_over_those_of_a_whole_configuration() -> None:
+    whole = EngineConfig("m", seed=1, max_num_seqs=3)
+    assert EngineConfig.of("m", {"seed": 1, "max_num_seqs": 3}) == whole
+    assert EngineConfig.of(whole, {}) == whole
+    assert EngineConfig.of(whole, {"seed": 2}) == EngineConfig("m", seed=2, max_num_seqs=3)
+    with pytest.raises(InvalidRequest, match="seed must be"):
+        EngineConfig.of(whole, {"seed": "x"})

@@ -10,13 +10,23 @@ import tempfile
 import threading
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import trio
 
+import trioserve
 from tests.engines import assert_idle, open_tiny_engine
 from tests.tiny_models import make_tiny
-from trioserve import LLM, EngineError, InvalidRequest, ModelLoadError, open_engine
+from trioserve import (
+    LLM,
+    EngineConfig,
+    EngineError,
+    InvalidRequest,
+    ModelLoadError,
+    ServerConfig,
+    open_engine,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,6 +113,28 @@ async def test_two_engines_in_one_program(tiny: Path) -> None:
     async with open_tiny_engine(tiny) as one, open_tiny_engine(tiny) as other:
         assert len(workers()) == 2
         assert await complete(one) == await complete(other)
+
+
+async def test_a_server_in_a_nursery_ends_with_it(tiny: Path, tmp_path: Path) -> None:
+    config = ServerConfig(
+        engine=EngineConfig(str(tiny), device="cpu", dtype="bfloat16", num_threads=1, seed=5),
+        uds=str(tmp_path / "server.sock"),
+        served_model_name="mine",
+    )
+    async with trio.open_nursery() as nursery:
+        urls = await nursery.start(trioserve.serve, config)
+        assert urls == [f"unix:{config.uds}"]
+        transport = httpx.AsyncHTTPTransport(uds=config.uds)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            (model,) = (await client.get("/v1/models")).json()["data"]
+            assert model["id"] == "mine"
+            body = {"model": "mine", "prompt": [3, 4], "max_tokens": 5, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.json()["usage"]["completion_tokens"] == 5
+            assert (await client.post("/v1/completions", json={"model": "x"})).status_code == 400
+        nursery.cancel_scope.cancel()
+    assert workers() == []
+    assert not Path(urls[0].removeprefix("unix:")).exists()
 
 
 def test_a_killed_parent_takes_its_worker_along(tiny: Path) -> None:

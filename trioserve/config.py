@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import attrs
 
 from trioserve.options import option
@@ -192,6 +195,13 @@ class EngineConfig:
         kind=int,
         low=0,
     )
+
+    @classmethod
+    def of(cls, model: str | EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
+        """The configuration of ``model``, or ``model`` itself if it is one, with ``options``."""
+        if isinstance(model, EngineConfig):
+            return attrs.evolve(model, **options)
+        return cls(model, **options)
 
 
 @attrs.frozen(kw_only=True)

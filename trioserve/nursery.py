@@ -104,16 +104,17 @@ async def open_engine(
     Args:
         model: a known name, a folder, a GGUF file, a Hub id, or a whole configuration.
         on_progress: called while the model is loaded.
-        options: fields of :class:`~trioserve.config.EngineConfig`.
+        options: fields of :class:`~trioserve.config.EngineConfig`, over those of a configuration.
 
     Raises:
+        InvalidRequest: an option's value isn't allowed.
         ModelLoadError: the model can't be loaded; one line says why and what to do.
         EngineError: the engine failed while the block ran; ``__cause__`` is the reason.
 
     The block's own exceptions come out as they are. When it is left, no task, thread, process or
     file of the engine remains.
     """
-    config = model if isinstance(model, EngineConfig) else EngineConfig(model, **options)
+    config = EngineConfig.of(model, options)
     path = await trio.to_thread.run_sync(lambda: locate(config.model, revision=config.revision))
     files = await trio.to_thread.run_sync(open_model, path)
     loaded = await trio.to_thread.run_sync(LoadedModel.load, config, files)

@@ -82,16 +82,16 @@ class LLM:
     Without the ``with`` block, :meth:`close` or the end of the program closes it.
 
     Args:
-        model: a known name, a folder, a GGUF file or a Hub id.
-        options: fields of :class:`~trioserve.EngineConfig`.
+        model: a known name, a folder, a GGUF file, a Hub id, or a whole configuration.
+        options: fields of :class:`~trioserve.EngineConfig`, over those of a configuration.
 
     Raises:
+        InvalidRequest: an option's value isn't allowed.
         ModelLoadError: the model can't be loaded.
     """
 
     def __init__(self, model: str | EngineConfig, **options: Any) -> None:
-        config = model if isinstance(model, EngineConfig) else EngineConfig(model, **options)
-        self._engine_thread = _EngineThread(config)
+        self._engine_thread = _EngineThread(EngineConfig.of(model, options))
         self._engine_thread.start()
         self._finalizer = weakref.finalize(self, self._engine_thread.stop)
 
