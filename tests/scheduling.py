@@ -9,13 +9,32 @@ from typing import Any
 import attrs
 
 from trioserve import wire
-from trioserve.request import Request, Sequence, SequenceOutput, Times, TokensPrompt
+from trioserve.request import (
+    Finish,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceOutput,
+    Times,
+    TokensPrompt,
+)
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler import Limits, SchedulerCore
 from trioserve.stream import Stream, StreamBudget
 from trioserve.testing import FakeWorker
 
-__all__ = ["Bench", "make_limits", "make_request", "reference"]
+__all__ = [
+    "ABORT",
+    "Bench",
+    "counting",
+    "crowd",
+    "make_limits",
+    "make_request",
+    "reference",
+    "worker",
+]
+
+ABORT = Finish(FinishReason.ABORT)
 
 _ids = itertools.count()
 
@@ -135,3 +154,16 @@ class Bench:
         assert plan is not None
         slots, counts = wire.ints(plan.row_slots), wire.ints(plan.row_counts)
         return list(zip(slots.tolist(), counts.tolist(), strict=True))
+
+
+def counting(context: list[int], _: object) -> int:
+    """A model that says how long its context is."""
+    return len(context)
+
+
+def worker(**options: Any) -> FakeWorker:
+    return FakeWorker(**{"num_pages": 64, "page_size": 4, "token": counting, **options})
+
+
+def crowd(bench: Bench) -> list[Sequence]:
+    return [bench.submit([number] * 6, max_tokens=20) for number in range(5)]

@@ -1,0 +1,183 @@
+"""The scheduler's state machine, driven at random against a strict fake worker."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from typing import Any
+
+import attrs
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from tests.scheduling import (
+    ABORT,
+    Bench,
+    make_limits,
+    make_request,
+    reference,
+)
+from trioserve import wire
+from trioserve.errors import ContextTooLong, WorkerLost
+from trioserve.request import FinishReason, Request, State
+from trioserve.testing import FakeWorker
+
+prompts = st.one_of(
+    st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    st.integers(1, 20).map(lambda length: [1] * length),
+)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Requests, aborts, plans, late results, failures and deaths in any order.
+
+    At the end everybody has exactly the tokens of the unbatched reference, or, where it was ended
+    early, a prefix of them.
+    """
+
+    @initialize(
+        fake=st.builds(
+            FakeWorker,
+            num_pages=st.integers(6, 16),
+            page_size=st.integers(1, 3),
+            vocab_size=st.just(12),
+            max_num_seqs=st.integers(1, 5),
+            max_num_batched_tokens=st.integers(1, 12),
+            computes_past_stop=st.booleans(),
+        ),
+        limits=st.fixed_dictionaries(
+            {
+                "max_plans_in_flight": st.integers(1, 3),
+                "enable_prefix_caching": st.sampled_from([True, True, False]),
+                "scheduling_policy": st.sampled_from(["fcfs", "lpm", "priority"]),
+                "capacity_policy": st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
+            }
+        ),
+    )
+    def start(self, fake: FakeWorker, limits: dict[str, Any]) -> None:
+        self.options = limits
+        self.bench = Bench.make(fake, **limits)
+        self.requests: list[Request] = []
+        self.ends: collections.Counter[int] = collections.Counter()
+        self.delivered: dict[int, list[int]] = collections.defaultdict(list)
+
+    def note(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            key = id(output.sequence)
+            assert not self.ends[key], "something came after the end"
+            self.delivered[key] += output.token_ids
+            self.ends[key] += output.finish is not None
+
+    @rule(
+        prompt=prompts,
+        max_tokens=st.one_of(st.none(), st.integers(1, 15)),
+        stop=st.lists(st.integers(0, 11), max_size=1),
+        seed=st.integers(0, 1),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "salt"]),
+    )
+    def submit(self, prompt: list[int], max_tokens: int | None, **options: Any) -> None:
+        request = make_request(prompt, max_tokens=max_tokens, **options)
+        try:
+            self.bench.core.submit(request, 0.0)
+        except ContextTooLong:
+            pool = self.bench.worker.num_pages * self.bench.worker.page_size
+            assert len(prompt) + (max_tokens or 1) > pool
+        else:
+            self.requests.append(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.requests)).sequences[0]
+        output = self.bench.core.abort(sequence, ABORT)
+        assert (output is None) == (self.ends[id(sequence)] > 0)
+        self.note([] if output is None else [output])
+
+    @rule(times=st.integers(1, 3))
+    def plan(self, times: int) -> None:
+        for _ in range(times):
+            self.bench.plan()
+
+    @precondition(lambda self: self.bench.results)
+    @rule()
+    def result(self) -> None:
+        self.note(self.bench.result())
+
+    @rule(steps=st.integers(1, 10))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.note(self.bench.step())
+
+    @rule()
+    def worker_dies(self) -> None:
+        self.bench.core.on_worker_lost()
+        self.bench.core.check_integrity()
+        self.bench.results.clear()
+        old = self.bench.worker
+        self.bench.worker = FakeWorker(
+            **{
+                field.name: getattr(old, field.name)
+                for field in attrs.fields(FakeWorker)
+                if field.init
+            }
+        )
+        self.note(self.bench.core.restart(make_limits(self.bench.worker, **self.options)))
+
+    @precondition(lambda self: self.bench.core.in_flight)
+    @rule()
+    def plan_fails(self) -> None:
+        """The worker turns out to have failed on the oldest plan in flight."""
+        oldest = self.bench.core.in_flight[0]
+        # The others of a real worker's plans would be refused; this one has run them, and forgets.
+        self.bench.results.clear()
+        failure = wire.Failure(number=oldest.number, message="no luck")
+        try:
+            self.note(self.bench.core.on_failure(failure))
+        except WorkerLost:
+            self.worker_dies()
+        else:
+            self.bench.worker.reset(wire.Reset(next_plan=self.bench.core.next_number))
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        core = self.bench.core
+        core.check_integrity()
+        if core.limits.capacity_policy == "guaranteed_no_evict":
+            assert core.counters.num_preemptions == 0
+        for request in self.requests:
+            (sequence,) = request.sequences
+            assert self.delivered[id(sequence)] == sequence.output_ids
+            assert (sequence.state is State.FINISHED) == self.ends[id(sequence)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        bench = self.bench
+        while bench.plan() is not None or bench.results:
+            self.note(bench.step())
+        self.sound()
+        statistics = bench.core.statistics()
+        assert statistics.pages_free + statistics.pages_cached == statistics.pages_total
+        assert bench.worker.slots == {}
+        for sequence in itertools.chain.from_iterable(r.sequences for r in self.requests):
+            expected = reference(bench.worker, sequence)
+            assert self.ends[id(sequence)] == 1
+            assert sequence.finish is not None
+            if sequence.finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert sequence.output_ids == expected
+            else:
+                assert sequence.output_ids == expected[: len(sequence.output_ids)]
+
+
+TestCore = CoreMachine.TestCase
+TestCore.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
