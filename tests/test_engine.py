@@ -390,6 +390,29 @@ async def test_calls_reach_the_worker(autojump_clock: Clock) -> None:
             await engine.call_worker("nothing")
 
 
+async def test_a_request_counts_once_on_its_way_into_the_queue(autojump_clock: Clock) -> None:
+    counts: list[int] = []
+    async with open_fake_engine() as engine:
+
+        async def enter() -> None:
+            async with engine.generate("hello", max_tokens=2):
+                pass
+
+        async def count() -> None:
+            while engine.statistics().num_streams:
+                statistics = engine.statistics()
+                counts.append(statistics.num_tokenizing + statistics.scheduler.num_waiting)
+                await trio.lowlevel.checkpoint()
+
+        for _ in range(20):  # trio runs what is ready in a random order
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(enter)
+                await trio.lowlevel.checkpoint()
+                nursery.start_soon(count)
+        assert max(counts) == 1
+        await settle(engine)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -303,14 +303,16 @@ class Engine:
             )
 
     async def _enter(self, request: Request) -> None:
+        self._to_tokenizer.send_nowait(request)
         self._num_entering += 1
-        try:
-            self._to_tokenizer.send_nowait(request)
-            await request.admitted.wait()
-        finally:
-            self._num_entering -= 1
+        # Not when this task wakes up: until then the request would count twice, here and in line.
+        request.on_admitted = self._has_entered
+        await request.admitted.wait()
         if request.rejection is not None:
             raise request.rejection
+
+    def _has_entered(self) -> None:
+        self._num_entering -= 1
 
     def _abandon(self, request: Request) -> None:
         """The caller's scope is left: nothing more is to be computed or kept. Never blocks."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -189,13 +189,19 @@ class Request:
     prompt_ids: list[int] = attrs.field(factory=list)
     sequences: list[Sequence] = attrs.field(factory=list)
     admitted: trio.Event = attrs.field(factory=trio.Event)
+    on_admitted: Callable[[], None] | None = None
+    """Called in the moment in which ``admitted`` is set; whoever waits for that runs later."""
     rejection: Exception | None = None
     num_cached_tokens: int = 0
     """Tokens of the prompt whose KV was found in the prefix cache when it first ran."""
 
     def admit(self) -> None:
-        """Let the caller go on: the request is in the queue."""
+        """Let the caller go on: the request is in the queue. Idempotent."""
+        if self.admitted.is_set():
+            return
         self.admitted.set()
+        if self.on_admitted is not None:
+            self.on_admitted()
 
     def reject(self, error: Exception) -> None:
         """Let the caller go on, into ``error``; every sequence is finished. Idempotent."""
@@ -206,7 +212,7 @@ class Request:
             if sequence.state is not State.FINISHED:
                 sequence.finish = Finish(FinishReason.ERROR, error=error)
                 sequence.move_to(State.FINISHED)
-        self.admitted.set()
+        self.admit()
 
 
 @attrs.define(eq=False, kw_only=True)
