@@ -251,3 +251,21 @@ async def test_the_metrics_of_strange_requests_stay_few() -> None:
         ("other", "other", 404): 3,
         ("GET", "/health", 200): 1,
     }
+
+
+async def test_a_websocket_is_refused_in_the_same_shape_and_logged_as_a_request() -> None:
+    upgrade = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+        "Sec-WebSocket-Version": "13",
+        "X-Request-Id": "mine",
+    }
+    with captured_logs() as logs:
+        async with served(StubEngine()) as url, http_client(url) as client:
+            response = await client.get(TEXT, headers=upgrade)
+    assert response.status_code == 400
+    assert "websocket" in response.json()["error"]["message"]
+    assert response.headers["X-Request-Id"] == "mine"
+    (entry,) = logs
+    assert (entry["event"], entry["status"], entry["path"]) == ("request", 400, TEXT)

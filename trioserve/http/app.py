@@ -14,7 +14,7 @@ from quart_trio import QuartTrio
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
 from trioserve.http.admin import AdminEndpoints
-from trioserve.http.asgi import HTTPConnection, Request, error_response
+from trioserve.http.asgi import HTTPConnection, Request, WebSocketConnection, error_response
 from trioserve.http.auth import OPEN_PATHS, check_key
 from trioserve.http.native import NativeEndpoints
 from trioserve.http.openai import OpenAIEndpoints
@@ -31,6 +31,7 @@ class App(QuartTrio):
     """A quart application that knows its engine."""
 
     asgi_http_class = HTTPConnection
+    asgi_websocket_class = WebSocketConnection
     request_class = Request
     engine: Engine
 

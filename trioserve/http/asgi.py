@@ -11,12 +11,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import trio
-from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent
+from hypercorn.typing import (
+    ASGIReceiveCallable,
+    ASGISendCallable,
+    ASGISendEvent,
+    HTTPScope,
+    WebsocketScope,
+)
 from quart.utils import encode_headers
 from quart.wrappers.response import Response
-from quart_trio.asgi import TrioASGIHTTPConnection
+from quart_trio.asgi import TrioASGIHTTPConnection, TrioASGIWebsocketConnection
 from quart_trio.wrappers import TrioRequest
 
+from trioserve.errors import InvalidRequest
 from trioserve.http.access_log import AccessRecord, request_id_from
 from trioserve.http.errors import ErrorReply, describe_error
 from trioserve.http.sse import EventStream, raw_event
@@ -25,7 +32,13 @@ from trioserve.logs import get_logger
 if TYPE_CHECKING:
     from trioserve.http.app import App
 
-__all__ = ["CONNECTION_STATE", "HTTPConnection", "Request", "error_response"]
+__all__ = [
+    "CONNECTION_STATE",
+    "HTTPConnection",
+    "Request",
+    "WebSocketConnection",
+    "error_response",
+]
 
 CONNECTION_STATE = "trioserve.connection"
 """Where our own server keeps the connection in the ASGI state, for a request to ask about it."""
@@ -58,13 +71,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         """Serve the request; returns when the response is complete or the client has left."""
-        headers = dict(self.scope["headers"])
-        given_id = headers.get(b"x-request-id")
-        self.record = AccessRecord(
-            method=self.scope["method"],
-            path=self.scope["path"],
-            request_id=request_id_from(given_id.decode("latin-1") if given_id else None),
-        )
+        self.record = _open_record(self.scope, self.scope["method"])
 
         async def noting_send(message: ASGISendEvent) -> None:
             if message["type"] == "http.response.start":
@@ -127,6 +134,35 @@ class HTTPConnection(TrioASGIHTTPConnection):
                 return
             await send(_part(raw_event(reply.body)))
         await send(_part(b"", more=False))
+
+
+class WebSocketConnection(TrioASGIWebsocketConnection):
+    """Refuses, with a response of its own: nothing here is served over a websocket."""
+
+    app: App
+
+    async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        """Answer the handshake with an error and leave a line in the log."""
+        response, reply = error_response(InvalidRequest("nothing here is served over a websocket"))
+        record = _open_record(self.scope, "GET")
+        record.status = response.status_code
+        record.completed = True
+        record.note_error(reply.reason)
+        response.headers["X-Request-Id"] = record.request_id
+        try:
+            for message in (_start(response), _part(reply.body, more=False)):
+                await send({**message, "type": "websocket." + message["type"]})
+        finally:
+            record.write(self.app.engine.metrics)
+
+
+def _open_record(scope: HTTPScope | WebsocketScope, method: str) -> AccessRecord:
+    given_id = dict(scope["headers"]).get(b"x-request-id")
+    return AccessRecord(
+        method=method,
+        path=scope["path"],
+        request_id=request_id_from(given_id.decode("latin-1") if given_id else None),
+    )
 
 
 def _start(response: Response) -> Any:
