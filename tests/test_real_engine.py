@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -187,6 +188,46 @@ def test_a_script_without_trio(
     with pytest.raises(EngineError, match="closed"):
         llm.generate("hello")
     assert workers() == []
+
+
+def test_ctrl_c_ends_what_a_script_was_waiting_for(tiny: Path) -> None:
+    with LLM(str(tiny), device="cpu", dtype="float32", num_threads=1) as llm:
+        engine = llm._engine_thread.engine
+        assert engine is not None
+        (worker,) = workers()
+        worker.suspend()  # nothing ends by itself
+        timer = threading.Timer(0.2, _interrupt_main_thread)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[3, 4]] * 4, max_tokens=5, ignore_eos=True)
+        timer.join()
+        deadline = time.monotonic() + 5
+        while engine.statistics().num_streams and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engine.statistics().num_streams == 0
+        worker.resume()
+        (after,) = llm.generate([3, 4], max_tokens=5, ignore_eos=True)
+        assert len(after.token_ids) == 5
+
+
+def test_ctrl_c_while_a_script_s_model_is_loaded_leaves_nothing(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    timer = threading.Timer(0.3, _interrupt_main_thread)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        LLM(str(tiny), device="cpu", num_threads=1)
+    timer.join()
+    assert workers() == []
+    assert list(tmp_path.iterdir()) == []
+    assert "trioserve-llm" not in {thread.name for thread in threading.enumerate()}
+
+
+def _interrupt_main_thread() -> None:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, signal.SIGINT)
 
 
 def test_a_script_that_forgets_to_close_still_ends(tiny: Path) -> None:

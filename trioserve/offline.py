@@ -36,25 +36,35 @@ class _EngineThread:
     _thread: threading.Thread = attrs.field(init=False)
     engine: Engine | None = None
     token: trio.lowlevel.TrioToken | None = None
-    _stop: trio.Event | None = None
     failure: Exception | None = None
+    _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    _stopping: bool = False
 
     def start(self) -> None:
         """Load the model; raises what :func:`~trioserve.open_engine` raises."""
         self._thread = threading.Thread(target=self._run, name="trioserve-llm", daemon=True)
         self._thread.start()
-        error = self._started.get()
+        try:
+            error = self._started.get()
+        except BaseException:  # Ctrl-C while the model is loaded
+            self.stop()
+            raise
         if error is not None:
             self._thread.join()
             raise error
 
     def stop(self) -> None:
         """Close the engine and wait for the thread to end. Idempotent."""
-        if self.token is not None and self._stop is not None:
+        self._stopping = True
+        self.cancel(self._scope)
+        self._thread.join()
+
+    def cancel(self, scope: trio.CancelScope) -> None:
+        """Cancel a scope of the thread's, from any thread."""
+        if self.token is not None:
             # The loop may have ended by itself, with the engine's failure.
             with contextlib.suppress(trio.RunFinishedError):
-                self.token.run_sync_soon(self._stop.set)
-        self._thread.join()
+                self.token.run_sync_soon(scope.cancel)
 
     def _run(self) -> None:
         try:
@@ -64,12 +74,14 @@ class _EngineThread:
             self._started.put(error)
 
     async def _main(self) -> None:
-        async with open_engine(self.config) as engine:
-            self._stop = trio.Event()
-            self.token = trio.lowlevel.current_trio_token()
-            self.engine = engine
-            self._started.put(None)
-            await self._stop.wait()
+        self.token = trio.lowlevel.current_trio_token()
+        if self._stopping:  # Before there was a token: whoever stops now sees it.
+            return
+        with self._scope:
+            async with open_engine(self.config) as engine:
+                self.engine = engine
+                self._started.put(None)
+                await trio.sleep_forever()
 
 
 class LLM:
@@ -147,12 +159,21 @@ class LLM:
 
     def _call(self, function: Any, *args: Any) -> Any:
         thread = self._engine_thread
-        if not self._finalizer.alive or thread.token is None:
+        if not self._finalizer.alive:
             raise EngineError("this LLM is closed")
+        scope = trio.CancelScope()
+
+        async def scoped() -> Any:
+            with scope:
+                return await function(thread.engine, *args)
+
         try:
-            return trio.from_thread.run(function, thread.engine, *args, trio_token=thread.token)
+            return trio.from_thread.run(scoped, trio_token=thread.token)
         except (trio.RunFinishedError, trio.Cancelled) as error:
             raise thread.failure or EngineError("this LLM is closed") from error
+        finally:
+            # A Ctrl-C ends the wait alone: what was asked for is not to be computed for nobody.
+            thread.cancel(scope)
 
 
 def _as_batch(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
