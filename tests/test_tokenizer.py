@@ -156,11 +156,11 @@ def test_vocab_size_is_past_the_largest_id(backend: tokenizers.Tokenizer) -> Non
     ("prompt", "param", "reason"),
     [
         (TextPrompt(""), "prompt", "no tokens"),
-        (TextPrompt("a\ud800b"), "prompt", "can't be encoded"),
+        (TextPrompt("a\ud800b"), "prompt", "character 1 is no valid Unicode"),
         (TokensPrompt(()), "prompt", "no tokens"),
         (TokensPrompt((1, 100_000)), "prompt", "token id 100000 is not in the vocabulary"),
         (TokensPrompt((5, -1)), "prompt", "token id -1"),
-        (user("a\ud800b"), "messages", "can't be encoded"),
+        (user("a\ud800b"), "messages", "is no valid Unicode"),
         (user(7), "messages", "a string or a list"),
         (ChatPrompt(messages=("x",)), "messages", "an object"),  # type: ignore[arg-type]
     ],

@@ -103,7 +103,7 @@ class Tokenizer:
         except Exception as error:
             # ``tokenizers`` raises plain Exceptions and TypeErrors, for lone surrogates too.
             raise InvalidRequest(
-                f"the text can't be encoded: {error}", param=_param(prompt)
+                f"the text can't be encoded: {_reason(text, error)}", param=_param(prompt)
             ) from error
         if not ids:
             raise InvalidRequest("the prompt has no tokens", param=_param(prompt))
@@ -192,6 +192,14 @@ class Tokenizer:
 
 def _param(prompt: Prompt) -> str:
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def _reason(text: str, error: Exception) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as surrogate:
+        return f"character {surrogate.start} is no valid Unicode (half of a surrogate pair)"
+    return str(error)
 
 
 def _all_waiting(requests: trio.MemoryReceiveChannel[Request]) -> Iterator[Request]:
