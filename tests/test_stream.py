@@ -68,6 +68,22 @@ async def test_closing_wakes_a_waiting_reader() -> None:
     assert ended
 
 
+async def test_reading_what_was_discarded_is_an_error_unless_all_was_read() -> None:
+    running, unread, finished = make_stream(), make_stream(), make_stream()
+    for stream in (unread, finished):
+        stream.push(Chunk("last"))
+        stream.close()
+    await finished.take()
+    for stream in (running, unread, finished):
+        stream.discard()
+        stream.discard()
+    for stream in (running, unread):
+        with pytest.raises(trio.ClosedResourceError, match="block was left"):
+            await stream.take()
+    with pytest.raises(trio.EndOfChannel):
+        await finished.take()
+
+
 async def test_a_cancelled_take_loses_nothing() -> None:
     stream = make_stream()
     with trio.move_on_after(0) as scope:

@@ -91,6 +91,7 @@ class GenerationStream:
             SlowReader: this reader fell behind too far.
             RequestAborted: somebody other than the caller ended the request.
             EngineError: the engine failed.
+            trio.ClosedResourceError: the block was left before the final chunk was read.
         """
         if not self._taken:
             self._taken = await self._request.stream.take()

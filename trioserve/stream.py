@@ -159,9 +159,15 @@ class Stream:
         self._wake()
 
     def discard(self) -> None:
-        """The reader is gone: drop what waits and close. Idempotent."""
-        self._drop_pending()
-        self.close()
+        """The reader is gone: drop what waits and close. Idempotent.
+
+        Whoever reads nevertheless gets ``trio.ClosedResourceError``, unless all had been read:
+        output that was cut off must not look like output that ended.
+        """
+        if self._drop_pending() or not self._closed:
+            self._closed = True
+            self._error = trio.ClosedResourceError("the generation's block was left")
+            self._wake()
 
     async def take(self) -> list[Chunk]:
         """Everything pushed since the last call, merged; waits for at least one chunk.
