@@ -138,7 +138,7 @@ async def test_a_server_in_a_nursery_ends_with_it(tiny: Path, tmp_path: Path) ->
     assert not Path(urls[0].removeprefix("unix:")).exists()
 
 
-def test_a_killed_parent_takes_its_worker_along(tiny: Path) -> None:
+def test_a_killed_parent_takes_its_worker_and_its_socket_along(tiny: Path, tmp_path: Path) -> None:
     program = (
         "import sys, trio, trioserve\n"
         "async def main():\n"
@@ -150,7 +150,7 @@ def test_a_killed_parent_takes_its_worker_along(tiny: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", program, str(tiny)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"1\n"
@@ -160,6 +160,7 @@ def test_a_killed_parent_takes_its_worker_along(tiny: Path) -> None:
     parent.stdout.close()
     worker.wait(timeout=10)
     assert not worker.is_running()
+    assert list(tmp_path.glob("trioserve-*")) == []
 
 
 def test_a_script_without_trio(

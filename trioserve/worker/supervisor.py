@@ -62,11 +62,11 @@ def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
 
 
 @contextlib.contextmanager
-def _socket_address() -> Iterator[str]:
-    """An address for one link, in a folder of its own that only this user can enter."""
+def _socket_folder() -> Iterator[str]:
+    """A folder for one link's socket, which only this user can enter."""
     folder = tempfile.mkdtemp(prefix="trioserve-")
     try:
-        yield f"ipc://{folder}/worker.sock"
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -88,7 +88,10 @@ async def run_worker(
         WorkerLost: the process died, or hung while loading; a block that had begun is cancelled.
     """
     lost: WorkerLost | None = None
-    with _socket_address() as url, contextlib.closing(NngLink.listen(url)) as link:
+    with (
+        _socket_folder() as folder,
+        contextlib.closing(NngLink.listen(url := f"ipc://{folder}/worker.sock")) as link,
+    ):
         command, environment = worker_command(url)
         process = await trio.lowlevel.open_process(
             command,
@@ -111,7 +114,10 @@ async def run_worker(
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(watch, nursery.cancel_scope)
-                    ready = await _handshake(link, start, start_timeout, on_progress)
+                    await _greet(link, start)
+                    # Connected: a name in the file system would only outlive a killed engine.
+                    shutil.rmtree(folder, ignore_errors=True)
+                    ready = await _load(link, start_timeout, on_progress)
                     when = ""
                     yield link, ready
                     nursery.cancel_scope.cancel()
@@ -131,14 +137,15 @@ def _describe_exit(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
 
 
-async def _handshake(
-    link: Link, start: wire.Start, start_timeout: float, on_progress: OnProgress
-) -> wire.Ready:
+async def _greet(link: Link, start: wire.Start) -> None:
     with trio.move_on_after(HELLO_TIMEOUT) as scope:
         _check_hello(await link.receive())
         await link.send(start)
     if scope.cancelled_caught:
         raise WorkerLost(f"the worker said nothing within {HELLO_TIMEOUT:g} s of its start")
+
+
+async def _load(link: Link, start_timeout: float, on_progress: OnProgress) -> wire.Ready:
     while True:
         with trio.move_on_after(start_timeout) as scope:
             message = await link.receive()
