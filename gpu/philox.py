@@ -1,8 +1,8 @@
 """Philox4x32-10, the counter-based random number generator behind every random choice.
 
 Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC'11). A number is a
-pure function of (seed, position, sequence index, purpose), so there is no generator state to keep,
-to save at a preemption or to share between rows.
+pure function of (seed, position, sequence index, purpose, lane), so there is no generator state to
+keep, to save at a preemption or to share between rows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _SHIFT = np.uint64(32)
 class Purpose(enum.IntEnum):
     """What a random number is for: the third word of the counter. Values never change."""
 
-    SAMPLE = 0
-    """The one draw of the next token."""
+    BLOCK = 0
+    """Which block of the vocabulary the next token is from; a lane is a block."""
+    TOKEN = 1
+    """Which token of that block it is; a lane is a token id."""
 
 
 def philox4x32(
@@ -59,27 +61,37 @@ def philox4x32(
 
 
 def uniforms(
-    seeds: npt.ArrayLike, positions: npt.ArrayLike, indices: npt.ArrayLike, purpose: Purpose
+    seeds: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    indices: npt.ArrayLike,
+    purpose: Purpose,
+    lanes: npt.ArrayLike,
 ) -> npt.NDArray[np.float64]:
-    """One uniform number in [0, 1) for each row, with all 53 bits of a double.
+    """Uniform numbers in [0, 1), M for each of N rows, with all 53 bits of a double.
 
     Args:
         seeds: [N], 0 to 2**64 - 1.
-        positions: [N], the position in the sequence of the token that the number is for.
+        positions: [N], the position in the sequence of the token that the numbers are for.
         indices: [N], which of its request's sequences the row is.
         purpose: what the numbers are for.
+        lanes: [M], or [N, M] where rows differ: which of the numbers for that purpose.
 
     Returns:
-        [N] float64, made of the upper 27 bits of the first word and the upper 26 of the second.
+        [N, M] float64, made of the upper 27 bits of the first word and the upper 26 of the second.
     """
-    seed = np.asarray(seeds, dtype=np.uint64)
-    counter = np.zeros((len(seed), 4), dtype=np.uint32)
-    counter[:, 0] = positions
-    counter[:, 1] = indices
-    counter[:, 2] = purpose
-    key = np.stack([seed & _LOW, seed >> _SHIFT], axis=1).astype(np.uint32)
-    words = philox4x32(counter, key)
-    high = (words[:, 0] >> np.uint32(5)).astype(np.float64)
-    low = (words[:, 1] >> np.uint32(6)).astype(np.float64)
+    seed = np.asarray(seeds, dtype=np.uint64)[:, None]
+    lanes = np.asarray(lanes)
+    shape = (len(seed), lanes.shape[-1])
+    counter = np.zeros((*shape, 4), dtype=np.uint32)
+    counter[:, :, 0] = np.asarray(positions)[:, None]
+    counter[:, :, 1] = np.asarray(indices)[:, None]
+    counter[:, :, 2] = purpose
+    counter[:, :, 3] = lanes
+    key = np.empty((*shape, 2), dtype=np.uint32)
+    key[:, :, 0] = seed & _LOW
+    key[:, :, 1] = seed >> _SHIFT
+    words = philox4x32(counter.reshape(-1, 4), key.reshape(-1, 2)).reshape(*shape, 4)
+    high = (words[:, :, 0] >> np.uint32(5)).astype(np.float64)
+    low = (words[:, :, 1] >> np.uint32(6)).astype(np.float64)
     result: npt.NDArray[np.float64] = (high * 2.0**26 + low) * 2.0**-53
     return result

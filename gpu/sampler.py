@@ -27,7 +27,7 @@ TopLogprobs = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
 # How many of the largest values are looked at, in turn, before all of them are sorted.
 _FEW = (128, 2048)
-# Tokens in a block of the inverse transform.
+# Tokens in a block of the draw's first stage. Part of what a seed means: it never changes.
 _BLOCK = 128
 # Below this every other token's probability is 0 in float32 anyway, and 1 / temperature overflows.
 _LOWEST_TEMPERATURE = 1e-30
@@ -115,7 +115,7 @@ class Sampler:
             weights = _weights(
                 scaled, peaks if whole else peaks[random], [params[i] for i in random]
             )
-            drawn = _draw(weights, self._uniforms([rows[i] for i in random]))
+            drawn = _draw(weights, [rows[i] for i in random])
             tokens = drawn if whole else best.index_copy(0, self._index(random), drawn)
             if asking and self.processed_logprobs:
                 assert reported is not None
@@ -156,16 +156,6 @@ class Sampler:
         if masks:
             where, _ = masks.on(logits)
             flat[where] = -torch.inf
-
-    def _uniforms(self, rows: Sequence[SamplerRow]) -> Tensor:
-        """[len(rows)] float64 in [0, 1), one for each row's next position."""
-        numbers = uniforms(
-            [row.params.seed for row in rows],
-            [len(row.tokens) for row in rows],
-            [row.params.sequence_index for row in rows],
-            Purpose.SAMPLE,
-        )
-        return torch.from_numpy(numbers).to(self.device)
 
     def _index(self, rows: list[int]) -> Tensor:
         return torch.tensor(rows, device=self.device)
@@ -342,39 +332,45 @@ def _block_sums(weights: Tensor) -> Tensor:
     return padded.view(len(weights), -1, _BLOCK).sum(dim=2).double()
 
 
-def _draw(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Step 10: inverse transform sampling in the order of token ids.
+def _draw(weights: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Step 10: two exponential races, between the blocks of the vocabulary and within the winner.
 
-    The block is found first and then the token in it, so that only a few hundred numbers of each
-    row are summed one after the other. Targets are kept below the sums that they are compared with,
-    so the token found always has a weight above 0.
+    A race gives every candidate an exponential number of rate 1, divided by its weight; the
+    smallest wins, with a probability proportional to its weight. Racing by blocks first costs a
+    hundredth of the random numbers and draws from the same distribution.
 
     Args:
         weights: [n, V] float32, at least one above 0 in each row.
-        numbers: [n] float64 in [0, 1).
+        rows: the n rows, whose seeds and positions the random numbers are made of.
 
     Returns:
-        [n] int64 tokens.
+        [n] int64 tokens, each of a weight above 0.
     """
-    rows = torch.arange(len(weights), device=weights.device)
     sums = _block_sums(weights)
-    upto = sums.cumsum(dim=1)
-    target = _below(numbers * upto[:, -1], upto[:, -1])
-    block = (upto <= target[:, None]).sum(dim=1)
-    target = target - (upto[rows, block] - sums[rows, block])
-
+    blocks = np.arange(sums.shape[1])
+    block = _race(sums, rows, Purpose.BLOCK, blocks)
     ids = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     vocab_size = weights.shape[1]
     inside = weights.gather(1, ids.clamp(max=vocab_size - 1)).double()
     inside.masked_fill_(ids >= vocab_size, 0.0)
-    upto = inside.cumsum(dim=1)
-    target = _below(target.clamp(min=0.0), upto[:, -1])
-    return block * _BLOCK + (upto <= target[:, None]).sum(dim=1)
+    winner = _race(inside, rows, Purpose.TOKEN, ids.cpu().numpy())
+    return ids.gather(1, winner[:, None])[:, 0]
 
 
-def _below(target: Tensor, limit: Tensor) -> Tensor:
-    """``target``, or the largest number below ``limit`` where it isn't below it."""
-    return torch.minimum(target, torch.nextafter(limit, torch.zeros_like(limit)))
+def _race(
+    weights: Tensor, rows: Sequence[SamplerRow], purpose: Purpose, lanes: npt.NDArray[np.int64]
+) -> Tensor:
+    """[n] int64: the winners among the candidates of ``weights``, [n, M] float64."""
+    numbers = uniforms(
+        [row.params.seed for row in rows],
+        [len(row.tokens) for row in rows],
+        [row.params.sequence_index for row in rows],
+        purpose,
+        lanes,
+    )
+    exponentials = torch.from_numpy(-np.log1p(-numbers)).to(weights.device)
+    times = torch.where(weights > 0, exponentials / weights, torch.inf)
+    return times.argmin(dim=1)
 
 
 def _with_logprobs(

@@ -55,13 +55,16 @@ def test_rows_are_independent_and_equal_the_scalar_form(rows: list[tuple[int, ..
     assert result.tolist() == [scalar_philox(list(row[:4]), list(row[4:])) for row in rows]
 
 
-@given(st.integers(0, 2**64 - 1), WORD, st.integers(0, 1000))
+@given(st.integers(0, 2**64 - 1), WORD, st.integers(0, 1000), st.sampled_from(Purpose), WORD)
 def test_uniform_is_the_documented_function_of_its_counter(
-    seed: int, position: int, index: int
+    seed: int, position: int, index: int, purpose: Purpose, lane: int
 ) -> None:
-    first, second, _, _ = scalar_philox([position, index, 0, 0], [seed % 2**32, seed >> 32])
-    expected = ((first >> 5) * 2**26 + (second >> 6)) / 2**53
-    assert uniforms([seed], [position], [index], Purpose.SAMPLE).tolist() == [expected]
+    words = scalar_philox([position, index, purpose, lane], [seed % 2**32, seed >> 32])
+    expected = ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
+    for lanes in ([lane, 0], [[lane, 0]]):
+        numbers = uniforms([seed], [position], [index], purpose, lanes)
+        assert numbers.shape == (1, 2)
+        assert numbers[0, 0] == expected
     assert 0.0 <= expected < 1.0
 
 
@@ -69,12 +72,13 @@ def test_uniforms_look_uniform_along_every_axis() -> None:
     count = 20_000
     steps = np.arange(count)
     zeros = np.zeros(count, dtype=np.int64)
-    for seeds, positions, indices in (
-        (steps, zeros, zeros),
-        (zeros, steps, zeros),
-        (zeros, zeros, steps),
+    for seeds, positions, indices, lanes in (
+        (steps, zeros, zeros, zeros[:1]),
+        (zeros, steps, zeros, zeros[:1]),
+        (zeros, zeros, steps, zeros[:1]),
+        (zeros[:1], zeros[:1], zeros[:1], steps),
     ):
-        numbers = uniforms(seeds, positions, indices, Purpose.SAMPLE)
+        numbers = uniforms(seeds, positions, indices, Purpose.BLOCK, lanes).reshape(-1)
         observed = np.bincount((numbers * 16).astype(int), minlength=16)
         statistic = float(((observed - count / 16) ** 2 / (count / 16)).sum())
         assert statistic < 44.3  # the 1e-4 point of chi-square with 15 degrees of freedom

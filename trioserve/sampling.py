@@ -21,10 +21,17 @@ For one row, with ``logits`` the model's output in float32, the worker applies, 
 10. one token is drawn from what is left, renormalised; the *processed log-probabilities* are those
     of this last distribution (after step 4 for a greedy row).
 
-The draw is inverse transform sampling in the order of token ids with one uniform number from
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) whose key is the
-seed and whose counter is (position, sequence index, purpose, 0). Nothing else enters, so a seeded
-request draws the same numbers whatever shares its batch and however often it was preempted.
+The draw is an exponential race (what is also known as Gumbel-max): every candidate gets an
+exponential random number divided by its probability, and the smallest wins. It is run twice,
+between blocks of 128 consecutive token ids by the blocks' probabilities, and between the tokens of
+the block that won. So another rounding of the logits changes the token only where two candidates
+nearly tie; an inverse transform, one number looked up in a running sum, would shift with every
+rounding before it.
+
+The random numbers are Philox4x32-10's (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3", SC'11), whose key is the seed and whose counter is (position, sequence index, purpose, lane):
+the lane is the block's number, then the token's id. Nothing else enters, so a seeded request draws
+with the same numbers whatever shares its batch and however often it was preempted.
 """
 
 from __future__ import annotations
