@@ -30,6 +30,7 @@ from trioserve.detokenizer import Detokenizer
 from trioserve.engine import Engine
 from trioserve.errors import EngineError, ModelLoadError
 from trioserve.groups import holds_cancellation, sole_exception
+from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
 from trioserve.model_files import ModelFiles, load_tokenizer_from, locate, open_model
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
@@ -40,6 +41,8 @@ from trioserve.tokenizer import Tokenizer
 from trioserve.worker.supervisor import OnProgress, Supervisor, run_worker
 
 __all__ = ["LoadedModel", "open_engine", "run_engine"]
+
+_log = get_logger("trioserve.engine")
 
 
 @attrs.frozen(kw_only=True)
@@ -131,6 +134,15 @@ async def open_engine(
         progress_count=lambda: scheduler.num_steps,
     )
     async with run_engine(config, loaded, scheduler, metrics, supervisor) as engine:
+        ready = engine.ready
+        _log.info(
+            "model loaded",
+            model=loaded.name,
+            device=ready.device_name,
+            dtype=ready.dtype,
+            max_model_len=ready.max_model_len,
+            kv_cache_tokens=ready.num_pages * ready.page_size,
+        )
         yield engine
 
 
