@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -191,6 +192,16 @@ def test_a_script_without_trio(
     assert workers() == []
 
 
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """Python's own handling of SIGINT, also where the tests run in a shell's background, which
+    starts its commands with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_ends_what_a_script_was_waiting_for(tiny: Path) -> None:
     with LLM(str(tiny), device="cpu", dtype="float32", num_threads=1) as llm:
         engine = llm._engine_thread.engine
@@ -211,6 +222,7 @@ def test_ctrl_c_ends_what_a_script_was_waiting_for(tiny: Path) -> None:
         assert len(after.token_ids) == 5
 
 
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_while_a_script_s_model_is_loaded_leaves_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
