@@ -246,3 +246,13 @@ def raw_request(body: bytes, *, path: str = "/v1/chat/completions", close: bool 
         b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%bContent-Length: %d"
         b"\r\n\r\n%b" % (path.encode(), connection, len(body), body)
     )
+
+
+async def read_until(client: trio.SocketStream, wanted: bytes) -> bytes:
+    """Everything up to and with ``wanted``."""
+    data = b""
+    while wanted not in data:
+        part = await client.receive_some()
+        assert part, f"the server closed after {data!r}"
+        data += part
+    return data

@@ -18,6 +18,7 @@ from http_stub import (
     connect,
     http_client,
     raw_request,
+    read_until,
     served,
     words,
 )
@@ -30,16 +31,6 @@ TEXT = "/v1/completions"
 
 def body(prompt: Any = "x", *, stream: bool = True) -> bytes:
     return json.dumps({"prompt": prompt, "stream": stream}).encode()
-
-
-async def read_until(client: trio.SocketStream, wanted: bytes) -> bytes:
-    """Everything up to and with ``wanted``."""
-    data = b""
-    while wanted not in data:
-        part = await client.receive_some()
-        assert part, f"the server closed after {data!r}"
-        data += part
-    return data
 
 
 async def test_the_200_goes_out_with_the_admission_and_before_the_first_token() -> None:

@@ -27,6 +27,7 @@ from http_stub import (
     connect,
     http_client,
     raw_request,
+    read_until,
     served,
     server_config,
     words,
@@ -42,15 +43,6 @@ from trioserve.stream import Chunk
 TEXT = "/v1/completions"
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()
 FLOOD = [Chunk("a" * 100_000, (97,)) for _ in range(1000)]
-
-
-async def read_until(client: trio.SocketStream, wanted: bytes) -> bytes:
-    data = b""
-    while wanted not in data:
-        part = await client.receive_some()
-        assert part, f"the server closed after {data!r}"
-        data += part
-    return data
 
 
 async def read_exactly(client: trio.SocketStream, wanted: bytes) -> bytes:

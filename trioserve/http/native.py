@@ -25,7 +25,7 @@ from trioserve.http.native_schemas import (
     NativeLogprob,
     NativeSampling,
 )
-from trioserve.http.openai_chat import MIN_LOGPROB
+from trioserve.http.openai_writer import MIN_LOGPROB
 from trioserve.http.service import Service, json_response
 from trioserve.http.sse import event
 from trioserve.request import Prompt, TextPrompt, TokensPrompt

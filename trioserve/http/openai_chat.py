@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 
-from trioserve.generation import Completion, GenerationStream, Usage
-from trioserve.http.generations import total_usage
+from trioserve.generation import Completion, GenerationStream
 from trioserve.http.openai_schemas import (
     AssistantMessage,
     ChatChoice,
@@ -18,28 +17,14 @@ from trioserve.http.openai_schemas import (
     ChatLogprob,
     ChatLogprobs,
     Delta,
-    PromptTokensDetails,
     TopLogprob,
     UsageReply,
 )
-from trioserve.http.sse import event
+from trioserve.http.openai_writer import MIN_LOGPROB, OpenAIWriter, says_nothing, usage_reply
 from trioserve.stream import Chunk, TokenLogprob
 from trioserve.tokenizer import Tokenizer
 
-__all__ = ["MIN_LOGPROB", "ChatWriter", "chat_response", "usage_reply"]
-
-MIN_LOGPROB = -9999.0
-"""What stands for the logarithm of zero, which JSON can't say."""
-
-
-def usage_reply(usage: Usage) -> UsageReply:
-    """Usage as the OpenAI API has it."""
-    return UsageReply(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.total_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
-    )
+__all__ = ["ChatWriter", "chat_response"]
 
 
 def chat_response(
@@ -87,14 +72,10 @@ def _chat_logprob(entry: TokenLogprob, tokenizer: Tokenizer) -> ChatLogprob:
 
 
 @attrs.define(eq=False, kw_only=True)
-class ChatWriter:
+class ChatWriter(OpenAIWriter):
     """The events of a streamed chat completion."""
 
-    id: str
-    model: str
-    created: int
     tokenizer: Tokenizer
-    include_usage: bool
 
     def start(self, streams: list[GenerationStream]) -> bytes:
         """A chunk that only says who speaks."""
@@ -102,7 +83,7 @@ class ChatWriter:
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """A chunk; none where a step added no text yet and nothing else."""
-        if not chunk.text and chunk.finish_reason is None and not chunk.logprobs:
+        if says_nothing(chunk):
             return b""
         choice = ChatChunkChoice(
             index,
@@ -114,19 +95,9 @@ class ChatWriter:
             choice.stop_reason = chunk.stop_reason
         return self._event([choice])
 
-    def end(self, streams: list[GenerationStream]) -> bytes:
-        """The usage, where it was asked for."""
-        if not self.include_usage:
-            return b""
-        return self._event([], usage_reply(total_usage(stream.usage for stream in streams)))
-
-    def _event(
-        self, choices: list[ChatChunkChoice], usage: UsageReply | UnsetType | None = UNSET
-    ) -> bytes:
-        if self.include_usage and usage is UNSET:
-            usage = None
-        return event(
-            ChatCompletionChunk(
-                id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
-            )
+    def _response(
+        self, choices: list[ChatChunkChoice], usage: UsageReply | UnsetType | None
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 
 from trioserve.generation import Completion, GenerationStream
 from trioserve.http.generations import total_usage
-from trioserve.http.openai_chat import MIN_LOGPROB, usage_reply
 from trioserve.http.openai_schemas import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
     UsageReply,
 )
-from trioserve.http.sse import event
+from trioserve.http.openai_writer import MIN_LOGPROB, OpenAIWriter, says_nothing, usage_reply
 from trioserve.stream import Chunk, TokenLogprob
 
 __all__ = ["CompletionWriter", "completion_response"]
@@ -68,14 +67,10 @@ def _logprobs(entries: Sequence[TokenLogprob] | None, offset: int) -> Completion
 
 
 @attrs.define(eq=False, kw_only=True)
-class CompletionWriter:
+class CompletionWriter(OpenAIWriter):
     """The events of a streamed completion."""
 
-    id: str
-    model: str
-    created: int
     echoes: Sequence[str]
-    include_usage: bool
     _offsets: list[int] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -91,7 +86,7 @@ class CompletionWriter:
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """A chunk; none where a step added no text yet and nothing else."""
-        if not chunk.text and chunk.finish_reason is None and not chunk.logprobs:
+        if says_nothing(chunk):
             return b""
         logprobs = _logprobs(chunk.logprobs, self._offsets[index])
         self._offsets[index] += sum(len(entry.text) for entry in chunk.logprobs or ())
@@ -100,19 +95,9 @@ class CompletionWriter:
         )
         return self._event([choice])
 
-    def end(self, streams: list[GenerationStream]) -> bytes:
-        """The usage of all prompts, where it was asked for."""
-        if not self.include_usage:
-            return b""
-        return self._event([], usage_reply(total_usage(stream.usage for stream in streams)))
-
-    def _event(
-        self, choices: list[CompletionChoice], usage: UsageReply | UnsetType | None = UNSET
-    ) -> bytes:
-        if self.include_usage and usage is UNSET:
-            usage = None
-        return event(
-            CompletionResponse(
-                id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
-            )
+    def _response(
+        self, choices: list[CompletionChoice], usage: UsageReply | UnsetType | None
+    ) -> CompletionResponse:
+        return CompletionResponse(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )
