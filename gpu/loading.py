@@ -11,6 +11,7 @@ import torch
 
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
+from gpu.cpu_executor import CpuExecutor
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.rope import cos_sin_table
@@ -73,9 +74,8 @@ def load(start: Start, on_progress: OnProgress) -> tuple[Runner, Ready]:
             max_model_len=max_model_len,
             vocab_size=config.vocab_size,
         )
-        return Runner(
-            model, attention, sampler, slots, max_num_batched_tokens=max_num_batched_tokens
-        )
+        executor = CpuExecutor(model, attention, sampler, slots)
+        return Runner(executor, slots, max_num_batched_tokens=max_num_batched_tokens)
 
     on_progress("warm-up", 0, 1)
     room = min(num_pages * start.page_size, max_model_len, max_num_batched_tokens)

@@ -1,21 +1,20 @@
-"""One plan to one result: plan, input tensors, model, sampler, tokens.
+"""Plans to results: the slots, the checks and the order; an executor computes.
 
-The model and the sampler are separate calls. The last token of every slot stays on the device,
-where the next plan takes it from; its copy to the host comes after.
+A plan may be submitted before the result of the one before it has been taken. What its rows compute
+is known all the same, because a row that samples gets exactly one token. Only whether that token
+ends its sequence is not: such a row is then computed once for nothing, and gives no token.
 """
 
 from __future__ import annotations
 
 import math
-import time
+from collections import deque
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
-import torch
 
-from gpu.attention import Attention, StepLayout
-from gpu.models.decoder import Decoder
-from gpu.sampler import Sampled, Sampler, SamplerRow, UnusableLogits
+from gpu.executor import Drawn, Executor, Submission
 from gpu.slots import PlanError, Row, SlotTable
 from trioserve.wire import Plan, StepResult, from_floats, from_ints
 
@@ -23,33 +22,28 @@ __all__ = ["Runner"]
 
 
 @attrs.frozen
-class _Inputs:
-    tokens: torch.Tensor  # [T] int64, on the device
-    layout: StepLayout
-    sampled_from: torch.Tensor  # [S] int64: the last token of each row that samples
+class _Pending:
+    """A plan that has been submitted, and where the tokens go that it draws."""
+
+    number: int
+    rows: list[Row]
+    positions: dict[int, int]  # slot number -> position of the token that its row draws
+    submission: Submission
 
 
 class Runner:
-    """Runs plans against one model. The slots and the KV cache are its only state."""
+    """Runs plans on one executor. The slots are its only state besides the plans in flight."""
 
     def __init__(
-        self,
-        model: Decoder,
-        attention: Attention,
-        sampler: Sampler,
-        slots: SlotTable,
-        *,
-        max_num_batched_tokens: int,
+        self, executor: Executor, slots: SlotTable, *, max_num_batched_tokens: int
     ) -> None:
-        self._model = model
-        self._attention = attention
-        self._sampler = sampler
+        self._executor = executor
         self._slots = slots
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)  # [slots]
+        self._pending: deque[_Pending] = deque()
         self._next_plan: int | None = None
-        self._failed = False
-        self._step_ended_ns = time.perf_counter_ns()
+        self._refuses = False  # a plan failed: no other is taken
+        self._spoiled = False  # a result failed: those behind it are built on it
         self.num_steps = 0
 
     @property
@@ -57,132 +51,115 @@ class Runner:
         """The sequences that are open."""
         return self._slots
 
+    @property
+    def num_pending(self) -> int:
+        """How many plans were submitted and not finished."""
+        return len(self._pending)
+
+    @property
+    def next_result(self) -> int:
+        """The number of the plan that :meth:`finish` is about."""
+        return self._pending[0].number
+
+    @property
+    def completions(self) -> int | None:
+        """See :attr:`gpu.executor.Executor.completions`."""
+        return self._executor.completions
+
     def reset(self, next_plan: int) -> None:
-        """Forget every slot and any failure; the next plan is number ``next_plan``."""
+        """Forget every slot, plan and failure; the next plan is number ``next_plan``."""
+        while self._pending:
+            self._pending.popleft().submission.wait()
         self._slots.clear()
         self._next_plan = next_plan
-        self._failed = False
+        self._refuses = self._spoiled = False
 
     def step(self, plan: Plan) -> StepResult:
-        """Run one plan.
+        """Run one plan from submission to result; no other may be pending.
+
+        Raises:
+            PlanError: as :meth:`submit` and :meth:`finish`.
+        """
+        assert not self._pending
+        self.submit(plan)
+        return self.finish()
+
+    def submit(self, plan: Plan) -> None:
+        """Check a plan and hand it to the executor.
 
         After an exception every plan is refused until :meth:`reset`.
 
         Raises:
-            PlanError: the plan can't be run, or one of its rows has no token to draw.
+            PlanError: the plan can't be run.
         """
-        began = time.perf_counter_ns()
-        if self._failed:
+        if self._refuses:
             raise PlanError("an earlier plan failed and no Reset has come since")
-        self._failed = True
+        self._refuses = True
         if self._next_plan is not None and plan.number != self._next_plan:
             raise PlanError(f"plan {plan.number} came where {self._next_plan} was due")
-        with torch.inference_mode():
-            rows = self._slots.apply(plan)
-            self._note_opened(plan)
-            sampling, sampled = self._compute(rows)
-        result = _finish(plan.number, rows, sampling, sampled)
-        ended = time.perf_counter_ns()
-        result = attrs.evolve(
-            result,
-            step_us=(ended - began) // 1000,
-            idle_us=(began - self._step_ended_ns) // 1000,
-        )
-        self._next_plan = plan.number + 1
-        self._step_ended_ns = ended
-        self.num_steps += 1
-        self._failed = False
-        return result
-
-    def _note_opened(self, plan: Plan) -> None:
-        """Put the last token of each new slot where the rows that sample look for it."""
-        missing = len(self._slots.block_tables) - len(self._last_tokens)
-        if missing > 0:
-            self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing)])
-        for slot in (self._slots[opened.slot] for opened in plan.opened):
-            self._last_tokens[slot.number] = int(slot.tokens[-1])
-
-    def _compute(self, rows: list[Row]) -> tuple[list[Row], Sampled | None]:
-        """Forward and sampling. Returns the rows that sampled, and what they drew."""
-        # The layout wants rows of one token first, longest context first.
-        active = sorted((row for row in rows if row.count), key=lambda r: (r.count > 1, -r.end))
-        if not active:
-            return [], None
-        inputs = self._inputs(active)
-        self._attention.begin(inputs.layout)
-        hidden = self._model.forward(inputs.tokens, self._attention)
-        for row in active:
-            row.slot.computed = row.end
-        sampling = [row for row in active if row.samples]
-        if not sampling:
-            return [], None
-        logits = self._model.logits(hidden.index_select(0, inputs.sampled_from))
-        sampled = self._sample(logits, sampling)
-        self._last_tokens[[row.slot.number for row in sampling]] = sampled.tokens
-        return sampling, sampled
-
-    def _inputs(self, rows: list[Row]) -> _Inputs:
-        device = self._model.device
-        counts = np.array([row.count for row in rows])
-        query_start = np.concatenate([[0], counts.cumsum()])
-        total = int(query_start[-1])
+        rows = self._slots.apply(plan)
+        for opened in plan.opened:
+            self._executor.open(self._slots[opened.slot])
+        active = [row for row in rows if row.count]
+        total = sum(row.count for row in active)
         if total > self._max_num_batched_tokens:
             raise PlanError(f"{total} tokens in one plan, over {self._max_num_batched_tokens}")
-        starts = np.array([row.start for row in rows])
-        positions = np.arange(total) + np.repeat(starts - query_start[:-1], counts)
-        known = np.concatenate([row.slot.tokens[row.start : row.end] for row in rows])
-        tokens = torch.from_numpy(known.astype(np.int64)).to(device)
-        ends = [index for index, row in enumerate(rows) if row.samples]
-        sampled_from = torch.from_numpy(query_start[1:][ends] - 1).to(device)
-        last = self._last_tokens[[rows[index].slot.number for index in ends]]
-        tokens.index_copy_(0, sampled_from, last)
-        width = max(row.slot.num_pages for row in rows)
-        tables = self._slots.block_tables[[row.slot.number for row in rows], :width]
-        layout = StepLayout(
-            positions=torch.from_numpy(positions).to(device),
-            query_start=query_start.tolist(),
-            context_lens=[row.end for row in rows],
-            block_tables=torch.from_numpy(tables).to(device),
-            num_decode_rows=int((counts == 1).sum()),
-        )
-        return _Inputs(tokens, layout, sampled_from)
+        submission = self._executor.submit(active)
+        for row in active:
+            row.slot.computed = row.end
+        positions = {row.slot.number: row.slot.extend() for row in active if row.samples}
+        self._pending.append(_Pending(plan.number, rows, positions, submission))
+        self._next_plan = plan.number + 1
+        self._refuses = False
 
-    def _sample(self, logits: torch.Tensor, rows: list[Row]) -> Sampled:
-        asked = [
-            SamplerRow(row.slot.sampler, row.slot.tokens, row.slot.prompt_length) for row in rows
-        ]
-        try:
-            return self._sampler.sample(logits, asked)
-        except UnusableLogits as error:
-            slot = rows[error.row].slot.number
-            raise PlanError(
-                f"slot {slot}: the model's logits leave no token to draw", slot
-            ) from error
+    def finish(self) -> StepResult:
+        """Wait for the oldest plan submitted and say what it gave.
+
+        After an exception every plan is refused until :meth:`reset`.
+
+        Raises:
+            PlanError: one of the plan's rows has no token to draw, or an earlier plan failed.
+        """
+        pending = self._pending.popleft()
+        refused, self._refuses = self._refuses, True
+        drawn = pending.submission.wait()
+        if self._spoiled:
+            raise PlanError("the plan before this one failed")
+        self._spoiled = True
+        tokens = dict(zip(pending.positions, drawn.tokens.tolist(), strict=True))
+        for slot, token in tokens.items():
+            if token < 0:
+                raise PlanError(f"slot {slot}: the model's logits leave no token to draw", slot)
+        # What was drawn after a stop was drawn for nothing.
+        giving = [row.slot.number in tokens and not row.slot.stopped for row in pending.rows]
+        for row, gives in zip(pending.rows, giving, strict=True):
+            if gives:
+                number = row.slot.number
+                row.slot.settle(pending.positions[number], tokens[number])
+        self.num_steps += 1
+        self._refuses, self._spoiled = refused, False
+        return _result(pending, giving, drawn)
 
 
-def _finish(
-    number: int, rows: list[Row], sampling: list[Row], sampled: Sampled | None
-) -> StepResult:
-    """Append the tokens drawn to their slots, and say them in the order of the plan's rows."""
-    drawn = {row.slot.number: index for index, row in enumerate(sampling)}
-    tokens = sampled.tokens.tolist() if sampled else []
-    logprobs = sampled.logprobs.tolist() if sampled and sampled.logprobs is not None else None
-    top = sampled.top if sampled else None
-    order = [drawn[row.slot.number] for row in rows if row.slot.number in drawn]
-    for row, token in zip(sampling, tokens, strict=True):
-        row.slot.append(token)
-    given = [row.slot.number in drawn for row in rows]
+def _result(pending: _Pending, giving: Sequence[bool], drawn: Drawn) -> StepResult:
+    """The columns of a result, in the order of the plan's rows."""
+    index_of = {slot: index for index, slot in enumerate(pending.positions)}
+    rows = pending.rows
+    order = [index_of[row.slot.number] for row, gives in zip(rows, giving, strict=True) if gives]
+    logprobs = np.full(len(drawn.tokens), math.nan) if drawn.logprobs is None else drawn.logprobs
     result = StepResult(
-        number=number,
+        number=pending.number,
         slots=from_ints([row.slot.number for row in rows]),
         generations=from_ints([row.slot.generation for row in rows]),
-        offsets=from_ints(np.cumsum([0, *given])),
-        tokens=from_ints([tokens[index] for index in order]),
-        logprobs=from_floats([logprobs[i] if logprobs else math.nan for i in order]),
+        offsets=from_ints(np.cumsum([0, *giving])),
+        tokens=from_ints(drawn.tokens[order]),
+        logprobs=from_floats(logprobs[order]),
+        step_us=drawn.step_us,
+        idle_us=drawn.idle_us,
     )
-    if top is None:
+    if drawn.top is None or not order:
         return result
-    entries = [top[index] for index in order]
+    entries = [drawn.top[index] for index in order]
     return attrs.evolve(
         result,
         top_offsets=from_ints(np.cumsum([0, *(len(ids) for ids, _ in entries)])),

@@ -16,7 +16,10 @@ import numpy.typing as npt
 from trioserve.sampling import SamplerParams
 from trioserve.wire import OpenSlot, Plan, ints
 
-__all__ = ["PlanError", "Row", "Slot", "SlotTable"]
+__all__ = ["UNKNOWN_TOKEN", "PlanError", "Row", "Slot", "SlotTable"]
+
+UNKNOWN_TOKEN = -1
+"""What stands where a token has been drawn on the device and hasn't arrived yet."""
 
 
 class PlanError(Exception):
@@ -29,7 +32,10 @@ class PlanError(Exception):
 
 @attrs.define(eq=False, kw_only=True)
 class Slot:
-    """One sequence: its tokens, of which the first ``computed`` have their keys and values."""
+    """One sequence: its tokens, of which the first ``computed`` have their keys and values.
+
+    While a step is in flight, the token that it draws has its place but isn't known.
+    """
 
     number: int
     generation: int
@@ -44,16 +50,21 @@ class Slot:
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Prompt and output so far; a view that is valid until the next :meth:`append`."""
+        """Prompt and output so far; a view that is valid until the next :meth:`extend`."""
         return self._buffer[: self._length]
 
-    def append(self, token: int) -> None:
-        """Add a sampled token, and notice whether it ends the sequence."""
+    def extend(self) -> int:
+        """Make room for one more token, which isn't known yet. Returns its position."""
         if self._length == len(self._buffer):
             self._buffer = np.concatenate([self._buffer, np.zeros_like(self._buffer)])
-        self._buffer[self._length] = token
+        self._buffer[self._length] = UNKNOWN_TOKEN
         self._length += 1
-        self.stopped = self.sampler.is_stop(token, self._length - self.prompt_length)
+        return self._length - 1
+
+    def settle(self, position: int, token: int) -> None:
+        """The token at ``position`` is known now: notice whether it ends the sequence."""
+        self._buffer[position] = token
+        self.stopped = self.sampler.is_stop(token, position + 1 - self.prompt_length)
 
 
 @attrs.frozen(kw_only=True)

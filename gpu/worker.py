@@ -1,15 +1,16 @@
-"""The worker process: messages in, messages out, one at a time and in order.
+"""The worker process: messages in, messages out, in order.
 
-Plans that arrive while one runs wait in the socket, so two plans in flight need nothing here. The
-process ends when it is told to quit, or when its standard input ends: whoever started it holds the
-other end, and its death closes it. Signals that ask it to end are ignored, because service managers
-send them to every process at once, and the engine still needs its worker while it drains.
+A plan that arrives while another one computes is handed to the device behind it. The process ends
+when it is told to quit, or when its standard input ends: whoever started it holds the other end,
+and its death closes it. Signals that ask it to end are ignored, because service managers send them
+to every process at once, and the engine still needs its worker while it drains.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import threading
 import time
@@ -90,27 +91,53 @@ class Worker:
             self._send(wire.Progress(stage=stage, done=done, total=total))
 
     def _serve(self, runner: Runner) -> NoReturn:
-        while True:
-            message = self._receive()
-            match message:
-                case wire.Plan():
-                    self._send(self._step(runner, message))
-                case wire.Reset():
-                    runner.reset(message.next_plan)
-                case wire.Call():
-                    self._send(self._answer(runner, message))
-                case _:
-                    raise wire.WireError(f"{type(message).__name__} came while serving")
+        """Take messages and results as they come; a message first, since it may be the next plan.
 
-    def _step(self, runner: Runner, plan: wire.Plan) -> wire.StepResult | wire.Failure:
+        A plan that reaches the device before the one in front of it ends leaves no gap between
+        the two.
+        """
+        waiting = select.poll()
+        waiting.register(self._socket.recv_fd, select.POLLIN)
+        if runner.completions is not None:
+            waiting.register(runner.completions, select.POLLIN)
+        while True:
+            if not runner.num_pending:
+                self._handle(runner, self._receive())
+            elif runner.completions is None:
+                self._finish(runner)
+            elif message := self._message_before(waiting):
+                self._handle(runner, message)
+            else:
+                self._finish(runner)
+
+    def _handle(self, runner: Runner, message: wire.Message) -> None:
+        match message:
+            case wire.Plan():
+                self._submit(runner, message)
+            case wire.Reset():
+                runner.reset(message.next_plan)
+            case wire.Call():
+                self._send(self._answer(runner, message))
+            case _:
+                raise wire.WireError(f"{type(message).__name__} came while serving")
+
+    def _submit(self, runner: Runner, plan: wire.Plan) -> None:
         try:
-            return runner.step(plan)
-        except PlanError as error:
-            _log.error("plan %d: %s", plan.number, error)
-            return wire.Failure(number=plan.number, message=str(error), slot=error.slot)
+            runner.submit(plan)
         except Exception as error:
-            _log.exception("plan %d failed", plan.number)
-            return wire.Failure(number=plan.number, message=_one_line(error))
+            while runner.num_pending:  # answers come in the order of the plans
+                self._finish(runner)
+            self._send(_failure(plan.number, error))
+
+    def _finish(self, runner: Runner) -> None:
+        """Send the result of the oldest plan, waiting for it if it isn't there yet."""
+        number = runner.next_result
+        try:
+            result = runner.finish()
+        except Exception as error:
+            self._send(_failure(number, error))
+        else:
+            self._send(result)
 
     def _answer(self, runner: Runner, call: wire.Call) -> wire.Reply:
         function = self._calls.get(call.name)
@@ -127,12 +154,32 @@ class Worker:
     def _send(self, message: wire.Message) -> None:
         self._socket.send(wire.encode(message))
 
-    def _receive(self) -> wire.Message:
+    def _receive(self, block: bool = True) -> wire.Message:
         """The next message; waits for it. Raises Quit if it is that."""
-        message = wire.decode(self._socket.recv())
+        message = wire.decode(self._socket.recv(block=block))
         if isinstance(message, wire.Quit):
             raise Quit
         return message
+
+    def _message_before(self, ready: select.poll) -> wire.Message | None:
+        """The next message, or None if a step has ended before there is one."""
+        while True:
+            descriptors = {descriptor for descriptor, _ in ready.poll()}
+            if self._socket.recv_fd in descriptors:
+                try:
+                    return self._receive(block=False)
+                except pynng.TryAgain:  # nng's descriptor may be ahead of its queue
+                    continue
+            return None
+
+
+def _failure(plan: int, error: Exception) -> wire.Failure:
+    """What the engine and the log hear of a plan that failed."""
+    if isinstance(error, PlanError):
+        _log.error("plan %d: %s", plan, error)
+        return wire.Failure(number=plan, message=str(error), slot=error.slot)
+    _log.error("plan %d failed", plan, exc_info=error)
+    return wire.Failure(number=plan, message=_one_line(error))
 
 
 def _statistics(runner: Runner) -> dict[str, int]:

@@ -11,6 +11,7 @@ import torch
 
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
+from gpu.cpu_executor import CpuExecutor
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.rope import cos_sin_table
@@ -79,8 +80,8 @@ def make_runner(
         vocab_size=model.config.vocab_size,
     )
     attention = make_attention(model, page_size=page_size, num_pages=num_pages)
-    runner = Runner(model, attention, sampler, slots, max_num_batched_tokens=max_num_batched_tokens)
-    return runner, sampler
+    executor = CpuExecutor(model, attention, sampler, slots)
+    return Runner(executor, slots, max_num_batched_tokens=max_num_batched_tokens), sampler
 
 
 @attrs.define

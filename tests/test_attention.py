@@ -78,14 +78,15 @@ class Harness:
         ends = {i: self.computed[i] + count for i, count in rows.items()}
         order = sorted(rows, key=lambda i: (rows[i] > 1, -ends[i]))
         width = max(len(self.pages[i]) for i in order)
-        tables = torch.full((len(order), width), 0, dtype=torch.int32)
+        tables = np.zeros((len(order), width), dtype=np.int32)
         for row, i in enumerate(order):
-            tables[row, : len(self.pages[i])] = torch.tensor(self.pages[i], dtype=torch.int32)
-        starts = np.cumsum([0, *(rows[i] for i in order)]).tolist()
+            tables[row, : len(self.pages[i])] = self.pages[i]
+        starts = np.cumsum([0, *(rows[i] for i in order)])
         layout = StepLayout(
-            positions=torch.cat([torch.arange(self.computed[i], ends[i]) for i in order]),
+            positions=np.concatenate([np.arange(self.computed[i], ends[i]) for i in order]),
             query_start=starts,
-            context_lens=[ends[i] for i in order],
+            context_lens=np.array([ends[i] for i in order]),
+            slots=np.array(order),
             block_tables=tables,
             num_decode_rows=sum(rows[i] == 1 for i in order),
         )

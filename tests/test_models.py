@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -55,10 +56,11 @@ def test_logits_of_a_whole_prompt(tiny: Any, family: str) -> None:
     model = load_tiny(folder)
     attention = make_attention(model, page_size=16, num_pages=8)
     layout = StepLayout(
-        positions=torch.arange(100),
-        query_start=[0, 100],
-        context_lens=[100],
-        block_tables=torch.tensor([[3, 1, 4, 0, 5, 2, 6]], dtype=torch.int32),
+        positions=np.arange(100),
+        query_start=np.array([0, 100]),
+        context_lens=np.array([100]),
+        slots=np.array([0]),
+        block_tables=np.array([[3, 1, 4, 0, 5, 2, 6]], dtype=np.int32),
         num_decode_rows=0,
     )
     with torch.inference_mode():

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 
 __all__ = ["Attention", "CacheShape", "StepLayout"]
@@ -36,7 +38,7 @@ class CacheShape:
 
 @attrs.frozen(kw_only=True)
 class StepLayout:
-    """The rows of one step. T tokens stand row after row.
+    """The R rows of one step, on the host. T tokens stand row after row.
 
     Row i's queries are tokens ``query_start[i]:query_start[i+1]``, at positions
     ``context_lens[i] - (query_start[i+1] - query_start[i])`` up to ``context_lens[i] - 1`` of
@@ -47,10 +49,11 @@ class StepLayout:
     has neighbours of like length, and one that spreads them out starts the long ones early.
     """
 
-    positions: torch.Tensor  # [T] int64, on the device
-    query_start: list[int]  # R + 1 numbers, the first 0, the last T
-    context_lens: list[int]  # R numbers
-    block_tables: torch.Tensor  # [R, max pages] int32, on the device
+    positions: npt.NDArray[np.int64]  # [T]
+    query_start: npt.NDArray[np.int64]  # [R + 1], the first 0, the last T
+    context_lens: npt.NDArray[np.int64]  # [R]
+    slots: npt.NDArray[np.int64]  # [R], the slot of each row's sequence
+    block_tables: npt.NDArray[np.int32]  # [R, max pages]
     num_decode_rows: int
     """The first so many rows have exactly one token each, the others more."""
 

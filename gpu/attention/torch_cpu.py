@@ -85,16 +85,16 @@ class TorchCpuAttention:
     def begin(self, layout: StepLayout) -> None:
         """See :meth:`gpu.attention.Attention.begin`."""
         shape = self._shape
-        starts = torch.tensor(layout.query_start)
-        row_of_token = torch.repeat_interleave(starts.diff())
-        tables = layout.block_tables.to(torch.int64)
-        pages = tables[row_of_token, layout.positions // shape.page_size]
+        positions = torch.from_numpy(layout.positions)
+        row_of_token = torch.repeat_interleave(torch.from_numpy(layout.query_start).diff())
+        tables = torch.from_numpy(layout.block_tables).to(torch.int64)
+        pages = tables[row_of_token, positions // shape.page_size]
         # Rows of the cache seen as [2 * num_kv_heads * num_pages * page_size, head_dim].
         blocks = pages[:, None] + self._first_block
-        offsets = (layout.positions % shape.page_size)[:, None]
+        offsets = (positions % shape.page_size)[:, None]
         self._write_index = (blocks * shape.page_size + offsets).view(-1)
-        self._step_cos = self._cos.index_select(0, layout.positions)[:, None]
-        self._step_sin = self._sin.index_select(0, layout.positions)[:, None]
+        self._step_cos = self._cos.index_select(0, positions)[:, None]
+        self._step_sin = self._sin.index_select(0, positions)[:, None]
         self._work = {
             window: (self._buckets(layout, tables, window), self._chunks(layout, tables, window))
             for window in self._windows
@@ -168,7 +168,7 @@ class TorchCpuAttention:
         self, layout: StepLayout, tables: torch.Tensor, window: int | None
     ) -> list[_Bucket]:
         size = self._shape.page_size
-        contexts = np.array(layout.context_lens[: layout.num_decode_rows], dtype=np.int64)
+        contexts = layout.context_lens[: layout.num_decode_rows]
         oldest = np.maximum(contexts - window, 0) if window else np.zeros_like(contexts)
         first, last = oldest // size, (contexts - 1) // size
         lengths = (last - first + 1) * size
@@ -207,8 +207,8 @@ class TorchCpuAttention:
         size = self._shape.page_size
         chunks = []
         for row in range(layout.num_decode_rows, len(layout.context_lens)):
-            tokens = slice(layout.query_start[row], layout.query_start[row + 1])
-            context = layout.context_lens[row]
+            tokens = slice(int(layout.query_start[row]), int(layout.query_start[row + 1]))
+            context = int(layout.context_lens[row])
             start = context - (tokens.stop - tokens.start)  # the position of the first query
             oldest = max(start - window + 1, 0) if window else 0
             first = oldest // size

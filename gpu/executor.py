@@ -1,0 +1,91 @@
+"""The seam between the runner, which keeps the slots, and what computes on a device.
+
+The runner may submit another step before it has waited for the last one, so a row's newest token
+may not be on the host yet: an executor keeps it where it was drawn and takes it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from gpu.attention import StepLayout
+from gpu.sampler import TopLogprobs
+from gpu.slots import Row, Slot, SlotTable
+
+__all__ = [
+    "Drawn",
+    "Executor",
+    "Submission",
+    "in_layout_order",
+    "step_layout",
+]
+
+
+@attrs.frozen(kw_only=True)
+class Drawn:
+    """What one step drew for its S rows that sample, in the order in which they were submitted.
+
+    ``top`` has S entries, empty where not asked for.
+    """
+
+    tokens: npt.NDArray[np.int32]  # [S]; -1 where the logits left no token to draw
+    logprobs: npt.NDArray[np.float32] | None  # [S], NaN where not asked for; None if nobody asked
+    top: list[TopLogprobs] | None  # None if nobody asked
+    step_us: int
+    """From the step's start on the device to its end."""
+    idle_us: int
+    """How long the device had nothing to do before the step."""
+
+
+class Submission(Protocol):
+    """A step that has been handed to the device."""
+
+    def wait(self) -> Drawn:
+        """Wait for the step's end. To be called once, for one step after the other in order."""
+
+
+class Executor(Protocol):
+    """Computes steps in the order in which they are submitted."""
+
+    @property
+    def completions(self) -> int | None:
+        """A file descriptor that is readable while a finished step hasn't been waited for.
+
+        None means that a step is finished when :meth:`submit` returns.
+        """
+
+    def open(self, slot: Slot) -> None:
+        """A slot is new, or has its tokens and parameters again; its number may have been used."""
+
+    def submit(self, rows: Sequence[Row]) -> Submission:
+        """Compute ``rows``, of which each has at least one token, and draw for those that sample.
+
+        The slots' block tables are as the plan left them. A step with no rows is finished at once.
+        """
+
+
+def in_layout_order(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one token first, longest context first, as a step's layout wants them."""
+    return sorted(rows, key=lambda row: (row.count > 1, -row.end))
+
+
+def step_layout(rows: Sequence[Row], slots: SlotTable) -> StepLayout:
+    """The layout of ``rows``, at least one of them, which are in layout order."""
+    counts = np.array([row.count for row in rows])
+    query_start = np.concatenate([[0], counts.cumsum()])
+    starts = np.array([row.start for row in rows])
+    numbers = np.array([row.slot.number for row in rows])
+    width = max(row.slot.num_pages for row in rows)
+    return StepLayout(
+        positions=np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts),
+        query_start=query_start,
+        context_lens=starts + counts,
+        slots=numbers,
+        block_tables=slots.block_tables[numbers, :width],
+        num_decode_rows=int((counts == 1).sum()),
+    )
