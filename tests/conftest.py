@@ -20,6 +20,22 @@ def autojump_clock() -> trio.testing.MockClock:
     return trio.testing.MockClock(autojump_threshold=0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    kernels = parser.getgroup("kernels", "the worker's CUDA kernels")
+    kernels.addoption(
+        "--kernels-on",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="run the kernel tests in the emulation (cpu) or on the GPU",
+    )
+    kernels.addoption(
+        "--kernels-sanitizer",
+        choices=("", "address", "thread"),
+        default="",
+        help="build the emulated kernels with a sanitizer, whose library must be in LD_PRELOAD",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "time_limit(seconds): a test that may take longer than the others"

@@ -17,7 +17,7 @@ import torch
 from gpu.emulation.build import build
 from gpu.kernels import Kernel, KernelSource
 
-__all__ = ["EmulatedKernel", "EmulatedLoader", "EmulationError"]
+__all__ = ["FORWARD", "RANDOM", "REVERSE", "EmulatedKernel", "EmulatedLoader", "EmulationError"]
 
 FORWARD, REVERSE, RANDOM = 0, 1, 2
 

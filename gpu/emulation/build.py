@@ -51,9 +51,13 @@ def build(source: KernelSource, sanitizer: str = "") -> Path:
         )
         include = [f"-I{FOLDER}", f"-I{HERE}"]
         # The scheduler itself is never instrumented: it tells the sanitizers about its fibers.
-        _run("g++", *FLAGS, *core_defines, *include, "-c", str(HERE / "fibers.cpp"), "-o", str(core))
+        _run(
+            "g++", *FLAGS, *core_defines, *include, "-c", str(HERE / "fibers.cpp"), "-o", str(core)
+        )
         trivial = ["-ftrivial-auto-var-init=pattern", "-include", "cuda.h", "-shared"]
-        _run("g++", *options, *include, *trivial, str(unit), str(core), "-o", str(built), "-lpthread")
+        _run(
+            "g++", *options, *include, *trivial, str(unit), str(core), "-o", str(built), "-lpthread"
+        )
         built.replace(library)
     return library
 

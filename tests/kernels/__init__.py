@@ -1,0 +1,1 @@
+"""Tests of the CUDA kernels, in the emulation or (``--kernels-on=gpu``) on a GPU."""
