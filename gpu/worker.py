@@ -65,7 +65,7 @@ class Worker:
             start = self._receive()
             if not isinstance(start, wire.Start):
                 raise wire.WireError(f"{type(start).__name__} came where Start was due")
-            self._serve(self._load(start))
+            self.serve(self._load(start))
         except Quit:
             return
 
@@ -90,7 +90,7 @@ class Worker:
             self._last_progress = now
             self._send(wire.Progress(stage=stage, done=done, total=total))
 
-    def _serve(self, runner: Runner) -> NoReturn:
+    def serve(self, runner: Runner) -> NoReturn:
         """Take messages and results as they come; a message first, since it may be the next plan.
 
         A plan that reaches the device before the one in front of it ends leaves no gap between

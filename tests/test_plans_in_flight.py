@@ -1,0 +1,250 @@
+"""Two plans in flight: the runner and the worker's loop over a device that answers later."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import attrs
+import msgspec
+import numpy as np
+import pynng
+import pytest
+
+from gpu.executor import Drawn
+from gpu.runner import Runner
+from gpu.slots import PlanError, Row, Slot, SlotTable
+from gpu.worker import Quit, Worker
+from tests.plans import PlanMaker
+from trioserve import wire
+from trioserve.sampling import SamplerParams
+
+SECONDS = 30
+
+
+@attrs.define
+class DeferredExecutor:
+    """Draws ``100 * slot + position`` for every row, once :meth:`complete` lets a step end.
+
+    Like a GPU it doesn't look at the tokens on the host, of which the last may be unknown.
+    """
+
+    completions: int = attrs.field(factory=lambda: os.eventfd(0, os.EFD_SEMAPHORE))
+    unusable: set[tuple[int, int]] = attrs.field(factory=set)
+    opened: list[int] = attrs.field(factory=list)
+    submitted: list[list[tuple[int, int, int]]] = attrs.field(factory=list)
+
+    def open(self, slot: Slot) -> None:
+        self.opened.append(slot.number)
+
+    def submit(self, rows: Sequence[Row]) -> DeferredSubmission:
+        self.submitted.append([(row.slot.number, row.start, row.count) for row in rows])
+        drawing = [(row.slot.number, row.end) for row in rows if row.samples]
+        tokens = [-1 if at in self.unusable else 100 * at[0] + at[1] for at in drawing]
+        return DeferredSubmission(self.completions, tokens)
+
+    def complete(self, steps: int = 1) -> None:
+        """Let so many more steps end."""
+        os.eventfd_write(self.completions, steps)
+
+
+@attrs.define
+class DeferredSubmission:
+    completions: int
+    tokens: list[int]
+
+    def wait(self) -> Drawn:
+        os.eventfd_read(self.completions)
+        return Drawn(
+            tokens=np.array(self.tokens, dtype=np.int32),
+            logprobs=None,
+            top=None,
+            step_us=5,
+            idle_us=3,
+        )
+
+
+@pytest.fixture
+def executor() -> Iterator[DeferredExecutor]:
+    executor = DeferredExecutor()
+    yield executor
+    os.close(executor.completions)
+
+
+@pytest.fixture
+def runner(executor: DeferredExecutor) -> Runner:
+    slots = SlotTable(num_pages=64, page_size=4, max_model_len=256, vocab_size=1000)
+    return Runner(executor, slots, max_num_batched_tokens=64)
+
+
+@pytest.fixture
+def maker() -> PlanMaker:
+    def no_step(_: wire.Plan) -> wire.StepResult:
+        raise AssertionError("these tests submit and finish")
+
+    return PlanMaker(no_step)
+
+
+def given(result: wire.StepResult) -> list[list[int]]:
+    offsets, tokens = wire.ints(result.offsets).tolist(), wire.ints(result.tokens).tolist()
+    return [tokens[begin:end] for begin, end in itertools.pairwise(offsets)]
+
+
+class TestRunner:
+    def test_a_plan_behind_one_whose_tokens_are_unknown(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        maker.open(2, [1, 2, 3])
+        runner.submit(maker.plan({2: 3}))
+        runner.submit(maker.plan({2: 1}))
+        assert runner.num_pending == 2
+        assert runner.slots[2].tokens.tolist() == [1, 2, 3, -1, -1]
+        executor.complete(2)
+        assert given(runner.finish()) == [[203]]
+        assert runner.slots[2].tokens.tolist() == [1, 2, 3, 203, -1]
+        runner.submit(maker.plan({2: 1}))
+        result = runner.finish()
+        assert (given(result), result.step_us, result.idle_us) == ([[204]], 5, 3)
+        executor.complete()
+        assert given(runner.finish()) == [[205]]
+        assert executor.submitted == [[(2, 0, 3)], [(2, 3, 1)], [(2, 4, 1)]]
+
+    def test_what_is_computed_behind_a_stop_gives_nothing(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        maker.open(0, [1, 2], SamplerParams(stop_ids=[3]))
+        maker.open(1, [1, 2])
+        runner.submit(maker.plan({0: 2, 1: 2}))
+        runner.submit(maker.plan({0: 1, 1: 1}))
+        executor.complete(2)
+        assert given(runner.finish()) == [[2], [102]]
+        runner.submit(maker.plan({0: 1, 1: 1}))
+        executor.complete(1)
+        assert given(runner.finish()) == [[3], [103]]
+        assert given(runner.finish()) == [[], [104]]
+
+    def test_a_slot_closed_while_its_token_is_on_the_way(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        maker.open(0, [1, 2])
+        runner.submit(maker.plan({0: 2}))
+        maker.close(0)
+        maker.open(0, [7, 8, 9, 10])
+        runner.submit(maker.plan({0: 4}))
+        executor.complete(2)
+        assert given(runner.finish()) == [[2]]
+        assert given(runner.finish()) == [[4]]
+        assert runner.slots[0].tokens.tolist() == [7, 8, 9, 10, 4]
+        assert executor.opened == [0, 0]
+
+    def test_a_row_without_a_token_spoils_the_plan_behind_it(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        executor.unusable.add((1, 3))
+        maker.open(1, [1, 2, 3])
+        runner.submit(maker.plan({1: 3}))
+        runner.submit(maker.plan({1: 1}))
+        executor.complete(2)
+        with pytest.raises(PlanError, match="slot 1: the model's logits") as caught:
+            runner.finish()
+        assert caught.value.slot == 1
+        with pytest.raises(PlanError, match="the plan before this one failed"):
+            runner.finish()
+        with pytest.raises(PlanError, match="no Reset has come"):
+            runner.submit(maker.plan({}))
+        runner.reset(9)
+        assert runner.num_pending == len(runner.slots) == 0
+
+    def test_a_plan_that_is_refused_leaves_the_one_before_it(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        maker.open(1, [1, 2, 3])
+        runner.submit(maker.plan({1: 3}))
+        with pytest.raises(PlanError, match="slot 7 is to be closed"):
+            runner.submit(wire.Plan(number=2, closed=wire.from_ints([7])))
+        executor.complete()
+        assert given(runner.finish()) == [[103]]
+        with pytest.raises(PlanError, match="no Reset has come"):
+            runner.submit(maker.plan({}))
+
+    def test_reset_waits_for_what_is_on_the_device(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        maker.open(1, [1, 2, 3])
+        runner.submit(maker.plan({1: 3}))
+        runner.submit(maker.plan({1: 1}))
+        executor.complete(2)
+        runner.reset(1)
+        with pytest.raises(BlockingIOError):
+            os.set_blocking(executor.completions, False)
+            os.eventfd_read(executor.completions)
+
+
+class TestWorker:
+    """The worker's loop in a thread, and the engine's end of its socket here."""
+
+    @pytest.fixture
+    def socket(self, tmp_path: Path, runner: Runner) -> Iterator[pynng.Pair0]:
+        url = f"ipc://{tmp_path}/worker.sock"
+        milliseconds = SECONDS * 1000
+        options = {"recv_timeout": milliseconds, "send_timeout": milliseconds}
+        buffers = {"recv_buffer_size": 16, "send_buffer_size": 16}
+        with (
+            pynng.Pair0(listen=url, **options, **buffers) as engine,
+            pynng.Pair0(dial=url, block_on_dial=True, **options, **buffers) as end,
+        ):
+
+            def serve() -> None:
+                with pytest.raises(Quit):
+                    Worker(end).serve(runner)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            yield engine
+            engine.send(wire.encode(wire.Quit()))
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+    def test_plans_are_submitted_ahead_and_answered_in_order(
+        self, socket: pynng.Pair0, executor: DeferredExecutor, maker: PlanMaker
+    ) -> None:
+        maker.open(2, [1, 2, 3])
+        socket.send(wire.encode(maker.plan({2: 3})))
+        socket.send(wire.encode(maker.plan({2: 1})))
+        # The answer to a call shows that both plans were taken while neither had ended.
+        socket.send(wire.encode(wire.Call(number=1, name="statistics", arguments=b"")))
+        reply = wire.decode(socket.recv())
+        assert isinstance(reply, wire.Reply)
+        assert msgspec.msgpack.decode(reply.result)["steps"] == 0
+        assert len(executor.submitted) == 2
+        executor.complete()
+        first = wire.decode(socket.recv())
+        executor.complete()
+        second = wire.decode(socket.recv())
+        assert isinstance(first, wire.StepResult)
+        assert isinstance(second, wire.StepResult)
+        assert (first.number, given(first)) == (1, [[203]])
+        assert (second.number, given(second)) == (2, [[204]])
+
+    def test_a_refused_plan_is_answered_after_the_one_before_it(
+        self, socket: pynng.Pair0, executor: DeferredExecutor, maker: PlanMaker
+    ) -> None:
+        maker.open(2, [1, 2, 3])
+        executor.complete()
+        socket.send(wire.encode(maker.plan({2: 3})))
+        socket.send(wire.encode(wire.Plan(number=2, closed=wire.from_ints([7]))))
+        result, failure = wire.decode(socket.recv()), wire.decode(socket.recv())
+        assert isinstance(result, wire.StepResult)
+        assert isinstance(failure, wire.Failure)
+        assert (result.number, failure.number, failure.slot) == (1, 2, 7)
+        again = PlanMaker(lambda _: pytest.fail("these tests submit and finish"))
+        again.open(5, [1, 2])
+        socket.send(wire.encode(wire.Reset(next_plan=1)))
+        socket.send(wire.encode(again.plan({5: 2})))
+        executor.complete()
+        result = wire.decode(socket.recv())
+        assert isinstance(result, wire.StepResult)
+        assert (result.number, given(result)) == (1, [[502]])
