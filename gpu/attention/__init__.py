@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Attention", "CacheShape", "StepLayout"]
+__all__ = ["Attention", "CacheShape", "QkNorm", "StepLayout"]
 
 
 @attrs.frozen(kw_only=True)
@@ -58,14 +58,24 @@ class StepLayout:
     """The first so many rows have exactly one token each, the others more."""
 
 
+@attrs.frozen(eq=False)
+class QkNorm:
+    """A norm of each head of the queries and the keys: x * weight / sqrt(mean(x^2) + eps)."""
+
+    weight: torch.Tensor  # [num_heads + num_kv_heads, head_dim] of the model's dtype, contiguous
+    eps: float
+
+
 class Attention(Protocol):
     """Paged attention over one model's cache. Every method works on the current device stream."""
 
     def begin(self, layout: StepLayout) -> None:
         """Prepare for the layers of one step (masks, gather indices, kernel parameters)."""
 
-    def rope_and_write(self, layer: int, qkv: torch.Tensor, rotate: bool) -> torch.Tensor:
-        """Rotate queries and keys (if ``rotate``) and write keys and values to their pages.
+    def rope_and_write(
+        self, layer: int, qkv: torch.Tensor, rotate: bool, qk_norm: QkNorm | None = None
+    ) -> torch.Tensor:
+        """Norm (if ``qk_norm``) and rotate (if ``rotate``) queries and keys; write keys and values.
 
         ``qkv`` is [T, num_heads + 2 * num_kv_heads, head_dim]: the heads of the queries, then those
         of the keys, then those of the values; it may be overwritten. Returns the queries,

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from gpu.attention import CacheShape, StepLayout
+from gpu.attention import CacheShape, QkNorm, StepLayout
 
 __all__ = ["TorchCpuAttention", "split_buckets"]
 
@@ -104,12 +104,15 @@ class TorchCpuAttention:
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed, self._workspace.shape[1])
 
-    def rope_and_write(self, layer: int, qkv: torch.Tensor, rotate: bool) -> torch.Tensor:
+    def rope_and_write(
+        self, layer: int, qkv: torch.Tensor, rotate: bool, qk_norm: QkNorm | None = None
+    ) -> torch.Tensor:
         """See :meth:`gpu.attention.Attention.rope_and_write`."""
         head_dim = self._shape.head_dim
-        rotated = self._num_heads + self._shape.num_kv_heads
+        x = qkv[:, : self._num_heads + self._shape.num_kv_heads]
+        if qk_norm is not None:
+            x.copy_(F.rms_norm(x, (head_dim,), None, qk_norm.eps) * qk_norm.weight)
         if rotate:
-            x = qkv[:, :rotated]
             x.copy_(torch.addcmul(x * self._step_cos, x.roll(head_dim // 2, -1), self._step_sin))
         written = qkv[:, self._num_heads :].reshape(-1, head_dim)
         self._cache[layer].view(-1, head_dim).index_copy_(0, self._write_index, written)

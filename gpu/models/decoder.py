@@ -16,7 +16,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from gpu.attention import Attention
+from gpu.attention import Attention, QkNorm
 from gpu.linear import Linear
 from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import ModelConfig
@@ -28,7 +28,7 @@ __all__ = ["Decoder"]
 class _Layer:
     attention_norm: torch.Tensor  # [E]
     qkv: Linear  # E -> (H + 2 K) D
-    qk_norm: torch.Tensor | None  # [H + K, D]
+    qk_norm: QkNorm | None
     output: Linear  # H D -> E
     mlp_norm: torch.Tensor  # [E]
     gate_up: Linear  # E -> 2 F
@@ -79,15 +79,11 @@ class Decoder:
         """
         config, eps = self.config, self.config.rms_norm_eps
         heads = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        normed = config.num_heads + config.num_kv_heads
         x = F.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             h = F.rms_norm(x, (config.hidden_size,), layer.attention_norm, eps)
             qkv = layer.qkv(h).view(-1, *heads)
-            if layer.qk_norm is not None:
-                qk = qkv[:, :normed]
-                qk.copy_(F.rms_norm(qk, (config.head_dim,), None, eps) * layer.qk_norm)
-            q = attention.rope_and_write(index, qkv, layer.rotate)
+            q = attention.rope_and_write(index, qkv, layer.rotate, layer.qk_norm)
             x = x + layer.output(attention.attend(index, q, layer.window).flatten(1))
             h = F.rms_norm(x, (config.hidden_size,), layer.mlp_norm, eps)
             gate, up = layer.gate_up(h).chunk(2, dim=-1)
@@ -118,12 +114,11 @@ def _layer(config: ModelConfig, tensors: _Tensors, index: int) -> _Layer:
     qk_norm = None
     if config.qk_norm:
         norms = (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads))
-        qk_norm = torch.cat(
-            [
-                tensors.take(f"{prefix}self_attn.{name}.weight", config.head_dim).expand(heads, -1)
-                for name, heads in norms
-            ]
-        )
+        weights = [
+            tensors.take(f"{prefix}self_attn.{name}.weight", config.head_dim).expand(heads, -1)
+            for name, heads in norms
+        ]
+        qk_norm = QkNorm(torch.cat(weights), config.rms_norm_eps)
     return _Layer(
         attention_norm=tensors.take(prefix + "input_layernorm.weight", hidden),
         qkv=linear("self_attn", qkv, hidden, config.qkv_bias),
