@@ -59,9 +59,7 @@ class StepBuffer:
         """The region ``name`` on the device: [length] int32, always at the same address."""
         return self._views[name]
 
-    def put(
-        self, name: str, values: npt.ArrayLike, *, padded_to: int = 0, fill: int = 0
-    ) -> None:
+    def put(self, name: str, values: npt.ArrayLike, *, padded_to: int = 0, fill: int = 0) -> None:
         """Write ``values`` to the start of a region, for the next :meth:`upload`.
 
         ``fill`` follows up to ``padded_to`` numbers. What stands behind that is from an earlier
