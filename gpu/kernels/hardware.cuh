@@ -242,3 +242,16 @@ template <class T> DEVICE void unpack_e4m3x4(u32 four, u32& first, u32& second) 
   second = pack<T>(to_float(e4m3{static_cast<u8>(four >> 16)}), to_float(e4m3{static_cast<u8>(four >> 24)}));
 #endif
 }
+
+// Four floats become the e4m3 of a register, the first in the lowest byte; 448 is the largest.
+DEVICE u32 pack_e4m3x4(float x0, float x1, float x2, float x3) {
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 890
+  u32 four;
+  asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h}; }"
+      : "=r"(four) : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return four;
+#else
+  return to_e4m3(x0).bits | to_e4m3(x1).bits << 8 | to_e4m3(x2).bits << 16 |
+         static_cast<u32>(to_e4m3(x3).bits) << 24;
+#endif
+}
