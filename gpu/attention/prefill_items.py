@@ -1,0 +1,108 @@
+"""Work items of ``prefill_attention.cu``: which tokens and keys each block takes, longest first."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ITEM_FIELDS", "PrefillItems", "choose_tile", "prefill_items"]
+
+ITEM_FIELDS = 5
+
+KEY_STEP = 64
+"""Splits begin at multiples of this many positions, the kernel's largest tile of keys."""
+MIN_SPLIT = 512
+"""A split has at least so many keys: below, writing and merging partial results costs more."""
+
+
+@attrs.frozen(kw_only=True)
+class PrefillItems:
+    """The items of one step, and the partial results they need."""
+
+    items: npt.NDArray[np.int32]  # [N, 5] = {row, first_token, begin, end, split}
+    num_partials: npt.NDArray[np.int32]  # [tokens of the rows], 0 where nothing is split
+
+
+def choose_tile(query_lens: npt.NDArray[np.int64], group: int) -> int:
+    """The tile for a step: 64 packed queries if 128 would leave a third of the tiles empty.
+
+    A full tile of 128 computes half as much again in the same time as two of 64, for each of its
+    warps uses what it reads from shared memory twice as often. So 64 pays only where the rounding
+    up to whole tiles costs more than that.
+    """
+    padded = [int(np.sum(-(-query_lens // (tile // group)))) * tile for tile in (128, 64)]
+    return 64 if padded[0] > 1.5 * padded[1] else 128
+
+
+def prefill_items(
+    query_lens: npt.NDArray[np.int64],
+    context_lens: npt.NDArray[np.int64],
+    *,
+    tokens_per_tile: int,
+    num_kv_heads: int,
+    num_blocks: int,
+    window: int | None = None,
+    first_row: int = 0,
+    max_partials: int = 0,
+) -> PrefillItems:
+    """Cut rows into tiles of tokens, and the keys of those too where blocks would be idle.
+
+    Keys are split only if all tiles together are fewer than the blocks that run side by side:
+    a short chunk over a long context, as in the next turn of a chat. Then each split gets about the
+    work that would be every block's if it were spread evenly.
+
+    Args:
+        query_lens: [R] new tokens of each row, at least 1.
+        context_lens: [R] positions of each row, the new ones included.
+        tokens_per_tile: of the kernel.
+        num_kv_heads: blocks that each item becomes.
+        num_blocks: how many blocks run side by side (two on each multiprocessor).
+        window: the widest window of any layer, None if a layer has none. Narrower layers skip what
+            they do not see.
+        first_row: what the first row is called in the items.
+        max_partials: room for partial results; 0 forbids splits.
+    """
+    tiles = -(-query_lens // tokens_per_tile)
+    row = np.repeat(np.arange(len(tiles)), tiles)
+    first = (np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens_per_tile
+    tokens = np.minimum(tokens_per_tile, query_lens[row] - first)
+    position = context_lens[row] - query_lens[row] + first
+    end = position + tokens
+    begin = np.zeros_like(end) if window is None else np.maximum(0, position - window + 1)
+    begin -= begin % KEY_STEP
+    splits, length = _splits(end - begin, num_kv_heads, num_blocks)
+    if int((splits * tokens)[splits > 1].sum()) > max_partials:
+        splits, length = np.ones_like(end), end - begin
+    num_partials = np.where(splits > 1, splits, 0)
+    tile = np.repeat(np.arange(len(row)), splits)
+    split = np.arange(len(tile)) - np.repeat(np.cumsum(splits) - splits, splits)
+    split_begin = begin[tile] + split * length[tile]
+    split_end = np.minimum(split_begin + length[tile], end[tile])
+    items = np.stack(
+        [
+            first_row + row[tile],
+            first[tile],
+            split_begin,
+            split_end,
+            np.where(splits[tile] > 1, split, -1),
+        ],
+        axis=1,
+    )
+    longest_first = np.argsort(split_begin - split_end, kind="stable")
+    return PrefillItems(
+        items=items[longest_first].astype(np.int32),
+        num_partials=np.repeat(num_partials, tokens).astype(np.int32),
+    )
+
+
+def _splits(
+    num_keys: npt.NDArray[np.int64], num_kv_heads: int, num_blocks: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """How many splits each tile gets, and the keys of each (the last may have fewer)."""
+    if len(num_keys) * num_kv_heads >= num_blocks:
+        return np.ones_like(num_keys), num_keys
+    share = max(MIN_SPLIT, int(num_keys.sum()) * num_kv_heads // num_blocks)
+    wanted = -(-num_keys // share)
+    length = -(-num_keys // (wanted * KEY_STEP)) * KEY_STEP
+    return -(-num_keys // length), length

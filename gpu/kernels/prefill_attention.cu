@@ -1,0 +1,102 @@
+// prefill_attention.cu - causal attention of rows of several new tokens over their paged context.
+//
+// Row r has n = query_start[r + 1] - query_start[r] new tokens, the last n of its context_lens[r]
+// positions. All positions, the new ones included, stand in the paged cache: a prefix from an
+// earlier step, a shared one, or an earlier chunk is simply context. A query sees the positions up
+// to its own, at most `window` of them.
+//
+//   q             [tokens, >= num_heads, HEAD_DIM], q_stride elements from token to token
+//   k/v_cache     [num_pages, num_kv_heads, page_size, HEAD_DIM]; k/v_scale without the last axis
+//   out           [tokens, num_heads, HEAD_DIM]
+//   partial_out   [num_partials, num_heads, HEAD_DIM] float32, partial_lse [num_partials, num_heads]
+//   items         [num_items, 5] = {row, first_token, begin, end, split}
+//   block_tables  [num_slots, table_stride]; row r's is that of slot slots[r]
+//
+// Grid (num_kv_heads, num_items): a block computes an item for one kv head. An item is the tokens
+// first_token, first_token + 1, ... of its row, as many as there are and as fit the tile
+// (TILE / group), over the positions begin..end-1 as far as they see them. split = -1: the result is
+// written to out. Otherwise the keys of those tokens are spread over several items, and token t's
+// share goes to partial result partial_start[t] + split, for combine_partials.
+//
+// Tiling: see attention_tile.cuh; keys come in tiles by paged_tiles.cuh. Tiles that no query of the
+// block sees are skipped; only those that some do not see are masked.
+//
+// Roofline on an H200, 32 query and 8 kv heads, HEAD_DIM 128, a chunk of 8192 tokens from position
+// 0: 4 * 32 * 128 * 8192^2 / 2 = 550 GFLOP against 200 MB, so arithmetic bounds it. mma.sync reaches
+// about 0.62 of the 990 TFLOP/s of wgmma. Of a tile of 128 x 64, a warp issues 256 mma (6.5 cycles
+// each, 1664), 80 ldmatrix, 64 exponentials (8 cycles each, 512) and about 350 other instructions.
+// Two warps on each scheduler overlap one's softmax with the other's mma: 3328 cycles of tensor
+// core against about 1500 issue slots, and 0.75 of the shared memory's rate. Expected: 380 to 430
+// TFLOP/s, 1.3 to 1.45 ms. A chunk of few tokens over a long context is bounded by the bytes of keys
+// and values, which are read once for each TILE / group tokens (from the second on, from L2).
+#include "attention_tile.cuh"
+
+struct Parameters {
+  const TYPE* q;
+  const CACHE* k_cache;
+  const CACHE* v_cache;
+  const float* k_scale;
+  const float* v_scale;
+  TYPE* out;
+  float* partial_out;
+  float* partial_lse;
+  const int* items;
+  const int* query_start;
+  const int* context_lens;
+  const int* slots;
+  const int* block_tables;
+  const int* partial_start;
+  int q_stride;
+  int group;
+  int num_kv_heads;
+  int page_shift;
+  int table_stride;
+  int window;
+  float scale_log2;
+};
+static_assert(sizeof(Parameters) == PARAMETERS_BYTES);
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
+prefill_attention(const Parameters p) {
+  DYNAMIC_SHARED(shared);
+  const int kv_head = blockIdx.x, num_heads = p.num_kv_heads * p.group;
+  const int* item = p.items + blockIdx.y * ITEM_FIELDS;
+  const int row = item[0], first_token = item[1], split = item[4];
+  const int row_start = p.query_start[row];
+  const int row_tokens = p.query_start[row + 1] - row_start;
+  const int tokens = min(TILE / p.group, row_tokens - first_token);
+  const int start = row_start + first_token;                                 // in q and out
+  const int position = p.context_lens[row] - row_tokens + first_token;       // of the first token
+  const int last_position = position + tokens - 1;
+
+  // Token and query head of packed query m.
+  const auto token_of = [&](int m) { return start + m / p.group; };
+  const auto head_of = [&](int m) { return kv_head * p.group + m % p.group; };
+
+  AttentionTile tile(shared, tokens * p.group, p.scale_log2);
+  tile.load_queries([&](int m) {
+    return p.q + static_cast<i64>(token_of(m)) * p.q_stride + head_of(m) * HEAD_DIM;
+  });
+
+  KeyRange keys;
+  keys.begin = max(item[2], position - p.window + 1);
+  keys.end = min(item[3], last_position + 1);
+  keys.inner = {max(keys.begin, last_position - p.window + 1), min(keys.end - 1, position)};
+  const i64 table = static_cast<i64>(p.slots[row]) * p.table_stride;
+  const PagedCache cache{p.k_cache, p.v_cache, p.k_scale, p.v_scale, p.block_tables + table,
+                         p.num_kv_heads, kv_head, p.page_shift};
+  tile.attend(cache, keys, [&](int m) -> Span {
+    const int own = position + m / p.group;
+    return {max(keys.begin, own - p.window + 1), min(keys.end - 1, own)};
+  });
+
+  if (split < 0) {
+    tile.store([&](int m) {
+      return p.out + (static_cast<i64>(token_of(m)) * num_heads + head_of(m)) * HEAD_DIM;
+    });
+  } else {
+    tile.store_partial(p.partial_out, p.partial_lse, [&](int m) {
+      return static_cast<i64>(p.partial_start[token_of(m)] + split) * num_heads + head_of(m);
+    });
+  }
+}
