@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import attrs
 import torch
 
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu_executor import CpuExecutor
+from gpu.devices import choose_device, choose_dtype
+from gpu.executor import Executor
+from gpu.memory import choose_num_pages
 from gpu.models import build_model
-from gpu.models.decoder import Decoder
 from gpu.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.sampler import Sampler
@@ -21,80 +24,121 @@ from gpu.slots import SlotTable
 from gpu.weights import load_weights
 from trioserve.errors import ModelLoadError
 from trioserve.machine import Machine
-from trioserve.model_files import ModelConfig, open_model
+from trioserve.model_files import ModelConfig, ModelFiles, open_model
 from trioserve.sampling import SamplerParams
 from trioserve.wire import OpenSlot, Plan, Ready, Start, from_ints
 
-__all__ = ["choose_dtype", "choose_max_model_len", "choose_num_pages", "load"]
+__all__ = ["Loaded", "OnProgress", "choose_max_model_len", "load", "warm_up"]
 
-DEFAULT_BATCHED_TOKENS = 512
-DEFAULT_CACHE_BYTES = 2 << 30
-# What the KV cache may take of the memory that is available once the weights are loaded: a quarter
-# if that is enough for one sequence of full length, and at most this share.
-DEFAULT_CACHE_SHARE = 0.25
-LARGEST_CACHE_SHARE = 0.9
+DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 WARM_UP_TOKENS = 16
 
 OnProgress = Callable[[str, int, int], None]
+"""Called with a stage, how much of it is done, and of how much."""
+
+
+@attrs.frozen(kw_only=True)
+class Loaded:
+    """A model on a device, with its KV cache."""
+
+    executor: Executor
+    slots: SlotTable
+    num_pages: int
+    device_name: str
 
 
 def load(start: Start, on_progress: OnProgress) -> tuple[Runner, Ready]:
     """Load a model within the limits of ``start`` and run one prompt through it.
 
-    ``on_progress`` is called often, with a stage, how much of it is done, and of how much.
+    ``on_progress`` is called often.
 
     Raises:
         ModelLoadError: the model can't be loaded or served so; one line says why and what to do.
     """
     _set_threads(start.num_threads)
     torch.set_float32_matmul_precision("highest")
-    device = _choose_device(start.device)
-    dtype = choose_dtype(start.dtype)
+    device = choose_device(start.device)
+    dtype = choose_dtype(start.dtype, device)
     files = open_model(Path(start.model))
-    config = files.config
-    max_model_len = choose_max_model_len(start.max_model_len, config)
-    weights = load_weights(files, dtype, lambda done, total: on_progress("weights", done, total))
-    model = build_model(config, weights)
-    max_num_batched_tokens = start.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
-    num_pages = choose_num_pages(
-        start, _cache_shape(start, model, 1).bytes_per_page, max_model_len, Machine().memory()[1]
+    # From here on every limit is a number: nothing is left to be chosen but the number of pages.
+    start = attrs.evolve(
+        start,
+        max_model_len=choose_max_model_len(start.max_model_len, files.config),
+        max_num_batched_tokens=start.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type],
     )
-    table = cos_sin_table(config, max_model_len)
-    attention = TorchCpuAttention(
-        _cache_shape(start, model, num_pages), config.num_heads, table, config.windows
-    )
-    sampler = Sampler(
-        config.vocab_size, device, processed_logprobs=start.logprobs_mode == "processed"
-    )
+    if device.type == "cuda":
+        from gpu.cuda_loading import load_on_gpu  # needs CuPy
 
-    def make_runner() -> Runner:
-        slots = SlotTable(
-            num_pages=num_pages,
-            page_size=start.page_size,
-            max_model_len=max_model_len,
-            vocab_size=config.vocab_size,
-        )
-        executor = CpuExecutor(model, attention, sampler, slots)
-        return Runner(executor, slots, max_num_batched_tokens=max_num_batched_tokens)
-
+        loaded = load_on_gpu(start, files, dtype, device, on_progress)
+    else:
+        loaded = _load_on_cpu(start, files, dtype, on_progress)
     on_progress("warm-up", 0, 1)
-    room = min(num_pages * start.page_size, max_model_len, max_num_batched_tokens)
-    _warm_up(make_runner(), min(WARM_UP_TOKENS, room), start.page_size)
+    room = min(loaded.num_pages * start.page_size, start.max_model_len)
+    num_tokens = min(WARM_UP_TOKENS, room, start.max_num_batched_tokens)
+    warm_up(loaded.executor, loaded.slots, [num_tokens], start.page_size)
     on_progress("warm-up", 1, 1)
     # What is here now stays: the collector needn't look at it again.
     gc.collect()
     gc.freeze()
-    return make_runner(), Ready(
+    runner = Runner(
+        loaded.executor, loaded.slots, max_num_batched_tokens=start.max_num_batched_tokens
+    )
+    return runner, Ready(
         model_checksum=files.checksum(),
         device=device.type,
-        device_name=Machine().cpu_name(),
+        device_name=loaded.device_name,
         dtype=str(dtype).removeprefix("torch."),
+        num_pages=loaded.num_pages,
+        page_size=start.page_size,
+        vocab_size=files.config.vocab_size,
+        max_model_len=start.max_model_len,
+        max_num_seqs=start.max_num_seqs,
+        max_num_batched_tokens=start.max_num_batched_tokens,
+    )
+
+
+def _load_on_cpu(
+    start: Start, files: ModelFiles, dtype: torch.dtype, on_progress: OnProgress
+) -> Loaded:
+    if start.kv_cache_dtype != "auto":
+        raise ModelLoadError(
+            f"a KV cache in {start.kv_cache_dtype} is not served on a CPU: "
+            "leave --kv-cache-dtype at auto"
+        )
+    config = files.config
+    weights = load_weights(files, dtype, lambda done, total: on_progress("weights", done, total))
+    model = build_model(config, weights)
+    shape = CacheShape(
+        num_layers=config.num_layers,
+        num_pages=1,
+        page_size=start.page_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=model.device,
+    )
+    available = Machine().memory()[1]
+    num_pages = choose_num_pages(start, shape.bytes_per_page, start.max_model_len, available)
+    attention = TorchCpuAttention(
+        attrs.evolve(shape, num_pages=num_pages),
+        config.num_heads,
+        cos_sin_table(config, start.max_model_len),
+        config.windows,
+    )
+    sampler = Sampler(
+        config.vocab_size, model.device, processed_logprobs=start.logprobs_mode == "processed"
+    )
+    slots = SlotTable(
         num_pages=num_pages,
         page_size=start.page_size,
+        max_model_len=start.max_model_len,
         vocab_size=config.vocab_size,
-        max_model_len=max_model_len,
-        max_num_seqs=start.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    return Loaded(
+        executor=CpuExecutor(model, attention, sampler, slots),
+        slots=slots,
+        num_pages=num_pages,
+        device_name=Machine().cpu_name(),
     )
 
 
@@ -104,26 +148,6 @@ def _set_threads(num_threads: int) -> None:
         num_threads = max(int(Machine().cores()), 1)
     if num_threads:
         torch.set_num_threads(num_threads)
-
-
-def _choose_device(name: str) -> torch.device:
-    if name not in ("auto", "cpu"):
-        raise ModelLoadError(f"this build computes on a CPU only: use --device cpu, not {name}")
-    return torch.device("cpu")
-
-
-def choose_dtype(name: str) -> torch.dtype:
-    """``auto`` is bfloat16 on a CPU that multiplies it, else float32.
-
-    Raises:
-        ModelLoadError: a number format that isn't computed with on a CPU.
-    """
-    if name == "auto":
-        fast = {"avx512_bf16", "amx_bf16"} & set(Machine().cpu_features())
-        return torch.bfloat16 if fast else torch.float32
-    if name not in ("bfloat16", "float32"):
-        raise ModelLoadError(f"{name} is not served on a CPU: use --dtype bfloat16 or float32")
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def choose_max_model_len(asked: int, config: ModelConfig) -> int:
@@ -142,59 +166,34 @@ def choose_max_model_len(asked: int, config: ModelConfig) -> int:
     return asked or config.max_position_embeddings
 
 
-def choose_num_pages(start: Start, bytes_per_page: int, max_model_len: int, available: int) -> int:
-    """How many pages the KV cache gets, with ``available`` bytes of memory left.
+def warm_up(
+    executor: Executor, slots: SlotTable, prompt_lengths: Sequence[int], page_size: int
+) -> None:
+    """Prefill and sample prompts in one step, so that libraries load and allocate beforehand.
 
-    A number of pages that was asked for is taken as it is. Else there must be room for one sequence
-    of ``max_model_len`` tokens.
-
-    Raises:
-        ModelLoadError: there isn't.
+    ``slots`` is left empty.
     """
-    if start.num_pages:
-        return start.num_pages
-    needed = -(-max_model_len // start.page_size)
-    if start.kv_cache_memory_bytes:
-        most = start.kv_cache_memory_bytes // bytes_per_page
-        pages, remedy = most, f"raise --kv-cache-memory-bytes to {needed * bytes_per_page}"
-    else:
-        most = int(available * LARGEST_CACHE_SHARE) // bytes_per_page
-        wanted = min(DEFAULT_CACHE_BYTES, int(available * DEFAULT_CACHE_SHARE)) // bytes_per_page
-        pages, remedy = max(wanted, needed), "free some memory"
-    if needed > most:
-        room = most * start.page_size
-        raise ModelLoadError(
-            f"the KV cache has room for {room} tokens and one sequence may have {max_model_len}: "
-            f"lower --max-model-len or {remedy}"
+    opened = []
+    first_page = 0
+    for slot, length in enumerate(prompt_lengths):
+        num_pages = -(-length // page_size)
+        opened.append(
+            OpenSlot(
+                slot=slot,
+                generation=0,
+                tokens=from_ints([0] * length),
+                prompt_length=length,
+                computed=0,
+                pages=from_ints(range(first_page, first_page + num_pages)),
+                sampler=SamplerParams(temperature=0.0),
+            )
         )
-    return pages
-
-
-def _cache_shape(start: Start, model: Decoder, num_pages: int) -> CacheShape:
-    return CacheShape(
-        num_layers=model.config.num_layers,
-        num_pages=num_pages,
-        page_size=start.page_size,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        dtype=model.dtype,
-        device=model.device,
+        first_page += num_pages
+    plan = Plan(
+        number=1,
+        opened=opened,
+        row_slots=from_ints(range(len(opened))),
+        row_counts=from_ints(prompt_lengths),
     )
-
-
-def _warm_up(runner: Runner, num_tokens: int, page_size: int) -> None:
-    """Prefill and sample once, so that libraries load and allocate before the first request."""
-    opened = OpenSlot(
-        slot=0,
-        generation=0,
-        tokens=from_ints([0] * num_tokens),
-        prompt_length=num_tokens,
-        computed=0,
-        pages=from_ints(range(-(-num_tokens // page_size))),
-        sampler=SamplerParams(temperature=0.0),
-    )
-    runner.step(
-        Plan(
-            number=1, opened=[opened], row_slots=from_ints([0]), row_counts=from_ints([num_tokens])
-        )
-    )
+    Runner(executor, slots, max_num_batched_tokens=sum(prompt_lengths)).step(plan)
+    slots.clear()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 from trioserve import EngineConfig, ModelLoadError, wire
 from trioserve.cli.loading import LoadingReport
 from trioserve.model_files import open_model
-from trioserve.nursery import LoadedModel
+from trioserve.nursery import LoadedModel, start_message
 from trioserve.request import ChatPrompt
 from trioserve.simulation import byte_tokenizer
 
@@ -75,6 +77,29 @@ def test_a_wrong_chat_template_is_one_line(folder: Path, template: str, said: st
     with pytest.raises(ModelLoadError, match=said) as caught:
         load(folder, chat_template=template)
     assert "\n" not in str(caught.value)
+
+
+def test_every_option_that_the_worker_has_reaches_it() -> None:
+    options: dict[str, Any] = {
+        "dtype": "float16",
+        "device": "cuda",
+        "max_model_len": 77,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 99,
+        "kv_cache_dtype": "fp8",
+        "kv_cache_memory_bytes": 1 << 33,
+        "gpu_memory_utilization": 0.5,
+        "num_threads": 3,
+        "logprobs_mode": "processed",
+        "max_logprobs": 7,
+        "enforce_eager": True,
+        "batch_invariant_attention": True,
+    }
+    config = EngineConfig("m", block_size=32, num_gpu_blocks_override=12, **options)
+    start = start_message(config, Path("/models/m"))
+    assert attrs.asdict(start) == {
+        **options, "model": "/models/m", "page_size": 32, "num_pages": 12
+    }  # fmt: skip
 
 
 class FakeTerminal(io.StringIO):

@@ -12,6 +12,24 @@ from trioserve.sampling import SamplerParams
 
 MESSAGES: list[wire.Message] = [
     wire.Hello(protocol=1, schema="abc", package="/x/gpu", pid=7),
+    wire.Start(
+        model="/x/model.gguf",
+        device="cuda",
+        dtype="auto",
+        max_model_len=0,
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+        page_size=16,
+        num_pages=0,
+        kv_cache_dtype="fp8",
+        kv_cache_memory_bytes=1 << 40,
+        gpu_memory_utilization=0.9,
+        num_threads=0,
+        logprobs_mode="raw",
+        max_logprobs=20,
+        enforce_eager=True,
+        batch_invariant_attention=False,
+    ),
     wire.Progress(stage="weights", done=1, total=2),
     wire.Plan(
         number=3,

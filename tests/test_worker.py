@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from gpu.__main__ import examine
-from gpu.loading import choose_dtype, choose_max_model_len, choose_num_pages
+from gpu.loading import choose_max_model_len
 from tests.plans import GREEDY, PlanMaker, load_tiny, make_runner
 from tests.tiny_models import make_tiny
 from trioserve import wire
@@ -39,8 +39,9 @@ def start_message(folder: Path, **changes: Any) -> wire.Start:
     fields: dict[str, Any] = {
         "model": str(folder), "device": "cpu", "dtype": "float32", "max_model_len": 0,
         "max_num_seqs": 8, "max_num_batched_tokens": 0, "page_size": 4, "num_pages": 64,
-        "kv_cache_memory_bytes": 0, "gpu_memory_utilization": 0.9, "num_threads": 1,
-        "logprobs_mode": "raw", **changes,
+        "kv_cache_dtype": "auto", "kv_cache_memory_bytes": 0, "gpu_memory_utilization": 0.9,
+        "num_threads": 1, "logprobs_mode": "raw", "max_logprobs": 20, "enforce_eager": False,
+        "batch_invariant_attention": False, **changes,
     }  # fmt: skip
     return wire.Start(**fields)
 
@@ -194,44 +195,14 @@ def test_doctor_report_is_json() -> None:
     assert len(report["cuda_devices"]) == torch.cuda.device_count()
 
 
-class TestChoices:
-    def test_max_model_len(self, folder: Path) -> None:
-        config = open_model(folder).config
-        assert choose_max_model_len(0, config) == 512
-        assert choose_max_model_len(100, config) == 100
-        with pytest.raises(ModelLoadError, match="513 is more than this model's 512"):
-            choose_max_model_len(513, config)
-        dynamic = attrs.evolve(config, rope_scaling=RopeScaling(kind="dynamic", factor=2.0))
-        assert choose_max_model_len(1024, dynamic) == 1024
-        assert choose_max_model_len(0, dynamic) == 512
-        with pytest.raises(ModelLoadError, match="1025"):
-            choose_max_model_len(1025, dynamic)
-
-    def test_dtype(self) -> None:
-        assert choose_dtype("float32") == torch.float32
-        assert choose_dtype("bfloat16") == torch.bfloat16
-        assert choose_dtype("auto") in (torch.float32, torch.bfloat16)
-        with pytest.raises(ModelLoadError, match="float16 is not served on a CPU"):
-            choose_dtype("float16")
-
-    @pytest.mark.parametrize(
-        ("asked", "available", "pages"),
-        [
-            ({"num_pages": 3}, 0, 3),
-            ({"kv_cache_memory_bytes": 30_999}, 0, 30),
-            ({}, 1_000_000, 250),
-            ({}, 1 << 40, (2 << 30) // 1000),
-            ({}, 30_000, 25),  # a quarter isn't enough for one sequence
-        ],
-    )
-    def test_num_pages(self, asked: dict[str, int], available: int, pages: int) -> None:
-        start = start_message(Path("x"), **{"num_pages": 0, **asked})
-        assert choose_num_pages(start, 1000, 100, available) == pages
-
-    def test_no_room_for_one_sequence(self) -> None:
-        start = start_message(Path("x"), num_pages=0)
-        with pytest.raises(ModelLoadError, match=r"room for 72 tokens .* lower --max-model-len or"):
-            choose_num_pages(start, 1000, 100, 20_000)
-        start = start_message(Path("x"), num_pages=0, kv_cache_memory_bytes=24_000)
-        with pytest.raises(ModelLoadError, match="raise --kv-cache-memory-bytes to 25000"):
-            choose_num_pages(start, 1000, 100, 1 << 40)
+def test_max_model_len(folder: Path) -> None:
+    config = open_model(folder).config
+    assert choose_max_model_len(0, config) == 512
+    assert choose_max_model_len(100, config) == 100
+    with pytest.raises(ModelLoadError, match="513 is more than this model's 512"):
+        choose_max_model_len(513, config)
+    dynamic = attrs.evolve(config, rope_scaling=RopeScaling(kind="dynamic", factor=2.0))
+    assert choose_max_model_len(1024, dynamic) == 1024
+    assert choose_max_model_len(0, dynamic) == 512
+    with pytest.raises(ModelLoadError, match="1025"):
+        choose_max_model_len(1025, dynamic)

@@ -19,6 +19,7 @@ DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
 CAPACITY_POLICIES = ("max_utilization", "guaranteed_no_evict")
 LOGPROBS_MODES = ("raw", "processed")
+KV_CACHE_DTYPES = ("auto", "fp8")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "console", "json")
 
@@ -92,7 +93,8 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "most tokens computed in one step; longer prompts are prefilled in chunks (default: 512)",
+        "most tokens computed in one step; longer prompts are prefilled in chunks "
+        "(default: 512 on a CPU, 2048 on a GPU)",
         group="scheduling",
         kind=int,
         low=1,
@@ -127,6 +129,13 @@ class EngineConfig:
 
     block_size: int = option(
         16, "tokens in one page of the KV cache", group="memory", kind=int, low=1
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "number format of the KV cache: auto is the model's own, "
+        "fp8 (e4m3 with scales, on a GPU only) takes half the memory",
+        choices=KV_CACHE_DTYPES,
+        group="memory",
     )
     num_gpu_blocks_override: int | None = option(
         None,
@@ -180,6 +189,19 @@ class EngineConfig:
         group="worker",
         kind=int,
         low=1,
+    )
+    enforce_eager: bool = option(
+        False,
+        "launch a GPU's kernels one by one instead of whole decode steps as CUDA graphs",
+        group="worker",
+        kind=bool,
+    )
+    batch_invariant_attention: bool = option(
+        False,
+        "split the KV cache alike in every batch on a GPU, so that a sequence's attention "
+        "doesn't depend on its neighbors; small batches get slower",
+        group="worker",
+        kind=bool,
     )
     worker_start_timeout: float = option(
         600.0,

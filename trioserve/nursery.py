@@ -40,7 +40,7 @@ from trioserve.stream import StreamBudget
 from trioserve.tokenizer import Tokenizer
 from trioserve.worker.supervisor import OnProgress, Supervisor, run_worker
 
-__all__ = ["LoadedModel", "open_engine", "run_engine"]
+__all__ = ["LoadedModel", "open_engine", "run_engine", "start_message"]
 
 _log = get_logger("trioserve.engine")
 
@@ -126,7 +126,7 @@ async def open_engine(
     supervisor = Supervisor(
         open_worker=functools.partial(
             run_worker,
-            _start_message(config, path),
+            start_message(config, path),
             start_timeout=config.worker_start_timeout,
             on_progress=on_progress or (lambda _: None),
         ),
@@ -146,7 +146,8 @@ async def open_engine(
         yield engine
 
 
-def _start_message(config: EngineConfig, path: Path) -> wire.Start:
+def start_message(config: EngineConfig, path: Path) -> wire.Start:
+    """What a worker is told to load: the options that concern it."""
     return wire.Start(
         model=str(path.resolve()),
         device=config.device,
@@ -156,10 +157,14 @@ def _start_message(config: EngineConfig, path: Path) -> wire.Start:
         max_num_batched_tokens=config.max_num_batched_tokens or 0,
         page_size=config.block_size,
         num_pages=config.num_gpu_blocks_override or 0,
+        kv_cache_dtype=config.kv_cache_dtype,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or 0,
         gpu_memory_utilization=config.gpu_memory_utilization,
         num_threads=config.num_threads or 0,
         logprobs_mode=config.logprobs_mode,
+        max_logprobs=config.max_logprobs,
+        enforce_eager=config.enforce_eager,
+        batch_invariant_attention=config.batch_invariant_attention,
     )
 
 

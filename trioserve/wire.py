@@ -107,10 +107,14 @@ class Start:
     max_num_batched_tokens: int
     page_size: int
     num_pages: int
+    kv_cache_dtype: str
     kv_cache_memory_bytes: int
     gpu_memory_utilization: float
     num_threads: int
     logprobs_mode: str
+    max_logprobs: int
+    enforce_eager: bool
+    batch_invariant_attention: bool
 
 
 @attrs.frozen(kw_only=True)

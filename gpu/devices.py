@@ -1,0 +1,104 @@
+"""Where to compute, and in which number format."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+
+import torch
+
+from trioserve.errors import ModelLoadError
+from trioserve.machine import Machine
+
+__all__ = ["choose_device", "choose_dtype", "gpu_obstacle"]
+
+LOWEST_CAPABILITY = (8, 0)
+"""The first GPUs with asynchronous copies and bfloat16, which the kernels use."""
+
+_log = logging.getLogger("gpu.devices")
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is a GPU that can be used, else the CPU; the log says what a present GPU lacks.
+
+    Raises:
+        ModelLoadError: ``name`` is cuda and no GPU can be used.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    obstacle = _obstacle_here()
+    if obstacle is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if name == "cuda":
+        raise ModelLoadError(f"--device cuda can't be used: {obstacle}")
+    if torch.cuda.is_available():
+        _log.warning("computing on the CPU although there is a GPU: %s", obstacle)
+    return torch.device("cpu")
+
+
+def gpu_obstacle(
+    *,
+    cuda_version: str | None,
+    capability: tuple[int, int] | None,
+    cupy_error: str | None,
+) -> str | None:
+    """Why no GPU can be used, in one line with what to do; None if nothing is in the way.
+
+    Args:
+        cuda_version: of torch; None if it was built without.
+        capability: of the GPU that torch finds; None if it finds none.
+        cupy_error: what importing CuPy raised, empty if it isn't installed; None if it is fine.
+    """
+    if cuda_version is None:
+        return "this torch was built without CUDA: install one that was built with it"
+    if capability is None:
+        return "torch finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    if capability < LOWEST_CAPABILITY:
+        found, needed = (".".join(map(str, pair)) for pair in (capability, LOWEST_CAPABILITY))
+        return f"the GPU has compute capability {found} and {needed} is needed"
+    if cupy_error == "":
+        extra = f"cuda{cuda_version.partition('.')[0]}"
+        return f"CuPy is missing: pip install 'trioserve[{extra}]'"
+    if cupy_error is not None:
+        return f"CuPy can't be imported: {cupy_error}"
+    return None
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on a GPU, and on a CPU that multiplies it; else float32.
+
+    Raises:
+        ModelLoadError: a number format that isn't computed with on the device.
+    """
+    if device.type == "cuda":
+        if name == "float32":
+            raise ModelLoadError(
+                "float32 is not served on a GPU: use --dtype bfloat16 or float16, or --device cpu"
+            )
+        return torch.float16 if name == "float16" else torch.bfloat16
+    if name == "auto":
+        fast = {"avx512_bf16", "amx_bf16"} & set(Machine().cpu_features())
+        return torch.bfloat16 if fast else torch.float32
+    if name not in ("bfloat16", "float32"):
+        raise ModelLoadError(f"{name} is not served on a CPU: use --dtype bfloat16 or float32")
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def _obstacle_here() -> str | None:
+    available = torch.cuda.is_available()
+    return gpu_obstacle(
+        cuda_version=torch.version.cuda,
+        capability=torch.cuda.get_device_capability() if available else None,
+        cupy_error=_cupy_error(),
+    )
+
+
+def _cupy_error() -> str | None:
+    if importlib.util.find_spec("cupy") is None:
+        return ""
+    try:
+        importlib.import_module("cupy")
+    except Exception as error:  # a CuPy for another CUDA raises what it likes
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return None

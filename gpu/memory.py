@@ -1,0 +1,153 @@
+"""How memory is shared out: what the weights and a step need, and what is left for the KV cache.
+
+Numbers in, numbers or one line of advice out: nothing here asks a device.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.errors import ModelLoadError
+from trioserve.wire import Start
+
+__all__ = [
+    "GRAPHS_DONT_FIT",
+    "GpuMemory",
+    "choose_num_gpu_pages",
+    "choose_num_pages",
+    "graph_bytes",
+    "step_doesnt_fit",
+]
+
+DEFAULT_CACHE_BYTES = 2 << 30
+# What the KV cache may take of the memory that is available once the weights are loaded: a quarter
+# if that is enough for one sequence of full length, and at most this share.
+DEFAULT_CACHE_SHARE = 0.25
+LARGEST_CACHE_SHARE = 0.9
+# What the driver keeps for one captured launch: its parameters and its place in the graph.
+BYTES_PER_LAUNCH = 8 << 10
+
+GRAPHS_DONT_FIT = (
+    "no memory is left for the CUDA graphs: lower --gpu-memory-utilization or --max-num-seqs, "
+    "or use --enforce-eager"
+)
+
+
+def choose_num_pages(start: Start, bytes_per_page: int, max_model_len: int, available: int) -> int:
+    """How many pages the KV cache gets on a CPU, with ``available`` bytes of memory left.
+
+    A number of pages that was asked for is taken as it is. Else there must be room for one sequence
+    of ``max_model_len`` tokens.
+
+    Raises:
+        ModelLoadError: there isn't.
+    """
+    if start.num_pages:
+        return start.num_pages
+    needed = -(-max_model_len // start.page_size)
+    if start.kv_cache_memory_bytes:
+        most = start.kv_cache_memory_bytes // bytes_per_page
+        pages, remedy = most, f"raise --kv-cache-memory-bytes to {needed * bytes_per_page}"
+    else:
+        most = int(available * LARGEST_CACHE_SHARE) // bytes_per_page
+        wanted = min(DEFAULT_CACHE_BYTES, int(available * DEFAULT_CACHE_SHARE)) // bytes_per_page
+        pages, remedy = max(wanted, needed), "free some memory"
+    _check_one_sequence_fits(most, start.page_size, max_model_len, remedy)
+    return pages
+
+
+@attrs.frozen(kw_only=True)
+class GpuMemory:
+    """A GPU's memory in bytes as the worker finds it, and the share that the engine may use.
+
+    What other processes hold counts as used: the share of ``1 - utilization`` stays free.
+    """
+
+    total: int
+    free: int
+    utilization: float
+
+    @property
+    def budget(self) -> int:
+        """What this engine may take."""
+        return max(int(self.total * self.utilization) - (self.total - self.free), 0)
+
+    def check_weights(self, num_bytes: int) -> None:
+        """Refuse weights that don't fit, before they are read.
+
+        Raises:
+            ModelLoadError: they don't.
+        """
+        if num_bytes <= self.budget:
+            return
+        others = self.total - self.free
+        remedy = "take a smaller model or a larger GPU"
+        if num_bytes <= self.total * self.utilization:
+            remedy = f"end what else uses this GPU ({_gib(others)} of it)"
+        elif num_bytes <= self.free:
+            remedy = f"raise --gpu-memory-utilization above {self.utilization:g}"
+        raise ModelLoadError(
+            f"the weights take {_gib(num_bytes)} and this engine may use {_gib(self.budget)} "
+            f"of the GPU's {_gib(self.total)}: {remedy}"
+        )
+
+
+def choose_num_gpu_pages(
+    start: Start, memory: GpuMemory, *, in_use: int, bytes_per_page: int, max_model_len: int
+) -> int:
+    """How many pages the KV cache gets on a GPU.
+
+    A number of pages or bytes that was asked for is taken as it is; else the cache gets what the
+    budget leaves. There must be room for one sequence of ``max_model_len`` tokens, unless a number
+    of pages was asked for.
+
+    Args:
+        in_use: bytes of weights, of a step's activations at most, and of graphs.
+
+    Raises:
+        ModelLoadError: there isn't.
+    """
+    if start.num_pages:
+        return start.num_pages
+    needed = -(-max_model_len // start.page_size)
+    if start.kv_cache_memory_bytes:
+        pages = start.kv_cache_memory_bytes // bytes_per_page
+        remedy = f"raise --kv-cache-memory-bytes to {needed * bytes_per_page}"
+    else:
+        pages = max(memory.budget - in_use, 0) // bytes_per_page
+        remedy = f"raise --gpu-memory-utilization above {memory.utilization:g}"
+        if start.kv_cache_dtype == "auto":
+            remedy += ", or use --kv-cache-dtype fp8"
+    _check_one_sequence_fits(pages, start.page_size, max_model_len, remedy)
+    return pages
+
+
+def graph_bytes(num_graphs: int, launches_per_graph: int, activation_bytes: int) -> int:
+    """What captured graphs keep: one pool of activations for all, and the driver's own records.
+
+    ``activation_bytes`` is what a step of the largest captured batch allocates.
+    """
+    return activation_bytes + num_graphs * launches_per_graph * BYTES_PER_LAUNCH
+
+
+def step_doesnt_fit(max_num_batched_tokens: int) -> str:
+    """The line for a step that runs out of memory while only the weights are there."""
+    return (
+        f"no memory is left for a step of {max_num_batched_tokens} tokens beside the weights: "
+        "lower --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
+    )
+
+
+def _check_one_sequence_fits(
+    num_pages: int, page_size: int, max_model_len: int, remedy: str
+) -> None:
+    room = num_pages * page_size
+    if room < max_model_len:
+        raise ModelLoadError(
+            f"the KV cache has room for {room} tokens and one sequence may have {max_model_len}: "
+            f"lower --max-model-len or {remedy}"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"
