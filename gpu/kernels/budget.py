@@ -1,0 +1,250 @@
+"""What every kernel may cost, and whether it does: ``budget.toml`` against what ptxas reports.
+
+The file has two parts. People write the first: which instructions a kernel must have, and which
+variants may go without a promise, with the reason. ``python -m gpu.kernels --write-budget`` writes
+the second, the measured costs, for people to review as a difference.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from gpu.kernels import FOLDER, KernelSource
+from gpu.kernels.nvrtc import Usage
+from gpu.kernels.sass import Instructions
+from gpu.kernels.targets import TARGETS
+
+__all__ = ["BUDGET", "Budget", "Cost", "Excuse", "Measured", "replace_costs"]
+
+BUDGET = FOLDER / "budget.toml"
+
+COMMON_HEAD_DIMS = {"64", "128"}
+"""Head sizes of common models: their kernels are never excused."""
+
+_COSTS = "[costs]"
+_COSTS_START = f"""\
+# ---- Written by `python -m gpu.kernels --write-budget`; review the difference. -------------------
+# In the order of the targets: registers of a thread; local memory of a thread in bytes (spilled
+# registers and arrays indexed at run time), where it isn't 0 everywhere. Then the shared memory of
+# a block in bytes, static and dynamic.
+
+{_COSTS}
+"""
+
+
+@attrs.frozen(kw_only=True)
+class Measured:
+    """One kernel as built for one target."""
+
+    source: KernelSource
+    target: str
+    usage: Usage
+    instructions: Instructions | None = None
+    """None where none are asked for."""
+
+    @property
+    def shared(self) -> int:
+        """Static and dynamic bytes of a block."""
+        return self.usage.static_shared + self.source.shared_bytes
+
+    @property
+    def local(self) -> int:
+        """Bytes of local memory of a thread: spilled registers and arrays indexed at run time."""
+        return self.usage.stack or self.usage.spills
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that run side by side on a multiprocessor; 0: it can't run there."""
+        return TARGETS[self.target].blocks_per_multiprocessor(
+            self.source.num_threads, self.usage.registers, self.shared
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Cost:
+    """What one variant may cost."""
+
+    registers: dict[str, int]
+    """Of a thread, by target."""
+    local: dict[str, int]
+    """Bytes of a thread, by target."""
+    shared: int
+    """Bytes of a block."""
+
+
+@attrs.frozen(kw_only=True)
+class Excuse:
+    """Variants that may break a promise on some targets.
+
+    ``promise`` is ``"local"``, for no local memory, or ``"fits"``, for at least one block on a
+    multiprocessor. ``defines`` are words of the variant's title, such as ``HEAD_DIM=256``.
+    """
+
+    kernel: str
+    defines: tuple[str, ...]
+    promise: str
+    targets: tuple[str, ...]
+    reason: str
+
+    def covers(self, each: Measured, promise: str) -> bool:
+        """Whether this excuses ``each`` of ``promise``."""
+        return (
+            promise == self.promise
+            and each.source.name == self.kernel
+            and each.target in self.targets
+            and set(self.defines) <= _words(each.source)
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Budget:
+    """The whole file."""
+
+    instructions: dict[str, tuple[str, ...]]
+    """By kernel, what its code must have; the patterns are those of Instructions.like."""
+    excuses: tuple[Excuse, ...]
+    compiler: str
+    costs: dict[str, Cost]
+    """By title."""
+
+    @classmethod
+    def read(cls, text: str) -> Budget:
+        """From the text of ``budget.toml``.
+
+        Raises:
+            ValueError: it is no such file.
+        """
+        data = tomllib.loads(text)
+        measured: dict[str, Any] = data.get("costs", {})
+        targets = measured.get("targets", [])
+        costs = {
+            _title(kernel, choices): Cost(
+                registers=dict(zip(targets, line["registers"], strict=True)),
+                local=dict(zip(targets, line.get("local", [0] * len(targets)), strict=True)),
+                shared=line["shared"],
+            )
+            for kernel, variants in measured.items()
+            if isinstance(variants, dict)
+            for choices, line in variants.items()
+        }
+        return cls(
+            instructions={name: tuple(wanted) for name, wanted in data["instructions"].items()},
+            excuses=tuple(
+                Excuse(
+                    kernel=each["kernel"],
+                    defines=tuple(each["defines"]),
+                    promise=each["promise"],
+                    targets=tuple(each["targets"]),
+                    reason=each["reason"],
+                )
+                for each in data.get("excuse", [])
+            ),
+            compiler=measured.get("compiler", ""),
+            costs=costs,
+        )
+
+    def violations(self, each: Measured) -> Iterator[str]:
+        """Everything in which ``each`` breaks the budget, a line each."""
+        place = f"{each.source.title} on {each.target}"
+        if each.local and not self._excused(each, "local"):
+            yield f"{place}: {each.local} bytes of local memory (registers spill, or an array does)"
+        if each.blocks == 0 and not self._excused(each, "fits"):
+            limit = TARGETS[each.target].shared_per_block
+            yield f"{place}: doesn't fit a multiprocessor ({each.shared} of {limit} bytes shared)"
+        for wanted in self.instructions.get(each.source.name, ()):
+            if each.instructions is not None and not each.instructions.like(wanted):
+                yield f"{place}: has no {wanted} instruction"
+        cost = self.costs.get(each.source.title)
+        if cost is None or each.target not in cost.registers:
+            yield f"{each.source.title}: not in the budget; --write-budget adds it"
+            return
+        for what, is_now, may_be in (
+            ("registers", each.usage.registers, cost.registers[each.target]),
+            ("bytes of local memory", each.local, cost.local[each.target]),
+            ("bytes of shared memory", each.shared, cost.shared),
+        ):
+            if is_now > may_be:
+                yield f"{place}: {is_now} {what}, the budget says {may_be}"
+
+    def stale(self, sources: Iterable[KernelSource]) -> Iterator[str]:
+        """What the file says of kernels that are not among ``sources``, and excuses of no use."""
+        known = {source.title: source for source in sources}
+        names = {source.name for source in known.values()}
+        for title in self.costs.keys() - known.keys():
+            yield f"{title}: in the budget, but no kernel"
+        for name in self.instructions.keys() - names:
+            yield f"{name}: must have instructions, but is no kernel"
+        for excuse in self.excuses:
+            covered = [
+                source
+                for source in known.values()
+                if source.name == excuse.kernel and set(excuse.defines) <= _words(source)
+            ]
+            where = " ".join((excuse.kernel, *excuse.defines))
+            if not covered:
+                yield f"{where}: excused, but no kernel"
+            if any(_is_common(source) for source in covered):
+                yield f"{where}: sizes that common models use are not excused"
+
+    def _excused(self, each: Measured, promise: str) -> bool:
+        return any(excuse.covers(each, promise) for excuse in self.excuses)
+
+
+def replace_costs(text: str, measured: Sequence[Measured], compiler: str, *, all_of: bool) -> str:
+    """``text`` of a budget with the costs of ``measured`` kernels, each on every target.
+
+    ``all_of`` says that there are no other kernels; else the costs of others stay.
+    """
+    costs = {} if all_of else dict(Budget.read(text).costs)
+    for each in measured:
+        costs.pop(each.source.title, None)
+    found: dict[str, list[Measured]] = {}
+    for each in measured:
+        found.setdefault(each.source.title, []).append(each)
+    for title, rows in found.items():
+        costs[title] = Cost(
+            registers={row.target: row.usage.registers for row in rows},
+            local={row.target: row.local for row in rows},
+            shared=max(row.shared for row in rows),
+        )
+    by_hand = text.partition(_COSTS_START.partition("\n")[0])[0].rstrip()
+    lines = [by_hand, "", _COSTS_START.rstrip(), f'compiler = "{compiler}"']
+    lines.append(f"targets = [{', '.join(f'{chr(34)}{name}{chr(34)}' for name in TARGETS)}]")
+    kernel = ""
+    for title in sorted(costs):
+        name, _, choices = title.partition("<")
+        if name != kernel:
+            lines += ["", f"[costs.{name}]"]
+            kernel = name
+        lines.append(f'"{choices.removesuffix(">")}" = {_as_line(costs[title])}')
+    return "\n".join(lines) + "\n"
+
+
+def _as_line(cost: Cost) -> str:
+    fields = [f"registers = {[cost.registers[name] for name in TARGETS]}"]
+    if any(cost.local.values()):
+        fields.append(f"local = {[cost.local[name] for name in TARGETS]}")
+    return f"{{ {', '.join([*fields, f'shared = {cost.shared}'])} }}"
+
+
+def _title(kernel: str, choices: str) -> str:
+    return f"{kernel}<{choices}>" if choices else kernel
+
+
+def _words(source: KernelSource) -> set[str]:
+    return {f"{name}={value}" for name, value in source.defines}
+
+
+def _is_common(source: KernelSource) -> bool:
+    head_dims = {str(value) for name, value in source.defines if name == "HEAD_DIM"}
+    return not head_dims or not head_dims.isdisjoint(COMMON_HEAD_DIMS)
+
+
+def read_budget(path: Path = BUDGET) -> Budget:
+    """The committed budget."""
+    return Budget.read(path.read_text())

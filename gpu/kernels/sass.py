@@ -1,0 +1,97 @@
+"""Which machine instructions a cubin has, counted with nvdisasm; no GPU needed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+__all__ = ["Instructions", "SassError", "disassemble"]
+
+_INSTRUCTION_BYTES = 16
+_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][\w.]*)")
+
+
+class SassError(RuntimeError):
+    """nvdisasm is missing or fails."""
+
+
+class Instructions(Counter[str]):
+    """How often each instruction stands in a kernel's code, by its name with all modifiers."""
+
+    def like(self, pattern: str) -> int:
+        """How many there are of an opcode with at least the modifiers that ``pattern`` names.
+
+        ``"LDGSTS.128"`` counts ``LDGSTS.E.BYPASS.LTC128B.128.ZFILL``: a 16-byte asynchronous copy.
+        """
+        opcode, *modifiers = pattern.split(".")
+        total = 0
+        for name, count in self.items():
+            first, *rest = name.split(".")
+            if first == opcode and set(modifiers) <= set(rest):
+                total += count
+        return total
+
+
+def disassemble(cubins: Sequence[bytes], target: str) -> list[Instructions]:
+    """The instructions of every cubin; all must be for ``target``.
+
+    nvdisasm takes half a second to start and one file, so the code of all goes through it at once.
+
+    Raises:
+        SassError: nvdisasm is missing or fails.
+    """
+    codes = [_code(cubin) for cubin in cubins]
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        architecture = target.replace("sm_", "SM")
+        command = [str(_nvdisasm()), "--no-dataflow", "--binary", architecture, file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SassError(f"nvdisasm fails for {target}: {done.stderr.strip()}")
+    names = [found[2] for line in done.stdout.splitlines() if (found := _LINE.match(line))]
+    expected = sum(map(len, codes)) // _INSTRUCTION_BYTES
+    if len(names) != expected:
+        raise SassError(f"nvdisasm lists {len(names)} of {expected} instructions for {target}")
+    counted, start = [], 0
+    for code in codes:
+        end = start + len(code) // _INSTRUCTION_BYTES
+        counted.append(Instructions(names[start:end]))
+        start = end
+    return counted
+
+
+@cache
+def _nvdisasm() -> Path:
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "nvdisasm":
+            return Path(str(file.locate()))
+    installed = shutil.which("nvdisasm")
+    if installed is None:
+        raise SassError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
+    return Path(installed)
+
+
+def _code(cubin: bytes) -> bytes:
+    """The ELF section of the kernel's instructions."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<3H", cubin, 58)
+    # Of each section: name, type, flags, address, offset, size.
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + at * size) for at in range(count)]
+    start_of_names = sections[names][4]
+    for name, *_, offset, length in sections:
+        if cubin.startswith(b".text.", start_of_names + name):
+            return cubin[offset : offset + length]
+    raise SassError("the cubin has no code")
