@@ -36,6 +36,10 @@ class Linear:
         if self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self._weight = weight
+        # torch has this product for 16-bit numbers, and not on the CPU.
+        self._sums_in_float32 = (
+            weight.device.type != "cpu" and weight.dtype.itemsize == 2 and bias is None
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed:
@@ -44,3 +48,13 @@ class Linear:
             )
             return product
         return F.linear(x, self._weight, self._bias)
+
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """The same product as float32, for logits, whose small differences matter.
+
+        On a GPU these are the product's own sums, which otherwise would be rounded to the dtype of
+        x and widened again by another pass over them.
+        """
+        if self._sums_in_float32:
+            return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
+        return self(x).float()

@@ -16,7 +16,7 @@ CACHE_DTYPES = (None, torch.float8_e4m3fn)
 """None: the model's own dtype."""
 
 NUM_THREADS = 128
-# With fewer tokens than this many per multiprocessor a token's heads are spread over several blocks.
+# With fewer tokens per multiprocessor than this, a token's heads are spread over several blocks.
 TOKENS_PER_MULTIPROCESSOR = 8
 
 PARAMETERS = parameters(

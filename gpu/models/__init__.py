@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from gpu.models.decoder import Decoder
+from gpu.operations import Operations
 from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import ModelConfig
 
@@ -22,8 +23,14 @@ MODEL_CLASSES: dict[str, type[Decoder]] = {
 """``ModelConfig.family`` -> the class that computes it."""
 
 
-def build_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Decoder:
+def build_model(
+    config: ModelConfig,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    operations: Operations | None = None,
+) -> Decoder:
     """The model of ``config`` with ``weights``, (name, tensor) pairs of one dtype on its device.
+
+    ``operations`` are the device's; None means torch's own.
 
     Raises:
         ModelLoadError: a family that isn't known, or weights that don't fit the configuration.
@@ -31,4 +38,4 @@ def build_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]
     if config.family not in MODEL_CLASSES:
         known = ", ".join(sorted(MODEL_CLASSES))
         raise ModelLoadError(f"the model family {config.family!r} is not supported ({known} are)")
-    return MODEL_CLASSES[config.family](config, weights)
+    return MODEL_CLASSES[config.family](config, weights, operations)

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 
 from gpu.attention import Attention, QkNorm
 from gpu.linear import Linear
+from gpu.operations import Operations
+from gpu.operations.torch_ops import TorchOperations
 from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import ModelConfig
 
@@ -41,14 +43,20 @@ class Decoder:
     """The weights of one model and its forward pass.
 
     ``weights`` are (name, tensor) pairs with the names that Hugging Face files use, of one dtype
-    and on the device that is to compute.
+    and on the device that is to compute; ``operations`` are that device's, torch's own if None.
 
     Raises:
         ModelLoadError: a tensor is missing, has the wrong shape, or has no place in the model.
     """
 
-    def __init__(self, config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        operations: Operations | None = None,
+    ) -> None:
         self.config = config
+        self._operations = operations or TorchOperations()
         tensors = _Tensors(weights)
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = tensors.take("model.embed_tokens.weight", *shape)
@@ -73,28 +81,29 @@ class Decoder:
         return self._embedding.device
 
     def forward(self, tokens: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """The hidden states [T, E] of ``tokens`` [T] int64, before the last norm.
+        """The normed hidden states [T, E] of ``tokens`` [T] int64, which the head takes.
 
         ``attention`` knows the rows: its ``begin`` was called with the step's layout.
         """
-        config, eps = self.config, self.config.rms_norm_eps
+        config, operations = self.config, self._operations
+        eps = config.rms_norm_eps
         heads = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        x = F.embedding(tokens, self._embedding)
+        residual = F.embedding(tokens, self._embedding)
+        # A norm comes with the addition before it, so each layer ends with the norm of the next.
+        norms = [layer.attention_norm for layer in self._layers] + [self._norm]
+        h = operations.rms_norm(residual, norms[0], eps)
         for index, layer in enumerate(self._layers):
-            h = F.rms_norm(x, (config.hidden_size,), layer.attention_norm, eps)
             qkv = layer.qkv(h).view(-1, *heads)
             q = attention.rope_and_write(index, qkv, layer.rotate, layer.qk_norm)
-            x = x + layer.output(attention.attend(index, q, layer.window).flatten(1))
-            h = F.rms_norm(x, (config.hidden_size,), layer.mlp_norm, eps)
-            gate, up = layer.gate_up(h).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate).mul_(up))
-        return x
+            attended = layer.output(attention.attend(index, q, layer.window).flatten(1))
+            h = operations.add_rms_norm(attended, residual, layer.mlp_norm, eps)
+            gated = operations.silu_mul(layer.gate_up(h))
+            h = operations.add_rms_norm(layer.down(gated), residual, norms[index + 1], eps)
+        return h
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] float32 that follow from hidden states [R, E]."""
-        config = self.config
-        h = F.rms_norm(hidden, (config.hidden_size,), self._norm, config.rms_norm_eps)
-        return self._head(h).float()
+        """The logits [R, V] float32 that follow from rows [R, E] of :meth:`forward`'s result."""
+        return self._head.in_float32(hidden)
 
 
 def _layer(config: ModelConfig, tensors: _Tensors, index: int) -> _Layer:

@@ -1,4 +1,4 @@
-"""Norm, rotation and cache write in one kernel, against float64 and a quantizer in NumPy's terms."""
+"""Norm, rotation and cache write in one kernel, against float64 and torch's own e4m3."""
 
 from __future__ import annotations
 

@@ -1,0 +1,46 @@
+"""The small operations as CUDA kernels, on a GPU or in the emulation."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu.kernels import KernelLoader
+from gpu.kernels.rms_norm import RmsNorm
+from gpu.kernels.silu_mul import SiluMul
+
+__all__ = ["CudaOperations"]
+
+
+class CudaOperations:
+    """:class:`gpu.operations.Operations` for one model, in bfloat16 or float16.
+
+    Raises:
+        ValueError: a size or dtype that the kernels aren't made for.
+    """
+
+    def __init__(
+        self, loader: KernelLoader, *, hidden_size: int, intermediate_size: int, dtype: torch.dtype
+    ) -> None:
+        self._norm = RmsNorm(loader, hidden_size=hidden_size, dtype=dtype)
+        self._silu_mul = SiluMul(loader, inner_size=intermediate_size, dtype=dtype)
+        self._intermediate_size = intermediate_size
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See :meth:`gpu.operations.Operations.rms_norm`."""
+        y = torch.empty_like(x)
+        self._norm.launch(x, weight, eps, y)
+        return y
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See :meth:`gpu.operations.Operations.add_rms_norm`."""
+        y = torch.empty_like(x)
+        self._norm.launch_add(x, residual, weight, eps, y)
+        return y
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See :meth:`gpu.operations.Operations.silu_mul`."""
+        y = gate_up.new_empty(len(gate_up), self._intermediate_size)
+        self._silu_mul.launch(gate_up, y)
+        return y
