@@ -17,7 +17,7 @@ import attrs
 
 from trioserve.load import Figures
 
-__all__ = ["Measurement", "machine", "own_versions", "save", "table"]
+__all__ = ["Measurement", "commit", "machine", "own_versions", "save", "table"]
 
 
 @attrs.frozen(kw_only=True)
@@ -112,14 +112,19 @@ def own_versions() -> dict[str, str]:
             versions[name] = version(name)
         except PackageNotFoundError:  # run from a tree that isn't installed
             versions[name] = "unknown"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    return {**versions, "commit": commit.stdout.strip() or "unknown"}
+    return {**versions, "commit": commit()}
+
+
+def commit() -> str:
+    """The revision of this tree, with "-dirty" behind it if files differ; "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        described = subprocess.run(
+            command, cwd=Path(__file__).parent, check=False, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return "unknown"
+    return described.stdout.strip() or "unknown"
 
 
 def save(

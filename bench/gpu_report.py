@@ -1,0 +1,120 @@
+"""Results of a run on a GPU: card and versions, a table for people, JSON for machines."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from bench.report import commit
+from bench.roofline import Ceilings
+
+__all__ = ["RESULTS", "describe_ceilings", "describe_device", "markdown_table", "save"]
+
+RESULTS = Path(__file__).parent / "results"
+
+_PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "flashinfer-python")
+_SMI_FIELDS = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+
+
+def describe_device() -> dict[str, Any]:
+    """What the figures depend on: the card, its driver, CUDA, versions, this tree's revision."""
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "packages": _versions(),
+        "commit": commit(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    if not torch.cuda.is_available():
+        return {**facts, "device": "none: the kernels ran in the emulation, and nothing was timed"}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        **facts,
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "cache_bytes": properties.L2_cache_size,
+        "nvidia_smi": _nvidia_smi(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _nvidia_smi() -> dict[str, str]:
+    """The driver's version and the card's state as it is found; nothing is changed."""
+    command = ["nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"error": str(error)}
+    first = output.stdout.partition("\n")[0].split(",")
+    return dict(zip(_SMI_FIELDS.split(","), (value.strip() for value in first), strict=False))
+
+
+def describe_ceilings(ceilings: Ceilings) -> str:
+    """One line for the head of a table."""
+    return (
+        f"copy {ceilings.copy / 1e12:.2f} TB/s (read plus written), "
+        f"matrix product {ceilings.matrix / 1e12:.0f} TFLOP/s (bf16, random numbers)"
+    )
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns line up in a terminal, too."""
+    lines = [list(head), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    padded = [
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([padded[0], rule, *padded[1:]])
+
+
+def save(
+    folder: Path,
+    name: str,
+    *,
+    device: Mapping[str, Any],
+    ceilings: Ceilings | None,
+    table: str,
+    details: Mapping[str, Any],
+) -> Path:
+    """Write ``name-<time>.json`` and ``.md`` into ``folder``; returns the path of the former."""
+    now = datetime.now(UTC)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{now:%Y%m%d-%H%M%S}.json"
+    result = {
+        "time": now.isoformat(timespec="seconds"),
+        **device,
+        "ceilings": attrs.asdict(ceilings) if ceilings else None,
+        **details,
+    }
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    head = [f"# {name}", "", f"{device['device']}, {now:%Y-%m-%d}, revision {device['commit']}."]
+    if ceilings:
+        head += ["", f"Measured in the same run: {describe_ceilings(ceilings)}."]
+    facts = [f"- {key}: {value}" for key, value in device.items()]
+    path.with_suffix(".md").write_text("\n".join([*head, "", table, "", *facts]) + "\n")
+    return path

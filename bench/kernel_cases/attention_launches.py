@@ -1,0 +1,153 @@
+"""Our attention kernels, prepared once over the inputs of a case as a step prepares its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bench.gpu_timing import Launch
+from bench.kernel_cases import Setting
+from bench.kernel_cases.attention_data import AttentionData, AttentionSpec, Buffers
+from gpu.attention.prefill_items import choose_tile, prefill_items
+from gpu.attention.splits import split
+from gpu.kernels.combine_partials import CombinePartials
+from gpu.kernels.decode_attention import DecodeAttention
+from gpu.kernels.prefill_attention import PrefillAttention
+
+__all__ = ["decode_launches", "prefill_launches"]
+
+_BLOCKS_PER_MULTIPROCESSOR = 2  # of the prefill kernel
+_MAX_PARTIALS = 1 << 16
+
+
+@attrs.frozen(kw_only=True)
+class _Partials:
+    """Room for partial results, and the kernel that merges them into P rows of the output."""
+
+    out: torch.Tensor  # [max(partials, 1), H, D] float32
+    lse: torch.Tensor  # [max(partials, 1), H] float32
+    start: torch.Tensor  # [P + 1] int32
+    combine: CombinePartials | None  # None where nothing was split
+
+    def launch(self, out: torch.Tensor) -> None:
+        """Merge, if there is anything to merge."""
+        if self.combine is not None:
+            self.combine.launch(out)
+
+
+def _partials(start: npt.NDArray[np.int32], spec: AttentionSpec, setting: Setting) -> _Partials:
+    count = int(start[-1])
+    shape = (max(count, 1), spec.num_heads, spec.head_dim)
+    out = torch.full(shape, float("nan"), device=setting.device)
+    lse = torch.full(shape[:2], float("nan"), device=setting.device)
+    on_device = _ints(start, setting)
+    combine = None
+    if count:
+        combine = CombinePartials(
+            setting.loader, num_heads=spec.num_heads, head_dim=spec.head_dim, dtype=spec.dtype
+        )
+        combine.prepare(
+            partial_out=out, partial_lse=lse, partial_start=on_device, num_rows=len(start) - 1
+        )
+    return _Partials(out=out, lse=lse, start=on_device, combine=combine)
+
+
+def _ints(values: npt.ArrayLike, setting: Setting) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int32)).to(setting.device)
+
+
+def decode_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
+    """Rows of one query each, split as the product splits them."""
+    spec = data.spec
+    kernel = DecodeAttention(
+        setting.loader,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=spec.page_size,
+        dtype=spec.dtype,
+        cache_dtype=spec.cache_dtype,
+        scale=spec.head_dim**-0.5,
+    )
+    splits = split(spec.contexts, target_items=kernel.target_items, window=spec.window)
+    partials = _partials(splits.partial_start, spec, setting)
+    kernel.prepare(
+        slots=_ints(range(len(spec.rows)), setting),
+        block_tables=data.block_tables,
+        items=_ints(splits.items, setting),
+        num_items=_ints([len(splits.items)], setting),
+        partial_out=partials.out,
+        partial_lse=partials.lse,
+    )
+
+    def launch(buffers: Buffers) -> None:
+        kernel.launch(
+            buffers.queries(spec.num_heads),
+            buffers.k_cache,
+            buffers.v_cache,
+            buffers.out,
+            buffers.k_scale,
+            buffers.v_scale,
+        )
+        partials.launch(buffers.out)
+
+    return [partial(launch, buffers) for buffers in data.sets]
+
+
+def prefill_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
+    """Rows of several queries each, tiled and split as the product does it."""
+    spec = data.spec
+    query_lens = np.array([count for count, _ in spec.rows])
+    contexts = np.array(spec.contexts)
+    kernel = PrefillAttention(
+        setting.loader,
+        dtype=spec.dtype,
+        cache_dtype=spec.cache_dtype,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=spec.page_size,
+        softmax_scale=spec.head_dim**-0.5,
+        tile=choose_tile(query_lens, spec.num_heads // spec.num_kv_heads),
+    )
+    plan = prefill_items(
+        query_lens,
+        contexts,
+        tokens_per_tile=kernel.tokens_per_tile,
+        num_kv_heads=spec.num_kv_heads,
+        num_blocks=_BLOCKS_PER_MULTIPROCESSOR * setting.loader.num_multiprocessors,
+        window=spec.window,
+        max_partials=_MAX_PARTIALS,
+    )
+    start = np.concatenate([[0], plan.num_partials.cumsum()]).astype(np.int32)
+    partials = _partials(start, spec, setting)
+    kernel.prepare(
+        items=_ints(plan.items, setting),
+        num_items=len(plan.items),
+        query_start=_ints([0, *query_lens.cumsum()], setting),
+        context_lens=_ints(contexts, setting),
+        slots=_ints(range(len(spec.rows)), setting),
+        block_tables=data.block_tables,
+        partial_start=partials.start,
+        partial_out=partials.out,
+        partial_lse=partials.lse,
+    )
+
+    def launch(buffers: Buffers) -> None:
+        kernel.launch(
+            buffers.queries(spec.num_heads),
+            buffers.k_cache,
+            buffers.v_cache,
+            buffers.out,
+            window=spec.window,
+            k_scale=buffers.k_scale,
+            v_scale=buffers.v_scale,
+        )
+        partials.launch(buffers.out)
+
+    return [partial(launch, buffers) for buffers in data.sets]

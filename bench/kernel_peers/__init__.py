@@ -1,0 +1,31 @@
+"""Other libraries' kernels, on the same inputs as ours. What isn't installed is named as absent."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from bench.kernel_cases import PeerAbsent
+
+__all__ = ["flashinfer_module", "needs_cuda"]
+
+
+def flashinfer_module() -> Any:
+    """FlashInfer (https://github.com/flashinfer-ai/flashinfer).
+
+    Raises:
+        PeerAbsent: it isn't installed or can't be imported here.
+    """
+    needs_cuda()
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise PeerAbsent(f"flashinfer: {error}") from None
+
+
+def needs_cuda() -> None:
+    """Raises :class:`PeerAbsent` where there is no GPU to run the peer on."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise PeerAbsent("needs a GPU")

@@ -1,0 +1,184 @@
+"""FlashInfer's attention (Ye et al. 2025, arXiv:2501.01005) over the very same pages.
+
+Its layout "HND" is ours, so nothing is copied. It has one scale for a whole e4m3 cache, which is 1
+here: those runs compute something else than ours, of the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.gpu_timing import Launch
+from bench.kernel_cases import Contestant, Peer, PeerAbsent, poison, relative_error
+from bench.kernel_cases.attention_data import AttentionData, Buffers, reference
+from bench.kernel_peers import flashinfer_module
+
+__all__ = ["attention_peers", "cascade_peers"]
+
+_WORKSPACE_BYTES = 256 << 20
+_LAYOUT = "HND"
+
+
+def attention_peers(data: AttentionData) -> list[Peer]:
+    """The back ends that offer what ``data`` asks for."""
+    decodes = all(count == 1 for count, _ in data.spec.rows)
+    peers = [Peer(name="flashinfer fa3", make=lambda: _prefill(data, "fa3"))]
+    if not decodes:
+        return [Peer(name="flashinfer fa2", make=lambda: _prefill(data, "fa2")), *peers]
+    return [
+        Peer(name="flashinfer fa2", make=lambda: _decode(data)),
+        *peers,
+        Peer(name="flashinfer xqa", make=lambda: _xqa(data)),
+    ]
+
+
+def cascade_peers(data: AttentionData) -> list[Peer]:
+    """Attention over a shared prefix and each row's own pages, merged."""
+    return [Peer(name="flashinfer cascade", make=lambda: _cascade(data))]
+
+
+def _workspace() -> torch.Tensor:
+    # Some back ends keep semaphores in it and want zeros at first.
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def _page_lists(data: AttentionData, first: int = 0) -> tuple[torch.Tensor, ...]:
+    """indptr, indices and tokens on the last page of each row's pages from ``first`` on."""
+    spec = data.spec
+    counts = [pages - first for pages in spec.pages_of_rows]
+    indptr = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows = range(len(spec.rows))
+    indices = torch.cat([data.pages(row)[first:] for row in rows]).to(torch.int32)
+    last = [(context - 1) % spec.page_size + 1 for context in spec.contexts]
+    return indptr, indices, torch.tensor(last, dtype=torch.int32)
+
+
+def _window_left(data: AttentionData) -> int:
+    return data.spec.window - 1 if data.spec.window else -1
+
+
+def _contestant(data: AttentionData, run: Callable[[torch.Tensor, Buffers], object]) -> Contestant:
+    """``run`` gets contiguous queries, which is what this library likes best."""
+    queries = [buffers.queries(data.spec.num_heads).contiguous() for buffers in data.sets]
+    launches: list[Launch] = [
+        partial(run, q, buffers) for q, buffers in zip(queries, data.sets, strict=True)
+    ]
+
+    def error() -> float:
+        poison(data.sets[0].out)
+        launches[0]()
+        return relative_error(data.sets[0].out, reference(data, scaled=False))
+
+    # An e4m3 product rounds the weights, too.
+    return Contestant(launches=launches, error=error, tolerance=0.08 if data.spec.fp8 else 0.01)
+
+
+def _scales(data: AttentionData) -> dict[str, float]:
+    return {"k_scale": 1.0, "v_scale": 1.0} if data.spec.fp8 else {}
+
+
+def _decode(data: AttentionData) -> Contestant:
+    spec = data.spec
+    wrapper = flashinfer_module().BatchDecodeWithPagedKVCacheWrapper(
+        _workspace(), _LAYOUT, use_tensor_cores=True, backend="fa2"
+    )
+    wrapper.plan(
+        *_page_lists(data),
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.page_size,
+        window_left=_window_left(data),
+        q_data_type=spec.dtype,
+        kv_data_type=spec.cache_dtype,
+    )
+    return _contestant(data, _paged_run(wrapper, data))
+
+
+def _prefill(data: AttentionData, backend: str) -> Contestant:
+    spec = data.spec
+    if spec.fp8 and backend == "fa3":
+        raise PeerAbsent("flashinfer fa3 wants e4m3 queries for an e4m3 cache")
+    wrapper = flashinfer_module().BatchPrefillWithPagedKVCacheWrapper(
+        _workspace(), _LAYOUT, backend=backend
+    )
+    counts = [0, *(count for count, _ in spec.rows)]
+    wrapper.plan(
+        torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        *_page_lists(data),
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.page_size,
+        causal=True,
+        window_left=_window_left(data),
+        q_data_type=spec.dtype,
+        kv_data_type=spec.cache_dtype,
+    )
+    return _contestant(data, _paged_run(wrapper, data))
+
+
+def _paged_run(wrapper: Any, data: AttentionData) -> Callable[[torch.Tensor, Buffers], object]:
+    def run(q: torch.Tensor, buffers: Buffers) -> None:
+        pages = (buffers.k_cache, buffers.v_cache)
+        wrapper.run(q, pages, out=buffers.out, **_scales(data))
+
+    return run
+
+
+def _xqa(data: AttentionData) -> Contestant:
+    spec = data.spec
+    decode = flashinfer_module().decode.xqa_batch_decode_with_kv_cache
+    workspace = _workspace()
+    tables = data.block_tables.clamp(min=0).contiguous()
+    lengths = torch.tensor(spec.contexts, dtype=torch.uint32, device=tables.device)
+
+    def run(q: torch.Tensor, buffers: Buffers) -> None:
+        decode(
+            q,
+            (buffers.k_cache, buffers.v_cache),
+            workspace,
+            tables,
+            lengths,
+            max(spec.contexts),
+            bmm1_scale=spec.head_dim**-0.5,
+            window_left=_window_left(data),
+            out=buffers.out,
+            kv_layout=_LAYOUT,
+        )
+
+    return _contestant(data, run)
+
+
+def _cascade(data: AttentionData) -> Contestant:
+    spec, rows = data.spec, len(data.spec.rows)
+    shared = spec.num_shared_pages
+    wrapper = flashinfer_module().MultiLevelCascadeAttentionWrapper(2, _workspace(), _LAYOUT)
+    indptr, indices, last = _page_lists(data, first=shared)
+    device = data.block_tables.device
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    wrapper.plan(
+        [ints([0, rows]), ints(list(range(rows + 1)))],
+        [ints([0, shared]), indptr.to(device)],
+        [data.block_tables[0, :shared].contiguous(), indices],
+        [ints([spec.page_size]), last.to(device)],
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.page_size,
+        q_data_type=spec.dtype,
+        kv_data_type=spec.cache_dtype,
+    )
+
+    def run(q: torch.Tensor, buffers: Buffers) -> None:
+        # It has no argument for the output; copying it costs 2 x 256 kB here.
+        buffers.out.copy_(wrapper.run(q, (buffers.k_cache, buffers.v_cache)))
+
+    return _contestant(data, run)

@@ -1,0 +1,193 @@
+"""How fast a card could do a piece of work at best: bytes and operations counted from its shapes.
+
+Everything here is arithmetic. The fewest bytes are those of every input read once and every output
+written once, through device memory; operations are those of the matrix products, a multiplication
+and an addition each. What a block table or a list of work items costs is left out: it is thousands
+of times smaller. The floor is the longer of the two times at the rates that a card was measured to
+reach (Williams et al., "Roofline: an insightful visual performance model", CACM 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from trioserve.model_files import ModelConfig
+
+__all__ = [
+    "AttentionShape",
+    "Ceilings",
+    "Work",
+    "decode_attention",
+    "decode_step_parts",
+    "prefill_attention",
+    "rms_norm",
+    "rope_and_write",
+    "sampling",
+    "shared_prefix_attention",
+    "silu_mul",
+]
+
+_FLOAT32 = 4
+
+
+@attrs.frozen
+class Work:
+    """Bytes through device memory, and operations of matrix products."""
+
+    bytes: float
+    flops: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+
+@attrs.frozen(kw_only=True)
+class Ceilings:
+    """What one card reached in this very run.
+
+    ``copy`` is bytes read plus bytes written per second of a large copy on the device; ``matrix``
+    operations per second of a large product of 16-bit random numbers.
+    """
+
+    copy: float
+    matrix: float
+
+    def floor(self, work: Work) -> float:
+        """The seconds that ``work`` takes at least."""
+        return max(self.memory_seconds(work), self.matrix_seconds(work))
+
+    def floor_of_parts(self, parts: Iterable[Work]) -> float:
+        """The seconds of parts that run one after the other."""
+        return sum(self.floor(part) for part in parts)
+
+    def memory_seconds(self, work: Work) -> float:
+        """The seconds that the bytes alone take."""
+        return work.bytes / self.copy
+
+    def matrix_seconds(self, work: Work) -> float:
+        """The seconds that the operations alone take."""
+        return work.flops / self.matrix
+
+    def bound(self, work: Work) -> str:
+        """``memory`` or ``matrix``: which of the two the floor comes from."""
+        return "memory" if self.memory_seconds(work) >= self.matrix_seconds(work) else "matrix"
+
+
+@attrs.frozen(kw_only=True)
+class AttentionShape:
+    """Heads and number formats of an attention layer; sizes of elements in bytes.
+
+    ``scale_bytes`` are those of the scale that a quantized cache keeps for each token, head, and
+    once for keys and once for values.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    element_bytes: int = 2
+    kv_bytes: int = 2
+    scale_bytes: int = 0
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in one layer's cache."""
+        return 2 * self.num_kv_heads * (self.head_dim * self.kv_bytes + self.scale_bytes)
+
+    @property
+    def query_bytes_per_token(self) -> int:
+        """Bytes of one token's queries, which are also those of its output."""
+        return self.num_heads * self.head_dim * self.element_bytes
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Operations of one query against one key in all heads: score and weighted value."""
+        return 4 * self.num_heads * self.head_dim
+
+
+def decode_attention(
+    shape: AttentionShape, contexts: Sequence[int], window: int | None = None
+) -> Work:
+    """One query of each row over its own keys, ``contexts[i]`` of them."""
+    return prefill_attention(shape, [(1, context) for context in contexts], window)
+
+
+def prefill_attention(
+    shape: AttentionShape, rows: Sequence[tuple[int, int]], window: int | None = None
+) -> Work:
+    """Causal attention of rows of (queries, context): the queries are the context's last ones."""
+    pairs = keys = queries = 0
+    for count, context in rows:
+        start = context - count  # the position of the first query
+        pairs += _visible(context, window) - _visible(start, window)
+        keys += context - (max(start - window + 1, 0) if window else 0)
+        queries += count
+    return Work(
+        bytes=keys * shape.kv_bytes_per_token + 2 * queries * shape.query_bytes_per_token,
+        flops=pairs * shape.flops_per_pair,
+    )
+
+
+def _visible(length: int, window: int | None) -> int:
+    """How many (query, key) pairs the queries at positions below ``length`` have."""
+    if window is None or length <= window:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def shared_prefix_attention(shape: AttentionShape, prefix: int, suffixes: Sequence[int]) -> Work:
+    """One query of each row over a prefix that all share and a suffix of its own.
+
+    The prefix's keys and values are read once. The pairs are those of each row on its own.
+    """
+    alone = decode_attention(shape, [prefix + suffix for suffix in suffixes])
+    saved = (len(suffixes) - 1) * prefix * shape.kv_bytes_per_token
+    return Work(bytes=alone.bytes - saved, flops=alone.flops)
+
+
+def rope_and_write(shape: AttentionShape, num_tokens: int) -> Work:
+    """Read queries, keys and values and the angles; write the queries back and the cache."""
+    read = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.element_bytes
+    angles = shape.head_dim * _FLOAT32
+    written = shape.query_bytes_per_token + shape.kv_bytes_per_token
+    return Work(bytes=num_tokens * (read + angles + written))
+
+
+def rms_norm(num_tokens: int, hidden: int, *, residual: bool, element_bytes: int = 2) -> Work:
+    """Read and write a row; with ``residual``, one more row is read and its sum written."""
+    passes = 4 if residual else 2
+    return Work(bytes=(passes * num_tokens + 1) * hidden * element_bytes)
+
+
+def silu_mul(num_tokens: int, inner: int, element_bytes: int = 2) -> Work:
+    """Read gate and up, write their product."""
+    return Work(bytes=3 * num_tokens * inner * element_bytes)
+
+
+def sampling(num_rows: int, vocab_size: int, element_bytes: int = _FLOAT32) -> Work:
+    """One pass over the logits: the least that any way to draw needs."""
+    return Work(bytes=num_rows * vocab_size * element_bytes)
+
+
+def decode_step_parts(
+    config: ModelConfig, contexts: Sequence[int], kv_bytes: int = 2
+) -> list[Work]:
+    """A step of a whole model in 16-bit numbers: its products, then its attention.
+
+    Activations stay out: even for 256 rows they are a hundredth of the weights.
+    """
+    shape = AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        kv_bytes=kv_bytes,
+    )
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    layer = config.hidden_size * (heads + config.num_heads * config.head_dim)
+    layer += 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_layers * layer + config.vocab_size * config.hidden_size
+    products = Work(bytes=2.0 * weights, flops=2.0 * weights * len(contexts))
+    attention = decode_attention(shape, contexts)
+    layers = config.num_layers
+    return [products, Work(bytes=layers * attention.bytes, flops=layers * attention.flops)]
