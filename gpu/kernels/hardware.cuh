@@ -149,6 +149,8 @@ DEVICE float reciprocal_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %
 #ifdef EMULATED
 // 16 bytes that are read once: they pass the first-level cache by.
 DEVICE uint4 load_once16(const void* from) { return *static_cast<const uint4*>(from); }
+// A word that other threads change at the same time, by atomics.
+DEVICE u32 load_relaxed(const u32* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
 DEVICE void emulated_copy16(void* to, const void* from) {
   *static_cast<uint4*>(to) = from ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
 }
@@ -168,6 +170,11 @@ template <int KEEP> DEVICE void copy_async_wait() {
 DEVICE uint4 load_once16(const void* from) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+DEVICE u32 load_relaxed(const u32* from) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -253,5 +260,16 @@ DEVICE u32 pack_e4m3x4(float x0, float x1, float x2, float x3) {
 #else
   return to_e4m3(x0).bits | to_e4m3(x1).bits << 8 | to_e4m3(x2).bits << 16 |
          static_cast<u32>(to_e4m3(x3).bits) << 24;
+#endif
+}
+
+// Bytes 0, 2, 1, 3 of x: of two pairs, the firsts and then the seconds.
+DEVICE u32 swap_middle_bytes(u32 x) {
+#ifdef EMULATED
+  return (x & 0xff0000ffu) | (x >> 8 & 0xff00u) | (x & 0xff00u) << 8;
+#else
+  u32 y;
+  asm("prmt.b32 %0, %1, 0, 0x3120;" : "=r"(y) : "r"(x));
+  return y;
 #endif
 }

@@ -1,0 +1,482 @@
+// decode_attention - attention of one query token per sequence over its paged keys and values.
+//
+// JOB. A decode step has one new token for each row of the batch. A work item {row, begin, end,
+// partial} asks for the attention of that row's query over positions begin .. end - 1 of its
+// sequence; block (kv head, item) answers it for the `group` query heads that share the KV head.
+// An item that covers its whole row (partial = -1) writes `out`; the items of a row that was split
+// ("split-K", so that few long rows fill the GPU too) write partial results, which
+// combine_partials.cu merges.
+//
+// LAYOUTS
+//   q             [rows, num_heads, D], rows q_stride elements apart (the queries inside qkv)
+//   k/v_cache     [num_pages, num_kv_heads, page_size, D], page_size 16, 32 or 64
+//   k/v_scale     [num_pages, num_kv_heads, page_size] float32, for an e4m3 cache:
+//                 value = e4m3 * scale of its token and head
+//   block_tables  [num_slots, table_stride]: position t of row r is token t % page_size of page
+//                 block_tables[slots[r]][t / page_size]
+//   out           [rows, num_heads, D]
+//   partial_out   [num_partials, num_heads, D] float32, each normalized on its own
+//   partial_lse   [num_partials, num_heads] float32, log2 of the sum of 2^(score * scale * log2 e)
+// Grid (num_kv_heads, up to max_items): heads go fastest, so that blocks that start together read
+// neighbouring memory, and items go in their order, the long ones first. A block whose index is
+// past *num_items returns at once; where the grid is smaller than *num_items, blocks take several.
+//
+// TILING. Q of the group fills the 16 rows of mma.m16n8k16 (rows past the group are zero, and
+// wasted: there are far more tensor cores than bytes). The warps of a block take tiles of 16
+// positions in turn, and each warp is on its own until the end:
+//
+//        positions      begin ............................................ end
+//        tiles of 16    | w0 | w1 | w2 | w3 | w0 | w1 | w2 | w3 | w0 | w1 |
+//
+//        one warp       K tile --ldmatrix--> S = Q K^T --> online softmax --> P
+//                       V tile --ldmatrix.trans--------------> O += P V
+//
+// A tile is aligned to 16 positions, so it lies in one page and is one run of 16 D elements; its
+// page id comes out of a register that holds the next 32 of the warp, loaded 32 tiles ahead. Tiles
+// arrive by cp.async in a ring of STAGES tiles that belongs to the warp, K and V waited for (and
+// refilled) apart, so there is no barrier in the loop but __syncwarp. Rows of 16-byte chunks are
+// stored with the chunk number XORed by a function of the row, for which ldmatrix has no bank
+// conflict at any head size (see swizzled). At the end the warps merge through shared memory.
+//
+// Positions outside begin .. end - 1 of an edge tile are filled with zeros and masked: what nobody
+// wrote is never read.
+//
+// AN e4m3 CACHE is unpacked in registers, after ldmatrix: half the bytes in the ring mean twice the
+// positions in flight, and shared memory is read once. Unpacking while staging would take a pass
+// through registers and a second buffer. ldmatrix moves pairs of bytes as if they were 16-bit
+// elements, so a lane gets four neighbours along D of a key where the mma wants two and two: the
+// dot product doesn't care in which order it runs over D, so Q is loaded in the same order. For V
+// the two bytes of a pair belong to neighbouring columns, and one byte permutation sorts them to
+// two output tiles. The tensor cores then run in fp16, whatever TYPE is, because the hardware
+// converts e4m3 to fp16 in one instruction and e4m3 fits in it exactly; bf16 queries are moved into
+// fp16's range by a power of two. The scale of a key multiplies its score. The scale of a value
+// multiplies its weight, and the running maximum is taken over score + log2(value's scale), so that
+// the weights that go to the tensor core are at most 1.
+//
+// ROOFLINE. Bytes: 2 D sizeof(CACHE) for each position and KV head, once; the rest is small
+// (partials: group * D * 4 bytes written and read for each item). Flops: 4 * 16 * D for each
+// position and KV head, 16 / sizeof(CACHE) ... 32 per byte: far below the balance of a GPU (H200:
+// 184). So bytes decide. To keep 4.3 TB/s busy at some 800 ns of loaded latency, 3.4 MB must be in
+// flight, 26 KB on each multiprocessor; three blocks of 64 to 74 KB of ring keep up to 190 KB.
+// Issue slots: about 330 instructions of a warp for a tile of 8 KB (D = 128), which the memory
+// delivers every 440 clocks to a multiprocessor that can issue 1,760: 20%.
+//
+// Method: flash-decoding (Dao et al. 2023, "Flash-Decoding for long-context inference"), online
+// softmax (Milakov and Gimelshein 2018), paged KV (Kwon et al. 2023, PagedAttention).
+#include "hardware.cuh"
+
+struct __align__(16) Item {
+  int row, begin, end, partial;
+};
+
+struct Parameters {
+  const TYPE* q;
+  const u8* k_cache;
+  const u8* v_cache;
+  const float* k_scale;
+  const float* v_scale;
+  const int* block_tables;
+  const int* slots;
+  const Item* items;
+  const int* num_items;
+  TYPE* out;
+  float* partial_out;
+  float* partial_lse;
+  i64 q_stride;
+  int table_stride;
+  int num_heads;
+  int group;
+  int page_shift;
+  float scale_log2;  // softmax scale * log2 e
+};
+static_assert(sizeof(Parameters) == PARAMETERS_BYTES);
+
+constexpr int D = HEAD_DIM;
+constexpr int WARPS = NUM_THREADS / 32;
+constexpr int TILE = 16;             // positions of a tile
+constexpr int STEP = WARPS * TILE;   // positions from one tile of a warp to its next
+constexpr bool QUANTIZED = sizeof(CACHE) == 1;
+constexpr int CHUNKS = D * sizeof(CACHE) / 16;       // 16-byte chunks of a row
+constexpr int FRAGMENTS = (CHUNKS + 1) / 2;          // ldmatrix instructions of a tile
+constexpr int TILE_BYTES = TILE * CHUNKS * 16;
+constexpr int SCALE_BYTES = QUANTIZED ? TILE * 4 : 0;
+constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES);
+constexpr int BLOCKS_PER_MULTIPROCESSOR = 3;
+// Rows of the merge buffer: the accumulators of a quarter or half warp fall into distinct banks.
+constexpr int MERGE_STRIDE = D % 32 ? D + 8 : D + (QUANTIZED ? 16 : 8);
+static_assert(WARPS * STAGES * STAGE_BYTES >= WARPS * 16 * MERGE_STRIDE * 4);
+
+// What the tensor cores multiply.
+template <bool HALF> struct Operand { using type = TYPE; };
+template <> struct Operand<true> { using type = fp16; };
+using Multiplied = Operand<QUANTIZED>::type;
+
+// Byte offset in a tile of a row's 16-byte chunk. ldmatrix reads one chunk of 8 neighbouring rows
+// at a time and has no conflict if these fall into 8 different chunks of 128 bytes. Rows are CHUNKS
+// apart, so without the XOR they would take only 8 / WAYS different places; the XOR moves each
+// set of rows that share a place to WAYS different ones, inside aligned runs of WAYS chunks.
+DEVICE int swizzled(int row, int chunk) {
+  constexpr int WAYS = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+  return (row * CHUNKS + (chunk ^ (row / (8 / WAYS) & (WAYS - 1)))) * 16;
+}
+
+// Start copying a tile; rows outside first .. last - 1 become zeros.
+DEVICE void copy_tile(u8* tile, const u8* from, int first, int last) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < (TILE * CHUNKS + 31) / 32; i++) {
+    const int chunk = i * 32 + lane, row = chunk / CHUNKS;
+    if (TILE * CHUNKS % 32 == 0 || chunk < TILE * CHUNKS)
+      copy_async16(tile + swizzled(row, chunk % CHUNKS), from + chunk * 16,
+                   row >= first && row < last);
+  }
+}
+
+// Where this lane's row of the n-th ldmatrix of a tile is: matrices 0 and 1 are chunk 2n of
+// positions 0-7 and 8-15, matrices 2 and 3 chunk 2n + 1 of the same.
+DEVICE const u8* fragment(const u8* tile, int n) {
+  const int lane = threadIdx.x % 32;
+  int chunk = 2 * n + lane / 16;
+  if (CHUNKS % 2) chunk = min(chunk, CHUNKS - 1);
+  return tile + swizzled(lane % 16, chunk);
+}
+
+// The A operand of S = Q K^T: 16 rows, those past the group zero. For an e4m3 cache the columns
+// stand in the order in which unpacked keys have them.
+DEVICE void load_queries(u32 (&queries)[D / 16][4], const TYPE* q, int group) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < D / 16; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int row = lane / 4 + i % 2 * 8;
+      const int column = QUANTIZED ? lane % 4 * 4 + i / 2 * 2 : lane % 4 * 2 + i / 2 * 8;
+      queries[k][i] =
+          row < group ? *reinterpret_cast<const u32*>(q + row * D + k * 16 + column) : 0;
+    }
+}
+
+// bf16 queries as fp16: all are multiplied by one power of two, and its inverse is returned.
+DEVICE float queries_to_half(u32 (&queries)[D / 16][4]) {
+  float largest = 0.f;
+#pragma unroll
+  for (int k = 0; k < D / 16; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      largest = fmaxf(largest, fmaxf(fabsf(low<bf16>(queries[k][i])),
+                                     fabsf(high<bf16>(queries[k][i]))));
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, distance));
+  const u32 exponent = __float_as_uint(largest) & 0x7f800000u;
+  const float inverse = __uint_as_float(0x7f000000u - exponent);
+#pragma unroll
+  for (int k = 0; k < D / 16; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      queries[k][i] = pack<fp16>(low<bf16>(queries[k][i]) * inverse,
+                                 high<bf16>(queries[k][i]) * inverse);
+  return __uint_as_float(exponent);
+}
+
+// scores[n] = Q K^T for positions 8n .. 8n + 7 of the tile (C fragments of the mma).
+DEVICE void multiply_keys(float (&scores)[2][4], const u32 (&queries)[D / 16][4], const u8* keys) {
+  // Two sums for each output: a chain of dependent mma half as long.
+  float sums[2][2][4] = {};
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++) {
+    u32 k[4];
+    ldmatrix(k, fragment(keys, f));
+    if constexpr (QUANTIZED) {
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        if (2 * f + half < CHUNKS)
+#pragma unroll
+          for (int n = 0; n < 2; n++) {
+            u32 first, second;
+            unpack_e4m3x4<Multiplied>(k[2 * half + n], first, second);
+            mma<Multiplied>(sums[half][n], queries[2 * f + half], first, second);
+          }
+    } else {
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+        mma<Multiplied>(sums[f % 2][n], queries[f], k[n], k[n + 2]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) scores[n][i] = sums[0][n][i] + sums[1][n][i];
+}
+
+// output += P V. Column j of output[2c + n] is element 16c + 8n + j of the head, or, for an e4m3
+// cache, element 16c + 2j + n.
+DEVICE void multiply_values(float (&output)[D / 8][4], const u32 (&weights)[4], const u8* values) {
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++) {
+    u32 v[4];
+    ldmatrix_transposed(v, fragment(values, f));
+    if constexpr (QUANTIZED) {
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        if (2 * f + half < CHUNKS) {
+          u32 even[2], odd[2];
+#pragma unroll
+          for (int k = 0; k < 2; k++)
+            unpack_e4m3x4<Multiplied>(swap_middle_bytes(v[2 * half + k]), even[k], odd[k]);
+          mma<Multiplied>(output[2 * (2 * f + half)], weights, even[0], even[1]);
+          mma<Multiplied>(output[2 * (2 * f + half) + 1], weights, odd[0], odd[1]);
+        }
+    } else {
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+        mma<Multiplied>(output[2 * f + n], weights, v[2 * n], v[2 * n + 1]);
+    }
+  }
+}
+
+// A lane's share of one warp's result. Index 0 is for row lane / 4, 1 for row lane / 4 + 8.
+struct Sums {
+  float output[D / 8][4];  // sum of weight * value
+  float top[2];            // the maximum that exponents are relative to
+  float weight[2];         // sum of weights over this lane's positions
+};
+
+// Scores to weights (bf16 or fp16, as A operand), with the running sums brought to the new maximum.
+// first and last bound the valid positions of the tile; the scales are those of an e4m3 cache for
+// positions 8n + lane % 4 * 2 + {0, 1}.
+DEVICE void softmax(float (&scores)[2][4], u32 (&weights)[4], Sums& sums, float scale_log2,
+                    int first, int last, const float (&k_scale)[2][2],
+                    const float (&v_scale)[2][2]) {
+  const int column = threadIdx.x % 4 * 2;
+  float top[2] = {sums.top[0], sums.top[1]};
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int position = 8 * n + column + i % 2;
+      const bool valid = position >= first && position < last;
+      if constexpr (QUANTIZED) {
+        scores[n][i] = valid ? scores[n][i] * (scale_log2 * k_scale[n][i % 2]) : -INFINITY_F;
+        // The bound keeps the sum of weights finite where a value's scale is next to nothing.
+        const float shift = fmaxf(log2_approx(v_scale[n][i % 2]), -64.f);
+        top[i / 2] = fmaxf(top[i / 2], valid ? scores[n][i] + shift : -INFINITY_F);
+      } else {
+        scores[n][i] = valid ? scores[n][i] * scale_log2 : -INFINITY_F;
+        top[i / 2] = fmaxf(top[i / 2], scores[n][i]);
+      }
+    }
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    top[h] = fmaxf(top[h], __shfl_xor_sync(ALL_LANES, top[h], 1));
+    top[h] = fmaxf(top[h], __shfl_xor_sync(ALL_LANES, top[h], 2));
+  }
+  // After the first tiles the maximum seldom moves, and then there is nothing to rescale.
+  if (__any_sync(ALL_LANES, top[0] != sums.top[0] || top[1] != sums.top[1])) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float factor = exp2_approx(sums.top[h] - top[h]);
+      sums.top[h] = top[h];
+      sums.weight[h] *= factor;
+#pragma unroll
+      for (int n = 0; n < D / 8; n++) {
+        sums.output[n][2 * h] *= factor;
+        sums.output[n][2 * h + 1] *= factor;
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float w[2];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        w[j] = exp2_approx(scores[n][2 * h + j] - top[h]);
+        sums.weight[h] += w[j];
+        if constexpr (QUANTIZED) w[j] = w[j] > 0.f ? w[j] * v_scale[n][j] : 0.f;
+      }
+      weights[2 * n + h] = pack<Multiplied>(w[0], w[1]);
+    }
+}
+
+// Merge the results of the warps and write them.
+DEVICE void write_result(const Parameters& p, const Item& item, Sums& sums, u8* shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float* outputs = reinterpret_cast<float*>(shared);  // [WARPS][16][MERGE_STRIDE]
+  SHARED(float, tops, WARPS * 16);
+  SHARED(float, weights, WARPS * 16);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    sums.weight[h] += __shfl_xor_sync(ALL_LANES, sums.weight[h], 1);
+    sums.weight[h] += __shfl_xor_sync(ALL_LANES, sums.weight[h], 2);
+  }
+  __syncthreads();  // the other warps have read their last tile
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = lane / 4 + 8 * h;
+    if (row < p.group) {
+      float* to = outputs + (warp * 16 + row) * MERGE_STRIDE;
+#pragma unroll
+      for (int c = 0; c < D / 16; c++) {
+        const float(&even)[4] = sums.output[2 * c], (&odd)[4] = sums.output[2 * c + 1];
+        if constexpr (QUANTIZED) {
+          *reinterpret_cast<float4*>(to + 16 * c + lane % 4 * 4) =
+              make_float4(even[2 * h], odd[2 * h], even[2 * h + 1], odd[2 * h + 1]);
+        } else {
+          float2* pair = reinterpret_cast<float2*>(to + 16 * c + lane % 4 * 2);
+          pair[0] = make_float2(even[2 * h], even[2 * h + 1]);
+          pair[4] = make_float2(odd[2 * h], odd[2 * h + 1]);
+        }
+      }
+      if (lane % 4 == 0) {
+        tops[warp * 16 + row] = sums.top[h];
+        weights[warp * 16 + row] = sums.weight[h];
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.group * (D / 4); i += NUM_THREADS) {
+    const int row = i / (D / 4), column = i % (D / 4) * 4;
+    float top = tops[row];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) top = fmaxf(top, tops[w * 16 + row]);
+    float weight = 0.f;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {  // a warp without a tile has top = -inf: a factor of 0
+      const float factor = exp2_approx(tops[w * 16 + row] - top);
+      const float4 o =
+          *reinterpret_cast<const float4*>(outputs + (w * 16 + row) * MERGE_STRIDE + column);
+      weight += weights[w * 16 + row] * factor;
+      sum.x += o.x * factor;
+      sum.y += o.y * factor;
+      sum.z += o.z * factor;
+      sum.w += o.w * factor;
+    }
+    const float inverse = 1.f / weight;
+    const int head = blockIdx.x * p.group + row;
+    if (item.partial < 0) {
+      const i64 at = (static_cast<i64>(item.row) * p.num_heads + head) * D + column;
+      *reinterpret_cast<uint2*>(p.out + at) = uint2{
+          pack<TYPE>(sum.x * inverse, sum.y * inverse), pack<TYPE>(sum.z * inverse, sum.w * inverse)};
+    } else {
+      const i64 at = static_cast<i64>(item.partial) * p.num_heads + head;
+      *reinterpret_cast<float4*>(p.partial_out + at * D + column) =
+          make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+      if (column == 0) p.partial_lse[at] = top + log2_approx(weight);
+    }
+  }
+}
+
+DEVICE void attend(const Parameters& p, const Item& item, u8* shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
+  const int* table = p.block_tables + static_cast<i64>(p.slots[item.row]) * p.table_stride;
+  const int begin = item.begin, end = item.end;
+  u8* ring = shared + warp * (STAGES * STAGE_BYTES);  // of stages: K, V, and their scales
+
+  // This warp's tile j starts at position start + j * STEP.
+  const int start = begin / TILE * TILE + warp * TILE;
+  const int num_tiles = start < end ? (end - start + STEP - 1) / STEP : 0;
+  auto load_page_ids = [&](int tile) {  // a lane's own of 32
+    const int position = start + (tile + lane) * STEP;
+    return position < end ? table[position >> p.page_shift] : 0;
+  };
+  u32 queries[D / 16][4];
+  load_queries(queries, p.q + item.row * p.q_stride + head * p.group * D, p.group);
+  int page_ids = load_page_ids(0), next_page_ids = load_page_ids(32);
+
+  // Tiles are copied in order, and the whole warp calls these for each.
+  i64 location = 0;  // of the tile that is copied, in tokens of this head's pages
+  auto locate = [&](int tile) {
+    if (tile && tile % 32 == 0) {
+      page_ids = next_page_ids;
+      next_page_ids = load_page_ids(tile + 32);
+    }
+    const i64 page = __shfl_sync(ALL_LANES, page_ids, tile % 32);
+    const int position = start + tile * STEP;
+    location = ((page * gridDim.x + head) << p.page_shift) +
+               (position & ((1 << p.page_shift) - 1));
+  };
+  auto copy = [&](const u8* cache, int tile, int stage, int part) {
+    const int position = start + tile * STEP;
+    copy_tile(ring + stage * STAGE_BYTES + part * TILE_BYTES, cache + location * (CHUNKS * 16),
+              begin - position, end - position);
+  };
+  auto copy_keys = [&](int tile, int stage) {
+    if (tile < num_tiles) {
+      locate(tile);
+      copy(p.k_cache, tile, stage, 0);
+      if (QUANTIZED && lane < 8) {  // the scales of K, then those of V
+        const float* from = (lane < 4 ? p.k_scale : p.v_scale) + location + lane % 4 * 4;
+        copy_async16(ring + stage * STAGE_BYTES + 2 * TILE_BYTES + lane * 16, from, true);
+      }
+    }
+    copy_async_commit();
+  };
+  auto copy_values = [&](int tile, int stage) {
+    if (tile < num_tiles) copy(p.v_cache, tile, stage, 1);
+    copy_async_commit();
+  };
+
+#pragma unroll 1
+  for (int tile = 0; tile < STAGES; tile++) {
+    copy_keys(tile, tile);
+    copy_values(tile, tile);
+  }
+  float scale_log2 = p.scale_log2;
+  if constexpr (QUANTIZED && !IS_HALF<TYPE>) scale_log2 *= queries_to_half(queries);
+  Sums sums = {{}, {-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};
+
+  // Before either wait, 2 STAGES groups are unfinished at most, and the oldest is what is needed.
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = 0; tile < num_tiles; tile++) {
+    const u8* keys = ring + stage * STAGE_BYTES;
+    float scores[2][4], k_scale[2][2] = {}, v_scale[2][2] = {};
+    u32 weights[4];
+    copy_async_wait<2 * STAGES - 1>();
+    __syncwarp();
+    multiply_keys(scores, queries, keys);
+    if constexpr (QUANTIZED) {
+      const float* scales = reinterpret_cast<const float*>(keys + 2 * TILE_BYTES);
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          k_scale[n][j] = scales[8 * n + lane % 4 * 2 + j];
+          v_scale[n][j] = scales[TILE + 8 * n + lane % 4 * 2 + j];
+        }
+    }
+    __syncwarp();  // every lane has read the keys: the stage may be refilled
+    copy_keys(tile + STAGES, stage);
+
+    const int position = start + tile * STEP;
+    softmax(scores, weights, sums, scale_log2, begin - position, end - position, k_scale, v_scale);
+
+    copy_async_wait<2 * STAGES - 1>();
+    __syncwarp();
+    multiply_values(sums.output, weights, keys + TILE_BYTES);
+    __syncwarp();
+    copy_values(tile + STAGES, stage);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+  }
+  copy_async_wait<0>();
+  write_result(p, item, sums, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR)
+decode_attention(const Parameters p) {
+  DYNAMIC_SHARED(shared);
+  // The grid is no larger than the array of items, so the first may be read with the count.
+  Item item = p.items[blockIdx.y];
+  const int num_items = *p.num_items;
+  for (int index = blockIdx.y; index < num_items;) {
+    attend(p, item, shared);
+    index += gridDim.y;
+    if (index < num_items) {
+      item = p.items[index];
+      __syncthreads();  // the merge has read what the next item's tiles overwrite
+    }
+  }
+}
