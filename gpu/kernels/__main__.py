@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from gpu.kernels import KernelSource, nvrtc, sass
-from gpu.kernels.budget import BUDGET, Budget, Measured, read_budget, replace_costs
+from gpu.kernels.budget import BUDGET, Budget, Measured, Violation, read_budget, replace_costs
 from gpu.kernels.catalogue import sources
 from gpu.kernels.cubins import CubinCache, Outcome, build_all, default_jobs
 from gpu.kernels.nvrtc import KernelBuildError
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = replace_costs(BUDGET.read_text(), measured, compiler, all_of=not options.kernel)
         BUDGET.write_text(text)
         budget = Budget.read(text)
-    problems = list(dict.fromkeys(line for each in measured for line in budget.violations(each)))
+    problems = [found for each in measured for found in budget.violations(each)]
     if not options.kernel:
-        problems += sorted(budget.stale(catalogue))
+        problems += budget.stale(catalogue)
     seconds = time.monotonic() - started
     print(f"\n{len(measured)} kernels built by {compiler} in {seconds:.0f} s", end="; ")
     if failures or problems:
         print("the budget is broken:" if problems else "these don't compile:")
-        print(*failures, *problems, sep="\n")
+        print(*failures, *explain(problems), sep="\n")
         if budget.compiler not in ("", compiler):
             print(f"(The budget was taken with {budget.compiler}.)")
         return 1
@@ -120,6 +120,20 @@ def table(measured: Sequence[Measured], targets: Sequence[str]) -> list[str]:
         shared = max(each.shared for each in by_target.values())
         costs = "".join(f"{cell:>13}" for cell in cells)
         lines.append(f"{source.num_threads:>8}{shared:>9}{costs}  {source.title}")
+    return lines
+
+
+def explain(problems: Sequence[Violation]) -> list[str]:
+    """The lines that say what is broken, under the title of each kernel."""
+    by_title: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for each in problems:
+        by_title[each.title][each.problem].append(each.target)
+    lines = []
+    for title, found in by_title.items():
+        lines.append(title)
+        for problem, targets in found.items():
+            where = ", ".join(filter(None, targets))
+            lines.append(f"  {where}: {problem}" if where else f"  {problem}")
     return lines
 
 

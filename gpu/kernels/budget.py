@@ -19,7 +19,16 @@ from gpu.kernels.nvrtc import Usage
 from gpu.kernels.sass import Instructions
 from gpu.kernels.targets import TARGETS
 
-__all__ = ["BUDGET", "Budget", "Cost", "Excuse", "Measured", "replace_costs"]
+__all__ = [
+    "BUDGET",
+    "Budget",
+    "Cost",
+    "Excuse",
+    "Measured",
+    "Violation",
+    "read_budget",
+    "replace_costs",
+]
 
 BUDGET = FOLDER / "budget.toml"
 
@@ -91,14 +100,24 @@ class Excuse:
     targets: tuple[str, ...]
     reason: str
 
-    def covers(self, each: Measured, promise: str) -> bool:
-        """Whether this excuses ``each`` of ``promise``."""
-        return (
-            promise == self.promise
-            and each.source.name == self.kernel
-            and each.target in self.targets
-            and set(self.defines) <= _words(each.source)
-        )
+    def covers(self, source: KernelSource) -> bool:
+        """Whether this is about ``source``."""
+        words = {f"{name}={value}" for name, value in source.defines}
+        return source.name == self.kernel and words >= set(self.defines)
+
+
+@attrs.frozen
+class Violation:
+    """One thing that isn't as the budget says."""
+
+    title: str
+    """Of the kernel."""
+    target: str
+    """Empty where it isn't about one target."""
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.title}, {self.target}: {self.problem}".replace(", :", ":")
 
 
 @attrs.frozen(kw_only=True)
@@ -148,51 +167,57 @@ class Budget:
             costs=costs,
         )
 
-    def violations(self, each: Measured) -> Iterator[str]:
-        """Everything in which ``each`` breaks the budget, a line each."""
-        place = f"{each.source.title} on {each.target}"
+    def violations(self, each: Measured) -> Iterator[Violation]:
+        """Everything in which ``each`` breaks the budget."""
+        for problem in (*self._broken_promises(each), *self._overspent(each)):
+            yield Violation(each.source.title, each.target, problem)
+
+    def _broken_promises(self, each: Measured) -> Iterator[str]:
         if each.local and not self._excused(each, "local"):
-            yield f"{place}: {each.local} bytes of local memory (registers spill, or an array does)"
+            yield f"{each.local} bytes of local memory: registers are spilled, or an array is there"
         if each.blocks == 0 and not self._excused(each, "fits"):
             limit = TARGETS[each.target].shared_per_block
-            yield f"{place}: doesn't fit a multiprocessor ({each.shared} of {limit} bytes shared)"
+            yield f"doesn't fit a multiprocessor: {each.shared} bytes shared of {limit}"
         for wanted in self.instructions.get(each.source.name, ()):
             if each.instructions is not None and not each.instructions.like(wanted):
-                yield f"{place}: has no {wanted} instruction"
+                yield f"has no {wanted} instruction"
+
+    def _overspent(self, each: Measured) -> Iterator[str]:
         cost = self.costs.get(each.source.title)
         if cost is None or each.target not in cost.registers:
-            yield f"{each.source.title}: not in the budget; --write-budget adds it"
+            yield "not in the budget; --write-budget adds it"
             return
-        for what, is_now, may_be in (
+        for what, now, most in (
             ("registers", each.usage.registers, cost.registers[each.target]),
             ("bytes of local memory", each.local, cost.local[each.target]),
             ("bytes of shared memory", each.shared, cost.shared),
         ):
-            if is_now > may_be:
-                yield f"{place}: {is_now} {what}, the budget says {may_be}"
+            if now > most:
+                yield f"{now} {what}, the budget says {most}"
 
-    def stale(self, sources: Iterable[KernelSource]) -> Iterator[str]:
+    def stale(self, sources: Iterable[KernelSource]) -> Iterator[Violation]:
         """What the file says of kernels that are not among ``sources``, and excuses of no use."""
         known = {source.title: source for source in sources}
         names = {source.name for source in known.values()}
-        for title in self.costs.keys() - known.keys():
-            yield f"{title}: in the budget, but no kernel"
-        for name in self.instructions.keys() - names:
-            yield f"{name}: must have instructions, but is no kernel"
+        for title in sorted(self.costs.keys() - known.keys()):
+            yield Violation(title, "", "in the budget, but no kernel")
+        for name in sorted(self.instructions.keys() - names):
+            yield Violation(name, "", "must have instructions, but is no kernel")
         for excuse in self.excuses:
-            covered = [
-                source
-                for source in known.values()
-                if source.name == excuse.kernel and set(excuse.defines) <= _words(source)
-            ]
+            covered = [source for source in known.values() if excuse.covers(source)]
             where = " ".join((excuse.kernel, *excuse.defines))
             if not covered:
-                yield f"{where}: excused, but no kernel"
+                yield Violation(where, "", "excused, but no kernel")
             if any(_is_common(source) for source in covered):
-                yield f"{where}: sizes that common models use are not excused"
+                yield Violation(where, "", "sizes that common models use can't be excused")
 
     def _excused(self, each: Measured, promise: str) -> bool:
-        return any(excuse.covers(each, promise) for excuse in self.excuses)
+        return any(
+            excuse.promise == promise
+            and each.target in excuse.targets
+            and excuse.covers(each.source)
+            for excuse in self.excuses
+        )
 
 
 def replace_costs(text: str, measured: Sequence[Measured], compiler: str, *, all_of: bool) -> str:
@@ -234,10 +259,6 @@ def _as_line(cost: Cost) -> str:
 
 def _title(kernel: str, choices: str) -> str:
     return f"{kernel}<{choices}>" if choices else kernel
-
-
-def _words(source: KernelSource) -> set[str]:
-    return {f"{name}={value}" for name, value in source.defines}
 
 
 def _is_common(source: KernelSource) -> bool:

@@ -1,6 +1,6 @@
 """Built kernels on disk, so that each is compiled once on a machine.
 
-A cubin's name holds a digest of all that went into it: the kernel's text, every header, the
+A cubin's name holds a digest of all that went into it: the kernel's text, its headers, the
 options and macros, the compiler and the target. So a file is never out of date and never
 overwritten by another; a file that is damaged is built again. Files appear whole, by renaming, and
 any number of processes may share a folder.

@@ -32,6 +32,8 @@ __all__ = [
     "version",
 ]
 
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
 _LOG_LINES = 12
 """How much of a failed build's log an error shows; the first error is the one that matters."""
 
@@ -92,11 +94,12 @@ def unit(source: KernelSource, target: str) -> Unit:
     Raises:
         KernelBuildError: CuPy or NVRTC is missing.
     """
+    text = source.path.read_text()
     return Unit(
         source=source,
         target=target,
-        text=source.path.read_text(),
-        headers={path.name: path.read_bytes() for path in sorted(FOLDER.glob("*.cuh"))},
+        text=text,
+        headers=_headers_of(text),
         options=options(source, target),
         compiler=compiler(),
     )
@@ -212,6 +215,19 @@ def _nvrtc() -> Any:
     except ImportError as error:
         advice = "pip install 'trioserve[cuda13]', or [cuda12] for an older driver"
         raise KernelBuildError(f"CUDA kernels are built with CuPy: {advice}") from error
+
+
+def _headers_of(text: str) -> dict[str, bytes]:
+    """What ``text`` includes, and what that includes; the compiler sees no other header."""
+    headers: dict[str, bytes] = {}
+    wanted = _INCLUDE.findall(text)
+    while wanted:
+        name = wanted.pop()
+        path = FOLDER / name
+        if name not in headers and path.exists():  # what is missing, the compiler names
+            headers[name] = path.read_bytes()
+            wanted += _INCLUDE.findall(headers[name].decode())
+    return dict(sorted(headers.items()))
 
 
 def _first_errors(log: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import attrs
 
+from gpu.kernels.nvrtc import KernelBuildError
+
 __all__ = ["OLDEST", "TARGETS", "Target", "target_for"]
 
 OLDEST = (8, 0)
@@ -72,17 +74,17 @@ def target_for(capability: tuple[int, int], known: Sequence[int]) -> str:
     own capability, or for a lower one of the same major number. All GPUs of 9.0 run sm_90a.
 
     Raises:
-        ValueError: there is none; the message names the capability.
+        KernelBuildError: there is none; the message names the capability.
     """
     major, minor = capability
     name = f"{major}.{minor}"
     if capability < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise ValueError(f"compute capability {name} is too old: kernels need {oldest} or newer")
+        raise KernelBuildError(f"compute capability {name} is too old: {oldest} or newer is needed")
     fitting = [each for each in known if each // 10 == major and each % 10 <= minor]
     if not fitting:
         newest = max(known)
-        raise ValueError(
+        raise KernelBuildError(
             f"the installed NVRTC compiles for compute capability {newest // 10}.{newest % 10} at "
             f"most, this GPU has {name}: install a newer CuPy and NVRTC"
         )
