@@ -2,24 +2,40 @@
 
 Threads switch at barriers and warp operations only, in an order that a seed decides, so a kernel
 that depends on an order gives different results for different seeds. Shared memory starts out as
-NaN; asynchronous copies land at a random moment until they are waited for.
+NaN; asynchronous copies land at a random moment until they are waited for. What no GPU allows (a
+deadlock, a divergent warp operation, too much shared memory) is an :class:`EmulationError`. With a
+sanitizer, reads and writes outside of arrays and races between threads are reported, too.
+
+The emulation says nothing of speed, and of weak memory order only what ThreadSanitizer sees.
 """
 
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu.emulation.build import build
-from gpu.kernels import Kernel, KernelSource
+from gpu.emulation.build import BuildError, BuildWarning, build_emulator, build_kernel
+from gpu.kernels import FOLDER, Kernel, KernelSource
 
-__all__ = ["FORWARD", "RANDOM", "REVERSE", "EmulatedKernel", "EmulatedLoader", "EmulationError"]
+__all__ = [
+    "FORWARD",
+    "RANDOM",
+    "REVERSE",
+    "BuildError",
+    "BuildWarning",
+    "EmulatedKernel",
+    "EmulatedLoader",
+    "EmulationError",
+]
 
 FORWARD, REVERSE, RANDOM = 0, 1, 2
+_RUNTIMES = {"address": ("libasan", "__asan_init"), "thread": ("libtsan", "__tsan_init")}
+_MESSAGE_BYTES = 1024
 
 
 class EmulationError(RuntimeError):
@@ -29,19 +45,40 @@ class EmulationError(RuntimeError):
 class EmulatedLoader:
     """:class:`gpu.kernels.KernelLoader` for the CPU.
 
-    ``order`` is FORWARD, REVERSE or RANDOM; ``seed`` goes with the last and with the moments at
-    which copies land. ``workers`` blocks run at once, each on a thread of its own. ``sanitizer`` is
-    "", "address" or "thread". All may be changed between launches but the last.
+    Args:
+        order: FORWARD runs the ready thread of the lowest number, REVERSE that of the highest,
+            RANDOM any.
+        seed: goes with RANDOM, and decides when asynchronous copies land.
+        workers: so many blocks run at once, each on a thread of its own.
+        sanitizer: "", "address" (with undefined behavior) or "thread". The sanitizer's run-time
+            library has to be in ``LD_PRELOAD``.
+        folder: where the sources are.
+
+    The first three may be changed between launches.
+
+    Raises:
+        EmulationError: the sanitizer's run-time library is not there.
     """
 
     def __init__(
-        self, *, order: int = RANDOM, seed: int = 0, workers: int = 1, sanitizer: str = ""
+        self,
+        *,
+        order: int = RANDOM,
+        seed: int = 0,
+        workers: int = 1,
+        sanitizer: str = "",
+        folder: Path = FOLDER,
     ) -> None:
         self.order = order
         self.seed = seed
         self.workers = workers
         self.sanitizer = sanitizer
+        self.folder = folder
         self._kernels: dict[KernelSource, EmulatedKernel] = {}
+        if sanitizer:
+            library, symbol = _RUNTIMES[sanitizer]
+            if not hasattr(ctypes.CDLL(None), symbol):
+                raise EmulationError(f"start Python with {library}.so in LD_PRELOAD")
 
     @property
     def device(self) -> torch.device:
@@ -54,7 +91,11 @@ class EmulatedLoader:
         return 4
 
     def load(self, source: KernelSource) -> Kernel:
-        """See :meth:`gpu.kernels.KernelLoader.load`."""
+        """See :meth:`gpu.kernels.KernelLoader.load`.
+
+        Raises:
+            BuildError: there is no g++, or it doesn't compile.
+        """
         if source not in self._kernels:
             self._kernels[source] = EmulatedKernel(self, source)
         return self._kernels[source]
@@ -66,14 +107,11 @@ class EmulatedKernel:
     def __init__(self, loader: EmulatedLoader, source: KernelSource) -> None:
         self._loader = loader
         self._source = source
-        self._library = ctypes.CDLL(str(build(source, loader.sanitizer)))
-        self._library.emu_error.restype = ctypes.c_char_p
-        self._library.emu_conflicts.restype = ctypes.c_uint64
-
-    @property
-    def bank_conflicts(self) -> int:
+        self._emulator = ctypes.CDLL(str(build_emulator(loader.sanitizer)))
+        library = build_kernel(source, folder=loader.folder, sanitizer=loader.sanitizer)
+        self._kernel = ctypes.CDLL(str(library)).emu_kernel
+        self.bank_conflicts = 0
         """How many extra passes over shared memory the ldmatrix of the last launch took."""
-        return int(self._library.emu_conflicts())
 
     def launch(self, grid: tuple[int, int, int], parameters: npt.NDArray[Any]) -> None:
         """See :meth:`gpu.kernels.Kernel.launch`.
@@ -85,15 +123,21 @@ class EmulatedKernel:
         if 0 in grid:
             return
         parameters = np.ascontiguousarray(parameters)
-        failed = self._library.emu_launch(
-            ctypes.cast(self._library.emu_kernel, ctypes.c_void_p),
+        conflicts = ctypes.c_uint64()
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        failed = self._emulator.emu_launch(
+            ctypes.cast(self._kernel, ctypes.c_void_p),
+            ctypes.c_void_p(parameters.ctypes.data),
             (ctypes.c_uint * 3)(*grid),
             (ctypes.c_uint * 3)(self._source.num_threads, 1, 1),
             ctypes.c_size_t(self._source.shared_bytes),
-            (ctypes.c_void_p * 1)(parameters.ctypes.data),
-            self._loader.order,
+            ctypes.c_int(self._loader.order),
             ctypes.c_uint64(self._loader.seed),
-            self._loader.workers,
+            ctypes.c_int(self._loader.workers),
+            ctypes.byref(conflicts),
+            message,
+            ctypes.c_size_t(_MESSAGE_BYTES),
         )
         if failed:
-            raise EmulationError(f"{self._source.title}: {self._library.emu_error().decode()}")
+            raise EmulationError(f"{self._source.title}: {message.value.decode()}")
+        self.bank_conflicts = conflicts.value

@@ -22,8 +22,8 @@ struct e4m3 { u8 bits; };
 
 #ifdef EMULATED
 #define DEVICE inline
-#define SHARED(T, name, n) T* name = static_cast<T*>(emu::shared_mem(__COUNTER__, sizeof(T) * (n)))
-#define DYNAMIC_SHARED(name) unsigned char* name = static_cast<unsigned char*>(emu::dyn_shared())
+#define SHARED(T, name, n) T* name = static_cast<T*>(emu::shared_array(__COUNTER__, sizeof(T) * (n)))
+#define DYNAMIC_SHARED(name) unsigned char* name = static_cast<unsigned char*>(emu::dynamic_shared())
 #define INFINITY_F __builtin_inff()
 #else
 #define DEVICE __device__ __forceinline__
@@ -156,15 +156,16 @@ DEVICE void emulated_copy16(void* to, const void* from) {
 }
 // Start copying 16 bytes from global to shared memory; zeros are written instead where !valid.
 DEVICE void copy_async16(void* shared, const void* global, bool valid) {
-  if (emu::cp_async_push(shared, valid ? global : nullptr)) emulated_copy16(shared, valid ? global : nullptr);
+  const void* from = valid ? global : nullptr;
+  if (emu::copy_lands_now(shared, from)) emulated_copy16(shared, from);
 }
 // Close the group of copies started since the last one.
-DEVICE void copy_async_commit() { emu::cp_async_commit_(); }
+DEVICE void copy_async_commit() { emu::close_copy_group(); }
 // Wait until at most KEEP of this thread's groups are unfinished. A barrier must follow before
 // another thread's copies are read.
 template <int KEEP> DEVICE void copy_async_wait() {
-  emu::Pending p;
-  while (emu::cp_async_pop(KEEP, &p)) emulated_copy16(p.dst, p.src);
+  emu::Copy copy;
+  while (emu::next_finished_copy(KEEP, &copy)) emulated_copy16(copy.to, copy.from);
 }
 #else
 DEVICE uint4 load_once16(const void* from) {
@@ -192,26 +193,29 @@ template <int KEEP> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_
 //   C 16x8   lane l holds rows l/4 (c[0], c[1]) and l/4 + 8 (c[2], c[3]), columns 2 (l % 4) + {0, 1}
 
 #ifdef EMULATED
-DEVICE void emulated_ldmatrix(u32 (&r)[4], const void* row, int transposed) {
-  emu::LdmArgs a;
-  a.row = *static_cast<const uint4*>(row); a.p = row; a.n = 4; a.trans = transposed;
-  emu::collective(emu::LDMATRIX, ALL_LANES, &a);
-  for (int i = 0; i < 4; i++) r[i] = a.out[i];
+DEVICE void emulated_ldmatrix(u32 (&r)[4], const void* row, bool transposed) {
+  emu::LoadMatrices operands{*static_cast<const uint4*>(row), row, transposed, {}};
+  emu::meet(emu::WarpOp::load_matrices, ALL_LANES, &operands);
+  for (int i = 0; i < 4; i++) r[i] = operands.out[i];
 }
 // Four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 (16
 // bytes in shared memory) and gets in r[i] two neighbours of row l / 4 of matrix i.
-DEVICE void ldmatrix(u32 (&r)[4], const void* row) { emulated_ldmatrix(r, row, 0); }
+DEVICE void ldmatrix(u32 (&r)[4], const void* row) { emulated_ldmatrix(r, row, false); }
 // The same, each matrix transposed.
-DEVICE void ldmatrix_transposed(u32 (&r)[4], const void* row) { emulated_ldmatrix(r, row, 1); }
+DEVICE void ldmatrix_transposed(u32 (&r)[4], const void* row) { emulated_ldmatrix(r, row, true); }
 // c += a b, a 16x16, b 16x8, products of T summed in float32.
 template <class T> DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
-DEVICE void emulated_mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, int half) {
-  emu::MmaArgs m{{a[0], a[1], a[2], a[3]}, {b0, b1}, {c[0], c[1], c[2], c[3]}};
-  emu::collective(half ? emu::MMA_FP16 : emu::MMA_BF16, ALL_LANES, &m);
-  for (int i = 0; i < 4; i++) c[i] = m.c[i];
+DEVICE void emulated_mma(emu::WarpOp op, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  emu::Multiply operands{{a[0], a[1], a[2], a[3]}, {b0, b1}, {c[0], c[1], c[2], c[3]}};
+  emu::meet(op, ALL_LANES, &operands);
+  for (int i = 0; i < 4; i++) c[i] = operands.c[i];
 }
-template <> DEVICE void mma<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulated_mma(c, a, b0, b1, 0); }
-template <> DEVICE void mma<fp16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulated_mma(c, a, b0, b1, 1); }
+template <> DEVICE void mma<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  emulated_mma(emu::WarpOp::multiply_bf16, c, a, b0, b1);
+}
+template <> DEVICE void mma<fp16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  emulated_mma(emu::WarpOp::multiply_fp16, c, a, b0, b1);
+}
 #else
 DEVICE void ldmatrix(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
