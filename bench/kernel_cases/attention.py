@@ -16,7 +16,7 @@ import torch
 from bench.gpu_timing import Launch
 from bench.kernel_cases import Case, Contestant, Peer, Setting, Trial, poison, relative_error
 from bench.kernel_cases.attention_data import AttentionData, AttentionSpec, make_data, reference
-from bench.kernel_cases.attention_launches import decode_launches, prefill_launches
+from bench.kernel_cases.attention_launches import decode_launches, prefill_launches, shared_launches
 from bench.kernel_peers.flashinfer_attention import attention_peers, cascade_peers
 from bench.kernel_peers.torch_attention import torch_peers
 from bench.roofline import decode_attention, prefill_attention, shared_prefix_attention
@@ -150,7 +150,7 @@ def _shared_prefix(name: str, spec: AttentionSpec, *targets: Target, quick: bool
         kernel="shared_prefix",
         shape=name,
         work=shared_prefix_attention(spec.work_shape, spec.shared, suffixes),
-        make=partial(_trial, spec, decode_launches, False),
+        make=partial(_trial, spec, shared_launches, False),
         targets=targets,
         quick=quick,
     )

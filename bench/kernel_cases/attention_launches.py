@@ -1,4 +1,7 @@
-"""Our attention kernels, prepared once over the inputs of a case as a step prepares its layers."""
+"""Our attention kernels, prepared once over the inputs of a case as a step prepares its layers.
+
+A prepared kernel knows addresses only, so every launch carries the tensors behind them along.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,16 @@ from bench.gpu_timing import Launch
 from bench.kernel_cases import Setting
 from bench.kernel_cases.attention_data import AttentionData, AttentionSpec, Buffers
 from gpu.attention.prefill_items import choose_tile, prefill_items
+from gpu.attention.shared_prefix import PrefixCost, prefix_tile, shared_prefixes
 from gpu.attention.splits import split
 from gpu.kernels.combine_partials import CombinePartials
 from gpu.kernels.decode_attention import DecodeAttention
 from gpu.kernels.prefill_attention import PrefillAttention
+from gpu.kernels.prefix_attention import PrefixAttention
 
-__all__ = ["decode_launches", "prefill_launches"]
+__all__ = ["decode_launches", "prefill_launches", "shared_launches"]
 
-_BLOCKS_PER_MULTIPROCESSOR = 2  # of the prefill kernel
+_BLOCKS_PER_MULTIPROCESSOR = 2  # of the kernels of attention_tile.cuh
 _MAX_PARTIALS = 1 << 16
 
 
@@ -61,10 +66,8 @@ def _ints(values: npt.ArrayLike, setting: Setting) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int32)).to(setting.device)
 
 
-def decode_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
-    """Rows of one query each, split as the product splits them."""
-    spec = data.spec
-    kernel = DecodeAttention(
+def _decode_kernel(spec: AttentionSpec, setting: Setting) -> DecodeAttention:
+    return DecodeAttention(
         setting.loader,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -74,29 +77,116 @@ def decode_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
         cache_dtype=spec.cache_dtype,
         scale=spec.head_dim**-0.5,
     )
+
+
+def decode_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
+    """Rows of one query each, split as the product splits them."""
+    spec = data.spec
+    kernel = _decode_kernel(spec, setting)
     splits = split(spec.contexts, target_items=kernel.target_items, window=spec.window)
     partials = _partials(splits.partial_start, spec, setting)
-    kernel.prepare(
-        slots=_ints(range(len(spec.rows)), setting),
-        block_tables=data.block_tables,
-        items=_ints(splits.items, setting),
-        num_items=_ints([len(splits.items)], setting),
-        partial_out=partials.out,
-        partial_lse=partials.lse,
+    tensors = {
+        "slots": _ints(range(len(spec.rows)), setting),
+        "block_tables": data.block_tables,
+        **_items(splits.items, setting),
+        "partial_out": partials.out,
+        "partial_lse": partials.lse,
+    }
+    kernel.prepare(**tensors)
+
+    def launch(buffers: Buffers, _alive: object) -> None:
+        _launch_decode(kernel, buffers, spec)
+        partials.launch(buffers.out)
+
+    return [partial(launch, buffers, tensors) for buffers in data.sets]
+
+
+def _items(items: npt.NDArray[np.int32], setting: Setting) -> dict[str, torch.Tensor]:
+    return {"items": _ints(items, setting), "num_items": _ints([len(items)], setting)}
+
+
+def _launch_decode(kernel: DecodeAttention, buffers: Buffers, spec: AttentionSpec) -> None:
+    kernel.launch(
+        buffers.queries(spec.num_heads),
+        buffers.k_cache,
+        buffers.v_cache,
+        buffers.out,
+        buffers.k_scale,
+        buffers.v_scale,
     )
 
-    def launch(buffers: Buffers) -> None:
-        kernel.launch(
+
+def shared_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
+    """Rows of one query each over a common prefix: the prefix once, the rests, and their merge.
+
+    Raises:
+        ValueError: the pages are shared, but the kernel for that wouldn't be used.
+    """
+    spec = data.spec
+    decode = _decode_kernel(spec, setting)
+    prefix = PrefixAttention(
+        setting.loader,
+        dtype=spec.dtype,
+        cache_dtype=spec.cache_dtype,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=spec.page_size,
+        softmax_scale=spec.head_dim**-0.5,
+        tile=prefix_tile(len(spec.rows), spec.num_heads // spec.num_kv_heads),
+    )
+    cost = PrefixCost(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        cache_bytes=spec.cache_dtype.itemsize,
+        rows_per_tile=prefix.rows_per_tile,
+        launch=0.0,  # so that the tiny shapes of the emulation share, too
+    )
+    blocks = _BLOCKS_PER_MULTIPROCESSOR * setting.loader.num_multiprocessors
+    shared = shared_prefixes(
+        data.block_tables.cpu().numpy(),
+        np.array(spec.contexts),
+        page_size=spec.page_size,
+        cost=cost,
+        target_items=max(1, blocks // spec.num_kv_heads),
+    )
+    if not len(shared.items):
+        raise ValueError("the rows share pages, but no group of them was made")
+    splits = split(
+        spec.contexts,
+        target_items=decode.target_items,
+        begin=shared.prefix_lens,
+        reserved=shared.num_partials,
+    )
+    partials = _partials(splits.partial_start, spec, setting)
+    common = {
+        "slots": _ints(range(len(spec.rows)), setting),
+        "block_tables": data.block_tables,
+        "partial_out": partials.out,
+        "partial_lse": partials.lse,
+    }
+    of_prefix = {
+        **_items(shared.items, setting),
+        "members": _ints(shared.members, setting),
+        "partial_start": partials.start,
+    }
+    of_rests = _items(splits.items, setting)
+    prefix.prepare(**common, **of_prefix)
+    decode.prepare(**common, **of_rests)
+
+    def launch(buffers: Buffers, _alive: object) -> None:
+        prefix.launch(
             buffers.queries(spec.num_heads),
             buffers.k_cache,
             buffers.v_cache,
-            buffers.out,
-            buffers.k_scale,
-            buffers.v_scale,
+            k_scale=buffers.k_scale,
+            v_scale=buffers.v_scale,
         )
+        _launch_decode(decode, buffers, spec)
         partials.launch(buffers.out)
 
-    return [partial(launch, buffers) for buffers in data.sets]
+    return [partial(launch, buffers, (common, of_prefix, of_rests)) for buffers in data.sets]
 
 
 def prefill_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
@@ -126,19 +216,19 @@ def prefill_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
     )
     start = np.concatenate([[0], plan.num_partials.cumsum()]).astype(np.int32)
     partials = _partials(start, spec, setting)
-    kernel.prepare(
-        items=_ints(plan.items, setting),
-        num_items=len(plan.items),
-        query_start=_ints([0, *query_lens.cumsum()], setting),
-        context_lens=_ints(contexts, setting),
-        slots=_ints(range(len(spec.rows)), setting),
-        block_tables=data.block_tables,
-        partial_start=partials.start,
-        partial_out=partials.out,
-        partial_lse=partials.lse,
-    )
+    tensors = {
+        "items": _ints(plan.items, setting),
+        "query_start": _ints([0, *query_lens.cumsum()], setting),
+        "context_lens": _ints(contexts, setting),
+        "slots": _ints(range(len(spec.rows)), setting),
+        "block_tables": data.block_tables,
+        "partial_start": partials.start,
+        "partial_out": partials.out,
+        "partial_lse": partials.lse,
+    }
+    kernel.prepare(num_items=len(plan.items), **tensors)
 
-    def launch(buffers: Buffers) -> None:
+    def launch(buffers: Buffers, _alive: object) -> None:
         kernel.launch(
             buffers.queries(spec.num_heads),
             buffers.k_cache,
@@ -150,4 +240,4 @@ def prefill_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
         )
         partials.launch(buffers.out)
 
-    return [partial(launch, buffers) for buffers in data.sets]
+    return [partial(launch, buffers, tensors) for buffers in data.sets]
