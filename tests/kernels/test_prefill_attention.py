@@ -13,7 +13,7 @@ import torch
 from gpu.attention.prefill_items import prefill_items
 from gpu.emulation import EmulatedLoader
 from gpu.kernels import KernelLoader
-from gpu.kernels.prefill_attention import PrefillAttention
+from gpu.kernels.prefill_attention import PrefillAttention, prefill_attention_source
 from tests.kernels.memory import place, poisoned, relative_error
 from tests.kernels.paged_rows import attention_reference, make_rows
 
@@ -57,6 +57,9 @@ class Case:
             **rows,
         )
         self.softmax_scale = head_dim**-0.5
+        self.source = prefill_attention_source(
+            dtype=dtype, cache_dtype=cache_dtype or dtype, head_dim=head_dim, tile=tile
+        )
         self.kernel = PrefillAttention(
             loader,
             dtype=dtype,
@@ -142,10 +145,128 @@ class Case:
         return relative_error(self.run(), self.reference())
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_head_sizes(loader: KernelLoader, head_dim: int, tile: int) -> None:
     case = Case(loader, [70], [150], head_dim=head_dim, tile=tile)
     assert case.error() < TOLERANCE[BF16]
     if isinstance(loader, EmulatedLoader):
-        assert case.kernel._kernel.bank_conflicts == 0  # type: ignore[attr-defined]
+        assert loader.load(case.source).bank_conflicts == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("group", "num_kv_heads"), [(1, 2), (2, 1), (3, 2), (4, 1), (8, 1), (16, 1)]
+)
+def test_groups(loader: KernelLoader, group: int, num_kv_heads: int) -> None:
+    case = Case(loader, [29, 3], [61, 40], group=group, num_kv_heads=num_kv_heads)
+    assert case.error() < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_pages(loader: KernelLoader, page_size: int) -> None:
+    case = Case(loader, [33, 40], [131, 40], page_size=page_size)
+    assert case.error() < TOLERANCE[BF16]
+
+
+def test_chunks_at_start_middle_and_of_one_token(loader: KernelLoader) -> None:
+    """Row after row: a whole prompt, its middle, one token, one token that is all, a full page."""
+    case = Case(loader, [50, 37, 1, 1, 16], [50, 100, 129, 1, 64])
+    assert case.error() < TOLERANCE[BF16]
+
+
+def test_rows_that_share_the_pages_of_a_prefix(loader: KernelLoader) -> None:
+    case = Case(loader, [20, 45, 7], [68, 93, 55], shared_pages=3)
+    assert case.error() < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_half_precision(loader: KernelLoader, head_dim: int) -> None:
+    case = Case(loader, [40], [130], head_dim=head_dim, dtype=FP16)
+    assert case.error() < TOLERANCE[FP16]
+
+
+@pytest.mark.parametrize(
+    ("window", "forgotten"),
+    [(1, 90), (7, 84), (40, 48), (64, 24), (100, 0), (1000, 0)],
+)
+def test_windows(loader: KernelLoader, window: int, forgotten: int) -> None:
+    """Narrower than the chunk and the tile, as wide, wider; pages that it left are gone."""
+    case = Case(loader, [60], [150], window=window, first_position=forgotten)
+    assert case.error() < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("size", [1e-3, 30.0])
+def test_small_and_large_scores(loader: KernelLoader, size: float) -> None:
+    """Scores up to some hundreds, whose weights are 0 but for a few, and hardly any differences."""
+    case = Case(loader, [40], [140], size=size)
+    assert case.error() < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "tile"),
+    [(64, BF16, 64), (80, BF16, 64), (96, FP16, 128), (128, BF16, 128), (256, FP16, 64)],
+)
+def test_e4m3_cache(loader: KernelLoader, head_dim: int, dtype: torch.dtype, tile: int) -> None:
+    """Against float64 on the dequantized keys and values: no error but that of the arithmetic."""
+    case = Case(
+        loader,
+        [30, 5],
+        [135, 41],
+        head_dim=head_dim,
+        dtype=dtype,
+        cache_dtype=FP8,
+        tile=tile,
+        num_kv_heads=2,
+        page_size=32,
+    )
+    assert case.error() < TOLERANCE[dtype]
+
+
+def test_e4m3_of_tiny_values_in_half_precision(loader: KernelLoader) -> None:
+    """Scales far below the smallest normal half."""
+    case = Case(loader, [20], [90], dtype=FP16, cache_dtype=FP8, size=1e-3)
+    assert case.error() < TOLERANCE[FP16]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8])
+def test_splits(loader: KernelLoader, cache_dtype: torch.dtype, window: int | None) -> None:
+    """A short chunk over a long context, its keys spread over blocks; a window empties most."""
+    case = Case(loader, [5, 40], [1100, 41], cache_dtype=cache_dtype, window=window, num_blocks=16)
+    assert case.plan.num_partials[0] == 3
+    assert case.plan.num_partials[5] == 0
+    assert case.error() < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8])
+def test_bits_do_not_depend_on_the_order_of_threads(
+    loaders: list[KernelLoader], cache_dtype: torch.dtype
+) -> None:
+    results = [
+        Case(each, [70], [150], head_dim=128, tile=128, cache_dtype=cache_dtype).run()
+        for each in loaders
+    ]
+    assert all(torch.equal(results[0], each) for each in results[1:])
+
+
+def test_what_the_kernel_is_not_built_for_is_refused(loader: KernelLoader) -> None:
+    good = {
+        "dtype": BF16,
+        "cache_dtype": BF16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "page_size": 16,
+        "softmax_scale": 0.125,
+    }
+    for name, value in [
+        ("dtype", torch.float32),
+        ("cache_dtype", FP16),
+        ("num_heads", 5),
+        ("num_heads", 34),
+        ("head_dim", 72),
+        ("page_size", 128),
+        ("tile", 32),
+    ]:
+        with pytest.raises(ValueError, match="must"):
+            PrefillAttention(loader, **{**good, name: value})  # type: ignore[arg-type]

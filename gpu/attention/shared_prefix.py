@@ -1,0 +1,292 @@
+"""Which decode rows share the beginning of their context, and the work of attending to it once.
+
+Rows share a prefix if their block tables begin with the same pages. Those pages form a tree: all
+rows may share a system prompt, some of them a document after it, two of them a prompt sampled
+twice. ``prefix_attention.cu`` lets every row share once, so each row takes part at one node of the
+tree, in the group of all rows below it; which nodes are used is what saves most time.
+
+Only whole pages before a row's newest token count, so every row keeps a rest of its own for
+``decode_attention.cu``. Layers with a sliding window see too little of a prefix: they don't use
+this. Everything here is arithmetic over arrays, without a loop over rows or groups.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "ITEM_FIELDS",
+    "PrefixCost",
+    "PrefixGroups",
+    "SharedPrefixes",
+    "max_prefix_items",
+    "prefix_groups",
+    "prefix_items",
+    "prefix_tile",
+    "shared_prefixes",
+]
+
+ITEM_FIELDS = 5
+
+KEY_STEP = 64
+"""Splits begin at multiples of this many positions, the kernel's largest tile of keys."""
+MIN_SPLIT = 256
+"""A split has at least so many keys: below, writing and merging partial results costs more."""
+
+_Ints = npt.NDArray[np.int64]
+
+
+@attrs.frozen(kw_only=True)
+class PrefixCost:
+    """Predicts the seconds that a group saves in one layer.
+
+    Alone, each row reads the prefix. Together, the prefix is read once, unless the arithmetic of
+    the tiles (whole ones, also where rows don't fill them) takes longer; and each row writes and
+    reads back at least one partial result more.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cache_bytes: int
+    """Of one element of the cache."""
+    rows_per_tile: int
+    bandwidth: float = 4.0e12
+    """Bytes a second of device memory; only its ratio to ``arithmetic`` matters much."""
+    arithmetic: float = 3.0e14
+    """Operations a second that the kernel reaches on full tiles."""
+    launch: float = 4.0e-6
+    """Seconds that one more launch costs; the groups of a step must save more together."""
+
+    def saved(self, num_rows: _Ints, prefix_len: _Ints) -> npt.NDArray[np.float64]:
+        """Seconds saved by groups of ``num_rows`` rows that share ``prefix_len`` positions."""
+        position_bytes = 2 * self.num_kv_heads * self.head_dim * self.cache_bytes
+        read_once = prefix_len * position_bytes / self.bandwidth
+        tiles = -(-num_rows // self.rows_per_tile)
+        operations = 4 * self.num_heads * self.head_dim * self.rows_per_tile * tiles * prefix_len
+        together = np.maximum(read_once, operations / self.arithmetic)
+        partial_bytes = 2 * 4 * self.num_heads * (self.head_dim + 1)
+        return num_rows * read_once - together - num_rows * partial_bytes / self.bandwidth
+
+
+@attrs.frozen(kw_only=True)
+class PrefixGroups:
+    """G groups of decode rows, each of which shares a prefix. No row is in two."""
+
+    members: _Ints
+    """Row indices, group after group."""
+    sizes: _Ints
+    """[G], rows of each group."""
+    prefix_lens: _Ints
+    """[G], positions that the rows of the group share, in whole pages."""
+
+
+NO_GROUPS = PrefixGroups(
+    members=np.zeros(0, np.int64), sizes=np.zeros(0, np.int64), prefix_lens=np.zeros(0, np.int64)
+)
+
+
+@attrs.frozen(kw_only=True)
+class SharedPrefixes:
+    """The work of ``prefix_attention.cu`` for R decode rows; empty where sharing doesn't pay."""
+
+    items: npt.NDArray[np.int32]
+    """[N, 5] = {first, count, begin, end, split}: rows ``members[first:first + count]`` attend to
+    positions begin..end-1, for their partial result ``split``. The longest first."""
+    members: npt.NDArray[np.int32]
+    """Row indices, group after group."""
+    prefix_lens: npt.NDArray[np.int32]
+    """[R], where each row's own part begins: ``begin`` of :func:`gpu.attention.splits.split`."""
+    num_partials: npt.NDArray[np.int32]
+    """[R], partial results reserved for the prefix, each row's first ones: ``reserved`` there."""
+
+
+def prefix_tile(num_rows: int, group: int) -> int:
+    """The tile for steps of up to ``num_rows`` rows: 128 packed queries if they can fill four.
+
+    Fewer are bounded by the bytes of the prefix, which a tile of 64 reads no slower.
+    """
+    return 128 if num_rows * group >= 4 * 128 else 64
+
+
+def max_prefix_items(num_rows: int, target_items: int) -> int:
+    """The most items that :func:`shared_prefixes` makes of up to ``num_rows`` rows.
+
+    With ``rows_per_tile`` times as many partial results.
+    """
+    return num_rows // 2 + target_items
+
+
+def shared_prefixes(
+    block_tables: npt.NDArray[np.int32],
+    context_lens: _Ints,
+    *,
+    page_size: int,
+    cost: PrefixCost,
+    target_items: int,
+) -> SharedPrefixes:
+    """Find the groups of rows that share a prefix, and cut their work into items.
+
+    Args:
+        block_tables: [R, P], page ids; what stands past a row's last page doesn't matter.
+        context_lens: [R], positions of each row with its new token; 0 for a padded row.
+        page_size: positions of a page.
+        cost: decides what pays.
+        target_items: items that fill the GPU once: blocks side by side, divided by the kv heads.
+    """
+    groups = prefix_groups(block_tables, context_lens, page_size=page_size, cost=cost)
+    return prefix_items(
+        groups,
+        num_rows=len(context_lens),
+        rows_per_tile=cost.rows_per_tile,
+        target_items=target_items,
+    )
+
+
+def prefix_groups(
+    block_tables: npt.NDArray[np.int32],
+    context_lens: _Ints,
+    *,
+    page_size: int,
+    cost: PrefixCost,
+) -> PrefixGroups:
+    """The groups that save most together, none if that is too little.
+
+    They stay the same while the rows of a batch do: only whole pages count. See
+    :func:`shared_prefixes`.
+    """
+    whole_pages = np.minimum(np.maximum(context_lens - 1, 0) // page_size, block_tables.shape[1])
+    groups = _best_groups(_prefix_tree(block_tables, whole_pages), page_size, cost)
+    total = float(cost.saved(groups.sizes, groups.prefix_lens).sum())
+    return groups if total > cost.launch else NO_GROUPS
+
+
+def prefix_items(
+    groups: PrefixGroups, *, num_rows: int, rows_per_tile: int, target_items: int
+) -> SharedPrefixes:
+    """Cut the work of groups: each prefix into as many splits as bring all to about one wave."""
+    sizes, prefix_lens = groups.sizes, groups.prefix_lens
+    tiles = -(-sizes // rows_per_tile)
+    share = max(MIN_SPLIT, -(-int((tiles * prefix_lens).sum()) // target_items))
+    # Splits of one prefix are equally long, in whole tiles of keys.
+    split_len = -(-prefix_lens // (-(-prefix_lens // share) * KEY_STEP)) * KEY_STEP
+    splits = -(-prefix_lens // split_len)
+
+    row_prefix, row_partials = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    row_prefix[groups.members] = np.repeat(prefix_lens, sizes)
+    row_partials[groups.members] = np.repeat(splits, sizes)
+
+    # Every tile of rows of a group goes with every split of its prefix.
+    counts = tiles * splits
+    group = np.repeat(np.arange(len(sizes)), counts)
+    index = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
+    tile, split = index // splits[group], index % splits[group]
+    first, begin = tile * rows_per_tile, split * split_len[group]
+    items = np.empty((len(group), ITEM_FIELDS), np.int32)
+    items[:, 0] = (np.cumsum(sizes) - sizes)[group] + first
+    items[:, 1] = np.minimum(rows_per_tile, sizes[group] - first)
+    items[:, 2] = begin
+    items[:, 3] = np.minimum(begin + split_len[group], prefix_lens[group])
+    items[:, 4] = split
+    longest_first = np.argsort(items[:, 2] - items[:, 3], kind="stable")
+    return SharedPrefixes(
+        items=items[longest_first],
+        members=groups.members.astype(np.int32),
+        prefix_lens=row_prefix,
+        num_partials=row_partials,
+    )
+
+
+@attrs.frozen(kw_only=True)
+class _Level:
+    """Nodes of the tree that are equally many branchings below the root."""
+
+    rows: _Ints  # of all nodes, node after node
+    starts: _Ints  # [nodes], where each one's rows begin in `rows`
+    sizes: _Ints  # [nodes]
+    pages: _Ints  # [nodes], how many leading pages its rows share
+    parents: _Ints  # [nodes], index in the level above
+
+
+def _prefix_tree(tables: npt.NDArray[np.int32], whole_pages: _Ints) -> list[_Level]:
+    """All sets of two rows and more that share more pages than any larger set around them."""
+    levels: list[_Level] = []
+    rows = np.flatnonzero(whole_pages)
+    nodes = np.zeros(len(rows), np.int64)  # the node above of each of `rows`
+    depths = np.zeros(len(rows), np.int64)  # pages that the row shares with all of that node
+    while len(rows):
+        # Rows of one node with the same next page make a node of this level.
+        pages = tables[rows, depths].astype(np.int64)
+        order = np.lexsort((pages, nodes))
+        rows, nodes, pages = rows[order], nodes[order], pages[order]
+        is_first = np.ones(len(rows), bool)
+        is_first[1:] = (nodes[1:] != nodes[:-1]) | (pages[1:] != pages[:-1])
+        starts = np.flatnonzero(is_first)
+        sizes = np.diff(starts, append=len(rows))
+        shared = np.repeat(sizes > 1, sizes)
+        if not shared.any():
+            break
+        parents = nodes[starts][sizes > 1]
+        rows, sizes = rows[shared], sizes[sizes > 1]
+        starts = np.cumsum(sizes) - sizes
+        node_of_row = np.repeat(np.arange(len(sizes)), sizes)
+        common = _common_pages(tables, whole_pages, rows, rows[starts][node_of_row])
+        node_pages = np.minimum.reduceat(common, starts)
+        levels.append(
+            _Level(rows=rows, starts=starts, sizes=sizes, pages=node_pages, parents=parents)
+        )
+        deeper = whole_pages[rows] > node_pages[node_of_row]
+        rows, nodes = rows[deeper], node_of_row[deeper]
+        depths = node_pages[nodes]
+    return levels
+
+
+def _common_pages(
+    tables: npt.NDArray[np.int32], whole_pages: _Ints, rows: _Ints, others: _Ints
+) -> _Ints:
+    """How many leading pages each of ``rows`` has in common with its one of ``others``."""
+    common = np.minimum(whole_pages[rows], whole_pages[others])
+    left = np.flatnonzero(rows != others)
+    first, width = 0, 8
+    while len(left):  # columns that double, so that little is compared past the first difference
+        columns = slice(first, first + width)
+        differs = tables[rows[left], columns] != tables[others[left], columns]
+        ends = differs.any(axis=1)
+        common[left[ends]] = np.minimum(common[left[ends]], first + differs[ends].argmax(axis=1))
+        first, width = first + width, 2 * width
+        left = left[~ends & (common[left] > first)]
+    return common
+
+
+def _best_groups(levels: list[_Level], page_size: int, cost: PrefixCost) -> PrefixGroups:
+    """The nodes, no two of them on one path, that save most together."""
+    uses: list[npt.NDArray[np.bool_]] = []  # from the deepest level up, as if none above were used
+    best = np.zeros(0)  # what is saved by using a node or the best of those below it
+    for index in range(len(levels) - 1, -1, -1):
+        level = levels[index]
+        below = np.zeros(len(level.sizes))
+        if index + 1 < len(levels):
+            below = np.bincount(levels[index + 1].parents, best, len(level.sizes))
+        own = cost.saved(level.sizes, level.pages * page_size)
+        uses.append((own > 0) & (own >= below))
+        best = np.maximum(np.maximum(own, below), 0)
+    members: list[_Ints] = []
+    sizes: list[_Ints] = []
+    pages: list[_Ints] = []
+    covered = np.zeros(1, bool)  # nodes of the level above that are used, or below one that is
+    for level, use in zip(levels, reversed(uses), strict=True):
+        covered = covered[level.parents]
+        use &= ~covered
+        members.append(level.rows[np.repeat(use, level.sizes)])
+        sizes.append(level.sizes[use])
+        pages.append(level.pages[use])
+        covered |= use
+    if not levels:
+        return NO_GROUPS
+    return PrefixGroups(
+        members=np.concatenate(members),
+        sizes=np.concatenate(sizes),
+        prefix_lens=np.concatenate(pages) * page_size,
+    )
