@@ -20,7 +20,7 @@ from torch.nn import functional
 from gpu.philox import Purpose, uniforms
 from trioserve.sampling import SamplerParams
 
-__all__ = ["Sampled", "Sampler", "SamplerRow", "TopLogprobs", "UnusableLogits"]
+__all__ = ["LOWEST_TEMPERATURE", "Sampled", "Sampler", "SamplerRow", "TopLogprobs", "UnusableLogits"]
 
 TopLogprobs = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """Token ids and their log-probabilities, most probable first."""
@@ -30,7 +30,7 @@ _FEW = (128, 2048)
 # Tokens in a block of the draw's first stage. Part of what a seed means: it never changes.
 _BLOCK = 128
 # Below this every other token's probability is 0 in float32 anyway, and 1 / temperature overflows.
-_LOWEST_TEMPERATURE = 1e-30
+LOWEST_TEMPERATURE = 1e-30
 
 
 class UnusableLogits(Exception):
@@ -222,7 +222,7 @@ def _weights(logits: Tensor, peaks: Tensor, params: list[SamplerParams]) -> Tens
         peaks: [n, 1], each row's largest logit.
     """
     device, vocab_size = logits.device, logits.shape[1]
-    temperatures = [max(p.temperature, _LOWEST_TEMPERATURE) for p in params]
+    temperatures = [max(p.temperature, LOWEST_TEMPERATURE) for p in params]
     scaled = logits.sub_(peaks)
     if any(temperature != 1 for temperature in temperatures):
         scaled.div_(torch.tensor(temperatures, device=device)[:, None])
