@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ def examine() -> dict[str, Any]:
     import torch
 
     from gpu.linear import prepacks
+
+    kernels, targets = _examine_kernels()
 
     report: dict[str, Any] = {
         "torch": str(torch.__version__),
@@ -34,6 +37,7 @@ def examine() -> dict[str, Any]:
             "name": properties.name,
             "memory_bytes": properties.total_memory,
             "capability": f"{properties.major}.{properties.minor}",
+            "kernels_for": targets(properties.major, properties.minor),
         }
         report["cuda_devices"].append(device)
     if importlib.util.find_spec("cupy") is not None:
@@ -43,7 +47,37 @@ def examine() -> dict[str, Any]:
             report["cupy_error"] = str(error).strip().partition("\n")[0]
         else:
             report["cupy"] = cupy.__version__
-    return report
+    return {**report, **kernels}
+
+
+def _examine_kernels() -> tuple[dict[str, Any], Callable[[int, int], str]]:
+    """What kernels are built with and for, and where built ones are; the target of a capability."""
+    from gpu.kernels import nvrtc, targets
+    from gpu.kernels.cubins import CubinCache
+
+    cache = CubinCache()
+    number, size = cache.statistics()
+    folder = str(cache.folder)
+    report: dict[str, Any] = {
+        "nvrtc": None,
+        "kernel_targets": [],
+        "kernel_cache": {"folder": folder, "kernels": number, "size_bytes": size},
+    }
+    known: tuple[int, ...] = ()
+    try:
+        report["nvrtc"] = nvrtc.compiler().removeprefix("NVRTC ")
+        known = nvrtc.capabilities()
+        report["kernel_targets"] = targets.targets_of(known)
+    except nvrtc.KernelBuildError as error:
+        report["nvrtc_error"] = str(error)
+
+    def target_of(major: int, minor: int) -> str:
+        try:
+            return targets.target_for((major, minor), known)
+        except nvrtc.KernelBuildError as error:
+            return f"none: {error}"
+
+    return report, target_of
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,10 +8,14 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rich.console
+import torch
 
+from gpu.__main__ import examine as examine_worker
+from gpu.kernels import nvrtc
 from trioserve.cli.doctor import (
     Fact,
     Report,
@@ -111,14 +115,63 @@ def test_the_requirements_are_the_projects_own() -> None:
 
 def test_the_workers_answer_is_listed() -> None:
     devices = [{"name": "X", "memory_bytes": 3 << 29}, {"name": "Y", "memory_bytes": 1 << 30}]
-    answer = {"torch": "2.13", "cuda_devices": devices, "cupy": None, "fast": True}
+    answer = {
+        "torch": "2.13",
+        "cuda_devices": devices,
+        "cupy": None,
+        "fast": True,
+        "kernel_targets": ["sm_80", "sm_90a"],
+        "kernel_cache": {"folder": "/k", "kernels": 2, "size_bytes": 3 << 19},
+    }
     facts = list(worker_facts([sys.executable, "-c", f"print({json.dumps(answer)!r})"]))
     assert [(fact.name, fact.value, fact.state) for fact in facts] == [
         ("torch", "2.13", "ok"),
         ("cuda devices", "name X, memory 1.5 GiB\nname Y, memory 1.0 GiB", "ok"),
         ("cupy", "none", "ok"),
         ("fast", "yes", "ok"),
+        ("kernel targets", "sm_80, sm_90a", "ok"),
+        ("kernel cache", "folder /k, kernels 2, size 1.5 MiB", "ok"),
     ]
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    """Make torch find GPUs of these capabilities."""
+    found = [
+        SimpleNamespace(name="GPU", total_memory=GIB, major=major, minor=minor)
+        for major, minor in capabilities
+    ]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+
+
+def test_the_worker_says_what_kernels_are_built_with_and_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpus(monkeypatch, (9, 0), (7, 5))
+    folder = tmp_path / "trioserve" / "kernels"
+    folder.mkdir(parents=True)
+    (folder / "some.cubin").write_bytes(bytes(10))
+    report = examine_worker()
+    assert report["kernel_cache"] == {"folder": str(folder), "kernels": 1, "size_bytes": 10}
+    assert f"NVRTC {report['nvrtc']}" == nvrtc.compiler()
+    assert {"sm_80", "sm_90a", "sm_100", "sm_120"} <= set(report["kernel_targets"])
+    hopper, turing = (device["kernels_for"] for device in report["cuda_devices"])
+    assert hopper == "sm_90a"
+    assert turing.startswith("none: compute capability 7.5 is too old")
+
+
+def test_a_worker_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise nvrtc.KernelBuildError("no compiler here")
+
+    monkeypatch.setattr(nvrtc, "compiler", missing)
+    gpus(monkeypatch, (9, 0))
+    report = examine_worker()
+    assert report["nvrtc"] is None
+    assert report["nvrtc_error"] == "no compiler here"
+    assert report["kernel_targets"] == []
+    assert report["cuda_devices"][0]["kernels_for"] == "none: kernels can't be built here"
 
 
 @pytest.mark.parametrize(

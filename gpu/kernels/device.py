@@ -52,7 +52,7 @@ class DeviceLoader:
         # CUDA keeps a KiB of each block's shared memory for itself.
         self._shared_per_block = int(properties.shared_memory_per_multiprocessor) - 1024
         self._cache = CubinCache() if cache is None else cache
-        self._driver = importlib.import_module("cupy_backends.cuda.api.driver")
+        self._driver = _driver()
         self._kernels: dict[KernelSource, DeviceKernel] = {}
 
     @property
@@ -106,6 +106,10 @@ class DeviceLoader:
         # What torch.cuda.current_stream(index).cuda_stream reads, without making an object.
         raw_stream = torch._C._cuda_getCurrentRawStream
         return lambda: raw_stream(index)
+
+
+def _driver() -> Any:
+    return importlib.import_module("cupy_backends.cuda.api.driver")
 
 
 def check_shared(source: KernelSource, build: Build, limit: int) -> None:

@@ -8,7 +8,7 @@ import attrs
 
 from gpu.kernels.nvrtc import KernelBuildError
 
-__all__ = ["OLDEST", "TARGETS", "Target", "target_for"]
+__all__ = ["OLDEST", "TARGETS", "Target", "target_for", "targets_of"]
 
 OLDEST = (8, 0)
 """Kernels need bf16 tensor cores and asynchronous copies."""
@@ -82,11 +82,21 @@ def target_for(capability: tuple[int, int], known: Sequence[int]) -> str:
         oldest = ".".join(map(str, OLDEST))
         raise KernelBuildError(f"compute capability {name} is too old: {oldest} or newer is needed")
     fitting = [each for each in known if each // 10 == major and each % 10 <= minor]
+    if not known:
+        raise KernelBuildError("kernels can't be built here")
     if not fitting:
         newest = max(known)
         raise KernelBuildError(
             f"the installed NVRTC compiles for compute capability {newest // 10}.{newest % 10} at "
             f"most, this GPU has {name}: install a newer CuPy and NVRTC"
         )
-    best = max(fitting)
-    return "sm_90a" if best == 90 else f"sm_{best}"
+    return _name(max(fitting))
+
+
+def targets_of(known: Sequence[int]) -> list[str]:
+    """All targets that kernels can be compiled for by a compiler that has ``known``."""
+    return [_name(each) for each in sorted(known) if divmod(each, 10) >= OLDEST]
+
+
+def _name(capability: int) -> str:
+    return "sm_90a" if capability == 90 else f"sm_{capability}"

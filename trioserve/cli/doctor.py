@@ -179,19 +179,24 @@ def worker_facts(command: list[str]) -> Iterator[Fact]:
         yield Fact("worker", f"doesn't answer: {error}", "missing", "see Packages above")
     else:
         for name, value in found.items():
-            yield Fact(name.replace("_", " "), _as_line(name, value))
+            yield Fact(_words(name), _as_line(name, value))
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _as_line(name: str, value: Any) -> str:
     if isinstance(value, dict):
         items = value.items()
         return ", ".join(
-            f"{key.removesuffix('_bytes')} {_as_line(key, item)}" for key, item in items
+            f"{_words(key.removesuffix('_bytes'))} {_as_line(key, item)}" for key, item in items
         )
     if isinstance(value, list):
-        return "\n".join(_as_line(name, item) for item in value) or "none"
+        between = ", " if all(isinstance(item, str) for item in value) else "\n"
+        return between.join(_as_line(name, item) for item in value) or "none"
     if name.endswith("_bytes"):
-        return f"{value / 2**30:.1f} GiB"
+        return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)
