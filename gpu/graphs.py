@@ -1,22 +1,23 @@
 """Decode steps as CUDA graphs: captured once for a ladder of batch sizes, then replayed.
 
 A step of a large model is some hundred launches of a few microseconds each, which one thread cannot
-issue as fast as the device runs them. A captured step is one launch. Everything in it is fixed but
-what device memory says: a step of 5 rows replays the graph of 8, whose last rows are padding that
-every kernel skips.
+issue as fast as the device runs them. A captured step is two launches, forward pass and sampling.
+Everything in it is fixed but what device memory says: a step of 5 rows replays the graphs of 8,
+whose last rows are padding that every kernel skips.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import attrs
 import torch
 
-__all__ = ["Capturer", "CudaCapturer", "Graph", "GraphLadder", "ladder"]
+__all__ = ["Capturer", "CudaCapturer", "Graph", "GraphLadder", "ladder", "sharing_ladder"]
 
-OnCaptured = Callable[[int, int], None]
+T = TypeVar("T")
 
 
 class Graph(Protocol):
@@ -29,8 +30,11 @@ class Graph(Protocol):
 class Capturer(Protocol):
     """Makes graphs whose tensors share one pool of memory: they are not to run side by side."""
 
-    def capture(self, work: Callable[[], None]) -> Graph:
-        """Run ``work`` once as it is, so that everything is loaded, and capture it."""
+    def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
+        """Run ``work`` once as it is, so that everything is loaded, and capture it.
+
+        What the captured run returned comes with the graph; a replay writes to the same tensors.
+        """
 
 
 class CudaCapturer:
@@ -39,53 +43,94 @@ class CudaCapturer:
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def capture(self, work: Callable[[], None]) -> Graph:
+    def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
         """See :meth:`Capturer.capture`."""
-        stream = torch.cuda.current_stream()
         work()
         graph = torch.cuda.CUDAGraph()
-        # A thread that waits for events must not spoil the capture, so it is this thread's alone.
+        # The thread that waits for events must not spoil the capture: it is this thread's alone.
         with torch.cuda.graph(
-            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            graph,
+            pool=self._pool,
+            stream=torch.cuda.current_stream(),
+            capture_error_mode="thread_local",
         ):
-            work()
-        return graph
+            result = work()
+        return graph, result
 
 
 def ladder(max_rows: int) -> list[int]:
     """The batch sizes to capture: 1, 2, 4, then multiples of 8, and ``max_rows`` itself."""
-    sizes = {1, 2, 4, *range(8, max_rows, 8), max_rows}
-    return sorted(size for size in sizes if size <= max_rows)
+    return _up_to(max_rows, [1, 2, 4, *range(8, max_rows, 8)])
+
+
+def sharing_ladder(max_rows: int) -> list[int]:
+    """The batch sizes to capture for steps with shared prefixes: powers of two from 8.
+
+    These graphs have a launch more in every layer. Steps that profit from it save more than some
+    rows of padding cost.
+    """
+    return _up_to(max_rows, [1 << power for power in range(3, max_rows.bit_length())])
+
+
+def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
+    return [*(size for size in sizes if size < largest), largest]
+
+
+@attrs.frozen
+class _Step:
+    forward: Graph
+    sampling: Graph
 
 
 class GraphLadder:
-    """One graph for each of several sizes of the same work."""
+    """The graphs of decode steps, for several batch sizes; at first for none."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = sorted(sizes)
-        self._graphs: dict[int, Graph] = {}
-
-    @property
-    def sizes(self) -> list[int]:
-        """All sizes, ascending."""
-        return list(self._sizes)
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._steps: dict[int, _Step] = {}
 
     def capture(
-        self, capturer: Capturer, work: Callable[[int], None], on_captured: Callable[[], None]
+        self,
+        capturer: Capturer,
+        sizes: Sequence[int],
+        *,
+        prepare: Callable[[int], None],
+        forward: Callable[[int], T],
+        sample: Callable[[int, T], None],
+        on_captured: Callable[[], None],
     ) -> None:
-        """Capture ``work(size)`` for every size. ``on_captured`` is called after each.
+        """Capture both parts of a step for every size.
 
-        The largest comes first: what it allocates is enough for the others.
+        ``prepare`` is called before each size is captured and ``on_captured`` after it; ``sample``
+        gets what ``forward`` returned. The largest size comes first: what it allocates is enough
+        for the others, each of which takes the memory of the one before.
         """
-        for size in reversed(self._sizes):
-            self._graphs[size] = capturer.capture(lambda size=size: work(size))  # type: ignore[misc]
+        for size in sorted(sizes, reverse=True):
+            prepare(size)
+            self._capture_size(capturer, size, forward, sample)
             on_captured()
+        self._sizes = sorted(self._steps)
 
     def size_for(self, rows: int) -> int | None:
         """The smallest size that holds ``rows``; None if none does."""
         index = bisect.bisect_left(self._sizes, rows)
         return self._sizes[index] if index < len(self._sizes) else None
 
-    def replay(self, size: int) -> None:
-        """Queue the work of one of the sizes."""
-        self._graphs[size].replay()
+    def replay_forward(self, size: int) -> None:
+        """Queue the forward pass for one of the sizes."""
+        self._steps[size].forward.replay()
+
+    def replay_sampling(self, size: int) -> None:
+        """Queue the sampling for one of the sizes, of what its forward pass gave."""
+        self._steps[size].sampling.replay()
+
+    def _capture_size(
+        self,
+        capturer: Capturer,
+        size: int,
+        forward: Callable[[int], T],
+        sample: Callable[[int, T], None],
+    ) -> None:
+        forward_graph, result = capturer.capture(lambda: forward(size))
+        sampling_graph, _ = capturer.capture(lambda: sample(size, result))
+        self._steps[size] = _Step(forward_graph, sampling_graph)

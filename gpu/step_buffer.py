@@ -38,14 +38,14 @@ class StepBuffer:
 
     Args:
         device: where the kernels run; the host's memory is pinned if that is a GPU.
-        regions: how many numbers each region holds. Those that every step writes should come
-            first: what lies behind the last region written is not copied.
+        regions: how many numbers each region holds. The short ones are laid out first: what lies
+            behind the last region that a step writes is not copied.
     """
 
     def __init__(self, device: torch.device, regions: Mapping[str, int]) -> None:
         self._bounds: dict[str, tuple[int, int]] = {}
         end = 0
-        for name, length in regions.items():
+        for name, length in sorted(regions.items(), key=lambda region: region[1]):
             self._bounds[name] = (end, end + length)
             end += -(-length // ALIGNMENT) * ALIGNMENT
         self._device = torch.zeros(end, dtype=torch.int32, device=device)
@@ -83,7 +83,7 @@ class StepBuffer:
         host = self._hosts[self._current]
         self._device[: self._used].copy_(host.tensor[: self._used], non_blocking=True)
         if self._on_gpu:
-            host.copied = torch.cuda.Event()
+            host.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             host.copied.record()
         self._current = (self._current + 1) % NUM_HOST_BUFFERS
         self._used = 0

@@ -13,23 +13,20 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
-import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Completions", "CudaTimeline", "Finished", "HostTimeline", "Timeline"]
-
-Array = npt.NDArray[np.int32] | npt.NDArray[np.float32]
+__all__ = ["Completions", "CudaTimeline", "Ending", "Finished", "HostTimeline", "Timeline"]
 
 
 @attrs.frozen(kw_only=True)
 class Finished:
     """A step that has ended: its outputs on the host, and its times in microseconds."""
 
-    outputs: list[Array]
+    outputs: list[npt.NDArray[Any]]
     step_us: int
     idle_us: int
 
@@ -108,7 +105,7 @@ class CudaTimeline:
     """:class:`Timeline` of a GPU: the current stream, and one more for the outputs."""
 
     def __init__(self, device: torch.device) -> None:
-        self._copies = torch.cuda.Stream(device)
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._completions = Completions()
         self._began = self._timed_event()
         self._ended = self._timed_event()
@@ -131,7 +128,7 @@ class CudaTimeline:
     def end_step(self, outputs: Sequence[torch.Tensor]) -> Ending:
         """See :meth:`Timeline.end_step`."""
         ended = self._timed_event()
-        copied = torch.cuda.Event(blocking=True)
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._copies):
             ended.wait()
             hosts = [
@@ -159,7 +156,7 @@ class CudaTimeline:
 
     @staticmethod
     def _timed_event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

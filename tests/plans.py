@@ -170,9 +170,10 @@ class PlanMaker:
             given[slot] = tokens[offsets[row] : offsets[row + 1]]
             self.slots[slot].tokens += given[slot]
         assert len(tokens) == offsets[-1]
-        assert result.number == self.number
         return given
 
     def step(self, rows: dict[int, int]) -> dict[int, list[int]]:
         """Run the next plan; the tokens that each row gave."""
-        return self.accept(self._step(self.plan(rows)))
+        result = self._step(self.plan(rows))
+        assert result.number == self.number
+        return self.accept(result)

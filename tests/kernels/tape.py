@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from gpu.kernels import Kernel, KernelLoader, KernelSource
 
 __all__ = ["TapeCapturer", "TapedLoader"]
 
+T = TypeVar("T")
 Launch = Callable[[], None]
 REFUSED = ("item", "is_nonzero", "_local_scalar_dense", "nonzero", "lift_fresh")
 
@@ -63,16 +64,16 @@ class TapeCapturer:
     def __init__(self, loader: TapedLoader) -> None:
         self._loader = loader
 
-    def capture(self, work: Callable[[], None]) -> Graph:
+    def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
         work()
         tape: list[Launch] = []
         self._loader.tape = tape
         try:
             with torch.inference_mode(), _Recorder(tape):
-                work()
+                result = work()
         finally:
             self._loader.tape = None
-        return _Tape(tape)
+        return _Tape(tape), result
 
 
 class _Tape:

@@ -1,0 +1,147 @@
+"""A small random model served by kernels, and the same model in float32 to judge it by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import safetensors.torch
+import torch
+
+from gpu.assembly import ServingLimits, assemble
+from gpu.attention import StepLayout
+from gpu.cuda_executor import CudaExecutor
+from gpu.kernels import KernelLoader
+from gpu.models import build_model
+from gpu.models.decoder import Decoder
+from gpu.operations.cuda_ops import CudaOperations
+from gpu.runner import Runner
+from gpu.sampler import Sampler, SamplerRow
+from gpu.timeline import CudaTimeline, HostTimeline, Timeline
+from tests.kernels.tape import TapeCapturer, TapedLoader
+from tests.plans import PlanMaker, make_attention
+from trioserve.model_files import open_model
+from trioserve.sampling import SamplerParams
+
+__all__ = ["Judge", "Server"]
+
+PAGE_SIZE = 16
+NUM_PAGES = 64
+
+
+@attrs.define
+class Server:
+    """A runner over kernels. ``loader`` counts launches; ``maker`` makes plans for ``runner``."""
+
+    loader: TapedLoader
+    executor: CudaExecutor
+    runner: Runner
+    maker: PlanMaker
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        loader: KernelLoader,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        graphs: bool = False,
+        max_num_seqs: int = 6,
+        **limits: Any,
+    ) -> Server:
+        taped = TapedLoader(loader)
+        config = open_model(folder).config
+        operations = CudaOperations(
+            taped,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            dtype=dtype,
+        )
+        weights = ((name, tensor.to(loader.device)) for name, tensor in _weights(folder, dtype))
+        model = build_model(config, weights, operations)
+        fields: dict[str, Any] = {
+            "max_model_len": 256,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": 128,
+            "page_size": PAGE_SIZE,
+            "num_pages": NUM_PAGES,
+            "kv_cache_dtype": "auto",
+            "max_logprobs": 5,
+            "logprobs_mode": "raw",
+            "batch_invariant_attention": False,
+            **limits,
+        }
+        on_gpu = loader.device.type == "cuda"
+        timeline: Timeline = CudaTimeline(loader.device) if on_gpu else HostTimeline()
+        executor, slots = assemble(taped, model, ServingLimits(**fields), timeline)
+        if graphs:
+            executor.capture(TapeCapturer(taped), max_num_seqs, lambda done, total: None)
+        runner = Runner(executor, slots, max_num_batched_tokens=fields["max_num_batched_tokens"])
+        maker = PlanMaker(runner.step, page_size=fields["page_size"], num_pages=NUM_PAGES)
+        return cls(taped, executor, runner, maker)
+
+
+class Judge:
+    """The same weights in float32 on the CPU, computed by the reference backend and sampler.
+
+    The weights are those of the served dtype, so only the arithmetic differs.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        exact = ((name, tensor.float()) for name, tensor in _weights(folder, dtype))
+        self._model: Decoder = build_model(open_model(folder).config, exact)
+
+    def check(
+        self,
+        tokens: list[int],
+        prompt_length: int,
+        params: SamplerParams,
+        *,
+        margin: float,
+    ) -> int:
+        """Assert that the reference draws the same output, or nearly.
+
+        A token that it doesn't draw must win once its logit is raised by ``margin``. Returns how
+        many tokens had to be raised.
+        """
+        logits = self._logits(tokens[:-1])[prompt_length - 1 :]
+        sampler = Sampler(logits.shape[1], "cpu")
+        near_ties = 0
+        for index, token in enumerate(tokens[prompt_length:]):
+            row = SamplerRow(params, np.array(tokens[: prompt_length + index]), prompt_length)
+            drawn = int(sampler.sample(logits[index : index + 1].clone(), [row]).tokens[0])
+            if drawn == token:
+                continue
+            raised = logits[index : index + 1].clone()
+            raised[0, token] += margin
+            drawn_then = int(sampler.sample(raised, [row]).tokens[0])
+            assert drawn_then == token, (
+                f"position {prompt_length + index}: the kernels drew {token}, the reference {drawn}"
+            )
+            near_ties += 1
+        return near_ties
+
+    def _logits(self, tokens: list[int]) -> torch.Tensor:
+        """[T, V]: what follows each of ``tokens``."""
+        total = len(tokens)
+        num_pages = -(-total // PAGE_SIZE)
+        attention = make_attention(self._model, page_size=PAGE_SIZE, num_pages=num_pages)
+        layout = StepLayout(
+            positions=np.arange(total),
+            query_start=np.array([0, total]),
+            context_lens=np.array([total]),
+            slots=np.zeros(1, np.int64),
+            block_tables=np.arange(num_pages, dtype=np.int32)[None],
+            num_decode_rows=int(total == 1),
+        )
+        with torch.inference_mode():
+            attention.begin(layout)
+            hidden = self._model.forward(torch.tensor(tokens), attention)
+            return self._model.logits(hidden)
+
+
+def _weights(folder: Path, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
+    loaded = safetensors.torch.load_file(folder / "model.safetensors")
+    return [(name, tensor.to(dtype)) for name, tensor in loaded.items()]
