@@ -96,8 +96,9 @@ constexpr int WARPS = NUM_THREADS / 32;
 constexpr int TILE = 16;             // positions of a tile
 constexpr int STEP = WARPS * TILE;   // positions from one tile of a warp to its next
 constexpr bool QUANTIZED = sizeof(CACHE) == 1;
-constexpr int CHUNKS = D * sizeof(CACHE) / 16;       // 16-byte chunks of a row
-constexpr int FRAGMENTS = (CHUNKS + 1) / 2;          // ldmatrix instructions of a tile
+constexpr int CHUNKS = D * sizeof(CACHE) / 16;  // 16-byte chunks of a row
+constexpr int WAYS = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+constexpr int FRAGMENTS = (CHUNKS + 1) / 2;     // ldmatrix instructions of a tile
 constexpr int TILE_BYTES = TILE * CHUNKS * 16;
 constexpr int SCALE_BYTES = QUANTIZED ? TILE * 4 : 0;
 constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES);
@@ -116,29 +117,52 @@ using Multiplied = Operand<QUANTIZED>::type;
 // apart, so without the XOR they would take only 8 / WAYS different places; the XOR moves each
 // set of rows that share a place to WAYS different ones, inside aligned runs of WAYS chunks.
 DEVICE int swizzled(int row, int chunk) {
-  constexpr int WAYS = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
   return (row * CHUNKS + (chunk ^ (row / (8 / WAYS) & (WAYS - 1)))) * 16;
 }
 
-// Start copying a tile; rows outside first .. last - 1 become zeros.
-DEVICE void copy_tile(u8* tile, const u8* from, int first, int last) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < (TILE * CHUNKS + 31) / 32; i++) {
-    const int chunk = i * 32 + lane, row = chunk / CHUNKS;
-    if (TILE * CHUNKS % 32 == 0 || chunk < TILE * CHUNKS)
-      copy_async16(tile + swizzled(row, chunk % CHUNKS), from + chunk * 16,
-                   row >= first && row < last);
-  }
+constexpr u32 ALL_ROWS = (1u << TILE) - 1;
+
+// Which rows of the tile at `position` lie in begin .. end - 1: bit r for row r.
+DEVICE u32 valid_rows(int position, int begin, int end) {
+  return (ALL_ROWS << max(begin - position, 0)) & (ALL_ROWS >> max(position + TILE - end, 0));
 }
 
-// Where this lane's row of the n-th ldmatrix of a tile is: matrices 0 and 1 are chunk 2n of
-// positions 0-7 and 8-15, matrices 2 and 3 chunk 2n + 1 of the same.
-DEVICE const u8* fragment(const u8* tile, int n) {
+// Start copying a tile to `tile` (an offset in shared memory). If not WHOLE, rows that are not valid
+// become zeros.
+template <bool WHOLE> DEVICE void copy_rows(u8* shared, u32 tile, const u8* from, u32 valid) {
+  constexpr int ALL = TILE * CHUNKS;
   const int lane = threadIdx.x % 32;
-  int chunk = 2 * n + lane / 16;
-  if (CHUNKS % 2) chunk = min(chunk, CHUNKS - 1);
-  return tile + swizzled(lane % 16, chunk);
+  from = settled(from + lane * 16);
+#pragma unroll
+  for (int i = 0; i < (ALL + 31) / 32; i++) {
+    if constexpr (32 % CHUNKS == 0) {
+      // A pass of the warp is whole rows, so only the constant part of the XOR is new in each.
+      constexpr int ROWS = 32 / CHUNKS;
+      const int row = lane / CHUNKS, flip = i * ROWS / (8 / WAYS) % WAYS * 16;
+      const u32 to = settled(tile + (swizzled(row, lane % CHUNKS) ^ flip));
+      copy_async16(shared + to + i * 512, from + i * 512, WHOLE || valid >> row & 1u << i * ROWS);
+    } else {
+      const int chunk = i * 32 + lane, row = chunk / CHUNKS;
+      const u32 to = tile + swizzled(row, chunk % CHUNKS);
+      if (ALL % 32 == 0 || chunk < ALL)
+        copy_async16(shared + to, from + i * 512, WHOLE || valid >> row & 1);
+    }
+  }
+}
+DEVICE void copy_tile(u8* shared, u32 tile, const u8* from, u32 valid) {
+  if (valid == ALL_ROWS)
+    copy_rows<true>(shared, tile, from, valid);
+  else
+    copy_rows<false>(shared, tile, from, valid);
+}
+
+// The address that a lane gives to the n-th ldmatrix of a tile: a row's chunk 2n + half.
+DEVICE const u8* fragment(const u8* shared, u32 tile, int row, int half, int n) {
+  // A last chunk without a partner is read twice.
+  if (CHUNKS % 2 && 2 * n == CHUNKS - 1) return shared + tile + swizzled(row, 2 * n);
+  // Only the XOR with the low bits of 2n differs from the first fragment; the rest is added.
+  const u32 run = settled(tile + (swizzled(row, half) ^ 2 * n % WAYS * 16));
+  return shared + run + 2 * n / WAYS * WAYS * 16;
 }
 
 // The A operand of S = Q K^T: 16 rows, those past the group zero. For an e4m3 cache the columns
@@ -180,27 +204,31 @@ DEVICE float queries_to_half(u32 (&queries)[D / 16][4]) {
 }
 
 // scores[n] = Q K^T for positions 8n .. 8n + 7 of the tile (C fragments of the mma).
-DEVICE void multiply_keys(float (&scores)[2][4], const u32 (&queries)[D / 16][4], const u8* keys) {
+DEVICE void multiply_keys(float (&scores)[2][4], const u32 (&queries)[D / 16][4],
+                          const u8* shared, u32 keys) {
+  // Matrices: chunk 2f, then 2f + 1, of positions 0-7, then the same of 8-15.
+  const int lane = threadIdx.x % 32;
+  const int row = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
   // Two sums for each output: a chain of dependent mma half as long.
   float sums[2][2][4] = {};
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     u32 k[4];
-    ldmatrix(k, fragment(keys, f));
+    ldmatrix(k, fragment(shared, keys, row, half, f));
     if constexpr (QUANTIZED) {
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        if (2 * f + half < CHUNKS)
+      for (int c = 0; c < 2; c++)
+        if (2 * f + c < CHUNKS)
 #pragma unroll
           for (int n = 0; n < 2; n++) {
             u32 first, second;
-            unpack_e4m3x4<Multiplied>(k[2 * half + n], first, second);
-            mma<Multiplied>(sums[half][n], queries[2 * f + half], first, second);
+            unpack_e4m3x4<Multiplied>(k[2 * n + c], first, second);
+            mma<Multiplied>(sums[c][n], queries[2 * f + c], first, second);
           }
     } else {
 #pragma unroll
       for (int n = 0; n < 2; n++)
-        mma<Multiplied>(sums[f % 2][n], queries[f], k[n], k[n + 2]);
+        mma<Multiplied>(sums[f % 2][n], queries[f], k[2 * n], k[2 * n + 1]);
     }
   }
 #pragma unroll
@@ -211,21 +239,24 @@ DEVICE void multiply_keys(float (&scores)[2][4], const u32 (&queries)[D / 16][4]
 
 // output += P V. Column j of output[2c + n] is element 16c + 8n + j of the head, or, for an e4m3
 // cache, element 16c + 2j + n.
-DEVICE void multiply_values(float (&output)[D / 8][4], const u32 (&weights)[4], const u8* values) {
+DEVICE void multiply_values(float (&output)[D / 8][4], const u32 (&weights)[4], const u8* shared,
+                            u32 values) {
+  // Matrices: chunk 2f of positions 0-7, then 8-15, then chunk 2f + 1 of the same.
+  const int lane = threadIdx.x % 32, row = lane % 16, half = lane / 16;
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     u32 v[4];
-    ldmatrix_transposed(v, fragment(values, f));
+    ldmatrix_transposed(v, fragment(shared, values, row, half, f));
     if constexpr (QUANTIZED) {
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        if (2 * f + half < CHUNKS) {
+      for (int c = 0; c < 2; c++)
+        if (2 * f + c < CHUNKS) {
           u32 even[2], odd[2];
 #pragma unroll
           for (int k = 0; k < 2; k++)
-            unpack_e4m3x4<Multiplied>(swap_middle_bytes(v[2 * half + k]), even[k], odd[k]);
-          mma<Multiplied>(output[2 * (2 * f + half)], weights, even[0], even[1]);
-          mma<Multiplied>(output[2 * (2 * f + half) + 1], weights, odd[0], odd[1]);
+            unpack_e4m3x4<Multiplied>(swap_middle_bytes(v[2 * c + k]), even[k], odd[k]);
+          mma<Multiplied>(output[2 * (2 * f + c)], weights, even[0], even[1]);
+          mma<Multiplied>(output[2 * (2 * f + c) + 1], weights, odd[0], odd[1]);
         }
     } else {
 #pragma unroll
@@ -238,34 +269,48 @@ DEVICE void multiply_values(float (&output)[D / 8][4], const u32 (&weights)[4], 
 // A lane's share of one warp's result. Index 0 is for row lane / 4, 1 for row lane / 4 + 8.
 struct Sums {
   float output[D / 8][4];  // sum of weight * value
-  float top[2];            // the maximum that exponents are relative to
+  float top[2];            // the maximum that exponents are relative to, in units of the scores
   float weight[2];         // sum of weights over this lane's positions
 };
 
-// Scores to weights (bf16 or fp16, as A operand), with the running sums brought to the new maximum.
-// first and last bound the valid positions of the tile; the scales are those of an e4m3 cache for
-// positions 8n + lane % 4 * 2 + {0, 1}.
-DEVICE void softmax(float (&scores)[2][4], u32 (&weights)[4], Sums& sums, float scale_log2,
-                    int first, int last, const float (&k_scale)[2][2],
-                    const float (&v_scale)[2][2]) {
-  const int column = threadIdx.x % 4 * 2;
+// Scales of an e4m3 cache, for positions 8n + lane % 4 * 2 + {0, 1} of a tile.
+struct Scales {
+  float keys[2][2], values[2][2];
+};
+
+// Scores to weights (as A operand), with the running sums brought to the new maximum. A weight is
+// 2^(unit * (score - maximum)). valid is a bit for each position of the tile.
+DEVICE void softmax(float (&scores)[2][4], u32 (&weights)[4], Sums& sums, float unit, u32 valid,
+                    Scales& scales) {
+  if (valid != ALL_ROWS) {
+    valid >>= threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (!(valid & 1u << (8 * n + j))) {
+          scores[n][j] = scores[n][2 + j] = -INFINITY_F;
+          scales.keys[n][j] = 1.f;  // what was read may be NaN
+          scales.values[n][j] = 0.f;
+        }
+  }
   float top[2] = {sums.top[0], sums.top[1]};
 #pragma unroll
   for (int n = 0; n < 2; n++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int position = 8 * n + column + i % 2;
-      const bool valid = position >= first && position < last;
+    for (int j = 0; j < 2; j++)
       if constexpr (QUANTIZED) {
-        scores[n][i] = valid ? scores[n][i] * (scale_log2 * k_scale[n][i % 2]) : -INFINITY_F;
         // The bound keeps the sum of weights finite where a value's scale is next to nothing.
-        const float shift = fmaxf(log2_approx(v_scale[n][i % 2]), -64.f);
-        top[i / 2] = fmaxf(top[i / 2], valid ? scores[n][i] + shift : -INFINITY_F);
+        const float shift = fmaxf(log2_approx(scales.values[n][j]), -64.f);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          scores[n][2 * h + j] *= scales.keys[n][j];
+          top[h] = fmaxf(top[h], scores[n][2 * h + j] + shift);
+        }
       } else {
-        scores[n][i] = valid ? scores[n][i] * scale_log2 : -INFINITY_F;
-        top[i / 2] = fmaxf(top[i / 2], scores[n][i]);
+#pragma unroll
+        for (int h = 0; h < 2; h++) top[h] = fmaxf(top[h], scores[n][2 * h + j]);
       }
-    }
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     top[h] = fmaxf(top[h], __shfl_xor_sync(ALL_LANES, top[h], 1));
@@ -275,7 +320,7 @@ DEVICE void softmax(float (&scores)[2][4], u32 (&weights)[4], Sums& sums, float 
   if (__any_sync(ALL_LANES, top[0] != sums.top[0] || top[1] != sums.top[1])) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const float factor = exp2_approx(sums.top[h] - top[h]);
+      const float factor = exp2_approx(unit * (sums.top[h] - top[h]));
       sums.top[h] = top[h];
       sums.weight[h] *= factor;
 #pragma unroll
@@ -286,18 +331,20 @@ DEVICE void softmax(float (&scores)[2][4], u32 (&weights)[4], Sums& sums, float 
     }
   }
 #pragma unroll
-  for (int n = 0; n < 2; n++)
+  for (int h = 0; h < 2; h++) {
+    const float offset = unit * top[h];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (int n = 0; n < 2; n++) {
       float w[2];
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        w[j] = exp2_approx(scores[n][2 * h + j] - top[h]);
+        w[j] = exp2_approx(unit * scores[n][2 * h + j] - offset);
         sums.weight[h] += w[j];
-        if constexpr (QUANTIZED) w[j] = w[j] > 0.f ? w[j] * v_scale[n][j] : 0.f;
+        if constexpr (QUANTIZED) w[j] *= scales.values[n][j];
       }
       weights[2 * n + h] = pack<Multiplied>(w[0], w[1]);
     }
+  }
 }
 
 // Merge the results of the warps and write them.
@@ -373,7 +420,8 @@ DEVICE void attend(const Parameters& p, const Item& item, u8* shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
   const int* table = p.block_tables + static_cast<i64>(p.slots[item.row]) * p.table_stride;
   const int begin = item.begin, end = item.end;
-  u8* ring = shared + warp * (STAGES * STAGE_BYTES);  // of stages: K, V, and their scales
+  // The warp's ring of stages (offsets in shared memory): K, V, and their scales.
+  const u32 ring = warp * (STAGES * STAGE_BYTES), last_stage = ring + (STAGES - 1) * STAGE_BYTES;
 
   // This warp's tile j starts at position start + j * STEP.
   const int start = begin / TILE * TILE + warp * TILE;
@@ -386,82 +434,83 @@ DEVICE void attend(const Parameters& p, const Item& item, u8* shared) {
   load_queries(queries, p.q + item.row * p.q_stride + head * p.group * D, p.group);
   int page_ids = load_page_ids(0), next_page_ids = load_page_ids(32);
 
-  // Tiles are copied in order, and the whole warp calls these for each.
-  i64 location = 0;  // of the tile that is copied, in tokens of this head's pages
-  auto locate = [&](int tile) {
-    if (tile && tile % 32 == 0) {
-      page_ids = next_page_ids;
-      next_page_ids = load_page_ids(tile + 32);
-    }
-    const i64 page = __shfl_sync(ALL_LANES, page_ids, tile % 32);
-    const int position = start + tile * STEP;
-    location = ((page * gridDim.x + head) << p.page_shift) +
-               (position & ((1 << p.page_shift) - 1));
-  };
-  auto copy = [&](const u8* cache, int tile, int stage, int part) {
-    const int position = start + tile * STEP;
-    copy_tile(ring + stage * STAGE_BYTES + part * TILE_BYTES, cache + location * (CHUNKS * 16),
-              begin - position, end - position);
-  };
-  auto copy_keys = [&](int tile, int stage) {
+  // The tile that is being copied; copy_keys, then copy_values, for one tile after the other.
+  u32 location = 0;  // index of its first token, over all pages and KV heads
+  u32 to_copy = 0;   // its valid rows
+  auto copy_keys = [&](int tile, u32 stage) {
     if (tile < num_tiles) {
-      locate(tile);
-      copy(p.k_cache, tile, stage, 0);
+      if (tile && tile % 32 == 0) {
+        page_ids = next_page_ids;
+        next_page_ids = load_page_ids(tile + 32);
+      }
+      const u32 page = __shfl_sync(ALL_LANES, page_ids, tile % 32);
+      const int position = start + tile * STEP;
+      location = ((page * gridDim.x + head) << p.page_shift) +
+                 (position & ((1 << p.page_shift) - 1));
+      to_copy = valid_rows(position, begin, end);
+      copy_tile(shared, stage, p.k_cache + static_cast<u64>(location) * (CHUNKS * 16), to_copy);
       if (QUANTIZED && lane < 8) {  // the scales of K, then those of V
         const float* from = (lane < 4 ? p.k_scale : p.v_scale) + location + lane % 4 * 4;
-        copy_async16(ring + stage * STAGE_BYTES + 2 * TILE_BYTES + lane * 16, from, true);
+        copy_async16(shared + stage + 2 * TILE_BYTES + lane * 16, from, true);
       }
     }
     copy_async_commit();
   };
-  auto copy_values = [&](int tile, int stage) {
-    if (tile < num_tiles) copy(p.v_cache, tile, stage, 1);
+  auto copy_values = [&](int tile, u32 stage) {
+    if (tile < num_tiles)
+      copy_tile(shared, stage + TILE_BYTES, p.v_cache + static_cast<u64>(location) * (CHUNKS * 16),
+                to_copy);
     copy_async_commit();
   };
 
 #pragma unroll 1
   for (int tile = 0; tile < STAGES; tile++) {
-    copy_keys(tile, tile);
-    copy_values(tile, tile);
+    copy_keys(tile, ring + tile * STAGE_BYTES);
+    copy_values(tile, ring + tile * STAGE_BYTES);
   }
   float scale_log2 = p.scale_log2;
   if constexpr (QUANTIZED && !IS_HALF<TYPE>) scale_log2 *= queries_to_half(queries);
+  // Scores are multiplied by it with the scales of an e4m3 cache, else as late as possible.
+  const float unit = QUANTIZED ? 1.f : scale_log2;
   Sums sums = {{}, {-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};
 
   // Before either wait, 2 STAGES groups are unfinished at most, and the oldest is what is needed.
-  int stage = 0;
+  u32 stage = ring;
 #pragma unroll 1
   for (int tile = 0; tile < num_tiles; tile++) {
-    const u8* keys = ring + stage * STAGE_BYTES;
-    float scores[2][4], k_scale[2][2] = {}, v_scale[2][2] = {};
+    float scores[2][4];
     u32 weights[4];
+    Scales scales;
     copy_async_wait<2 * STAGES - 1>();
     __syncwarp();
-    multiply_keys(scores, queries, keys);
+    multiply_keys(scores, queries, shared, stage);
     if constexpr (QUANTIZED) {
-      const float* scales = reinterpret_cast<const float*>(keys + 2 * TILE_BYTES);
+      const float* from =
+          reinterpret_cast<const float*>(shared + stage + 2 * TILE_BYTES) + lane % 4 * 2;
 #pragma unroll
-      for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          k_scale[n][j] = scales[8 * n + lane % 4 * 2 + j];
-          v_scale[n][j] = scales[TILE + 8 * n + lane % 4 * 2 + j];
-        }
+      for (int n = 0; n < 2; n++) {
+        const float2 k = *reinterpret_cast<const float2*>(from + 8 * n);
+        const float2 v = *reinterpret_cast<const float2*>(from + TILE + 8 * n);
+        scales.keys[n][0] = k.x * scale_log2;
+        scales.keys[n][1] = k.y * scale_log2;
+        scales.values[n][0] = v.x;
+        scales.values[n][1] = v.y;
+      }
     }
-    __syncwarp();  // every lane has read the keys: the stage may be refilled
+    __syncwarp();  // every lane has read the keys: they may be overwritten
     copy_keys(tile + STAGES, stage);
-
-    const int position = start + tile * STEP;
-    softmax(scores, weights, sums, scale_log2, begin - position, end - position, k_scale, v_scale);
+    softmax(scores, weights, sums, unit, valid_rows(start + tile * STEP, begin, end), scales);
 
     copy_async_wait<2 * STAGES - 1>();
     __syncwarp();
-    multiply_values(sums.output, weights, keys + TILE_BYTES);
+    multiply_values(sums.output, weights, shared, stage + TILE_BYTES);
     __syncwarp();
     copy_values(tile + STAGES, stage);
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    stage = stage == last_stage ? ring : stage + STAGE_BYTES;
   }
   copy_async_wait<0>();
+  sums.top[0] *= unit;
+  sums.top[1] *= unit;
   write_result(p, item, sums, shared);
 }
 

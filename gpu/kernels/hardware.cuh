@@ -216,6 +216,11 @@ template <> DEVICE void mma<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 
 template <> DEVICE void mma<fp16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   emulated_mma(emu::WarpOp::multiply_fp16, c, a, b0, b1);
 }
+// c = a b: the first of a chain of mma, which needs no zeros in registers to start from.
+template <class T> DEVICE void mma_first(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  for (int i = 0; i < 4; i++) c[i] = 0.f;
+  mma<T>(c, a, b0, b1);
+}
 #else
 DEVICE void ldmatrix(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
@@ -231,6 +236,15 @@ template <> DEVICE void mma<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 
 template <> DEVICE void mma<fp16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <class T> DEVICE void mma_first(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
+template <> DEVICE void mma_first<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+template <> DEVICE void mma_first<fp16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 #endif
 
@@ -277,3 +291,13 @@ DEVICE u32 swap_middle_bytes(u32 x) {
   return y;
 #endif
 }
+
+// The same value, but the compiler forgets how it was computed: what is added to it later becomes
+// the immediate offset of each access, where it would else be folded into separate addresses.
+#ifdef EMULATED
+DEVICE u32 settled(u32 x) { return x; }
+DEVICE const u8* settled(const u8* x) { return x; }
+#else
+DEVICE u32 settled(u32 x) { asm("" : "+r"(x)); return x; }
+DEVICE const u8* settled(const u8* x) { asm("" : "+l"(x)); return x; }
+#endif
