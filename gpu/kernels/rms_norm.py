@@ -21,6 +21,7 @@ PARAMETERS = parameters(
     ("weight", "u8"),
     ("y", "u8"),
     ("num_vectors", "i4"),
+    ("inverse_size", "f4"),
     ("eps", "f4"),
 )
 
@@ -71,6 +72,7 @@ class RmsNorm:
         self._adding = loader.load(rms_norm_source(hidden_size, dtype, add=True))
         self._parameters = np.zeros(1, dtype=PARAMETERS)
         self._parameters["num_vectors"] = hidden_size // VECTOR
+        self._parameters["inverse_size"] = 1 / hidden_size
 
     def launch(self, x: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor) -> None:
         """Norm ``x`` [T, hidden_size] into ``y``, which is other memory; all are contiguous."""

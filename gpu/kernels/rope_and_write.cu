@@ -25,13 +25,13 @@
 #include "vectors.cuh"
 
 struct Parameters {
-  ELEMENT* qkv;              // [T, H + 2 K, D]; the queries are changed
-  const float* cos_sin;      // [max_len, D]: D/2 cosines, then D/2 sines
-  const int* positions;      // [T]; of a padding token any number below max_len
-  const int* kv_locations;   // [T]: page * page_size + offset; -1: not to be written
-  CACHE* k_cache;            // [num_pages, K, page_size, D]
+  ELEMENT* qkv;                // [T, H + 2 K, D]; the queries are changed
+  const float* cos_sin;        // [max_len, D]: D/2 cosines, then D/2 sines
+  const int* positions;        // [T]; of a padding token any number below max_len
+  const int* kv_locations;     // [T]: page * page_size + offset; -1: not to be written
+  CACHE* k_cache;              // [num_pages, K, page_size, D]
   CACHE* v_cache;
-  float* k_scale;            // [num_pages, K, page_size]; null unless CACHE is e4m3
+  float* k_scale;              // [num_pages, K, page_size]; null unless CACHE is e4m3
   float* v_scale;
   const ELEMENT* norm_weight;  // [H + K, D]; null: no norm
   int num_heads, num_kv_heads;
@@ -46,6 +46,9 @@ constexpr int BUSY_LANES = HALF / VECTOR;
 constexpr int HEAD_LANES = BUSY_LANES <= 4 ? 4 : BUSY_LANES <= 8 ? 8 : 16;
 constexpr int WARP_HEADS = 32 / HEAD_LANES;
 constexpr int BLOCK_HEADS = NUM_THREADS / HEAD_LANES;
+// At most 72 registers a thread; with 64, some variants spill. Up to 57 KB of loads are in flight on
+// a multiprocessor; 16 KB hide 1 us of latency at the half of the bandwidth that reading gets.
+constexpr int BLOCKS_PER_MULTIPROCESSOR = 7;
 static_assert(HALF % VECTOR == 0 && BUSY_LANES <= HEAD_LANES && NUM_THREADS % 32 == 0);
 
 // What one lane holds of a head: elements 8 lane ... and elements D/2 + 8 lane ...
@@ -74,16 +77,10 @@ DEVICE void load_floats8(const float* from, float (&x)[VECTOR]) {
   x[4] = upper.x, x[5] = upper.y, x[6] = upper.z, x[7] = upper.w;
 }
 
-// Multiply a head by its weight over its root mean square. Every lane of the warp must call it;
-// only where `normed` do the numbers change.
-DEVICE void norm(float (&a)[VECTOR], float (&b)[VECTOR], const ELEMENT* weight, bool normed,
-                 float eps) {
-  const float sum = sum_over_lanes<HEAD_LANES>(sum_of_squares(a) + sum_of_squares(b));
-  if (!normed) return;
-  const float scale = rsqrt_approx(sum * (1.f / HEAD_DIM) + eps);
+DEVICE void scale_by(float (&a)[VECTOR], float (&b)[VECTOR], const Pairs& weight, float scale) {
   float of_a[VECTOR], of_b[VECTOR];
-  unpack8<ELEMENT>(load16(weight), of_a);
-  unpack8<ELEMENT>(load16(weight + HALF), of_b);
+  unpack8<ELEMENT>(weight.first, of_a);
+  unpack8<ELEMENT>(weight.second, of_b);
   for (int i = 0; i < VECTOR; i++) {
     a[i] *= scale * of_a[i];
     b[i] *= scale * of_b[i];
@@ -113,7 +110,7 @@ DEVICE float quantize(float (&a)[VECTOR], float (&b)[VECTOR]) {
   return size / LARGEST;
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) rope_and_write(Parameters p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) rope_and_write(Parameters p) {
   const int token = blockIdx.x;
   const int lane = threadIdx.x % HEAD_LANES;
   const bool busy = lane < BUSY_LANES;
@@ -141,13 +138,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) rope_and_write(Paramet
     const Pairs pairs = next;
     if (busy && head_after < all_heads) next = load_pairs(row + head_after * HEAD_DIM);
 
+    const bool at_work = busy && head < all_heads;
+    const bool is_value = head >= p.num_heads + p.num_kv_heads;
+    const bool normed = p.norm_weight && at_work && !is_value;
+    Pairs weight = {};
+    if (normed) weight = load_pairs(p.norm_weight + head * HEAD_DIM + lane * VECTOR);
+
     float a[VECTOR], b[VECTOR];
     unpack8<ELEMENT>(pairs.first, a);
     unpack8<ELEMENT>(pairs.second, b);
-    const bool at_work = busy && head < all_heads;
-    const bool is_value = head >= p.num_heads + p.num_kv_heads;
     if (p.norm_weight) {
-      norm(a, b, p.norm_weight + head * HEAD_DIM + lane * VECTOR, at_work && !is_value, p.eps);
+      const float sum = sum_over_lanes<HEAD_LANES>(sum_of_squares(a) + sum_of_squares(b));
+      if (normed) scale_by(a, b, weight, rsqrt_approx(sum * (1.f / HEAD_DIM) + p.eps));
     }
     if (p.rotate && !is_value) rotate(a, b, cos, sin);
     if (at_work && head < p.num_heads) store_pairs(row + head * HEAD_DIM, a, b);

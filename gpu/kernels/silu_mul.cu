@@ -7,7 +7,8 @@
 // gates and their partners, all loaded before the first is used.
 //
 // Bytes: 4 in and 2 out per element, with 2 special-function operations: 8192 tokens of 14336 are
-// 705 MB, 164 us on an H200 at 4.3 TB/s, beside 14 us of special functions. Memory bounds it.
+// 705 MB, 164 us on an H200 at 4.3 TB/s; the special-function units are busy for 63 us of that (16
+// operations per clock and multiprocessor). Memory bounds it.
 #include "vectors.cuh"
 
 struct Parameters {
