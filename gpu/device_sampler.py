@@ -190,8 +190,10 @@ class DeviceSampler:
             bitmask: [R, ceil(vocab_size / 32)] int32, contiguous, applied after ``bias``: token t
                 may be drawn if bit t % 32 of word t // 32 is set.
         """
-        assert logits.dtype == torch.float32 and logits.stride(1) == 1
-        assert logits.shape[1] == self.vocab_size and len(logits) <= self._max_rows
+        assert logits.dtype == torch.float32
+        assert logits.stride(1) == 1
+        assert logits.shape[1] == self.vocab_size
+        assert len(logits) <= self._max_rows
         assert len(logits) == len(slots) == len(lengths)
         self._kernels.launch(logits, slots, lengths, bias=bias, bitmask=bitmask)
 
