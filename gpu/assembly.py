@@ -20,7 +20,7 @@ from gpu.step_buffer import StepBuffer
 from gpu.timeline import Timeline
 from trioserve.model_files import ModelConfig
 
-__all__ = ["ServingLimits", "assemble", "cache_shape"]
+__all__ = ["ServingLimits", "assemble", "attention_limits", "cache_shape"]
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +53,23 @@ def cache_shape(
     )
 
 
+def attention_limits(
+    config: ModelConfig, limits: ServingLimits, num_multiprocessors: int
+) -> AttentionLimits:
+    """What the limits mean for attention on a device with so many multiprocessors."""
+    return AttentionLimits(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        windows=config.windows,
+        max_rows=limits.max_num_seqs,
+        max_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        num_multiprocessors=num_multiprocessors,
+        batch_invariant=limits.batch_invariant_attention,
+    )
+
+
 def assemble(
     loader: KernelLoader, model: Decoder, limits: ServingLimits, timeline: Timeline
 ) -> tuple[CudaExecutor, SlotTable]:
@@ -63,20 +80,10 @@ def assemble(
     """
     config = model.config
     max_rows, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-    attention_limits = AttentionLimits(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        windows=config.windows,
-        max_rows=max_rows,
-        max_tokens=max_tokens,
-        max_model_len=limits.max_model_len,
-        num_multiprocessors=loader.num_multiprocessors,
-        batch_invariant=limits.batch_invariant_attention,
-    )
+    of_attention = attention_limits(config, limits, loader.num_multiprocessors)
     regions = {
         **executor_regions(max_rows, max_tokens),
-        **attention_limits.regions(),
+        **of_attention.regions(),
         **DeviceState.regions(),
     }
     buffer = StepBuffer(loader.device, regions)
@@ -92,7 +99,7 @@ def assemble(
         buffer=buffer,
         block_tables=state.block_tables,
         cache=KvCache(cache_shape(config, limits, model.dtype, loader.device)),
-        limits=attention_limits,
+        limits=of_attention,
         dtype=model.dtype,
         cos_sin=cos_sin_table(config, limits.max_model_len).to(loader.device),
     )

@@ -13,6 +13,7 @@ from trioserve.wire import Start
 __all__ = [
     "GRAPHS_DONT_FIT",
     "GpuMemory",
+    "cache_doesnt_fit",
     "choose_num_gpu_pages",
     "choose_num_pages",
     "graph_bytes",
@@ -78,15 +79,18 @@ class GpuMemory:
         Raises:
             ModelLoadError: they don't.
         """
-        if num_bytes <= self.budget:
-            return
+        if num_bytes > self.budget:
+            raise ModelLoadError(self.weights_dont_fit(num_bytes))
+
+    def weights_dont_fit(self, num_bytes: int) -> str:
+        """The line for weights of so many bytes that don't fit."""
         others = self.total - self.free
         remedy = "take a smaller model or a larger GPU"
         if num_bytes <= self.total * self.utilization:
             remedy = f"end what else uses this GPU ({_gib(others)} of it)"
         elif num_bytes <= self.free:
             remedy = f"raise --gpu-memory-utilization above {self.utilization:g}"
-        raise ModelLoadError(
+        return (
             f"the weights take {_gib(num_bytes)} and this engine may use {_gib(self.budget)} "
             f"of the GPU's {_gib(self.total)}: {remedy}"
         )
@@ -135,6 +139,15 @@ def step_doesnt_fit(max_num_batched_tokens: int) -> str:
     return (
         f"no memory is left for a step of {max_num_batched_tokens} tokens beside the weights: "
         "lower --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
+    )
+
+
+def cache_doesnt_fit(num_pages: int) -> str:
+    """The line for a KV cache that was chosen, or asked for, and can't be allocated."""
+    return (
+        f"a KV cache of {num_pages} pages doesn't fit beside the weights: lower "
+        "--gpu-memory-utilization, or what was asked for with --num-gpu-blocks-override or "
+        "--kv-cache-memory-bytes"
     )
 
 
