@@ -11,7 +11,6 @@ from gpu.kernels.attention_tile import DTYPES, HEAD_DIMS
 __all__ = ["VARIANTS", "CombinePartials", "source"]
 
 _NUM_THREADS = 128
-_HEADS_PER_BLOCK = _NUM_THREADS // 32
 
 _PARAMETERS = parameters(
     ("partial_out", "u8"),
@@ -89,7 +88,8 @@ class CombinePartials:
         self._parameters["partial_out"] = partial_out.data_ptr()
         self._parameters["partial_lse"] = partial_lse.data_ptr()
         self._parameters["partial_start"] = partial_start.data_ptr()
-        self._grid = (-(-self._num_heads // _HEADS_PER_BLOCK), num_rows, 1)
+        num_vectors = self._num_heads * self._head_dim // 4
+        self._grid = (-(-num_vectors // _NUM_THREADS), num_rows, 1)
 
     def launch(self, out: torch.Tensor) -> None:
         """Merge into ``out`` [rows, num_heads, head_dim], on torch's current stream."""

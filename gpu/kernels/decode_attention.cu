@@ -517,15 +517,17 @@ DEVICE void attend(const Parameters& p, const Item& item, u8* shared) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR)
 decode_attention(const Parameters p) {
   DYNAMIC_SHARED(shared);
-  // The grid is no larger than the array of items, so the first may be read with the count.
+  // The grid is no larger than the array of items, so the first may be read before the count is
+  // known. end > 0 holds for any item; asking for it keeps the compiler from reading the item only
+  // after the comparison, which would put two latencies in a row.
   Item item = p.items[blockIdx.y];
   const int num_items = *p.num_items;
-  for (int index = blockIdx.y; index < num_items;) {
+  if ((static_cast<int>(blockIdx.y) >= num_items) | (item.end <= 0)) return;
+  for (int index = blockIdx.y;;) {
     attend(p, item, shared);
     index += gridDim.y;
-    if (index < num_items) {
-      item = p.items[index];
-      __syncthreads();  // the merge has read what the next item's tiles overwrite
-    }
+    if (index >= num_items) return;
+    item = p.items[index];
+    __syncthreads();  // the merge has read what the next item's tiles overwrite
   }
 }
