@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shutil
 import struct
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Instructions", "SassError", "disassemble"]
+__all__ = ["Instructions", "SassError", "disassemble", "nvdisasm"]
 
 _INSTRUCTION_BYTES = 16
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][\w.]*)")
@@ -53,7 +54,7 @@ def disassemble(cubins: Sequence[bytes], target: str) -> list[Instructions]:
         file.write(b"".join(codes))
         file.flush()
         architecture = target.replace("sm_", "SM")
-        command = [str(_nvdisasm()), "--no-dataflow", "--binary", architecture, file.name]
+        command = [str(nvdisasm()), "--no-dataflow", "--binary", architecture, file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SassError(f"nvdisasm fails for {target}: {done.stderr.strip()}")
@@ -70,7 +71,12 @@ def disassemble(cubins: Sequence[bytes], target: str) -> list[Instructions]:
 
 
 @cache
-def _nvdisasm() -> Path:
+def nvdisasm() -> Path:
+    """The program: of the Python package, else of a CUDA toolkit.
+
+    Raises:
+        SassError: there is none.
+    """
     try:
         files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
     except importlib.metadata.PackageNotFoundError:
@@ -78,7 +84,8 @@ def _nvdisasm() -> Path:
     for file in files:
         if file.name == "nvdisasm":
             return Path(str(file.locate()))
-    installed = shutil.which("nvdisasm")
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
+    installed = shutil.which("nvdisasm", path=path)
     if installed is None:
         raise SassError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
     return Path(installed)

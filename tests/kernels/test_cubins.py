@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import attrs
@@ -87,6 +88,18 @@ def test_a_cubin_is_whole_and_its_instructions_are_read(target: str, source: Ker
     assert first.like("BAR") == 1
     assert first.like("STS") >= 1
     assert first.like("HMMA") == 0
+
+
+def test_a_cubin_has_its_last_byte(source: KernelSource, tmp_path: Path) -> None:
+    cubin = nvrtc.build(nvrtc.unit(source, "sm_90")).cubin
+    accepted = []
+    for data in (cubin, cubin[:-1]):
+        (tmp_path / "k.cubin").write_bytes(data)
+        done = subprocess.run(
+            [sass.nvdisasm(), "-c", tmp_path / "k.cubin"], capture_output=True, check=False
+        )
+        accepted.append(done.returncode == 0)
+    assert accepted == [True, False]
 
 
 def test_the_report_of_spills_is_read() -> None:
