@@ -101,6 +101,8 @@ def build_kernel(source: KernelSource, *, folder: Path = FOLDER, sanitizer: str 
             "}\n"
         )
         link = [str(emulator), "-Wl,-rpath,$ORIGIN"]
+        if not sanitizer:  # whose run-time library isn't linked but preloaded
+            link.append("-Wl,-z,defs")
         return [*options, f"-I{folder}", f"-I{HERE}", str(unit), *link]
 
     return _build(f"{source.name}-{key}.so", command)

@@ -45,12 +45,6 @@ DEVICE float to_float(fp16 x) {
   const float tiny = fraction * 0x1p-24f;
   return sign ? -tiny : tiny;
 }
-DEVICE float to_float(e4m3 x) {
-  const u32 exponent = x.bits >> 3 & 15, fraction = x.bits & 7;
-  if (exponent == 15 && fraction == 7) return __uint_as_float(0x7fffffffu);
-  const float size = exponent ? (8 + fraction) * exp2f(static_cast<float>(exponent) - 10) : fraction * 0x1p-9f;
-  return x.bits & 0x80 ? -size : size;
-}
 DEVICE bf16 to_bf16(float x) {
   const u32 u = __float_as_uint(x);
   return {static_cast<u16>(x != x ? 0x7fffu : (u + 0x7fffu + (u >> 16 & 1)) >> 16)};
@@ -64,36 +58,28 @@ DEVICE fp16 to_fp16(float x) {
   const u32 v = u & 0x7fffffffu;
   return {static_cast<u16>(sign | (((v + 0xfffu + (v >> 13 & 1)) >> 13) - (112u << 10)))};
 }
-DEVICE e4m3 to_e4m3(float x) {  // saturates at 448
-  const u32 sign = __float_as_uint(x) >> 24 & 0x80u;
-  if (x != x) return {0x7f};
-  const float size = fminf(fabsf(x), 448.f);
-  int exponent = size < 0x1p-6f ? -6 : ilogbf(size);
-  float steps = rintf(size * exp2f(3.f - exponent));
-  if (steps == 16.f) { steps = 8.f; exponent++; }
-  const u32 code = steps < 8.f ? static_cast<u32>(steps) : (exponent + 7) * 8 + static_cast<u32>(steps) - 8;
-  return {static_cast<u8>(sign | code)};
-}
 #else
 DEVICE float to_float(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
 DEVICE float to_float(fp16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits)); return y; }
 DEVICE bf16 to_bf16(float x) { bf16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); return y; }
 DEVICE fp16 to_fp16(float x) { fp16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); return y; }
-#if __CUDA_ARCH__ >= 890
+#endif
+
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 890
 DEVICE float to_float(e4m3 x) {
   u32 pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<u16>(x.bits)));
   return to_float(fp16{static_cast<u16>(pair)});
 }
-DEVICE e4m3 to_e4m3(float x) {
+DEVICE e4m3 to_e4m3(float x) {  // saturates at 448
   u16 pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
   return {static_cast<u8>(pair)};
 }
-#else
-DEVICE float to_float(e4m3 x) {  // sm_80 has no e4m3: its exponent is moved into a half's
+#else  // sm_80 has no e4m3, so its conversions are the emulation's too, and proven there
+DEVICE float to_float(e4m3 x) {  // the exponent is moved into a half's, which is 8 larger
   const u16 half = static_cast<u16>((x.bits & 0x80u) << 8 | (x.bits & 0x7fu) << 7);
-  return to_float(fp16{half}) * 256.f;
+  return (x.bits & 0x7fu) == 0x7fu ? __uint_as_float(0x7fffffffu) : to_float(fp16{half}) * 256.f;
 }
 DEVICE e4m3 to_e4m3(float x) {
   const u32 sign = __float_as_uint(x) >> 24 & 0x80u;
@@ -107,7 +93,6 @@ DEVICE e4m3 to_e4m3(float x) {
   const u32 code = rounded < 0.015625f ? static_cast<u32>(rounded * 512.f) : (bits >> 20) - (120u << 3);
   return {static_cast<u8>(sign | code)};
 }
-#endif
 #endif
 
 // from_float<T>: round to the nearest T, ties to even.
@@ -151,6 +136,14 @@ DEVICE float reciprocal_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %
 DEVICE uint4 load_once16(const void* from) { return *static_cast<const uint4*>(from); }
 // A word that other threads change at the same time, by atomics.
 DEVICE u32 load_relaxed(const u32* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
+// An address in shared memory as the hardware counts it, plus bytes. Sums of these fold into the
+// instructions' own offsets, which sums of ordinary pointers don't.
+typedef unsigned char* SharedAddress;
+DEVICE SharedAddress shared_address(void* p) { return static_cast<SharedAddress>(p); }
+// The address with some bits flipped.
+DEVICE SharedAddress flip_bits(SharedAddress p, u32 bits) {
+  return reinterpret_cast<SharedAddress>(reinterpret_cast<u64>(p) ^ bits);
+}
 DEVICE void emulated_copy16(void* to, const void* from) {
   *static_cast<uint4*>(to) = from ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
 }
@@ -178,10 +171,13 @@ DEVICE u32 load_relaxed(const u32* from) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-DEVICE void copy_async16(void* shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid ? 16 : 0) : "memory");
+typedef u32 SharedAddress;
+DEVICE SharedAddress shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+DEVICE SharedAddress flip_bits(SharedAddress p, u32 bits) { return p ^ bits; }
+DEVICE void copy_async16(SharedAddress shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
 }
+DEVICE void copy_async16(void* shared, const void* global, bool valid) { copy_async16(shared_address(shared), global, valid); }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int KEEP> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(KEEP) : "memory"); }
 #endif
@@ -222,12 +218,14 @@ template <class T> DEVICE void mma_first(float (&c)[4], const u32 (&a)[4], u32 b
   mma<T>(c, a, b0, b1);
 }
 #else
-DEVICE void ldmatrix(u32 (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+DEVICE void ldmatrix(u32 (&r)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 }
-DEVICE void ldmatrix_transposed(u32 (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+DEVICE void ldmatrix(u32 (&r)[4], const void* row) { ldmatrix(r, shared_address(row)); }
+DEVICE void ldmatrix_transposed(u32 (&r)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 }
+DEVICE void ldmatrix_transposed(u32 (&r)[4], const void* row) { ldmatrix_transposed(r, shared_address(row)); }
 template <class T> DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
 template <> DEVICE void mma<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
