@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("", "address", "thread"),
         default="",
         help="build the emulated kernels with a sanitizer, whose library must be in LD_PRELOAD",
+    )
+    kernels.addoption(
+        "--kernels-folder",
+        type=Path,
+        help="where the emulation takes the kernels' sources, instead of gpu/kernels",
     )
 
 

@@ -7,7 +7,11 @@ import zlib
 import pytest
 
 from gpu.emulation import FORWARD, RANDOM, REVERSE, EmulatedLoader
-from gpu.kernels import KernelLoader
+from gpu.kernels import FOLDER, KernelLoader
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "error::gpu.emulation.BuildWarning")
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +32,7 @@ def loader(request: pytest.FixtureRequest) -> KernelLoader:
         order=RANDOM,
         seed=zlib.crc32(request.node.name.encode()),
         sanitizer=request.config.getoption("--kernels-sanitizer"),
+        folder=request.config.getoption("--kernels-folder") or FOLDER,
     )
 
 
@@ -42,6 +47,11 @@ def loaders(request: pytest.FixtureRequest, loader: KernelLoader) -> list[Kernel
         return [loader] * 4
     orders = [(FORWARD, 0), (REVERSE, 1), (RANDOM, 2), (RANDOM, 3)]
     return [
-        EmulatedLoader(order=order, seed=loader.seed + seed, sanitizer=loader.sanitizer)
+        EmulatedLoader(
+            order=order,
+            seed=loader.seed + seed,
+            sanitizer=loader.sanitizer,
+            folder=loader.folder,
+        )
         for order, seed in orders
     ]
