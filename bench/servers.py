@@ -51,6 +51,7 @@ class Running:
 
     server: Server
     target: Target
+    port: int
     process: trio.Process
 
     def peak_memory_bytes(self) -> int:
@@ -104,7 +105,7 @@ async def running(server: Server, log: Path) -> AsyncIterator[Running]:
         target = Target(
             connect=over_tcp(f"http://127.0.0.1:{port}"), path=server.path, fields=server.fields
         )
-        yield Running(server=server, target=target, process=process)
+        yield Running(server=server, target=target, port=port, process=process)
     finally:
         with trio.CancelScope(shield=True):
             await _stop(process)

@@ -132,6 +132,9 @@ class Watched:
             num_preemptions=4,
             prefix_cache_queries=100,
             prefix_cache_hits=60,
+            num_steps=7,
+            step_us=2_500_000,
+            idle_us=250_000,
         )
         return EngineStatistics(
             scheduler=scheduler,
@@ -154,6 +157,9 @@ def test_gauges_are_read_when_somebody_asks() -> None:
         "num_preemptions_total": 4,
         "prefix_cache_queries_total": 100,
         "prefix_cache_hits_total": 60,
+        "worker_steps_total": 7,
+        "worker_step_seconds_total": 2.5,
+        "worker_idle_seconds_total": 0.25,
         "worker_restarts_total": 5,
     }
     assert {name: value(metrics, name) for name in expected} == expected

@@ -83,11 +83,8 @@ def sessions_of_the_noxfile() -> list[str]:
     ]
 
 
-def test_the_noxfile_has_every_session_and_names_tests_that_exist() -> None:
+def test_the_noxfile_has_every_session() -> None:
     assert set(sessions_of_the_noxfile()) == SESSIONS
-    listed = re.search(r"^WORKER_TESTS = (\[.*?\])", (ROOT / "noxfile.py").read_text(), re.M | re.S)
-    assert listed is not None
-    assert [name for name in ast.literal_eval(listed[1]) if not (ROOT / name).exists()] == []
 
 
 def commands_of_the_readme() -> list[str]:

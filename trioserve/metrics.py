@@ -226,6 +226,9 @@ class _Samples(Collector):
             ("num_preemptions", "Requests preempted", scheduler.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up", scheduler.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found cached", scheduler.prefix_cache_hits),
+            ("worker_steps", "Steps computed", scheduler.num_steps),
+            ("worker_step_seconds", "Time in steps", scheduler.step_us / 1e6),
+            ("worker_idle_seconds", "Time between steps", scheduler.idle_us / 1e6),
             (
                 "worker_restarts",
                 "Workers started in place of a dead one",

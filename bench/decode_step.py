@@ -1,0 +1,334 @@
+"""Whole decode steps beside their floor: ``python -m bench.decode_step``.
+
+A model of Llama-3.1-8B's shape with random weights, made on the device, runs through the worker's
+own runner and executor at several batch sizes and contexts: with and without CUDA graphs, and with
+one and two plans in flight. The floor is the weights and the KV cache read once at the card's copy
+rate, measured in the same run, or the products at its matrix rate where that takes longer.
+
+``--engine`` measures the whole server instead: a process that serves such a model to 256 streaming
+HTTP clients, and the share of time that its GPU waits. ``--on emulation`` runs a tiny model through
+the same code on the CPU and times nothing; with ``--engine`` it serves that model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+
+from bench.decode_batch import DecodeBatch, StepTimes
+from bench.gpu_report import RESULTS, describe_ceilings, describe_device, markdown_table, save
+from bench.gpu_timing import measure_ceilings
+from bench.random_model import LLAMA_8B, TINY, random_weights
+from bench.roofline import Ceilings, decode_step_parts
+from gpu.assembly import ServingLimits, assemble
+from gpu.graphs import CudaCapturer
+from gpu.kernels import KernelLoader
+from gpu.models import build_model
+from gpu.models.decoder import Decoder
+from gpu.operations.cuda_ops import CudaOperations
+from gpu.runner import Runner
+from gpu.timeline import CudaTimeline, HostTimeline, Timeline
+from trioserve.model_files import ModelConfig
+
+__all__ = ["Scenario", "Stand", "main", "measure_scenario"]
+
+_DTYPE = torch.bfloat16
+_PAGE_SIZE = 16
+# What a step may take, in floors: batch 1, and the others.
+_TARGET_ALONE, _TARGET = 1.15, 1.25
+_TARGET_IDLE = 0.02
+
+
+@attrs.frozen(kw_only=True)
+class Scenario:
+    """So many sequences of one context, and how many steps are timed."""
+
+    rows: int
+    context: int
+    num_steps: int
+
+    @property
+    def title(self) -> str:
+        """As the tables call it."""
+        thousands, rest = divmod(self.context, 1024)
+        return f"{self.rows}x{thousands}k" if not rest else f"{self.rows}x{self.context}"
+
+
+SCENARIOS = (
+    Scenario(rows=1, context=1024, num_steps=200),
+    Scenario(rows=32, context=1024, num_steps=150),
+    Scenario(rows=32, context=8192, num_steps=80),
+    Scenario(rows=256, context=1024, num_steps=80),
+)
+TINY_SCENARIOS = (
+    Scenario(rows=1, context=20, num_steps=2),
+    Scenario(rows=3, context=37, num_steps=2),
+)
+QUICK = ("1x1k", "256x1k")
+
+
+@attrs.frozen(kw_only=True)
+class Stand:
+    """A model on a device, and what else an executor is assembled from."""
+
+    loader: KernelLoader
+    model: Decoder
+    max_tokens: int
+
+    @classmethod
+    def on_gpu(cls) -> Stand:
+        """Llama-3.1-8B's shape on the GPU."""
+        from gpu.kernels.device import DeviceLoader
+
+        return cls.of(DeviceLoader(), LLAMA_8B, max_tokens=8192)
+
+    @classmethod
+    def emulated(cls) -> Stand:
+        """The tiny shape on the CPU."""
+        from gpu.emulation import EmulatedLoader
+
+        return cls.of(EmulatedLoader(), TINY, max_tokens=64)
+
+    @classmethod
+    def of(cls, loader: KernelLoader, config: ModelConfig, *, max_tokens: int) -> Stand:
+        """``config`` with random weights where ``loader`` runs kernels."""
+        operations = CudaOperations(
+            loader,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            dtype=_DTYPE,
+        )
+        weights = random_weights(config, loader.device, _DTYPE)
+        model = build_model(config, weights, operations)
+        return cls(loader=loader, model=model, max_tokens=max_tokens)
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether times mean anything."""
+        return self.loader.device.type == "cuda"
+
+    def timeline(self) -> Timeline:
+        """The device's."""
+        return CudaTimeline(self.loader.device) if self.has_gpu else HostTimeline()
+
+    def limits(self, scenario: Scenario) -> ServingLimits:
+        """Room for one scenario, with both runs of its steps."""
+        longest = scenario.context + 2 * scenario.num_steps + 64
+        return ServingLimits(
+            max_model_len=longest,
+            max_num_seqs=scenario.rows,
+            max_num_batched_tokens=self.max_tokens,
+            page_size=_PAGE_SIZE,
+            num_pages=scenario.rows * -(-longest // _PAGE_SIZE),
+            kv_cache_dtype="auto",
+            max_logprobs=1,
+            logprobs_mode="raw",
+            batch_invariant_attention=False,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Measured:
+    """One scenario in one mode. ``context`` is that of the steps in the middle of the run."""
+
+    scenario: Scenario
+    graphs: bool
+    in_flight: int
+    context: int
+    times: StepTimes
+    prefill_tokens_per_second: float
+
+
+def measure_scenario(stand: Stand, scenario: Scenario, *, graphs: bool) -> list[Measured]:
+    """Prefill the batch once, then time its steps with one and with two plans in flight."""
+    limits = stand.limits(scenario)
+    executor, slots = assemble(stand.loader, stand.model, limits, stand.timeline())
+    if graphs:
+        executor.capture(CudaCapturer(), scenario.rows, lambda done, total: None)
+    runner = Runner(executor, slots, max_num_batched_tokens=limits.max_num_batched_tokens)
+    batch = DecodeBatch(
+        runner,
+        [scenario.context] * scenario.rows,
+        page_size=limits.page_size,
+        num_pages=limits.num_pages,
+        vocab_size=stand.model.config.vocab_size,
+        plan_number=0,
+    )
+    seconds = batch.prefill(limits.max_num_batched_tokens)
+    rate = scenario.rows * scenario.context / seconds
+    measured = []
+    for in_flight in (1, 2):
+        before = batch.lengths[0]
+        times = batch.decode(scenario.num_steps, in_flight=in_flight)
+        measured.append(
+            Measured(
+                scenario=scenario,
+                graphs=graphs,
+                in_flight=in_flight,
+                context=(before + batch.lengths[0]) // 2,
+                times=times,
+                prefill_tokens_per_second=rate,
+            )
+        )
+    batch.close()
+    return measured
+
+
+def measure_all(
+    stand: Stand, scenarios: Sequence[Scenario], deadline: float
+) -> tuple[list[Measured], list[str]]:
+    """Every scenario in every mode, and what was left out because time had run out."""
+    measured: list[Measured] = []
+    left_out: list[str] = []
+    for scenario in scenarios:
+        for graphs in (True, False) if stand.has_gpu else (False,):
+            name = f"{scenario.title} {'graphs' if graphs else 'eager'}"
+            if time.monotonic() > deadline:
+                left_out.append(name)
+                continue
+            began = time.monotonic()
+            measured += measure_scenario(stand, scenario, graphs=graphs)
+            print(f"{name} [{time.monotonic() - began:.1f} s]", flush=True)
+            gc.collect()
+            if stand.has_gpu:
+                torch.cuda.empty_cache()
+    return measured, left_out
+
+
+def floor_of(measured: Measured, config: ModelConfig, ceilings: Ceilings) -> float:
+    """Seconds that a step takes at least."""
+    contexts = [measured.context] * measured.scenario.rows
+    return ceilings.floor_of_parts(decode_step_parts(config, contexts))
+
+
+def table(measured: Sequence[Measured], config: ModelConfig, ceilings: Ceilings | None) -> str:
+    """A row for each scenario and mode; without ceilings, only that each one ran."""
+    if ceilings is None:
+        rows = [[one.scenario.title, str(one.in_flight), "ran"] for one in measured]
+        return markdown_table(["batch", "in flight", "result"], rows)
+    head = ["batch", "launched", "in flight", "floor ms", "step ms", "floors", "GPU idle"]
+    head += ["device ms", "submit ms", "tokens/s", "prefill tokens/s", "targets"]
+    return markdown_table(head, [_row(one, config, ceilings) for one in measured])
+
+
+def _row(one: Measured, config: ModelConfig, ceilings: Ceilings) -> list[str]:
+    floor, times = floor_of(one, config, ceilings), one.times
+    return [
+        one.scenario.title,
+        "graphs" if one.graphs else "eager",
+        str(one.in_flight),
+        f"{floor * 1e3:.2f}",
+        f"{times.step * 1e3:.2f}",
+        f"{times.step / floor:.2f}",
+        f"{times.idle_share:.1%}",
+        f"{times.device * 1e3:.2f}",
+        f"{times.submit * 1e3:.2f}",
+        f"{one.scenario.rows / times.step:.0f}",
+        f"{one.prefill_tokens_per_second:.0f}",
+        _verdict(one, times.step / floor),
+    ]
+
+
+def _verdict(one: Measured, floors: float) -> str:
+    """The targets hold for what is served with: graphs, and two plans in flight."""
+    if not one.graphs or one.in_flight != 2:
+        return ""
+    allowed = _TARGET_ALONE if one.scenario.rows == 1 else _TARGET
+    step = "met" if floors <= allowed else "MISSED"
+    idle = "met" if one.times.idle_share < _TARGET_IDLE else "MISSED"
+    return f"≤ {allowed} floors: {step}; idle < {_TARGET_IDLE:.0%}: {idle}"
+
+
+@contextlib.contextmanager
+def _own_stream(has_gpu: bool) -> Iterator[None]:
+    """A stream that can be captured: the default one can't."""
+    if not has_gpu:
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.decode_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help=f"only {' and '.join(QUICK)}")
+    add("--engine", action="store_true", help="the idle share behind HTTP clients")
+    add("--streams", type=int, help="HTTP clients of --engine (default: 256, or 4 emulated)")
+    add("--out", type=Path, default=RESULTS, help="folder for the results")
+    add("--on", choices=["gpu", "emulation"], default="gpu")
+    add("--seconds", type=float, default=400, help="no scenario starts after so many")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, save the results. The exit status is 1 if anything was left out."""
+    options = _options(arguments)
+    on_gpu = options.on == "gpu"
+    if on_gpu and not torch.cuda.is_available():
+        print("bench.decode_step: no GPU was found; --on emulation runs the same code without one")
+        return 1
+    if options.engine:
+        from bench.engine_idle import measure_engine
+
+        return measure_engine(on_gpu=on_gpu, streams=options.streams, out=options.out)
+    deadline = time.monotonic() + options.seconds
+    ceilings = measure_ceilings() if on_gpu else None
+    if ceilings:
+        print(describe_ceilings(ceilings), flush=True)
+    with _own_stream(on_gpu):
+        stand = Stand.on_gpu() if on_gpu else Stand.emulated()
+        scenarios = [
+            scenario
+            for scenario in (SCENARIOS if on_gpu else TINY_SCENARIOS)
+            if not (on_gpu and options.quick) or scenario.title in QUICK
+        ]
+        measured, left_out = measure_all(stand, scenarios, deadline)
+    config = stand.model.config
+    text = table(measured, config, ceilings)
+    print("\n" + text + "\n")
+    path = save(
+        options.out,
+        "decode-step" if on_gpu else "decode-step-emulated",
+        device=describe_device(),
+        ceilings=ceilings,
+        table=text,
+        details=_details(measured, config, ceilings),
+    )
+    print(f"saved to {path}")
+    if left_out:
+        print(f"not run: {', '.join(left_out)}")
+    return 1 if left_out else 0
+
+
+def _details(
+    measured: Sequence[Measured], config: ModelConfig, ceilings: Ceilings | None
+) -> dict[str, object]:
+    return {
+        "steps": [
+            {
+                **attrs.asdict(one),
+                "times": attrs.asdict(one.times) if ceilings else None,
+                "prefill_tokens_per_second": one.prefill_tokens_per_second if ceilings else None,
+                "idle_share": one.times.idle_share if ceilings else None,
+                "floor_seconds": floor_of(one, config, ceilings) if ceilings else None,
+            }
+            for one in measured
+        ]
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

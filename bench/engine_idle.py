@@ -1,0 +1,259 @@
+"""The GPU's idle share behind HTTP: a served model, and streaming clients in other processes.
+
+The server's own counters tell what its worker computed and waited for:
+``trioserve:worker_step_seconds`` and ``trioserve:worker_idle_seconds``. They are read several times
+a second; what counts is the time in which all streams run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import trio
+
+from bench.gpu_report import describe_device, markdown_table, save
+from bench.random_model import LLAMA_8B, TINY, write_model
+from bench.servers import Running, Server, ServerFailed, running
+from trioserve.model_files import ModelConfig
+
+__all__ = ["EngineLoad", "Sample", "measure_engine", "parse_metrics", "steady"]
+
+_MODEL = "random"
+_TARGET_IDLE = 0.02
+_SAMPLE_SECONDS = 0.2
+# Of the time in which all streams run, this much at the beginning is left out: prompts come in.
+_LEAD_IN = 0.2
+
+
+@attrs.frozen(kw_only=True)
+class EngineLoad:
+    """What is served, and what the clients ask for."""
+
+    config: ModelConfig
+    streams: int
+    processes: int
+    prompt_tokens: int
+    output_tokens: int
+    flags: Sequence[str]
+
+
+@attrs.frozen(kw_only=True)
+class Sample:
+    """The server's counters at one moment, in seconds and numbers since its start."""
+
+    at: float
+    running: int
+    steps: float
+    step_seconds: float
+    idle_seconds: float
+    tokens: float
+
+
+@attrs.frozen(kw_only=True)
+class Steady:
+    """What happened between two samples."""
+
+    seconds: float
+    step_seconds: float
+    idle_share: float
+    tokens_per_second: float
+
+
+def measure_engine(*, on_gpu: bool, streams: int | None, out: Path) -> int:
+    """Serve a random model to clients, print and save; the exit status is 1 if that failed."""
+    load = _gpu_load(streams or 256) if on_gpu else _tiny_load(streams or 4)
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if on_gpu and memory.is_dir() else None) as folder:
+        model = Path(folder) / _MODEL
+        print("writing a model with random weights", flush=True)
+        write_model(load.config, model, torch.device("cuda" if on_gpu else "cpu"))
+        if on_gpu:
+            torch.cuda.empty_cache()
+        try:
+            found, clients = trio.run(_serve, load, model, Path(folder) / "log")
+        except (ServerFailed, ClientsFailed) as failure:
+            print(f"bench.decode_step: {failure}", file=sys.stderr)
+            return 1
+    text = _table(load, found, clients, timed=on_gpu)
+    print("\n" + text + "\n")
+    path = save(
+        out,
+        "engine-idle" if on_gpu else "engine-idle-emulated",
+        device=describe_device(),
+        ceilings=None,
+        table=text,
+        details={
+            "streams": load.streams,
+            "prompt_tokens": load.prompt_tokens,
+            "output_tokens": load.output_tokens,
+            "steady": attrs.asdict(found) if on_gpu else None,
+            "clients": clients if on_gpu else [],
+        },
+    )
+    print(f"saved to {path}")
+    return 0
+
+
+class ClientsFailed(Exception):
+    """A client's request failed, or all streams never ran at once."""
+
+
+def _gpu_load(streams: int) -> EngineLoad:
+    return EngineLoad(
+        config=LLAMA_8B,
+        streams=streams,
+        processes=8,
+        prompt_tokens=128,
+        output_tokens=768,
+        flags=["--device", "cuda", "--max-model-len", "2048", "--max-num-seqs", str(streams)],
+    )
+
+
+def _tiny_load(streams: int) -> EngineLoad:
+    return EngineLoad(
+        config=TINY,
+        streams=streams,
+        processes=2,
+        prompt_tokens=12,
+        output_tokens=400,
+        flags=["--device", "cpu", "--dtype", "float32", "--num-threads", "1"],
+    )
+
+
+async def _serve(load: EngineLoad, model: Path, log: Path) -> tuple[Steady, list[dict[str, Any]]]:
+    server = Server(
+        name="trioserve",
+        argv=lambda port: [
+            *(sys.executable, "-m", "trioserve", "serve", str(model), "--port", str(port)),
+            *("--served-model-name", _MODEL, "--log-level", "warning", *load.flags),
+        ],
+        fields={},
+        versions={},
+    )
+    async with running(server, log) as up:
+        print("warming up", flush=True)
+        await _clients(up, attrs.evolve(load, output_tokens=8), seed=1000)
+        print(f"{load.streams} streams", flush=True)
+        samples: list[Sample] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_watch, up, samples)
+            clients = await _clients(up, load, seed=0)
+            nursery.cancel_scope.cancel()
+    return steady(samples, load.streams), clients
+
+
+async def _watch(up: Running, samples: list[Sample]) -> None:
+    while True:
+        metrics = parse_metrics(await _get(up, "/metrics"))
+        samples.append(
+            Sample(
+                at=trio.current_time(),
+                running=int(metrics["trioserve:num_requests_running"]),
+                steps=metrics["trioserve:worker_steps_total"],
+                step_seconds=metrics["trioserve:worker_step_seconds_total"],
+                idle_seconds=metrics["trioserve:worker_idle_seconds_total"],
+                tokens=metrics["trioserve:generation_tokens_total"],
+            )
+        )
+        await trio.sleep(_SAMPLE_SECONDS)
+
+
+async def _get(up: Running, path: str) -> str:
+    async with await up.target.connect() as stream:
+        await stream.send_all(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+        received = b""
+        async for part in stream:
+            received += part
+    return received.partition(b"\r\n\r\n")[2].decode()
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Samples of Prometheus' text format by name; those with several labels are left out."""
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        base, brace, labels = name.partition("{")
+        if not line.startswith("#") and (not brace or "," not in labels):
+            found[base] = float(value)
+    return found
+
+
+def steady(samples: Sequence[Sample], streams: int) -> Steady:
+    """What the worker did while all ``streams`` ran.
+
+    Raises:
+        ClientsFailed: that was no time at all.
+    """
+    together = [sample for sample in samples if sample.running == streams]
+    if together:
+        length = together[-1].at - together[0].at
+        together = [s for s in together if s.at >= together[0].at + _LEAD_IN * length]
+    if len(together) < 2 or together[-1].steps == together[0].steps:
+        most = max((sample.running for sample in samples), default=0)
+        raise ClientsFailed(f"{streams} streams never ran together for a while (at most {most})")
+    first, last = together[0], together[-1]
+    busy, idle = last.step_seconds - first.step_seconds, last.idle_seconds - first.idle_seconds
+    return Steady(
+        seconds=last.at - first.at,
+        step_seconds=(last.at - first.at) / (last.steps - first.steps),
+        idle_share=idle / (busy + idle) if idle else 0.0,
+        tokens_per_second=(last.tokens - first.tokens) / (last.at - first.at),
+    )
+
+
+async def _clients(up: Running, load: EngineLoad, seed: int) -> list[dict[str, Any]]:
+    """All streams, spread over processes; what each of these printed."""
+    url = f"http://127.0.0.1:{up.port}"
+    shares = [len(range(i, load.streams, load.processes)) for i in range(load.processes)]
+    results: list[dict[str, Any]] = []
+
+    async def one(number: int, streams: int) -> None:
+        command = [
+            *(sys.executable, "-m", "bench.engine_clients", url, "--model", _MODEL),
+            *("--streams", str(streams), "--seed", str(seed + 10_000 * number)),
+            *("--prompt-tokens", str(load.prompt_tokens)),
+            *("--output-tokens", str(load.output_tokens)),
+        ]
+        ended = await trio.run_process(
+            command, capture_stdout=True, stderr=subprocess.STDOUT, check=False
+        )
+        said = ended.stdout.decode(errors="replace")
+        if ended.returncode:
+            raise ClientsFailed(f"the clients failed:\n{said[-1000:]}")
+        results.append(json.loads(said.splitlines()[-1]))
+
+    try:
+        async with trio.open_nursery() as nursery:
+            for number, streams in enumerate(share for share in shares if share):
+                nursery.start_soon(one, number, streams)
+    except* ClientsFailed as group:
+        raise group.exceptions[0] from None
+    return results
+
+
+def _table(
+    load: EngineLoad, found: Steady, clients: Sequence[dict[str, Any]], *, timed: bool
+) -> str:
+    if not timed:
+        return markdown_table(["streams", "result"], [[str(load.streams), "served"]])
+    latencies = [client["figures"]["itl_ms"] for client in clients]
+    idle = "met" if found.idle_share < _TARGET_IDLE else "MISSED"
+    head = ["streams", "step ms", "GPU idle", "tokens/s", "ITL p50 ms", "ITL p99 ms", "target"]
+    row = [
+        str(load.streams),
+        f"{found.step_seconds * 1e3:.2f}",
+        f"{found.idle_share:.1%}",
+        f"{found.tokens_per_second:.0f}",
+        f"{max(latency['p50'] for latency in latencies):.1f}",
+        f"{max(latency['p99'] for latency in latencies):.1f}",
+        f"idle < {_TARGET_IDLE:.0%}: {idle}",
+    ]
+    return markdown_table(head, [row])

@@ -1,0 +1,133 @@
+"""Models with random weights: their shape is what takes time, not what they say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import safetensors.torch
+import tokenizers
+import torch
+
+from gpu.weights import expected_tensors
+from trioserve.model_files import ModelConfig
+
+__all__ = ["LLAMA_8B", "TINY", "random_weights", "write_model"]
+
+# What initializes most models; activations and logits stay in range through any number of layers.
+_SPREAD = 0.02
+_SHARD_BYTES = 2 << 30
+
+
+def _llama(**sizes: int) -> ModelConfig:
+    layers = sizes["num_layers"]
+    return ModelConfig(
+        family="llama",
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        windows=(None,) * layers,
+        rope_layers=(True,) * layers,
+        **sizes,
+    )
+
+
+LLAMA_8B = _llama(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+)
+"""The shape of Llama-3.1-8B."""
+
+TINY = _llama(
+    vocab_size=300,
+    hidden_size=128,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    max_position_embeddings=512,
+)
+"""Small enough for the emulation."""
+
+
+def random_weights(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of ``config`` by name, made on ``device``: norms are 1, the rest is normal."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, shape in expected_tensors(config).items():
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if name.endswith("norm.weight"):
+            yield name, tensor.fill_(1.0)
+        else:
+            yield name, tensor.normal_(0.0, _SPREAD, generator=generator)
+
+
+def write_model(config: ModelConfig, folder: Path, device: torch.device) -> None:
+    """A folder in Hugging Face's format with random bfloat16 weights and a tokenizer of bytes.
+
+    Every byte of a text is one token, so a prompt of n ASCII characters has n tokens.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shard: dict[str, torch.Tensor] = {}
+    index: dict[str, str] = {}
+    number = 0
+
+    def write() -> None:
+        nonlocal number
+        name = f"model-{number:05}.safetensors"
+        safetensors.torch.save_file(shard, folder / name)
+        index.update(dict.fromkeys(shard, name))
+        shard.clear()
+        number += 1
+
+    for name, tensor in random_weights(config, device, torch.bfloat16):
+        shard[name] = tensor.cpu()
+        if sum(held.nbytes for held in shard.values()) >= _SHARD_BYTES:
+            write()
+    write()
+    index_file = folder / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(_fields(config), indent=2))
+    _byte_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+
+
+def _fields(config: ModelConfig) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "hidden_act": "silu",
+    }
+
+
+def _byte_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
+    """The 256 bytes, and words that no text becomes but a random model may say."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{number}" for number in range(vocab_size - len(letters))]
+    vocab = {token: number for number, token in enumerate([*letters, *words])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
