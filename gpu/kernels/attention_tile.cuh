@@ -38,7 +38,6 @@ constexpr int O_TILES = HEAD_DIM / 8;   // N tiles of the second product
 constexpr bool Q_IN_REGISTERS = M_TILES * K_STEPS * 4 <= Q_REGISTERS;
 constexpr int STAGES = QUANTIZED ? 1 : 2;
 constexpr int Q_BYTES = Q_IN_REGISTERS ? 0 : TILE * HEAD_DIM * 2;
-constexpr int STAGE_BYTES = 2 * TILE_ELEMENTS * 2;
 static_assert(M_TILES * 16 * WARPS == TILE);
 static_assert(Q_BYTES + STAGES * STAGE_BYTES + RAW_BYTES + 2 * SCALE_BYTES == SHARED_BYTES);
 static_assert(!Q_IN_REGISTERS || TILE <= 2 * KEYS);
@@ -47,7 +46,8 @@ static_assert(TILE * HEAD_DIM * 2 <= Q_BYTES + STAGES * STAGE_BYTES);
 // Positions first..last that one query sees.
 struct Span { int first, last; };
 
-// The keys of a block: positions begin..end-1, of which every query sees at least `inner`.
+// The keys of a block: from position begin, or from the start of its tile for queries that see those
+// as well, up to end - 1. Every query sees `inner`; tiles within it need no mask.
 struct KeyRange {
   int begin, end;
   Span inner;
@@ -55,14 +55,14 @@ struct KeyRange {
 
 struct AttentionTile {
   unsigned char* shared;
-  int num_queries;  // packed; the rest of the tile is idle
   float scale_log2;
+  BlockAddresses<HEAD_DIM> q_blocks;
   float output[M_TILES][O_TILES][4];
   SoftmaxState softmax[M_TILES];
   u32 q[Q_IN_REGISTERS ? M_TILES : 1][Q_IN_REGISTERS ? K_STEPS : 1][4];
 
-  DEVICE AttentionTile(unsigned char* shared, int num_queries, float scale_log2)
-      : shared(shared), num_queries(num_queries), scale_log2(scale_log2) {
+  DEVICE AttentionTile(unsigned char* shared, float scale_log2)
+      : shared(shared), scale_log2(scale_log2), q_blocks(q_blocks.down_first(q_tile() + first_query() * HEAD_DIM)) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
@@ -89,7 +89,7 @@ struct AttentionTile {
   }
 
   // source(m): the HEAD_DIM elements of packed query m < num_queries; the others become zeros.
-  template <class Source> DEVICE void load_queries(const Source& source) {
+  template <class Source> DEVICE void load_queries(int num_queries, const Source& source) {
     constexpr int CHUNKS = HEAD_DIM / 8, ALL = TILE * CHUNKS;
     static_assert(ALL % NUM_THREADS == 0);
 #pragma unroll
@@ -103,8 +103,7 @@ struct AttentionTile {
 
   // A fragment of 16 queries and 16 dimensions.
   DEVICE void q_fragment(u32 (&a)[4], int m, int k) const {
-    const int row = first_query() + m * 16 + lane() % 16;
-    ldmatrix(a, q_tile() + swizzled<HEAD_DIM>(row, 2 * k + lane() / 16));
+    ldmatrix(a, q_blocks.at(2 * m, k));
   }
 
   DEVICE void keep_queries() {
@@ -119,14 +118,7 @@ struct AttentionTile {
   }
 
   // S = Q K^T.
-  DEVICE void score(float (&s)[M_TILES][N_TILES][4], const TYPE* k_tile) const {
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-      for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) s[m][n][i] = 0.f;
-    const int row = lane() / 16 * 8 + lane() % 8, half = lane() / 8 % 2;
+  DEVICE void score(float (&s)[M_TILES][N_TILES][4], const BlockAddresses<HEAD_DIM>& k_blocks) const {
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
       u32 a[M_TILES][4];
@@ -141,13 +133,15 @@ struct AttentionTile {
       }
 #pragma unroll
       for (int n = 0; n < N_TILES; n += 2) {
-        u32 b[4];
-        ldmatrix(b, k_tile + swizzled<HEAD_DIM>(n * 8 + row, 2 * k + half));
+        u32 b[4];  // 16 keys
+        ldmatrix(b, k_blocks.at(n, k));
 #pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-          mma<TYPE>(s[m][n], a[m], b[0], b[1]);
-          mma<TYPE>(s[m][n + 1], a[m], b[2], b[3]);
-        }
+        for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            if (k == 0) mma_first<TYPE>(s[m][n + half], a[m], b[2 * half], b[2 * half + 1]);
+            else mma<TYPE>(s[m][n + half], a[m], b[2 * half], b[2 * half + 1]);
+          }
       }
     }
   }
@@ -161,7 +155,7 @@ struct AttentionTile {
     }
   }
 
-  // Scores of keys that a query does not see become -infinity. span(m): what packed query m sees.
+  // Scores of keys that a query does not see become -infinity.
   template <class Spans>
   DEVICE static void mask(float (&s)[M_TILES][N_TILES][4], int tile, const Spans& span) {
     const int column = tile * KEYS + lane() % 4 * 2;
@@ -181,8 +175,7 @@ struct AttentionTile {
   }
 
   // O += P V. p holds weights in C-fragment layout.
-  DEVICE void weigh(const float (&p)[M_TILES][N_TILES][4], const TYPE* v_tile) {
-    const int row = lane() % 16, half = lane() / 16;
+  DEVICE void weigh(const float (&p)[M_TILES][N_TILES][4], const BlockAddresses<HEAD_DIM>& v_blocks) {
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++) {
       u32 a[M_TILES][4];
@@ -196,7 +189,7 @@ struct AttentionTile {
 #pragma unroll
       for (int d = 0; d < O_TILES; d += 2) {
         u32 b[4];
-        ldmatrix_transposed(b, v_tile + swizzled<HEAD_DIM>(k * 16 + row, d + half));
+        ldmatrix_transposed(b, v_blocks.at(2 * k, d / 2));
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
           mma<TYPE>(output[m][d], a[m], b[0], b[1]);
@@ -206,26 +199,28 @@ struct AttentionTile {
     }
   }
 
-  // Attend to keys.begin..keys.end-1 of the cache, if any; load_queries has been called.
+  // Attend to the keys of the cache; load_queries has been called. span(m): what packed query m sees.
   template <class Spans>
   DEVICE void attend(const PagedCache& cache, const KeyRange& keys, const Spans& span) {
-    const int first_tile = keys.begin / KEYS;
-    // Without keys, one tile of zeros and masks passes through: weights of 0, a sum of 0.
-    const int last_tile = max(first_tile, (keys.end - 1) / KEYS);
-    TileLoader loader(cache, keys.begin, keys.end, first_tile);
-    loader.load(first_tile, k_stage(0), v_stage(0), raw());
+    int tile = keys.begin / KEYS;
+    void* copied = QUANTIZED ? static_cast<void*>(raw()) : k_stage(0);
+    TileLoader loader(cache, keys.begin, keys.end, copied);
+    loader.load(tile);
     keep_queries();
-    int stage = 0;
-    for (int tile = first_tile; tile <= last_tile; tile++) {
+    auto k_blocks = BlockAddresses<HEAD_DIM>::right_first(k_stage(0));
+    auto v_blocks = BlockAddresses<HEAD_DIM>::down_first(v_stage(0));
+    int to_next_stage = (STAGES - 1) * STAGE_BYTES;
+    // Without keys, one tile of zeros and masks passes through: weights of 0, a sum of 0.
+    for (bool more = true; more; tile++) {
+      more = (tile + 1) * KEYS < keys.end;
       copy_async_wait<0>();
       __syncthreads();
       if constexpr (QUANTIZED) loader.widen(tile, k_stage(0), v_stage(0), scales(), raw());
-      const int next = STAGES - 1 - stage;
-      if (tile < last_tile) loader.load(tile + 1, k_stage(next), v_stage(next), raw());
+      if (more) loader.load(tile + 1);
       if constexpr (QUANTIZED) __syncthreads();
 
       float s[M_TILES][N_TILES][4];
-      score(s, k_stage(stage));
+      score(s, k_blocks);
       if constexpr (QUANTIZED) {
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) scale_columns(s[m], scales());
@@ -238,8 +233,10 @@ struct AttentionTile {
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) scale_columns(s[m], scales() + KEYS);
       }
-      weigh(s, v_stage(stage));
-      stage = next;
+      weigh(s, v_blocks);
+      k_blocks.move(to_next_stage);
+      v_blocks.move(to_next_stage);
+      to_next_stage = -to_next_stage;
     }
   }
 
@@ -249,7 +246,7 @@ struct AttentionTile {
   }
 
   // The normalized output, rounded to TYPE. destination(m): HEAD_DIM elements.
-  template <class Destination> DEVICE void store(const Destination& destination) {
+  template <class Destination> DEVICE void store(int num_queries, const Destination& destination) {
     __syncthreads();  // the tiles make room for the output
     TYPE* staged = reinterpret_cast<TYPE*>(shared);
 #pragma unroll
@@ -280,7 +277,7 @@ struct AttentionTile {
   // keys. destination(m): index of a row of HEAD_DIM floats of partial_out, which is also that of
   // its one float of partial_lse. A query that saw no key gets zeros and -infinity.
   template <class Destination>
-  DEVICE void store_partial(float* partial_out, float* partial_lse,
+  DEVICE void store_partial(int num_queries, float* partial_out, float* partial_lse,
                             const Destination& destination) const {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)

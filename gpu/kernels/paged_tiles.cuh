@@ -4,7 +4,7 @@
 // of TYPE, swizzled. Each warp copies KEYS / WARPS (at most 16) rows, which therefore lie in one
 // page; its page id is read from the block table one tile ahead of the copies that need it. In a
 // head-major page those rows are one stretch of memory, so every copy of a warp is 512 bytes in a
-// row. Rows outside the keys asked for become zeros and their memory is never read.
+// row. Where no token lives the memory is not read, and the tile gets zeros.
 //
 // A cache of e4m3 is copied as it is to a place of the thread's own, 16 elements at a time; the
 // same thread later widens them into the tile, so one such buffer is enough and no barrier stands
@@ -30,7 +30,9 @@ static_assert(HEAD_DIM % CHUNK_ELEMENTS == 0);
 // their tokens, which stay in the range of half precision where the scales themselves would not.
 constexpr float E4M3_MAX = 448.f;
 
-// Bytes of shared memory for the raw copies of one tile of e4m3 and for its scales.
+// Bytes of shared memory: for the keys and values of one tile, for the raw copies of one of e4m3,
+// and for its scales.
+constexpr int STAGE_BYTES = 2 * TILE_ELEMENTS * 2;
 constexpr int RAW_BYTES = QUANTIZED ? 2 * PASSES * NUM_THREADS * 16 : 0;
 constexpr int SCALE_BYTES = QUANTIZED ? 2 * KEYS * 4 : 0;
 
@@ -44,24 +46,59 @@ struct PagedCache {
   int num_kv_heads, kv_head, page_shift;
 };
 
-// Copies tile after tile. `begin` and `end` bound the keys asked for.
+// Where a thread's chunks go, pass after pass: if a pass is whole rows, each follows from the first
+// by flipping bits of the swizzle and adding a constant. Else the places of up to eight rows are kept,
+// after which they repeat.
+constexpr bool WHOLE_ROWS = 32 % CHUNKS_PER_ROW == 0;
+DEVICE constexpr int passes_of_eight_rows() {
+  int passes = 1;
+  while (passes < PASSES && passes * 32 % (8 * CHUNKS_PER_ROW)) passes++;
+  return passes;
+}
+constexpr int PLACES = QUANTIZED || WHOLE_ROWS ? 1 : passes_of_eight_rows();
+
+// Copies tile after tile: of TYPE to two stages in turn, STAGE_BYTES apart, each the keys and then
+// the values; of e4m3 to one buffer. Positions from `end` on, and whole pages below `begin`, are not
+// read: in their place are zeros.
 struct TileLoader {
   const PagedCache& cache;
-  int begin, end;
-  int page;  // of this warp's rows of the next tile, or -1: none of them is asked for
+  int end;
+  SharedAddress places[PLACES];  // of the next tile
+  int to_next_stage;
+  int page;  // of this warp's rows of the next tile, or -1: they are not read
 
-  DEVICE TileLoader(const PagedCache& cache, int begin, int end, int first_tile)
-      : cache(cache), begin(begin), end(end) {
-    find_page(first_tile);
+  DEVICE TileLoader(const PagedCache& cache, int begin, int end, void* shared)
+      : cache(cache), end(end), to_next_stage(STAGE_BYTES) {
+    if constexpr (QUANTIZED) {
+      places[0] = shared_address(shared) + threadIdx.x * 16;
+    } else {
+#pragma unroll
+      for (int pass = 0; pass < PLACES; pass++) {
+        const int chunk = threadIdx.x % 32 + 32 * pass;
+        const int row = first_row() + chunk / CHUNKS_PER_ROW;
+        const int to = swizzled<HEAD_DIM>(row, chunk % CHUNKS_PER_ROW);
+        places[pass] = shared_address(shared) + 2 * to;
+      }
+    }
+    // Later tiles begin past `begin`.
+    const int tile = begin / KEYS, page_size = 1 << cache.page_shift;
+    const int page_start = (tile * KEYS + first_row()) & -page_size;
+    page = -1;
+    if (page_start + page_size > begin) find_page(tile);
   }
 
   DEVICE int first_row() const { return static_cast<int>(threadIdx.x) / 32 * ROWS_PER_WARP; }
-  DEVICE bool wanted(int position) const { return position >= begin && position < end; }
-
+  // Of this thread's chunk of a pass; written so that the pass adds a constant where it can.
+  DEVICE static int row_of_chunk(int lane, int pass) {
+    if constexpr (32 % CHUNKS_PER_ROW == 0) {
+      return lane / CHUNKS_PER_ROW + pass * (32 / CHUNKS_PER_ROW);
+    } else {
+      return (lane + 32 * pass) / CHUNKS_PER_ROW;
+    }
+  }
   DEVICE void find_page(int tile) {
     const int position = tile * KEYS + first_row();
-    const bool any = position < end && position + ROWS_PER_WARP > begin;
-    page = any ? cache.table[position >> cache.page_shift] : -1;
+    page = position < end ? cache.table[position >> cache.page_shift] : -1;
   }
 
   // Index of this warp's first row among the cache's rows of HEAD_DIM elements.
@@ -70,34 +107,46 @@ struct TileLoader {
     return (block << cache.page_shift) + (position & ((1 << cache.page_shift) - 1));
   }
 
-  // Start the copies of a tile and look up the page of the one after it. `raw` is only used by a
-  // cache of e4m3, `k_tile` and `v_tile` only by the others.
-  DEVICE void load(int tile, TYPE* k_tile, TYPE* v_tile, unsigned char* raw) {
+  // Where this thread's chunk of keys of a pass goes; that of values follows at a distance.
+  DEVICE SharedAddress place(int pass) const {
+    if constexpr (QUANTIZED) {
+      return places[0] + pass * NUM_THREADS * 16;
+    } else if constexpr (WHOLE_ROWS) {
+      return flip_bits(places[0], pass * (32 / CHUNKS_PER_ROW) % 8 * 16) + pass * 32 * 16;
+    } else {
+      return places[pass % PLACES] + pass / PLACES * PLACES * 32 * 16;
+    }
+  }
+
+  // Start the copies of a tile and look up the page of the one after it.
+  DEVICE void load(int tile) {
     const int lane = threadIdx.x % 32, position = tile * KEYS + first_row();
+    const int num_valid = page >= 0 ? end - position : 0;
     const i64 row_index = cache_row(position);
-    const CACHE* k = cache.k + row_index * HEAD_DIM;
-    const CACHE* v = cache.v + row_index * HEAD_DIM;
+    const i64 offset = row_index * HEAD_DIM + lane * CHUNK_ELEMENTS;
+    const CACHE* k = cache.k + offset;
+    const CACHE* v = cache.v + offset;
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
       const int chunk = lane + 32 * pass;
       if (CHUNKS_PER_WARP % 32 && chunk >= CHUNKS_PER_WARP) break;
-      const int row = chunk / CHUNKS_PER_ROW;
-      const bool valid = wanted(position + row);
-      if constexpr (QUANTIZED) {
-        unsigned char* own = raw + (pass * NUM_THREADS + threadIdx.x) * 16;
-        copy_async16(own, k + chunk * CHUNK_ELEMENTS, valid);
-        copy_async16(own + RAW_BYTES / 2, v + chunk * CHUNK_ELEMENTS, valid);
-      } else {
-        const int to = swizzled<HEAD_DIM>(first_row() + row, chunk % CHUNKS_PER_ROW);
-        copy_async16(k_tile + to, k + chunk * CHUNK_ELEMENTS, valid);
-        copy_async16(v_tile + to, v + chunk * CHUNK_ELEMENTS, valid);
-      }
+      const bool valid = row_of_chunk(lane, pass) < num_valid;
+      const SharedAddress to = place(pass);
+      copy_async16(to, k + pass * 32 * CHUNK_ELEMENTS, valid);
+      copy_async16(to + (QUANTIZED ? RAW_BYTES / 2 : TILE_ELEMENTS * 2),
+                   v + pass * 32 * CHUNK_ELEMENTS, valid);
     }
     if constexpr (QUANTIZED) {
       if (lane < 2 * SCALE_CHUNKS) {
         const float* scales = lane < SCALE_CHUNKS ? cache.k_scale : cache.v_scale;
-        copy_async16(raw_scales(raw), scales + row_index + lane % SCALE_CHUNKS * 4, page >= 0);
+        const int own = static_cast<int>(threadIdx.x) / 32 * 2 * SCALE_CHUNKS + lane;
+        copy_async16(places[0] + RAW_BYTES + (own - static_cast<int>(threadIdx.x)) * 16,
+                     scales + row_index + lane % SCALE_CHUNKS * 4, page >= 0);
       }
+    } else {
+#pragma unroll
+      for (int pass = 0; pass < PLACES; pass++) places[pass] += to_next_stage;
+      to_next_stage = -to_next_stage;
     }
     copy_async_commit();
     find_page(tile + 1);
@@ -128,7 +177,7 @@ struct TileLoader {
       float* to = scales + (value ? KEYS : 0) + first_row() + row;
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        to[i] = wanted(position + row + i) ? own[i] * (value ? E4M3_MAX : 1.f) : 0.f;
+        to[i] = position + row + i < end ? own[i] * (value ? E4M3_MAX : 1.f) : 0.f;
     }
   }
 

@@ -14,7 +14,8 @@
 //
 // Grid (num_kv_heads, num_items): a block computes an item for one kv head. An item is the tokens
 // first_token, first_token + 1, ... of its row, as many as there are and as fit the tile
-// (TILE / group), over the positions begin..end-1 as far as they see them. split = -1: the result is
+// (TILE / group), over the positions begin..end-1 as far as they see them; begin, and an end that cuts
+// off what they see, are multiples of 64, where tiles of keys begin. split = -1: the result is
 // written to out. Otherwise the keys of those tokens are spread over several items, and token t's
 // share goes to partial result partial_start[t] + split, for combine_partials.
 //
@@ -56,47 +57,68 @@ struct Parameters {
 };
 static_assert(sizeof(Parameters) == PARAMETERS_BYTES);
 
+// What a block computes, read from memory.
+struct Work {
+  int row, start, tokens, position, begin, end, split;
+
+  DEVICE explicit Work(const Parameters& p) {
+    const int* item = p.items + blockIdx.y * ITEM_FIELDS;
+    row = item[0];
+    begin = item[2];
+    end = item[3];
+    split = item[4];
+    const int row_start = p.query_start[row];
+    const int row_tokens = p.query_start[row + 1] - row_start;
+    tokens = min(TILE / p.group, row_tokens - item[1]);
+    start = row_start + item[1];                                // of its tokens, in q and out
+    position = p.context_lens[row] - row_tokens + item[1];      // of the first one, in the context
+  }
+  // Token and query head of packed query m.
+  DEVICE int token(const Parameters& p, int m) const { return start + m / p.group; }
+  DEVICE static int head(const Parameters& p, int m) {
+    return static_cast<int>(blockIdx.x) * p.group + m % p.group;
+  }
+};
+
+DEVICE void attend(const Parameters& p, AttentionTile& tile) {
+  const Work work(p);
+  tile.load_queries(work.tokens * p.group, [&](int m) {
+    return p.q + static_cast<i64>(work.token(p, m)) * p.q_stride + work.head(p, m) * HEAD_DIM;
+  });
+  const int position = work.position, last_position = position + work.tokens - 1;
+  KeyRange keys;
+  keys.begin = max(work.begin, position - p.window + 1);
+  keys.end = min(work.end, last_position + 1);
+  keys.inner = {last_position - p.window + 1, min(keys.end - 1, position)};
+  const i64 table = static_cast<i64>(p.slots[work.row]) * p.table_stride;
+  const PagedCache cache{p.k_cache, p.v_cache, p.k_scale, p.v_scale, p.block_tables + table,
+                         p.num_kv_heads, static_cast<int>(blockIdx.x), p.page_shift};
+  tile.attend(cache, keys, [&](int m) -> Span {
+    const int own = position + m / p.group;
+    return {own - p.window + 1, min(keys.end - 1, own)};
+  });
+}
+
+DEVICE void store(const Parameters& p, AttentionTile& tile) {
+  const Work work(p);  // read again: the loop over the keys has no registers to keep it in
+  const int num_queries = work.tokens * p.group, num_heads = p.num_kv_heads * p.group;
+  if (work.split < 0) {
+    tile.store(num_queries, [&](int m) {
+      const i64 token = work.token(p, m);
+      return p.out + (token * num_heads + work.head(p, m)) * HEAD_DIM;
+    });
+  } else {
+    tile.store_partial(num_queries, p.partial_out, p.partial_lse, [&](int m) {
+      const i64 partial = p.partial_start[work.token(p, m)] + work.split;
+      return partial * num_heads + work.head(p, m);
+    });
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 prefill_attention(const Parameters p) {
   DYNAMIC_SHARED(shared);
-  const int kv_head = blockIdx.x, num_heads = p.num_kv_heads * p.group;
-  const int* item = p.items + blockIdx.y * ITEM_FIELDS;
-  const int row = item[0], first_token = item[1], split = item[4];
-  const int row_start = p.query_start[row];
-  const int row_tokens = p.query_start[row + 1] - row_start;
-  const int tokens = min(TILE / p.group, row_tokens - first_token);
-  const int start = row_start + first_token;                                 // in q and out
-  const int position = p.context_lens[row] - row_tokens + first_token;       // of the first token
-  const int last_position = position + tokens - 1;
-
-  // Token and query head of packed query m.
-  const auto token_of = [&](int m) { return start + m / p.group; };
-  const auto head_of = [&](int m) { return kv_head * p.group + m % p.group; };
-
-  AttentionTile tile(shared, tokens * p.group, p.scale_log2);
-  tile.load_queries([&](int m) {
-    return p.q + static_cast<i64>(token_of(m)) * p.q_stride + head_of(m) * HEAD_DIM;
-  });
-
-  KeyRange keys;
-  keys.begin = max(item[2], position - p.window + 1);
-  keys.end = min(item[3], last_position + 1);
-  keys.inner = {max(keys.begin, last_position - p.window + 1), min(keys.end - 1, position)};
-  const i64 table = static_cast<i64>(p.slots[row]) * p.table_stride;
-  const PagedCache cache{p.k_cache, p.v_cache, p.k_scale, p.v_scale, p.block_tables + table,
-                         p.num_kv_heads, kv_head, p.page_shift};
-  tile.attend(cache, keys, [&](int m) -> Span {
-    const int own = position + m / p.group;
-    return {max(keys.begin, own - p.window + 1), min(keys.end - 1, own)};
-  });
-
-  if (split < 0) {
-    tile.store([&](int m) {
-      return p.out + (static_cast<i64>(token_of(m)) * num_heads + head_of(m)) * HEAD_DIM;
-    });
-  } else {
-    tile.store_partial(p.partial_out, p.partial_lse, [&](int m) {
-      return static_cast<i64>(p.partial_start[token_of(m)] + split) * num_heads + head_of(m);
-    });
-  }
+  AttentionTile tile(shared, p.scale_log2);
+  attend(p, tile);
+  store(p, tile);
 }

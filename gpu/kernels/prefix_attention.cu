@@ -15,7 +15,7 @@
 //   block_tables  [num_slots, table_stride]; row r's is that of slot slots[r]
 //
 // Grid (num_kv_heads, max_items): a block computes an item for one kv head, the rows of the item
-// (at most TILE / group) over positions begin..end-1 of the prefix, whose pages are those of the
+// (at most TILE / group) over positions begin..end-1 of the prefix (begin a multiple of 64), whose pages are those of the
 // first of the rows. Row r's result goes to partial result partial_start[r] + split. Everything that
 // changes from step to step is read from device memory; blocks past num_items return at once, so a
 // captured launch can be replayed.
@@ -65,18 +65,18 @@ prefix_attention(const Parameters p) {
   const auto row_of = [&](int m) { return members[m / p.group]; };
   const auto head_of = [&](int m) { return kv_head * p.group + m % p.group; };
 
-  AttentionTile tile(shared, count * p.group, p.scale_log2);
-  tile.load_queries([&](int m) {
+  AttentionTile tile(shared, p.scale_log2);
+  tile.load_queries(count * p.group, [&](int m) {
     return p.q + static_cast<i64>(row_of(m)) * p.q_stride + head_of(m) * HEAD_DIM;
   });
 
   const i64 table = static_cast<i64>(p.slots[members[0]]) * p.table_stride;
   const PagedCache cache{p.k_cache, p.v_cache, p.k_scale, p.v_scale, p.block_tables + table,
                          p.num_kv_heads, kv_head, p.page_shift};
-  const Span all{begin, end - 1};
+  const Span all{0, end - 1};
   tile.attend(cache, KeyRange{begin, end, all}, [&](int) { return all; });
 
-  tile.store_partial(p.partial_out, p.partial_lse, [&](int m) {
+  tile.store_partial(count * p.group, p.partial_out, p.partial_lse, [&](int m) {
     return static_cast<i64>(p.partial_start[row_of(m)] + split) * num_heads + head_of(m);
   });
 }
