@@ -106,7 +106,7 @@ class Judge:
         A token that it doesn't draw must win once its logit is raised by ``margin``. Returns how
         many tokens had to be raised.
         """
-        logits = self._logits(tokens[:-1])[prompt_length - 1 :]
+        logits = self.logits(tokens[:-1])[prompt_length - 1 :]
         sampler = Sampler(logits.shape[1], "cpu")
         near_ties = 0
         for index, token in enumerate(tokens[prompt_length:]):
@@ -123,7 +123,7 @@ class Judge:
             near_ties += 1
         return near_ties
 
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
+    def logits(self, tokens: list[int]) -> torch.Tensor:
         """[T, V]: what follows each of ``tokens``."""
         total = len(tokens)
         num_pages = -(-total // PAGE_SIZE)

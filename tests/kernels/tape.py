@@ -7,6 +7,7 @@ anywhere but device memory is what it was at the capture, as in a real graph.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +33,13 @@ class TapedLoader:
     def __init__(self, inner: KernelLoader) -> None:
         self.inner = inner
         self.tape: list[Launch] | None = None
-        self.num_launches = 0
+        self.launches: Counter[str] = Counter()
+        """Kernel -> how often it was launched, replays not counted."""
+        self.loaded: set[KernelSource] = set()
+
+    @property
+    def num_launches(self) -> int:
+        return self.launches.total()
 
     @property
     def device(self) -> torch.device:
@@ -43,16 +50,18 @@ class TapedLoader:
         return self.inner.num_multiprocessors
 
     def load(self, source: KernelSource) -> Kernel:
-        return _TapedKernel(self, self.inner.load(source))
+        self.loaded.add(source)
+        return _TapedKernel(self, source.name, self.inner.load(source))
 
 
 class _TapedKernel:
-    def __init__(self, loader: TapedLoader, inner: Kernel) -> None:
+    def __init__(self, loader: TapedLoader, name: str, inner: Kernel) -> None:
         self._loader = loader
+        self._name = name
         self._inner = inner
 
     def launch(self, grid: tuple[int, int, int], parameters: npt.NDArray[Any]) -> None:
-        self._loader.num_launches += 1
+        self._loader.launches[self._name] += 1
         self._inner.launch(grid, parameters)
         if self._loader.tape is not None:
             self._loader.tape.append(partial(self._inner.launch, grid, np.copy(parameters)))
@@ -109,6 +118,8 @@ class _Recorder(TorchDispatchMode):
 def _storages(values: Any) -> set[int]:
     """The memory of every tensor among ``values``; an operation that adds none is a view."""
     if isinstance(values, torch.Tensor):
+        if values.layout != torch.strided:  # a weight in a library's own layout
+            return set()
         return {values.untyped_storage().data_ptr()}
     if isinstance(values, (tuple, list)):
         return set().union(*(_storages(value) for value in values))
