@@ -18,7 +18,7 @@
 //   partial_out   [num_partials, num_heads, D] float32, each normalized on its own
 //   partial_lse   [num_partials, num_heads] float32, log2 of the sum of 2^(score * scale * log2 e)
 // Grid (num_kv_heads, up to max_items): heads go fastest, so that blocks that start together read
-// neighbouring memory, and items go in their order, the long ones first. A block whose index is
+// neighboring memory, and items go in their order, the long ones first. A block whose index is
 // past *num_items returns at once; where the grid is smaller than *num_items, blocks take several.
 //
 // TILING. Q of the group fills the 16 rows of mma.m16n8k16 (rows past the group are zero, and
@@ -35,7 +35,7 @@
 // page id comes out of a register that holds the next 32 of the warp, loaded 32 tiles ahead. Tiles
 // arrive by cp.async in a ring of STAGES tiles that belongs to the warp, K and V waited for (and
 // refilled) apart, so there is no barrier in the loop but __syncwarp. Rows of 16-byte chunks are
-// stored with the chunk number XORed by a function of the row, for which ldmatrix has no bank
+// stored with the chunk number XORed by a function of the row, so that ldmatrix has no bank
 // conflict at any head size (see swizzled). At the end the warps merge through shared memory.
 //
 // Positions outside begin .. end - 1 of an edge tile are filled with zeros and masked: what nobody
@@ -44,22 +44,34 @@
 // AN e4m3 CACHE is unpacked in registers, after ldmatrix: half the bytes in the ring mean twice the
 // positions in flight, and shared memory is read once. Unpacking while staging would take a pass
 // through registers and a second buffer. ldmatrix moves pairs of bytes as if they were 16-bit
-// elements, so a lane gets four neighbours along D of a key where the mma wants two and two: the
+// elements, so a lane gets four neighbors along D of a key where the mma wants two and two: the
 // dot product doesn't care in which order it runs over D, so Q is loaded in the same order. For V
-// the two bytes of a pair belong to neighbouring columns, and one byte permutation sorts them to
+// the two bytes of a pair belong to neighboring columns, and one byte permutation sorts them to
 // two output tiles. The tensor cores then run in fp16, whatever TYPE is, because the hardware
 // converts e4m3 to fp16 in one instruction and e4m3 fits in it exactly; bf16 queries are moved into
 // fp16's range by a power of two. The scale of a key multiplies its score. The scale of a value
 // multiplies its weight, and the running maximum is taken over score + log2(value's scale), so that
 // the weights that go to the tensor core are at most 1.
 //
-// ROOFLINE. Bytes: 2 D sizeof(CACHE) for each position and KV head, once; the rest is small
-// (partials: group * D * 4 bytes written and read for each item). Flops: 4 * 16 * D for each
-// position and KV head, 16 / sizeof(CACHE) ... 32 per byte: far below the balance of a GPU (H200:
-// 184). So bytes decide. To keep 4.3 TB/s busy at some 800 ns of loaded latency, 3.4 MB must be in
-// flight, 26 KB on each multiprocessor; three blocks of 64 to 74 KB of ring keep up to 190 KB.
-// Issue slots: about 330 instructions of a warp for a tile of 8 KB (D = 128), which the memory
-// delivers every 440 clocks to a multiprocessor that can issue 1,760: 20%.
+// ROOFLINE. Bytes: 2 D sizeof(CACHE) for each position and KV head, once (and 8 for the scales of
+// e4m3); the rest is small: partial results, group * D * 4 bytes written and read for each item.
+// Flops: 4 * 16 * D for each position and KV head, the idle rows included: 16 a byte, 32 with e4m3,
+// a tenth or a fifth of what the tensor cores could do meanwhile. Bytes decide, and to keep them
+// coming takes, on an H200 (132 multiprocessors, 4.3 TB/s, 0.8 us of latency under load):
+//   in flight         3.4 MB = 26 KB on each multiprocessor; three blocks of 60 to 74 KB of ring,
+//                     always full but for the tiles being computed, keep 150 KB and more
+//   instructions      D = 128: 300 of a warp for a whole tile of 8 KB, every 440 clocks in which a
+//                     multiprocessor can issue 1,760: 17%; 384 for the 4 KB of e4m3: 44%
+//   shared memory     a tile written once and read once: 130 of those 440 clocks
+//   before the rows   item and count -> slot -> page ids -> first tile: four latencies in a row
+// Expected, with combine_partials and without the gap between two kernels, 32 heads, 8 KV heads,
+// D = 128, bf16, to be held against a measurement:
+//   rows x context    cache       at 4.3 TB/s    expected    items (each times 8 heads)
+//    1 x  1,024         4 MB         1.0 us         6 us     16 of 64: latencies, not bytes
+//    8 x  1,024        34 MB         7.8 us        13 us     48 of 176
+//    8 x 16,384       537 MB         125 us       135 us     48 of 2,736
+//   32 x  8,192     1,074 MB         250 us       268 us     32, not split
+// With an e4m3 cache the last two take 0.53 times as long.
 //
 // Method: flash-decoding (Dao et al. 2023, "Flash-Decoding for long-context inference"), online
 // softmax (Milakov and Gimelshein 2018), paged KV (Kwon et al. 2023, PagedAttention).
@@ -93,12 +105,12 @@ static_assert(sizeof(Parameters) == PARAMETERS_BYTES);
 
 constexpr int D = HEAD_DIM;
 constexpr int WARPS = NUM_THREADS / 32;
-constexpr int TILE = 16;             // positions of a tile
-constexpr int STEP = WARPS * TILE;   // positions from one tile of a warp to its next
+constexpr int TILE = 16;            // positions of a tile
+constexpr int STEP = WARPS * TILE;  // positions from one tile of a warp to its next
 constexpr bool QUANTIZED = sizeof(CACHE) == 1;
 constexpr int CHUNKS = D * sizeof(CACHE) / 16;  // 16-byte chunks of a row
 constexpr int WAYS = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
-constexpr int FRAGMENTS = (CHUNKS + 1) / 2;     // ldmatrix instructions of a tile
+constexpr int FRAGMENTS = (CHUNKS + 1) / 2;  // ldmatrix instructions of a tile
 constexpr int TILE_BYTES = TILE * CHUNKS * 16;
 constexpr int SCALE_BYTES = QUANTIZED ? TILE * 4 : 0;
 constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES);
@@ -112,7 +124,7 @@ template <bool HALF> struct Operand { using type = TYPE; };
 template <> struct Operand<true> { using type = fp16; };
 using Multiplied = Operand<QUANTIZED>::type;
 
-// Byte offset in a tile of a row's 16-byte chunk. ldmatrix reads one chunk of 8 neighbouring rows
+// Byte offset in a tile of a row's 16-byte chunk. ldmatrix reads one chunk of 8 neighboring rows
 // at a time and has no conflict if these fall into 8 different chunks of 128 bytes. Rows are CHUNKS
 // apart, so without the XOR they would take only 8 / WAYS different places; the XOR moves each
 // set of rows that share a place to WAYS different ones, inside aligned runs of WAYS chunks.
@@ -127,8 +139,8 @@ DEVICE u32 valid_rows(int position, int begin, int end) {
   return (ALL_ROWS << max(begin - position, 0)) & (ALL_ROWS >> max(position + TILE - end, 0));
 }
 
-// Start copying a tile to `tile` (an offset in shared memory). If not WHOLE, rows that are not valid
-// become zeros.
+// Start copying a tile to `tile`, an offset in shared memory. If not WHOLE, invalid rows become
+// zeros.
 template <bool WHOLE> DEVICE void copy_rows(u8* shared, u32 tile, const u8* from, u32 valid) {
   constexpr int ALL = TILE * CHUNKS;
   const int lane = threadIdx.x % 32;
@@ -405,8 +417,8 @@ DEVICE void write_result(const Parameters& p, const Item& item, Sums& sums, u8* 
     const int head = blockIdx.x * p.group + row;
     if (item.partial < 0) {
       const i64 at = (static_cast<i64>(item.row) * p.num_heads + head) * D + column;
-      *reinterpret_cast<uint2*>(p.out + at) = uint2{
-          pack<TYPE>(sum.x * inverse, sum.y * inverse), pack<TYPE>(sum.z * inverse, sum.w * inverse)};
+      *reinterpret_cast<uint2*>(p.out + at) = uint2{pack<TYPE>(sum.x * inverse, sum.y * inverse),
+                                                    pack<TYPE>(sum.z * inverse, sum.w * inverse)};
     } else {
       const i64 at = static_cast<i64>(item.partial) * p.num_heads + head;
       *reinterpret_cast<float4*>(p.partial_out + at * D + column) =
@@ -435,7 +447,7 @@ DEVICE void attend(const Parameters& p, const Item& item, u8* shared) {
   int page_ids = load_page_ids(0), next_page_ids = load_page_ids(32);
 
   // The tile that is being copied; copy_keys, then copy_values, for one tile after the other.
-  u32 location = 0;  // index of its first token, over all pages and KV heads
+  u32 location = 0;  // index of its first token, over all pages and KV heads (below 4 billion)
   u32 to_copy = 0;   // its valid rows
   auto copy_keys = [&](int tile, u32 stage) {
     if (tile < num_tiles) {
