@@ -1,0 +1,199 @@
+"""Loading a model on a GPU that is made up: its memory in numbers, its kernels in the emulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from gpu.cuda_device import is_out_of_memory
+from gpu.cuda_loading import load_model
+from gpu.emulation import EmulatedLoader
+from gpu.graphs import Capturer, ladder
+from gpu.kernels import KernelSource
+from gpu.kernels.nvrtc import KernelBuildError
+from gpu.loading import Loaded
+from gpu.runner import Runner
+from gpu.timeline import HostTimeline, Timeline
+from tests.kernels.tape import TapeCapturer, TapedLoader
+from tests.plans import PlanMaker
+from tests.test_worker import start_message
+from tests.tiny_models import make_tiny
+from trioserve import wire
+from trioserve.errors import ModelLoadError
+from trioserve.model_files import open_model
+
+MIB = 1 << 20
+PAGE_BYTES = 2 * 2 * 2 * 64 * 2 * 16  # K and V, layers, heads, head_dim, bytes, tokens
+FP8_PAGE_BYTES = 2 * 2 * 2 * (64 + 4) * 16
+
+
+@attrs.define
+class FakeGpu:
+    """A GPU with ``total`` bytes, of which the weights and static buffers will take ``held``."""
+
+    total: int = 64 * MIB
+    held: int = 10 * MIB
+    activations: int = 3 * MIB
+    fails_in: str = ""
+    name: str = "made up"
+    loader: TapedLoader = attrs.field(factory=lambda: TapedLoader(EmulatedLoader()))
+    built: set[KernelSource] = attrs.field(factory=set)
+    page_bytes: int = PAGE_BYTES
+    pages_measured: int = 0
+    num_assembled: int = 0
+
+    def build(self, sources: Iterable[KernelSource], progress: Callable[[int, int], None]) -> None:
+        if self.fails_in == "build":
+            raise KernelBuildError("decode_attention needs more than this GPU has")
+        self.built = set(sources)
+        progress(len(self.built), len(self.built))
+
+    def memory(self) -> tuple[int, int]:
+        taken = self.held + self.pages_measured * self.page_bytes if self.built else 0
+        return self.total - taken, self.total
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        if self.fails_in == "step":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2.00 GiB")
+        work()
+        return self.activations
+
+    def timeline(self) -> Timeline:
+        self.num_assembled += 1
+        if self.fails_in == "cache" and self.num_assembled == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return HostTimeline()
+
+    def capturer(self) -> Capturer:
+        if self.fails_in == "graphs":
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+        return TapeCapturer(self.loader)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama2", tmp_path_factory.mktemp("model"), head_dim=64)
+
+
+def start(folder: Path, **changes: Any) -> wire.Start:
+    fields = {
+        "device": "cuda", "dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 3,
+        "max_num_batched_tokens": 60, "page_size": 16, "num_pages": 0,
+        "gpu_memory_utilization": 0.75,
+    }  # fmt: skip
+    return start_message(folder, **{**fields, **changes})
+
+
+def load(folder: Path, gpu: FakeGpu, stages: list[str] | None = None, **changes: Any) -> Loaded:
+    # Three rows of 20 tokens are the largest step: two pages each.
+    gpu.pages_measured = 6
+
+    def on_progress(stage: str, done: int, total: int) -> None:
+        if stages is not None:
+            stages.append(f"{stage} {done}/{total}" if stage != "weights" else stage)
+
+    message = start(folder, **changes)
+    return load_model(gpu, message, open_model(folder), torch.bfloat16, on_progress)
+
+
+def test_the_cache_gets_what_weights_a_step_and_graphs_leave(folder: Path) -> None:
+    stages: list[str] = []
+    gpu = FakeGpu()
+    loaded = load(folder, gpu, stages)
+    graphs = 2 * (len(ladder(3)) + 1)
+    of_graphs = gpu.activations + graphs * 2 * 14 * 8192
+    left = 48 * MIB - gpu.held - gpu.activations - of_graphs
+    assert loaded.num_pages == left // PAGE_BYTES
+    assert loaded.device_name == "made up"
+    assert list(dict.fromkeys(stages)) == [
+        f"kernels {len(gpu.built)}/{len(gpu.built)}",
+        "weights",
+        "memory 0/1",
+        "memory 1/1",
+        *(f"CUDA graphs {done}/4" for done in range(5)),
+    ]
+
+
+def test_it_builds_all_kernels_that_it_loads_and_no_other(folder: Path) -> None:
+    gpu = FakeGpu()
+    load(folder, gpu)
+    assert gpu.built == gpu.loader.loaded
+
+
+def test_what_was_loaded_serves(folder: Path) -> None:
+    gpu = FakeGpu()
+    loaded = load(folder, gpu)
+    assert len(loaded.slots) == 0
+    runner = Runner(loaded.executor, loaded.slots, max_num_batched_tokens=60)
+    maker = PlanMaker(runner.step, page_size=16, num_pages=loaded.num_pages)
+    maker.open(1, [5, 6, 7])
+    assert len(maker.step({1: 3})[1]) == 1
+    before = gpu.loader.num_launches
+    assert len(maker.step({1: 1})[1]) == 1
+    assert gpu.loader.num_launches == before  # a graph
+
+
+def test_eager_has_no_graphs_and_more_cache(folder: Path) -> None:
+    gpu, stages = FakeGpu(), list[str]()
+    loaded = load(folder, gpu, stages, enforce_eager=True)
+    assert loaded.num_pages == (48 * MIB - gpu.held - gpu.activations) // PAGE_BYTES
+    assert not any("graphs" in stage for stage in stages)
+
+
+def test_fp8_pages_are_smaller(folder: Path) -> None:
+    gpu = FakeGpu(page_bytes=FP8_PAGE_BYTES)
+    loaded = load(folder, gpu, kv_cache_dtype="fp8", enforce_eager=True)
+    assert loaded.num_pages == (48 * MIB - gpu.held - gpu.activations) // FP8_PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "line"),
+    [
+        (FakeGpu(), {"page_size": 4}, "--block-size 4 is not served on a GPU: use 16, 32 or 64"),
+        (FakeGpu(total=MIB // 8), {}, "the weights take 0.0 GiB"),
+        (FakeGpu(fails_in="build"), {}, "the kernels can't be built: decode_attention needs more"),
+        (FakeGpu(fails_in="step"), {}, "a step of 60 tokens .* lower --max-num-batched-tokens"),
+        (
+            FakeGpu(fails_in="graphs"),
+            {},
+            "no memory is left for the CUDA graphs: .*--enforce-eager",
+        ),
+        (FakeGpu(held=47 * MIB), {}, "room for 0 tokens and one sequence may have 128: lower"),
+        (
+            FakeGpu(fails_in="cache"),
+            {"num_pages": 77},
+            "a KV cache of 77 pages doesn't fit .*--num-gpu-blocks-override",
+        ),
+    ],
+)
+def test_what_can_not_be_is_one_line(
+    folder: Path, gpu: FakeGpu, changes: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=line) as caught:
+        load(folder, gpu, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_the_kernels_are_not_made_for(tmp_path: Path) -> None:
+    odd = make_tiny("llama2", tmp_path, head_dim=48)
+    with pytest.raises(ModelLoadError, match="this model is not served on a GPU: head_dim is 48"):
+        load(odd, FakeGpu())
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_out_of_memory_in_any_librarys_words(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
