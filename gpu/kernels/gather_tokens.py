@@ -56,9 +56,10 @@ class GatherTokens:
         runs. A negative slot (padding) and a negative token in the history (a draw that failed)
         give token 0.
         """
+        num_tokens = tokens.shape[0]
         filled = self._parameters
         filled["slots_of_token"] = slots_of_token.data_ptr()
         filled["positions"] = positions.data_ptr()
         filled["tokens"] = tokens.data_ptr()
-        filled["num_tokens"] = len(tokens)
-        self._kernel.launch((-(-len(tokens) // NUM_THREADS), 1, 1), filled)
+        filled["num_tokens"] = num_tokens
+        self._kernel.launch((-(-num_tokens // NUM_THREADS), 1, 1), filled)

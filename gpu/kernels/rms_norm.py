@@ -98,4 +98,4 @@ class RmsNorm:
         filled["weight"] = weight.data_ptr()
         filled["y"] = y.data_ptr()
         filled["eps"] = eps
-        kernel.launch((len(x), 1, 1), filled)
+        kernel.launch((x.shape[0], 1, 1), filled)

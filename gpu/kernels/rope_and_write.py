@@ -147,6 +147,6 @@ class RopeAndWrite:
             filled["norm_weight"] = qk_norm.weight.data_ptr()
             filled["eps"] = qk_norm.eps
         filled["rotate"] = rotate
-        num_tokens = len(qkv)
+        num_tokens = qkv.shape[0]
         blocks_of_token = self._blocks_of_token if num_tokens < self._few_tokens else 1
         self._kernel.launch((num_tokens, blocks_of_token, 1), filled)

@@ -51,4 +51,4 @@ class SiluMul:
         """From ``gate_up`` [T, 2 inner_size] to ``y`` [T, inner_size], both contiguous."""
         self._parameters["gate_up"] = gate_up.data_ptr()
         self._parameters["y"] = y.data_ptr()
-        self._kernel.launch((len(gate_up), self._blocks_of_token, 1), self._parameters)
+        self._kernel.launch((gate_up.shape[0], self._blocks_of_token, 1), self._parameters)

@@ -41,6 +41,6 @@ class CudaOperations:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See :meth:`gpu.operations.Operations.silu_mul`."""
-        y = gate_up.new_empty(len(gate_up), self._intermediate_size)
+        y = gate_up.new_empty(gate_up.shape[0], self._intermediate_size)
         self._silu_mul.launch(gate_up, y)
         return y
