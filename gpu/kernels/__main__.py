@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from gpu.kernels import KernelSource, nvrtc, sass
-from gpu.kernels.budget import BUDGET, Budget, Measured, Violation, read_budget, replace_costs
+from gpu.kernels.budget import BUDGET, Budget, Measured, Violation, replace_costs
 from gpu.kernels.catalogue import sources
 from gpu.kernels.cubins import CubinCache, Outcome, build_all, default_jobs
 from gpu.kernels.nvrtc import KernelBuildError
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
         compiler = nvrtc.compiler()
-        budget = read_budget()
+        budget = Budget.read(BUDGET.read_text())
         measured, failures = measure(wanted, targets, budget, options.jobs, show=True)
     except (KernelBuildError, sass.SassError) as error:
         print(f"python -m gpu.kernels: {error}", file=sys.stderr)

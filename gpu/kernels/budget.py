@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -26,7 +25,6 @@ __all__ = [
     "Excuse",
     "Measured",
     "Violation",
-    "read_budget",
     "replace_costs",
 ]
 
@@ -221,13 +219,13 @@ class Budget:
 
 
 def replace_costs(text: str, measured: Sequence[Measured], compiler: str, *, all_of: bool) -> str:
-    """``text`` of a budget with the costs of ``measured`` kernels, each on every target.
+    """``text`` of a budget with the costs of ``measured`` kernels, all variants on every target.
 
     ``all_of`` says that there are no other kernels; else the costs of others stay.
     """
-    costs = {} if all_of else dict(Budget.read(text).costs)
-    for each in measured:
-        costs.pop(each.source.title, None)
+    again = {each.source.name for each in measured}
+    before = {} if all_of else Budget.read(text).costs
+    costs = {title: cost for title, cost in before.items() if title.partition("<")[0] not in again}
     found: dict[str, list[Measured]] = {}
     for each in measured:
         found.setdefault(each.source.title, []).append(each)
@@ -264,8 +262,3 @@ def _title(kernel: str, choices: str) -> str:
 def _is_common(source: KernelSource) -> bool:
     head_dims = {str(value) for name, value in source.defines if name == "HEAD_DIM"}
     return not head_dims or not head_dims.isdisjoint(COMMON_HEAD_DIMS)
-
-
-def read_budget(path: Path = BUDGET) -> Budget:
-    """The committed budget."""
-    return Budget.read(path.read_text())

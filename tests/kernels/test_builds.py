@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from gpu.kernels import FOLDER, KernelSource, catalogue, nvrtc
+from gpu.kernels import FOLDER, KernelSource, catalogue, nvrtc, parameters
 from gpu.kernels.__main__ import explain, main, measure
-from gpu.kernels.budget import read_budget
+from gpu.kernels.budget import BUDGET, Budget
 from gpu.kernels.cubins import default_jobs
 from gpu.kernels.targets import TARGETS
 
@@ -18,7 +19,7 @@ NAMES = sorted({source.name for source in CATALOGUE})
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_keeps_its_budget_on_every_target(name: str) -> None:
-    budget = read_budget()
+    budget = Budget.read(BUDGET.read_text())
     variants = [source for source in CATALOGUE if source.name == name]
     measured, failures = measure(variants, list(TARGETS), budget, default_jobs())
     assert failures == []
@@ -31,7 +32,7 @@ def test_a_kernel_keeps_its_budget_on_every_target(name: str) -> None:
 
 
 def test_the_budget_is_of_this_catalogue_and_this_compiler() -> None:
-    budget = read_budget()
+    budget = Budget.read(BUDGET.read_text())
     assert list(budget.stale(CATALOGUE)) == []
     assert budget.compiler == nvrtc.compiler()
     assert all(list(cost.registers) == list(TARGETS) for cost in budget.costs.values())
@@ -59,17 +60,73 @@ def test_the_command_prints_the_table_and_succeeds(capsys: pytest.CaptureFixture
     assert "all within the budget" in printed
 
 
-def test_the_command_fails_for_a_kernel_that_does_not_compile(
+def catalogue_of(
+    text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, instructions: str = "[]"
+) -> Path:
+    """Let the command know one kernel, ``planted``, and a budget of its own."""
+    (folder / "planted.cu").write_text(text)
+    planted = KernelSource(
+        name="planted",
+        parameters=parameters(("x", "u8")),
+        num_threads=256,
+        file=str(folder / "planted.cu"),
+    )
+    budget = folder / "budget.toml"
+    budget.write_text(f"[instructions]\nplanted = {instructions}\n")
+    monkeypatch.setattr("gpu.kernels.__main__.sources", lambda: [planted])
+    monkeypatch.setattr("gpu.kernels.__main__.BUDGET", budget)
+    return budget
+
+
+PLANTED = """\
+struct Parameters { float* x; };
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) planted(const Parameters p) {
+  float sums[48];
+#pragma unroll
+  for (int i = 0; i < 48; i++) sums[i] = p.x[i * 256 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 48; i++) p.x[i * 256 + threadIdx.x] = sums[i] * sums[(i * 7 + 5) % 48];
+}
+"""
+
+
+def test_a_budget_is_written_and_then_kept(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "bad.cu").write_text("static_assert(PARAMETERS_BYTES == 1);")
-    silu = next(source for source in CATALOGUE if source.name == "silu_mul")
-    bad = KernelSource(
-        name="bad", parameters=silu.parameters, num_threads=32, file=str(tmp_path / "bad.cu")
-    )
-    monkeypatch.setattr("gpu.kernels.__main__.sources", lambda: [bad])
-    assert main(["--kernel", "bad", "--target", "sm_90"]) == 1
-    assert "bad for sm_90: bad.cu(1): error: static assertion failed" in capsys.readouterr().out
+    budget = catalogue_of(PLANTED.replace("MIN_BLOCKS", "1"), tmp_path, monkeypatch)
+    assert main([]) == 1
+    assert "not in the budget" in capsys.readouterr().out
+    assert main(["--write-budget"]) == 0
+    assert main([]) == 0
+    assert list(Budget.read(budget.read_text()).costs) == ["planted"]
+    lowered = re.sub(r"registers = \[\d+", "registers = [9", budget.read_text())
+    budget.write_text(lowered)
+    assert main([]) == 1
+    assert "registers, the budget says 9" in capsys.readouterr().out
+
+
+def test_spilled_registers_and_missing_instructions_are_no_budget(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spilling = PLANTED.replace("MIN_BLOCKS", "6")
+    catalogue_of(spilling, tmp_path, monkeypatch, instructions='["HMMA", "STG"]')
+    assert main(["--write-budget"]) == 1
+    printed = capsys.readouterr().out
+    assert "bytes of local memory: registers are spilled" in printed
+    assert "sm_80, sm_90, sm_90a, sm_100, sm_120: has no HMMA instruction" in printed
+    assert "no STG" not in printed
+
+
+def test_a_kernel_that_does_not_compile_fails_and_leaves_the_budget(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    budget = catalogue_of("static_assert(PARAMETERS_BYTES == 1);", tmp_path, monkeypatch)
+    before = budget.read_text()
+    assert main(["--write-budget"]) == 1
+    said = "planted for sm_90: planted.cu(1): error: static assertion failed"
+    assert said in capsys.readouterr().out
+    assert budget.read_text() == before
 
 
 @pytest.mark.parametrize(
