@@ -138,6 +138,7 @@ namespace emu {
 // Replaces *address by update(old) and returns the old value.
 template <class T, class Update>
 T atomic_update(T* address, Update update) {
+  interleave();
   T old, changed;
   __atomic_load(address, &old, __ATOMIC_RELAXED);
   do {

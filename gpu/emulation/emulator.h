@@ -23,6 +23,10 @@ struct Thread {
 // The CUDA thread that this thread of the operating system runs now.
 extern __thread Thread* current;
 
+// Before an atomic operation: perhaps other threads run first. Without it a thread would never be
+// interrupted between a load and the atomic operation that depends on it.
+void interleave();
+
 // The kernel broke a rule: the launch ends with this message.
 [[noreturn]] [[gnu::format(printf, 1, 2)]] void fail(const char* format, ...);
 

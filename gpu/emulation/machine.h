@@ -153,6 +153,7 @@ class Multiprocessor {
   void begin_thread();
   [[noreturn]] void exit_thread();
   [[noreturn]] void abandon_block(const char* message);
+  void interleave();
   int barrier(int id, int num_threads, bool predicate, int line);
   void meet(WarpOp op, unsigned mask, void* operands);
 

@@ -220,6 +220,13 @@ void Multiprocessor::switch_to_scheduler() {
   enter_stack(fiber.sanitized, nullptr);
 }
 
+void Multiprocessor::interleave() {
+  if (launch->order != Order::random || random.coin()) return;
+  const Thread& thread = self().thread;
+  wake(thread.warp, 1u << thread.lane);
+  switch_to_scheduler();
+}
+
 void Multiprocessor::begin_thread() { enter_stack(self().sanitized, &scheduler_stack_); }
 
 void Multiprocessor::exit_thread() {
@@ -277,6 +284,8 @@ std::string Multiprocessor::describe_deadlock() const {
     }
   return message;
 }
+
+void interleave() { here->interleave(); }
 
 void fail(const char* format, ...) {
   char message[512];

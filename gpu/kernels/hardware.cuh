@@ -135,7 +135,10 @@ DEVICE float reciprocal_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %
 // 16 bytes that are read once: they pass the first-level cache by.
 DEVICE uint4 load_once16(const void* from) { return *static_cast<const uint4*>(from); }
 // A word that other threads change at the same time, by atomics.
-DEVICE u32 load_relaxed(const u32* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
+DEVICE u32 load_relaxed(const u32* from) {
+  emu::interleave();
+  return __atomic_load_n(from, __ATOMIC_RELAXED);
+}
 // An address in shared memory as the hardware counts it, plus bytes. Sums of these fold into the
 // instructions' own offsets, which sums of ordinary pointers don't.
 typedef unsigned char* SharedAddress;

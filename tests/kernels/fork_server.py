@@ -1,0 +1,102 @@
+"""Runs pytest in forked children of one process that has imported torch already.
+
+A crash, a sanitizer's exit or a hang ends the child only. Requests and replies are lines of JSON on
+stdin and stdout; ``python -m tests.kernels.fork_server`` is started by :class:`ForkServer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.kernels.sanitizers import environment, without_address_randomization
+
+__all__ = ["ForkServer"]
+
+ROOT = Path(__file__).parents[2]
+TIMED_OUT = -1000
+_OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--tb=short"]
+
+
+class ForkServer:
+    """A process, with a sanitizer if one is named, that runs pytest when asked to."""
+
+    def __init__(self, sanitizer: str) -> None:
+        self._sanitizer = sanitizer
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.fork_server"],
+            cwd=ROOT,
+            env=environment(sanitizer),
+            preexec_fn=without_address_randomization(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, arguments: list[str], *, log: Path, seconds: float = 120) -> int:
+        """pytest's exit code, minus the number of a signal, or TIMED_OUT; its output is in log."""
+        options = [*_OPTIONS, f"--kernels-sanitizer={self._sanitizer}", *arguments]
+        request = {"arguments": options, "log": str(log), "seconds": seconds}
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        reply = self._process.stdout.readline()
+        if not reply:
+            raise RuntimeError(f"the process with sanitizer {self._sanitizer!r} has ended")
+        return int(json.loads(reply))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def _run_in_child(arguments: list[str], log: Path, seconds: float) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            with log.open("wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            import pytest
+
+            code = int(pytest.main(arguments))
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
+    end = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return TIMED_OUT
+        time.sleep(0.01)
+
+
+def _serve() -> None:
+    import pytest  # noqa: F401
+    import torch  # noqa: F401
+
+    import gpu.emulation  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        code = _run_in_child(request["arguments"], Path(request["log"]), request["seconds"])
+        print(json.dumps(code), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
