@@ -13,11 +13,10 @@ the same code on the CPU and times nothing; with ``--engine`` it serves that mod
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -29,13 +28,14 @@ from bench.gpu_timing import measure_ceilings
 from bench.random_model import LLAMA_8B, TINY, random_weights
 from bench.roofline import Ceilings, decode_step_parts
 from gpu.assembly import ServingLimits, assemble
-from gpu.graphs import CudaCapturer
+from gpu.graphs import Capturer
 from gpu.kernels import KernelLoader
+from gpu.model_kernels import model_kernels
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.operations.cuda_ops import CudaOperations
 from gpu.runner import Runner
-from gpu.timeline import CudaTimeline, HostTimeline, Timeline
+from gpu.timeline import HostTimeline, Timeline
 from trioserve.model_files import ModelConfig
 
 __all__ = ["Scenario", "Stand", "main", "measure_scenario"]
@@ -81,43 +81,40 @@ class Stand:
 
     loader: KernelLoader
     model: Decoder
+    timeline: Timeline
+    capturer: Capturer | None
+    """None in the emulation, which has no graphs and whose times mean nothing."""
     max_tokens: int
 
     @classmethod
     def on_gpu(cls) -> Stand:
-        """Llama-3.1-8B's shape on the GPU."""
-        from gpu.kernels.device import DeviceLoader
+        """Llama-3.1-8B's shape on the GPU, where this thread gets a stream of its own."""
+        from gpu.cuda_device import CudaDevice
 
-        return cls.of(DeviceLoader(), LLAMA_8B, max_tokens=8192)
+        gpu = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+        sources = model_kernels(LLAMA_8B, dtype=_DTYPE, cache_dtype=_DTYPE, may_share=True)
+        gpu.build(sources, lambda done, total: None)
+        return cls(
+            loader=gpu.loader,
+            model=_random_model(gpu.loader, LLAMA_8B),
+            timeline=gpu.timeline(),
+            capturer=gpu.capturer(),
+            max_tokens=8192,
+        )
 
     @classmethod
     def emulated(cls) -> Stand:
         """The tiny shape on the CPU."""
         from gpu.emulation import EmulatedLoader
 
-        return cls.of(EmulatedLoader(), TINY, max_tokens=64)
-
-    @classmethod
-    def of(cls, loader: KernelLoader, config: ModelConfig, *, max_tokens: int) -> Stand:
-        """``config`` with random weights where ``loader`` runs kernels."""
-        operations = CudaOperations(
-            loader,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            dtype=_DTYPE,
+        loader = EmulatedLoader()
+        return cls(
+            loader=loader,
+            model=_random_model(loader, TINY),
+            timeline=HostTimeline(),
+            capturer=None,
+            max_tokens=64,
         )
-        weights = random_weights(config, loader.device, _DTYPE)
-        model = build_model(config, weights, operations)
-        return cls(loader=loader, model=model, max_tokens=max_tokens)
-
-    @property
-    def has_gpu(self) -> bool:
-        """Whether times mean anything."""
-        return self.loader.device.type == "cuda"
-
-    def timeline(self) -> Timeline:
-        """The device's."""
-        return CudaTimeline(self.loader.device) if self.has_gpu else HostTimeline()
 
     def limits(self, scenario: Scenario) -> ServingLimits:
         """Room for one scenario, with both runs of its steps."""
@@ -135,6 +132,16 @@ class Stand:
         )
 
 
+def _random_model(loader: KernelLoader, config: ModelConfig) -> Decoder:
+    operations = CudaOperations(
+        loader,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        dtype=_DTYPE,
+    )
+    return build_model(config, random_weights(config, loader.device, _DTYPE), operations)
+
+
 @attrs.frozen(kw_only=True)
 class Measured:
     """One scenario in one mode. ``context`` is that of the steps in the middle of the run."""
@@ -150,9 +157,10 @@ class Measured:
 def measure_scenario(stand: Stand, scenario: Scenario, *, graphs: bool) -> list[Measured]:
     """Prefill the batch once, then time its steps with one and with two plans in flight."""
     limits = stand.limits(scenario)
-    executor, slots = assemble(stand.loader, stand.model, limits, stand.timeline())
+    executor, slots = assemble(stand.loader, stand.model, limits, stand.timeline)
     if graphs:
-        executor.capture(CudaCapturer(), scenario.rows, lambda done, total: None)
+        assert stand.capturer is not None
+        executor.capture(stand.capturer, scenario.rows, lambda done, total: None)
     runner = Runner(executor, slots, max_num_batched_tokens=limits.max_num_batched_tokens)
     batch = DecodeBatch(
         runner,
@@ -189,7 +197,7 @@ def measure_all(
     measured: list[Measured] = []
     left_out: list[str] = []
     for scenario in scenarios:
-        for graphs in (True, False) if stand.has_gpu else (False,):
+        for graphs in (True, False) if stand.capturer else (False,):
             name = f"{scenario.title} {'graphs' if graphs else 'eager'}"
             if time.monotonic() > deadline:
                 left_out.append(name)
@@ -198,7 +206,7 @@ def measure_all(
             measured += measure_scenario(stand, scenario, graphs=graphs)
             print(f"{name} [{time.monotonic() - began:.1f} s]", flush=True)
             gc.collect()
-            if stand.has_gpu:
+            if stand.capturer:
                 torch.cuda.empty_cache()
     return measured, left_out
 
@@ -247,16 +255,6 @@ def _verdict(one: Measured, floors: float) -> str:
     return f"≤ {allowed} floors: {step}; idle < {_TARGET_IDLE:.0%}: {idle}"
 
 
-@contextlib.contextmanager
-def _own_stream(has_gpu: bool) -> Iterator[None]:
-    """A stream that can be captured: the default one can't."""
-    if not has_gpu:
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream()):
-        yield
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.decode_step",
@@ -288,14 +286,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ceilings = measure_ceilings() if on_gpu else None
     if ceilings:
         print(describe_ceilings(ceilings), flush=True)
-    with _own_stream(on_gpu):
-        stand = Stand.on_gpu() if on_gpu else Stand.emulated()
-        scenarios = [
-            scenario
-            for scenario in (SCENARIOS if on_gpu else TINY_SCENARIOS)
-            if not (on_gpu and options.quick) or scenario.title in QUICK
-        ]
-        measured, left_out = measure_all(stand, scenarios, deadline)
+    stand = Stand.on_gpu() if on_gpu else Stand.emulated()
+    scenarios = [
+        scenario
+        for scenario in (SCENARIOS if on_gpu else TINY_SCENARIOS)
+        if not (on_gpu and options.quick) or scenario.title in QUICK
+    ]
+    measured, left_out = measure_all(stand, scenarios, deadline)
     config = stand.model.config
     text = table(measured, config, ceilings)
     print("\n" + text + "\n")

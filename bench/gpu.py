@@ -3,7 +3,7 @@
 Parts, in this order; ``--parts`` chooses among them:
 
 - ``doctor``     what torch and CuPy find
-- ``builds``     every kernel compiled for every target, beside the budget of registers and memory
+- ``builds``     every kernel compiled for this GPU, beside the budget of registers and memory
 - ``tests``      the kernels' tests on the device, and the worker's tests
 - ``sanitizer``  the kernels' tests under compute-sanitizer's four tools, side by side
 - ``kernels``    ``bench.kernels``: each kernel beside its floor and its peers
@@ -33,6 +33,9 @@ from pathlib import Path
 import attrs
 
 from bench.gpu_report import RESULTS
+from gpu.kernels import nvrtc
+from gpu.kernels.nvrtc import KernelBuildError
+from gpu.kernels.targets import TARGETS, target_for
 
 __all__ = ["PARTS", "Outcome", "Step", "kernel_names", "main", "run_steps", "steps_of"]
 
@@ -48,7 +51,6 @@ WORKER_TESTS = (
     "tests/test_worker.py",
 )
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-_TAIL_LINES = 40
 _DEFINITION = re.compile(
     r'extern\s+"C"\s+__global__\s[^;{]*?\b(\w+)\s*\(\s*(?:const\s+)?Parameters\b'
 )
@@ -69,6 +71,8 @@ class Step:
     environment: dict[str, str] = attrs.field(factory=dict)
     together: bool = False
     early: bool = False
+    tail: int = 25
+    """How many of its last lines are shown."""
 
 
 @attrs.frozen(kw_only=True)
@@ -86,14 +90,19 @@ def kernel_names(folder: Path = ROOT / "gpu" / "kernels") -> list[str]:
     return sorted({name for source in sources for name in _DEFINITION.findall(source)})
 
 
-def steps_of(parts: Sequence[str], *, has_gpu: bool, quick: bool, out: Path) -> list[Step]:
-    """The commands of ``parts``: those that need a GPU only where there is one."""
-    python = sys.executable
+def steps_of(parts: Sequence[str], *, target: str | None, quick: bool, out: Path) -> list[Step]:
+    """The commands of ``parts``: those that need a GPU only where there is one.
+
+    ``target`` is what kernels are compiled for on the GPU that is there; None if there is none, and
+    then they are compiled for every target.
+    """
+    python, has_gpu = sys.executable, target is not None
+    build = [python, "-m", "gpu.kernels", *(["--target", target] if target in TARGETS else [])]
     bench_options = [*(["--quick"] if quick else []), "--out", str(out)]
     bench_options += ["--on", "gpu" if has_gpu else "emulation"]
     steps = [
         Step(part="doctor", name="doctor", command=[python, "-m", "gpu", "--doctor"], seconds=90),
-        Step(part="builds", name="builds", command=[python, "-m", "gpu.kernels"], seconds=300),
+        Step(part="builds", name="builds", command=build, seconds=400),
         *(_tests() if has_gpu else []),
         *(_sanitizers() if has_gpu else []),
         *(_peers() if has_gpu else []),
@@ -102,6 +111,7 @@ def steps_of(parts: Sequence[str], *, has_gpu: bool, quick: bool, out: Path) -> 
             name="kernels",
             command=[python, "-m", "bench.kernels", *bench_options],
             seconds=540,
+            tail=90,
         ),
         Step(
             part="steps",
@@ -247,7 +257,7 @@ def _show(outcome: Outcome, logs: Path) -> None:
     step = outcome.step
     lines = _log(step, logs).read_text(errors="replace").splitlines()
     print(f"\n== {step.part}: {step.name}: {outcome.verdict} after {outcome.seconds:.0f} s")
-    print("\n".join(lines[-_TAIL_LINES:]), flush=True)
+    print("\n".join(lines[-step.tail :]), flush=True)
 
 
 def _summary(outcomes: Sequence[Outcome]) -> str:
@@ -259,10 +269,22 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(["", "== summary", *rows])
 
 
-def find_gpu() -> bool:
-    """Whether torch sees a GPU; asked in another process, since this one needs no memory of it."""
-    question = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
-    return subprocess.run([sys.executable, "-c", question], cwd=ROOT, check=False).returncode == 0
+def find_target() -> str | None:
+    """The target of the GPU that torch sees: None if it sees none, "" if kernels can't be built.
+
+    Another process asks, since this one needs no memory of the GPU.
+    """
+    question = "import torch; print(*torch.cuda.get_device_capability())"
+    answer = subprocess.run(
+        [sys.executable, "-c", question], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    if answer.returncode:
+        return None
+    major, minor = (int(number) for number in answer.stdout.split()[-2:])
+    try:
+        return target_for((major, minor), nvrtc.capabilities())
+    except KernelBuildError:  # the steps will say what is missing
+        return ""
 
 
 def _parts(text: str) -> list[str]:
@@ -287,14 +309,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, help="folder for logs (default: OUT/logs)")
     options = parser.parse_args(arguments)
     out = options.out.absolute()
-    has_gpu = find_gpu()
-    steps = steps_of(options.parts, has_gpu=has_gpu, quick=options.quick, out=out)
+    target = find_target()
+    steps = steps_of(options.parts, target=target, quick=options.quick, out=out)
     outcomes = run_steps(steps, options.logs or out / "logs", options.seconds)
     print(_summary(outcomes))
     failed = [outcome for outcome in outcomes if outcome.verdict != "ok"]
-    if not has_gpu:
+    if target is None:
         print("no GPU was found: the tests on a device were not run and nothing was timed")
-    return 1 if failed or not has_gpu else 0
+    return 1 if failed or target is None else 0
 
 
 if __name__ == "__main__":

@@ -35,8 +35,10 @@ from bench.kernel_cases.all import all_cases
 from bench.roofline import Ceilings
 from bench.targets import Judged, Result, judge
 from gpu.emulation import EmulatedLoader
+from gpu.kernels.catalogue import sources
+from gpu.kernels.nvrtc import KernelBuildError
 
-__all__ = ["Measured", "main", "measure", "run_cases"]
+__all__ = ["Measured", "main", "measure", "run_cases", "summary", "table"]
 
 OURS = "ours"
 
@@ -164,6 +166,31 @@ def table(measured: Sequence[Measured], ceilings: Ceilings | None) -> str:
     return markdown_table([*head, "targets"], rows)
 
 
+def summary(measured: Sequence[Measured], ceilings: Ceilings) -> str:
+    """A narrow table for the end of the output: the fastest peer and the verdicts alone."""
+    judged = _judged(measured, ceilings)
+    rows = []
+    for one in measured:
+        cells = [f"{one.case.kernel} {one.case.shape}"]
+        if one.failed:
+            rows.append([*cells, "", "FAILED", "", one.notes.get(OURS, "")[:60]])
+            continue
+        seconds, floor = one.median(OURS), ceilings.floor(one.case.work)
+        peers = {name: one.median(name) for name in one.seconds if name != OURS}
+        best = min(peers, key=peers.__getitem__, default="")
+        verdicts = {True: "met", False: "MISSED", None: "?"}
+        rows.append(
+            [
+                *cells,
+                f"{seconds * 1e6:.1f}",
+                f"{floor / seconds:.2f}",
+                f"{best} {peers[best] * 1e6:.1f}" if best else "",
+                " ".join(verdicts[verdict.met] for verdict in judged[one.case.title]),
+            ]
+        )
+    return markdown_table(["case", "µs", "floor", "best peer", "targets"], rows)
+
+
 def _error(one: Measured) -> str:
     return f"{one.errors[OURS]:.1e}" if OURS in one.errors else one.notes.get(OURS, "")
 
@@ -215,9 +242,14 @@ def _setting(on: str, seed: int) -> Setting:
         return Setting(loader=EmulatedLoader(), generator=generator, cache_bytes=0)
     from gpu.kernels.device import DeviceLoader
 
-    cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    loader = DeviceLoader()
+    try:
+        loader.prepare(sources())  # side by side, and kept on disk for other processes
+    except KernelBuildError as error:
+        print(f"a kernel can't be built, and its cases will fail: {error}", flush=True)
+    cache_bytes = torch.cuda.get_device_properties(loader.device).L2_cache_size
     generator = torch.Generator(device="cuda").manual_seed(seed)
-    return Setting(loader=DeviceLoader(), generator=generator, cache_bytes=cache_bytes)
+    return Setting(loader=loader, generator=generator, cache_bytes=cache_bytes)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -258,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stopwatch: Stopwatch = GraphStopwatch() if on_gpu else DryRun()
     measured = run_cases(cases, setting, stopwatch, options.seconds)
     text = table(measured, ceilings)
-    print("\n" + text + "\n")
+    print("\n" + (summary(measured, ceilings) if ceilings else text) + "\n")
     name = "kernels" if on_gpu else "kernels-emulated"
     device = describe_device()
     path = save(

@@ -21,7 +21,7 @@ from bench.gpu_timing import DryRun, buffer_sets
 from bench.kernel_cases import Case, Contestant, Peer, PeerAbsent, Setting, Trial, relative_error
 from bench.kernel_cases.all import all_cases
 from bench.kernel_cases.attention_data import AttentionSpec, make_data, reference
-from bench.kernels import Measured, measure, table
+from bench.kernels import Measured, measure, summary, table
 from bench.random_model import LLAMA_8B
 from bench.roofline import (
     AttentionShape,
@@ -273,6 +273,8 @@ class TestMeasure:
         assert cells[:6] == ["k", "s", "memory", "4.0", "4.0", "1.00"]
         assert cells[7] == "third absent, other 6.0"
         assert cells[8] == "≥ 0.9 of the floor: met (1.00); ≥ 1 times the best peer: met (1.50)"
+        short = summary([measured], Ceilings(copy=2e6, matrix=1.0)).splitlines()[-1]
+        assert short == "| k s  | 4.0 | 1.00  | other 6.0 | met met |"
 
 
 def test_every_kernel_runs_in_the_emulation(
@@ -444,13 +446,13 @@ class TestSteps:
         ]
 
     def test_what_needs_a_gpu_is_only_there_with_one(self, tmp_path: Path) -> None:
-        without = steps_of(gpu.PARTS, has_gpu=False, quick=False, out=tmp_path)
+        without = steps_of(gpu.PARTS, target=None, quick=False, out=tmp_path)
         assert {step.part for step in without} == {"doctor", "builds", "kernels", "steps"}
-        having = steps_of(gpu.PARTS, has_gpu=True, quick=True, out=tmp_path)
+        having = steps_of(gpu.PARTS, target="sm_90a", quick=True, out=tmp_path)
         assert {step.part for step in having} == set(gpu.PARTS)
         tools = [step.command[2] for step in having if step.part == "sanitizer"]
         assert tools == ["memcheck", "racecheck", "synccheck", "initcheck"]
-        [one] = steps_of(["tests"], has_gpu=True, quick=False, out=tmp_path)[:1]
+        [one] = steps_of(["tests"], target="sm_90a", quick=False, out=tmp_path)[:1]
         assert "--kernels-on=gpu" in one.command
 
     def test_the_worker_tests_exist(self) -> None:
