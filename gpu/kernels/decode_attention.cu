@@ -114,10 +114,15 @@ constexpr int FRAGMENTS = (CHUNKS + 1) / 2;  // ldmatrix instructions of a tile
 constexpr int TILE_BYTES = TILE * CHUNKS * 16;
 constexpr int SCALE_BYTES = QUANTIZED ? TILE * 4 : 0;
 constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES);
+constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
+// The accumulators of the largest heads leave no registers for Q: it stays in shared memory.
+constexpr bool QUERIES_IN_SHARED = D > 128;
+constexpr int QUERY_BYTES = QUERIES_IN_SHARED ? D / 16 * 32 * 16 : 0;
+static_assert(RING_BYTES + QUERY_BYTES == SHARED_BYTES);
 constexpr int BLOCKS_PER_MULTIPROCESSOR = 3;
 // Rows of the merge buffer: the accumulators of a quarter or half warp fall into distinct banks.
 constexpr int MERGE_STRIDE = D % 32 ? D + 8 : D + (QUANTIZED ? 16 : 8);
-static_assert(WARPS * STAGES * STAGE_BYTES >= WARPS * 16 * MERGE_STRIDE * 4);
+static_assert(RING_BYTES >= WARPS * 16 * MERGE_STRIDE * 4);
 
 // What the tensor cores multiply.
 template <bool HALF> struct Operand { using type = TYPE; };
@@ -215,6 +220,28 @@ DEVICE float queries_to_half(u32 (&queries)[D / 16][4]) {
   return __uint_as_float(exponent);
 }
 
+// Put the queries where query_fragment finds them, if they don't stay in registers.
+DEVICE void store_queries(u8* shared, const u32 (&queries)[D / 16][4]) {
+  if constexpr (QUERIES_IN_SHARED) {
+    uint4* to = reinterpret_cast<uint4*>(shared + RING_BYTES);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)  // all warps have the same
+      if (k % WARPS == warp)
+        to[k * 32 + lane] = uint4{queries[k][0], queries[k][1], queries[k][2], queries[k][3]};
+    __syncthreads();
+  }
+}
+DEVICE void query_fragment(u32 (&a)[4], const u32 (&queries)[D / 16][4], const u8* shared, int k) {
+  if constexpr (QUERIES_IN_SHARED) {
+    const uint4 q = reinterpret_cast<const uint4*>(shared + RING_BYTES)[k * 32 + threadIdx.x % 32];
+    a[0] = q.x, a[1] = q.y, a[2] = q.z, a[3] = q.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = queries[k][i];
+  }
+}
+
 // scores[n] = Q K^T for positions 8n .. 8n + 7 of the tile (C fragments of the mma).
 DEVICE void multiply_keys(float (&scores)[2][4], const u32 (&queries)[D / 16][4],
                           const u8* shared, u32 keys) {
@@ -225,22 +252,24 @@ DEVICE void multiply_keys(float (&scores)[2][4], const u32 (&queries)[D / 16][4]
   float sums[2][2][4] = {};
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
-    u32 k[4];
+    u32 k[4], q[4];
     ldmatrix(k, fragment(shared, keys, row, half, f));
     if constexpr (QUANTIZED) {
 #pragma unroll
       for (int c = 0; c < 2; c++)
-        if (2 * f + c < CHUNKS)
+        if (2 * f + c < CHUNKS) {
+          query_fragment(q, queries, shared, 2 * f + c);
 #pragma unroll
           for (int n = 0; n < 2; n++) {
             u32 first, second;
             unpack_e4m3x4<Multiplied>(k[2 * n + c], first, second);
-            mma<Multiplied>(sums[c][n], queries[2 * f + c], first, second);
+            mma<Multiplied>(sums[c][n], q, first, second);
           }
+        }
     } else {
+      query_fragment(q, queries, shared, f);
 #pragma unroll
-      for (int n = 0; n < 2; n++)
-        mma<Multiplied>(sums[f % 2][n], queries[f], k[2 * n], k[2 * n + 1]);
+      for (int n = 0; n < 2; n++) mma<Multiplied>(sums[f % 2][n], q, k[2 * n], k[2 * n + 1]);
     }
   }
 #pragma unroll
@@ -482,6 +511,7 @@ DEVICE void attend(const Parameters& p, const Item& item, u8* shared) {
   }
   float scale_log2 = p.scale_log2;
   if constexpr (QUANTIZED && !IS_HALF<TYPE>) scale_log2 *= queries_to_half(queries);
+  store_queries(shared, queries);
   // Scores are multiplied by it with the scales of an e4m3 cache, else as late as possible.
   const float unit = QUANTIZED ? 1.f : scale_log2;
   Sums sums = {{}, {-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};

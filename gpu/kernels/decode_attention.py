@@ -31,7 +31,7 @@ With less shared memory fewer blocks fit: two on an A100, one on consumer cards.
 """
 
 _TILE = 16  # positions
-_RING_BYTES = 74 * 1024  # three rings and 1 KB of the system for each fit into 228 KB
+_SHARED_BYTES = 74 * 1024  # at most: three blocks, and 1 KB of the system's for each, fit
 
 _PARAMETERS = parameters(
     ("q", "u8"),
@@ -57,11 +57,13 @@ _PARAMETERS = parameters(
 
 def source(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> KernelSource:
     """The kernel for one head size, dtype of model and dtype of cache (the model's or e4m3)."""
-    # The accumulators of the largest heads leave registers for half as many threads.
-    num_warps = 4 if head_dim <= 128 else 2
+    # The accumulators of the largest heads leave registers for half as many threads, and none for
+    # the queries.
+    num_warps, query_bytes = (4, 0) if head_dim <= 128 else (2, head_dim // 16 * 512)
     scale_bytes = 4 if cache_dtype.itemsize == 1 else 0
     stage_bytes = 2 * _TILE * (head_dim * cache_dtype.itemsize + scale_bytes)
-    stages = _RING_BYTES // (num_warps * stage_bytes)
+    stages = (_SHARED_BYTES - query_bytes) // (num_warps * stage_bytes)
+    shared_bytes = num_warps * stages * stage_bytes + query_bytes
     return KernelSource(
         name="decode_attention",
         parameters=_PARAMETERS,
@@ -71,8 +73,9 @@ def source(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Kerne
             ("TYPE", element_name(dtype)),
             ("CACHE", element_name(cache_dtype)),
             ("STAGES", stages),
+            ("SHARED_BYTES", shared_bytes),
         ),
-        shared_bytes=num_warps * stages * stage_bytes,
+        shared_bytes=shared_bytes,
     )
 
 

@@ -264,10 +264,14 @@ def test_padded_rows_and_items_are_left_alone(loader: KernelLoader) -> None:
     assert relative_error(out[[0, 2]], case.reference()[[0, 2]]) < MAX_ERROR[torch.bfloat16]
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
-def test_fewer_blocks_than_items(loader: KernelLoader, cache_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "cache_dtype"), [(64, torch.bfloat16), (64, E4M3), (256, torch.bfloat16)]
+)
+def test_fewer_blocks_than_items(
+    loader: KernelLoader, head_dim: int, cache_dtype: torch.dtype
+) -> None:
     """Blocks that take several items give the same bits as blocks of one."""
-    case = make_case(loader, [130, 700, 20], head_dim=64, cache_dtype=cache_dtype)
+    case = make_case(loader, [130, 700, 20], head_dim=head_dim, cache_dtype=cache_dtype)
     splits = split(case.lengths, target_items=9)
     one_each, _ = run(loader, case, splits)
     several, _ = run(loader, case, splits, max_blocks=2)
