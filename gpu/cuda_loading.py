@@ -43,6 +43,8 @@ __all__ = ["load_model", "load_on_gpu"]
 
 # Norms, projections, attention with its merge, gate: what a layer launches, rounded up.
 LAUNCHES_PER_LAYER = 14
+# Tokens are the second dimension of some grids, which goes no further.
+MOST_BATCHED_TOKENS = 65535
 
 
 def load_on_gpu(
@@ -78,6 +80,11 @@ def load_model(
     if start.page_size not in PAGE_SIZES:
         raise ModelLoadError(
             f"--block-size {start.page_size} is not served on a GPU: use 16, 32 or 64"
+        )
+    if start.max_num_batched_tokens > MOST_BATCHED_TOKENS:
+        raise ModelLoadError(
+            f"--max-num-batched-tokens {start.max_num_batched_tokens} is more than a step on a GPU "
+            f"may have: use at most {MOST_BATCHED_TOKENS}"
         )
     config = files.config
     free, total = gpu.memory()

@@ -25,7 +25,7 @@ from gpu.kernels.sampling import (
 from gpu.sampler import LOWEST_TEMPERATURE, TopLogprobs
 from trioserve.sampling import SamplerParams
 
-__all__ = ["DeviceSampler", "SamplerOutputs", "scratch_bytes"]
+__all__ = ["DeviceSampler", "SamplerOutputs", "scratch_bytes", "top_lists"]
 
 _NO_TOP: TopLogprobs = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
 _MARKS_ALIGNMENT = 4
@@ -163,7 +163,7 @@ class DeviceSampler:
         record["logprobs"] = params.logprobs
         record["num_bias"] = len(bias)
         record["num_stop"] = len(stop)
-        self._records[slot].copy_(torch.from_numpy(record.view(np.uint8)), non_blocking=True)
+        self._records[slot].copy_(self._staged(record.view(np.uint8)), non_blocking=True)
         self._lists[slot] = (bias_ids, bias_values, stop_ids)
 
     def launch(
@@ -201,7 +201,13 @@ class DeviceSampler:
         return 0 <= token < self.vocab_size
 
     def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return self._staged(array).to(self._device, non_blocking=True)
+
+    def _staged(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        """Where a copy to the device may start: out of ordinary memory it would wait for the step
+        that is in the stream. torch keeps pinned memory until the copy is done."""
+        host = torch.from_numpy(array)
+        return host.pin_memory() if self._device.type == "cuda" else host
 
 
 def _marks_stride(vocab_size: int) -> int:

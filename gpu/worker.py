@@ -20,8 +20,10 @@ from typing import Any, NoReturn
 
 import msgspec
 import pynng
+import torch
 
 from gpu import loading
+from gpu.kernels.device import KernelLaunchError
 from gpu.runner import Runner
 from gpu.slots import PlanError
 from trioserve import wire
@@ -179,7 +181,9 @@ def _failure(plan: int, error: Exception) -> wire.Failure:
         _log.error("plan %d: %s", plan, error)
         return wire.Failure(number=plan, message=str(error), slot=error.slot)
     _log.error("plan %d failed", plan, exc_info=error)
-    return wire.Failure(number=plan, message=_one_line(error))
+    # After an error on the device, every later call in this process fails likewise.
+    fatal = isinstance(error, (torch.AcceleratorError, KernelLaunchError))
+    return wire.Failure(number=plan, message=_one_line(error), fatal=fatal)
 
 
 def _statistics(runner: Runner) -> dict[str, int]:

@@ -13,8 +13,10 @@ import msgspec
 import numpy as np
 import pynng
 import pytest
+import torch
 
 from gpu.executor import Drawn
+from gpu.kernels.device import KernelLaunchError
 from gpu.runner import Runner
 from gpu.slots import PlanError, Row, Slot, SlotTable
 from gpu.worker import Quit, Worker
@@ -36,11 +38,14 @@ class DeferredExecutor:
     unusable: set[tuple[int, int]] = attrs.field(factory=set)
     opened: list[int] = attrs.field(factory=list)
     submitted: list[list[tuple[int, int, int]]] = attrs.field(factory=list)
+    error: Exception | None = None
 
     def open(self, slot: Slot) -> None:
         self.opened.append(slot.number)
 
     def submit(self, rows: Sequence[Row]) -> DeferredSubmission:
+        if self.error is not None:
+            raise self.error
         self.submitted.append([(row.slot.number, row.start, row.count) for row in rows])
         drawing = [(row.slot.number, row.end) for row in rows if row.samples]
         tokens = [-1 if at in self.unusable else 100 * at[0] + at[1] for at in drawing]
@@ -248,3 +253,29 @@ class TestWorker:
         result = wire.decode(socket.recv())
         assert isinstance(result, wire.StepResult)
         assert (result.number, given(result)) == (1, [[502]])
+
+    @pytest.mark.parametrize(
+        ("error", "fatal"),
+        [
+            (torch.AcceleratorError("CUDA error: an illegal memory access\nwas seen"), True),
+            (KernelLaunchError("decode_attention over (8, 2, 1) blocks: refused"), True),
+            (torch.OutOfMemoryError("CUDA out of memory."), False),
+            (ValueError("any bug"), False),
+        ],
+    )
+    def test_after_an_error_on_the_device_the_worker_can_not_go_on(
+        self,
+        socket: pynng.Pair0,
+        executor: DeferredExecutor,
+        maker: PlanMaker,
+        error: Exception,
+        fatal: bool,
+    ) -> None:
+        executor.error = error
+        maker.open(2, [1, 2, 3])
+        socket.send(wire.encode(maker.plan({2: 3})))
+        failure = wire.decode(socket.recv())
+        assert isinstance(failure, wire.Failure)
+        assert (failure.number, failure.slot, failure.fatal) == (1, -1, fatal)
+        first_line = str(error).partition("\n")[0]
+        assert failure.message == f"{type(error).__name__}: {first_line}"

@@ -17,9 +17,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def device_loader() -> KernelLoader:
     """The GPU's loader, one for all tests: it compiles and keeps the kernels."""
+    import torch
+
     from gpu.kernels.device import DeviceLoader
 
-    return DeviceLoader()
+    return DeviceLoader(torch.device("cuda", torch.cuda.current_device()))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 from gpu.assembly import ServingLimits, assemble
 from gpu.attention import StepLayout
 from gpu.cuda_executor import CudaExecutor
+from gpu.graphs import Capturer, CudaCapturer
 from gpu.kernels import KernelLoader
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
@@ -73,11 +74,10 @@ class Server:
             "batch_invariant_attention": False,
             **limits,
         }
-        on_gpu = loader.device.type == "cuda"
-        timeline: Timeline = CudaTimeline(loader.device) if on_gpu else HostTimeline()
+        timeline, capturer = _timeline_and_capturer(taped)
         executor, slots = assemble(taped, model, ServingLimits(**fields), timeline)
         if graphs:
-            executor.capture(TapeCapturer(taped), max_num_seqs, lambda done, total: None)
+            executor.capture(capturer, max_num_seqs, lambda done, total: None)
         runner = Runner(executor, slots, max_num_batched_tokens=fields["max_num_batched_tokens"])
         maker = PlanMaker(runner.step, page_size=fields["page_size"], num_pages=NUM_PAGES)
         return cls(taped, executor, runner, maker)
@@ -140,6 +140,14 @@ class Judge:
             attention.begin(layout)
             hidden = self._model.forward(torch.tensor(tokens), attention)
             return self._model.logits(hidden)
+
+
+def _timeline_and_capturer(loader: TapedLoader) -> tuple[Timeline, Capturer]:
+    if loader.device.type == "cpu":
+        return HostTimeline(), TapeCapturer(loader)
+    if torch.cuda.current_stream() == torch.cuda.default_stream():
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    return CudaTimeline(loader.device), CudaCapturer()
 
 
 def _weights(folder: Path, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:

@@ -155,6 +155,7 @@ def test_fp8_pages_are_smaller(folder: Path) -> None:
     ("gpu", "changes", "line"),
     [
         (FakeGpu(), {"page_size": 4}, "--block-size 4 is not served on a GPU: use 16, 32 or 64"),
+        (FakeGpu(), {"max_num_batched_tokens": 1 << 16}, "65536 is more .* use at most 65535"),
         (FakeGpu(total=MIB // 8), {}, "the weights take 0.0 GiB"),
         (FakeGpu(fails_in="build"), {}, "the kernels can't be built: decode_attention needs more"),
         (FakeGpu(fails_in="step"), {}, "a step of 60 tokens .* lower --max-num-batched-tokens"),
