@@ -455,8 +455,9 @@ class TestSteps:
         [one] = steps_of(["tests"], target="sm_90a", quick=False, out=tmp_path)[:1]
         assert "--kernels-on=gpu" in one.command
 
-    def test_the_worker_tests_exist(self) -> None:
-        assert [name for name in gpu.WORKER_TESTS if not Path(name).exists()] == []
+    def test_the_tests_that_it_names_exist(self) -> None:
+        named = [*gpu.WORKER_TESTS, *gpu.SANITIZED_TESTS]
+        assert [name for name in named if not Path(name).exists()] == []
 
     def test_the_sanitizers_look_at_every_kernel_of_ours(self) -> None:
         names = kernel_names()

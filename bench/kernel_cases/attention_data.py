@@ -157,17 +157,17 @@ def _quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
-def reference(data: AttentionData, *, scaled: bool = True) -> torch.Tensor:
+def reference(data: AttentionData, *, one_scale: float | None = None) -> torch.Tensor:
     """Attention of the first set of buffers in float64, [T, H, D].
 
-    Without ``scaled`` the scales of an e4m3 cache count as 1, as for peers that know no others.
+    ``one_scale`` counts instead of all scales of an e4m3 cache, for peers that have only one.
     """
     spec, buffers = data.spec, data.sets[0]
     group = spec.num_heads // spec.num_kv_heads
     out = torch.empty(buffers.out.shape, dtype=torch.float64, device=buffers.out.device)
     start = 0
     for row, (count, context) in enumerate(spec.rows):
-        keys, values = _gathered(data, row, context, scaled)
+        keys, values = _gathered(data, row, context, one_scale)
         q = buffers.queries(spec.num_heads)[start : start + count].double()
         grouped = q.view(count, spec.num_kv_heads, group, spec.head_dim)
         block = max(1, _BLOCK_SCORES // (context * spec.num_heads))
@@ -193,14 +193,16 @@ def _seen(
 
 
 def _gathered(
-    data: AttentionData, row: int, context: int, scaled: bool
+    data: AttentionData, row: int, context: int, one_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A row's keys and values, each [context, K, D] float64."""
     buffers, pages = data.sets[0], data.pages(row)
     found = []
     for cache, scale in ((buffers.k_cache, buffers.k_scale), (buffers.v_cache, buffers.v_scale)):
         values = cache[pages].double()
-        if scale is not None and scaled:
+        if scale is not None and one_scale is None:
             values = values * scale[pages].double()[..., None]
+        elif scale is not None:
+            values = values * one_scale
         found.append(values.transpose(1, 2).flatten(0, 1)[:context])
     return found[0], found[1]

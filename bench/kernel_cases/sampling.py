@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from bench.gpu_timing import Launch
-from bench.kernel_cases import Case, Contestant, Peer, PeerAbsent, Setting, Trial, poison
+from bench.kernel_cases import Case, Contestant, Peer, Setting, Trial, poison
 from bench.kernel_peers import flashinfer_module
 from bench.roofline import sampling
 from bench.targets import Target
@@ -207,14 +207,13 @@ def _flashinfer(variant: _Variant, data: _Data) -> Contestant:
 
 
 def _flashinfer_draw(module: Any, params: SamplerParams) -> Draw:
+    fixed = {"seed": 1234, "offset": 0}  # a generator's state can't be read in a capture
     if params.top_k == 0 and params.top_p == 1.0:
-        return lambda logits: module.sampling_from_logits(logits / params.temperature)
-    if not hasattr(module, "top_k_top_p_sampling_from_logits"):
-        raise PeerAbsent("flashinfer without top_k_top_p_sampling_from_logits")
+        return lambda logits: module.sampling_from_logits(logits / params.temperature, **fixed)
     draw = module.top_k_top_p_sampling_from_logits
     top_k = params.top_k or 1 << 30
     return lambda logits: draw(
-        logits / params.temperature, min(top_k, logits.shape[1]), params.top_p
+        logits / params.temperature, min(top_k, logits.shape[1]), params.top_p, **fixed
     )
 
 
