@@ -38,7 +38,7 @@ from gpu.runner import Runner
 from gpu.timeline import HostTimeline, Timeline
 from trioserve.model_files import ModelConfig
 
-__all__ = ["Scenario", "Stand", "main", "measure_scenario"]
+__all__ = ["Measured", "Scenario", "Stand", "main", "measure_scenario", "random_model", "table"]
 
 _DTYPE = torch.bfloat16
 _PAGE_SIZE = 16
@@ -96,7 +96,7 @@ class Stand:
         gpu.build(sources, lambda done, total: None)
         return cls(
             loader=gpu.loader,
-            model=_random_model(gpu.loader, LLAMA_8B),
+            model=random_model(gpu.loader, LLAMA_8B),
             timeline=gpu.timeline(),
             capturer=gpu.capturer(),
             max_tokens=8192,
@@ -110,7 +110,7 @@ class Stand:
         loader = EmulatedLoader()
         return cls(
             loader=loader,
-            model=_random_model(loader, TINY),
+            model=random_model(loader, TINY),
             timeline=HostTimeline(),
             capturer=None,
             max_tokens=64,
@@ -132,7 +132,8 @@ class Stand:
         )
 
 
-def _random_model(loader: KernelLoader, config: ModelConfig) -> Decoder:
+def random_model(loader: KernelLoader, config: ModelConfig) -> Decoder:
+    """``config`` with random weights, where ``loader`` runs kernels."""
     operations = CudaOperations(
         loader,
         hidden_size=config.hidden_size,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -17,12 +20,13 @@ from bench.decode_batch import StepTimes
 from bench.engine_idle import ClientsFailed, Sample, parse_metrics, steady
 from bench.gpu import Step, kernel_names, run_steps, steps_of
 from bench.gpu_report import markdown_table
-from bench.gpu_timing import DryRun, buffer_sets
+from bench.gpu_timing import DryRun, GraphStopwatch, buffer_sets, measure_in_turn
 from bench.kernel_cases import Case, Contestant, Peer, PeerAbsent, Setting, Trial, relative_error
 from bench.kernel_cases.all import all_cases
 from bench.kernel_cases.attention_data import AttentionSpec, make_data, reference
+from bench.kernel_peers import torch_attention
 from bench.kernels import Measured, measure, summary, table
-from bench.random_model import LLAMA_8B
+from bench.random_model import LLAMA_8B, TINY
 from bench.roofline import (
     AttentionShape,
     Ceilings,
@@ -38,6 +42,8 @@ from bench.roofline import (
 )
 from bench.targets import Result, Target, judge
 from gpu.emulation import EmulatedLoader
+from gpu.timeline import HostTimeline
+from tests.kernels.tape import TapeCapturer, TapedLoader
 
 H200 = Ceilings(copy=4.3e12, matrix=790e12)
 LLAMA = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -155,6 +161,91 @@ class TestTiming:
         assert recording.seconds() != recording.seconds()
 
 
+class Clock:
+    """Stands in for the parts of torch.cuda that the stopwatch uses: a launch takes 100 µs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, capturable: bool = True) -> None:
+        self.now = 0.0
+        self.capturing: list[object] | None = None
+        self.capturable = capturable
+        for name in ("CUDAGraph", "Event", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def launch(self) -> None:
+        if self.capturing is None:
+            self.now += 1e-4
+        elif self.capturable:
+            self.capturing.append(self)
+        else:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        held: list[object] = []
+
+        def replay() -> None:
+            self.now += 1e-4 * len(held)
+
+        return SimpleNamespace(held=held, replay=replay)
+
+    @contextlib.contextmanager
+    def graph(self, graph: SimpleNamespace) -> Iterator[None]:
+        self.capturing = graph.held
+        try:
+            yield
+        finally:
+            self.capturing = None
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:
+        assert enable_timing
+        event = SimpleNamespace(at=0.0)
+
+        def record() -> None:
+            event.at = self.now
+
+        event.record = record
+        event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
+        return event
+
+
+class TestStopwatch:
+    def test_a_graph_is_long_enough_and_its_time_is_that_of_one_launch(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = Clock(monkeypatch)
+        recording = GraphStopwatch().record([clock.launch, clock.launch, clock.launch])
+        assert recording.how == "graph"
+        before = clock.now
+        assert recording.seconds() == pytest.approx(1e-4)
+        replays = 16  # one that isn't counted
+        assert clock.now - before >= replays * 2e-3
+
+    def test_what_cannot_be_captured_is_timed_from_python(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = Clock(monkeypatch, capturable=False)
+        recording = GraphStopwatch().record([clock.launch, clock.launch])
+        assert recording.how == "eager"
+        assert recording.seconds() == pytest.approx(1e-4)
+
+    def test_contestants_take_turns(self) -> None:
+        order: list[str] = []
+
+        class One:
+            how = "dry"
+
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def seconds(self) -> float:
+                order.append(self.name)
+                return float(len(order))
+
+        times = measure_in_turn([One("a"), One("b")], rounds=2)
+        assert order == ["a", "b", "a", "b"]
+        assert times == [[1.0, 3.0], [2.0, 4.0]]
+
+
 class TestReference:
     @pytest.fixture
     def setting(self) -> Setting:
@@ -196,6 +287,20 @@ class TestReference:
         named = tables[tables >= 0].tolist()
         assert len(set(named)) == spec.num_pages == 2 + 1 + 3
         assert tables[0, 3:].tolist() == [-1, -1]
+
+    @pytest.mark.parametrize(
+        "rows", [((1, 40),) * 3, ((24, 24),) * 2, ((5, 40),) * 2], ids=["decode", "prompt", "chunk"]
+    )
+    def test_torchs_attention_gets_the_same_keys(
+        self,
+        setting: Setting,
+        monkeypatch: pytest.MonkeyPatch,
+        rows: tuple[tuple[int, int], ...],
+    ) -> None:
+        monkeypatch.setattr(torch_attention, "needs_cuda", lambda: None)
+        spec = AttentionSpec(rows=rows, num_heads=4, num_kv_heads=2, head_dim=16)
+        contestant = torch_attention.sdpa(make_data(spec, setting), "MATH")
+        assert contestant.error() < contestant.tolerance
 
     def test_a_nan_is_no_small_error(self) -> None:
         assert not relative_error(torch.tensor([1.0, float("nan")]), torch.ones(2)) <= 1.0
@@ -306,6 +411,23 @@ class TestDecodeSteps:
         assert modes == [(1, 1), (1, 2), (3, 1), (3, 2)]
         assert all(step["times"] is None for step in saved["steps"])
         assert "| 3x37  | 2         | ran    |" in capsys.readouterr().out
+
+    def test_steps_are_captured_once_and_replayed(self) -> None:
+        loader = TapedLoader(EmulatedLoader())
+        stand = decode_step.Stand(
+            loader=loader,
+            model=decode_step.random_model(loader, TINY),
+            timeline=HostTimeline(),
+            capturer=TapeCapturer(loader),
+            max_tokens=64,
+        )
+        scenario = decode_step.Scenario(rows=3, context=20, num_steps=2)
+        one, two = decode_step.measure_scenario(stand, scenario, graphs=True)
+        assert (one.in_flight, two.in_flight) == (1, 2)
+        assert one.graphs
+        assert two.graphs
+        # Three steps to warm up and two that count, each time; the middle of each run.
+        assert (one.context, two.context) == (22, 27)
 
     def test_the_table_judges_what_is_served_with(self) -> None:
         times = StepTimes(num_steps=10, step=4.6e-3, device=4.5e-3, idle=0.15e-3, submit=1e-4)

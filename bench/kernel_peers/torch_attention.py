@@ -16,7 +16,7 @@ from bench.kernel_cases import Contestant, Peer, PeerAbsent, poison, relative_er
 from bench.kernel_cases.attention_data import AttentionData, reference
 from bench.kernel_peers import needs_cuda
 
-__all__ = ["torch_peers"]
+__all__ = ["sdpa", "torch_peers"]
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -24,8 +24,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def torch_peers(data: AttentionData, *, flex: bool = False) -> list[Peer]:
     """Flash and cuDNN; with ``flex``, flex_attention too, which compiles for each shape."""
     peers = [
-        Peer(name="sdpa flash", make=lambda: _sdpa(data, "FLASH_ATTENTION")),
-        Peer(name="sdpa cudnn", make=lambda: _sdpa(data, "CUDNN_ATTENTION")),
+        Peer(name="sdpa flash", make=lambda: sdpa(data, "FLASH_ATTENTION")),
+        Peer(name="sdpa cudnn", make=lambda: sdpa(data, "CUDNN_ATTENTION")),
     ]
     if flex:
         peers.append(Peer(name="flex_attention", make=lambda: _flex(data)))
@@ -43,7 +43,12 @@ def _check(data: AttentionData) -> None:
         raise PeerAbsent("torch's attention wants rows of one length")
 
 
-def _sdpa(data: AttentionData, backend: str) -> Contestant:
+def sdpa(data: AttentionData, backend: str) -> Contestant:
+    """scaled_dot_product_attention with the ``SDPBackend`` of that name.
+
+    Raises:
+        PeerAbsent: it doesn't offer what ``data`` asks for.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
