@@ -206,6 +206,16 @@ def test_e4m3_cache(
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
+def test_long_item(loader: KernelLoader, cache_dtype: torch.dtype) -> None:
+    """More tiles for a warp than the page ids that it holds at once, twice over."""
+    case = make_case(loader, [4500], head_dim=64, cache_dtype=cache_dtype, num_kv_heads=1, group=1)
+    splits = split(case.lengths, target_items=1, fixed_split=4608)
+    assert len(splits.items) == 1
+    out, _ = run(loader, case, splits)
+    assert relative_error(out, case.reference()) < MAX_ERROR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
 @pytest.mark.parametrize("window", [1, 40, 300])
 def test_sliding_window(loader: KernelLoader, window: int, cache_dtype: torch.dtype) -> None:
     """Pages that all windows have left behind are gone."""
@@ -226,15 +236,17 @@ def test_large_scores(loader: KernelLoader, cache_dtype: torch.dtype) -> None:
     assert relative_error(out, case.reference()) < MAX_ERROR[torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_e4m3_values_of_many_sizes(loader: KernelLoader, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "smallest"), [(torch.bfloat16, -12), (torch.float16, -6), (torch.bfloat16, 3)]
+)
+def test_e4m3_values_of_many_sizes(loader: KernelLoader, dtype: torch.dtype, smallest: int) -> None:
     """Tokens whose values are a billion times apart: weights stay within fp16."""
     case = make_case(loader, [48, 333], head_dim=128, dtype=dtype, cache_dtype=E4M3)
     rows = case.rows
     assert rows.v_scale is not None
     scale = rows.v_scale.cpu()
     for row, length in enumerate(case.lengths):
-        factors = torch.logspace(-6, 3, length)[torch.randperm(length)]
+        factors = torch.logspace(smallest, smallest + 9, length)[torch.randperm(length)]
         rows.v[row].mul_(factors[:, None, None])
         for position, factor in enumerate(factors.tolist()):
             page = rows.page_ids[row][position // 16]
