@@ -66,6 +66,13 @@ SANITIZED_TESTS = tuple(
         "token_movement",
     )
 )
+# Groups of kernels that are measured in one process, and its bound in seconds.
+KERNEL_GROUPS = {
+    "decode": (("decode_attention",), 240.0),
+    "prefill": (("prefill_attention", "shared_prefix"), 200.0),
+    "fused": (("rms_norm", "silu_mul", "rope_and_write", "gather_tokens"), 120.0),
+    "sampling": (("sampling",), 150.0),
+}
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 _DEFINITION = re.compile(
     r'extern\s+"C"\s+__global__\s[^;{]*?\b(\w+)\s*\(\s*(?:const\s+)?Parameters\b'
@@ -121,13 +128,7 @@ def steps_of(parts: Sequence[str], *, target: str | None, quick: bool, out: Path
         Step(part="builds", name="builds", command=build, seconds=400),
         *(_tests() if has_gpu else []),
         *(_peers() if has_gpu else []),
-        Step(
-            part="kernels",
-            name="kernels",
-            command=[python, "-m", "bench.kernels", *bench_options],
-            seconds=540,
-            tail=90,
-        ),
+        *_kernels(bench_options),
         Step(
             part="steps",
             name="steps",
@@ -140,6 +141,15 @@ def steps_of(parts: Sequence[str], *, target: str | None, quick: bool, out: Path
         steps.append(Step(part="engine", name="engine", command=engine, seconds=300))
         steps += _sanitizers()
     return [step for step in steps if step.part in parts]
+
+
+def _kernels(options: Sequence[str]) -> Iterator[Step]:
+    """A process for each group: a kernel that spoils its context spoils no other's result."""
+    for name, (kernels, seconds) in KERNEL_GROUPS.items():
+        command = [sys.executable, "-m", "bench.kernels", *options]
+        for kernel in kernels:
+            command += ["--kernel", kernel]
+        yield Step(part="kernels", name=name, command=command, seconds=seconds, tail=32)
 
 
 def _tests() -> Iterator[Step]:

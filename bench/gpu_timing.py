@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -57,6 +58,9 @@ class Stopwatch(Protocol):
     def record(self, launches: Sequence[Launch]) -> Recording:
         """Run each launch once, then prepare to time them one after the other."""
 
+    def host_seconds(self, launches: Sequence[Launch]) -> float:
+        """What one launch costs the thread that issues it; NaN in a dry run."""
+
 
 @attrs.frozen
 class DryRun:
@@ -71,6 +75,10 @@ class DryRun:
         return self
 
     def seconds(self) -> float:
+        """No time."""
+        return math.nan
+
+    def host_seconds(self, launches: Sequence[Launch]) -> float:
         """No time."""
         return math.nan
 
@@ -96,6 +104,18 @@ class GraphStopwatch:
         rounds = max(1, min(rounds, _MAX_LAUNCHES // len(launches)))
         graph = once if rounds == 1 else _capture(launches, rounds)
         return _Replayed(graph, rounds * len(launches))
+
+    def host_seconds(self, launches: Sequence[Launch]) -> float:
+        """See :meth:`Stopwatch.host_seconds`."""
+        times = []
+        for _ in range(_REPLAYS):
+            torch.cuda.synchronize()  # a full queue would make the thread wait
+            began = time.perf_counter()
+            for launch in launches:
+                launch()
+            times.append((time.perf_counter() - began) / len(launches))
+        torch.cuda.synchronize()
+        return statistics.median(times)
 
 
 class _Replayed:

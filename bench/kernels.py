@@ -30,7 +30,7 @@ from bench.gpu_timing import (
     measure_ceilings,
     measure_in_turn,
 )
-from bench.kernel_cases import Case, Contestant, PeerAbsent, Setting
+from bench.kernel_cases import Case, Contestant, Peer, PeerAbsent, Setting
 from bench.kernel_cases.all import all_cases
 from bench.roofline import Ceilings
 from bench.targets import Judged, Result, judge
@@ -47,14 +47,16 @@ OURS = "ours"
 class Measured:
     """What became of one case: seconds of each contestant in each round, and what was said of it.
 
-    ``errors`` are distances from the reference. ``notes`` say why a peer is missing, and what
-    failed. Without ours in ``seconds`` the case failed.
+    ``errors`` are distances from the reference. ``host`` is what handing over one of our launches
+    takes in Python. ``notes`` say why a peer is missing, and what failed. Without ours in
+    ``seconds`` the case failed.
     """
 
     case: Case
     seconds: dict[str, list[float]]
     errors: dict[str, float]
     notes: dict[str, str]
+    host: float = math.nan
 
     @property
     def failed(self) -> bool:
@@ -90,10 +92,12 @@ def measure(case: Case, setting: Setting, stopwatch: Stopwatch) -> Measured:
         if recordings[name].how == "eager":
             notes[name] = "timed from Python: it can't be captured in a graph"
 
-    peers = []
+    peers: list[Peer] = []
+    host = math.nan
     try:
         trial = case.make(setting)
         enter(OURS, trial.ours)
+        host = stopwatch.host_seconds(trial.ours.launches)
         peers = list(trial.peers)
     except Exception as error:  # one kernel's failure is no reason to lose the others
         notes[OURS] = _one_line(error)
@@ -106,7 +110,7 @@ def measure(case: Case, setting: Setting, stopwatch: Stopwatch) -> Measured:
             notes[peer.name] = f"failed: {_one_line(error)}"
     times = measure_in_turn(list(recordings.values()))
     seconds = dict(zip(recordings, times, strict=True))
-    return Measured(case=case, seconds=seconds, errors=errors, notes=notes)
+    return Measured(case=case, seconds=seconds, errors=errors, notes=notes, host=host)
 
 
 def _one_line(error: Exception) -> str:
@@ -163,7 +167,7 @@ def table(measured: Sequence[Measured], ceilings: Ceilings | None) -> str:
     judged = _judged(measured, ceilings)
     rows = [_row(one, ceilings, judged.get(one.case.title, [])) for one in measured]
     head = ["kernel", "shape", "bound", "floor µs", "ours µs", "of floor", "rate", "peers µs"]
-    return markdown_table([*head, "targets"], rows)
+    return markdown_table([*head, "targets", "launch µs"], rows)
 
 
 def summary(measured: Sequence[Measured], ceilings: Ceilings) -> str:
@@ -200,7 +204,7 @@ def _row(one: Measured, ceilings: Ceilings, judged: Sequence[Judged]) -> list[st
     floor, bound = ceilings.floor(work), ceilings.bound(work)
     start = [one.case.kernel, one.case.shape, bound, f"{floor * 1e6:.1f}"]
     if one.failed:
-        return [*start, "FAILED", "", "", one.notes.get(OURS, ""), ""]
+        return [*start, "FAILED", "", "", one.notes.get(OURS, ""), "", ""]
     seconds = one.median(OURS)
     rate = f"{work.bytes / seconds / 1e12:.2f} TB/s"
     if bound == "matrix":
@@ -210,7 +214,8 @@ def _row(one: Measured, ceilings: Ceilings, judged: Sequence[Judged]) -> list[st
     said = [f"{name} {text}" for name, text in {**missing, **peers}.items()]
     verdicts = "; ".join(verdict.text for verdict in judged)
     ours = f"{seconds * 1e6:.1f}"
-    return [*start, ours, f"{floor / seconds:.2f}", rate, ", ".join(said), verdicts]
+    launch = f"{one.host * 1e6:.1f}"
+    return [*start, ours, f"{floor / seconds:.2f}", rate, ", ".join(said), verdicts, launch]
 
 
 def _details(measured: Sequence[Measured], ceilings: Ceilings | None) -> dict[str, Any]:
@@ -224,6 +229,7 @@ def _details(measured: Sequence[Measured], ceilings: Ceilings | None) -> dict[st
                 "flops": one.case.work.flops,
                 "floor_seconds": ceilings.floor(one.case.work) if ceilings else None,
                 "seconds": one.seconds if ceilings else {},
+                "host_seconds": one.host if ceilings else None,
                 "errors": one.errors,
                 "notes": one.notes,
                 "targets": [
@@ -260,6 +266,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="one or two shapes of each kernel")
+    add("--kernel", action="append", default=[], metavar="NAME", help="this kernel's cases alone")
     add("--only", action="append", default=[], metavar="TEXT", help="cases whose title holds it")
     add("--out", type=Path, default=RESULTS, help="folder for the results")
     add("--on", choices=["gpu", "emulation"], default="gpu")
@@ -282,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (case.quick or not options.quick) and all(text in case.title for text in options.only)
     ]
     if not cases:
-        print("bench.kernels: no case has such a title")
+        print("bench.kernels: there is no such case")
         return 1
     ceilings = measure_ceilings() if on_gpu else None
     if ceilings:

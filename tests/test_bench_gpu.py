@@ -219,6 +219,7 @@ class TestStopwatch:
         assert recording.seconds() == pytest.approx(1e-4)
         replays = 16  # one that isn't counted
         assert clock.now - before >= replays * 2e-3
+        assert 0 <= GraphStopwatch().host_seconds([clock.launch]) < 1e-3
 
     def test_what_cannot_be_captured_is_timed_from_python(
         self, monkeypatch: pytest.MonkeyPatch
@@ -576,6 +577,10 @@ class TestSteps:
         assert tools == ["memcheck", "racecheck", "synccheck", "initcheck"]
         [one] = steps_of(["tests"], target="sm_90a", quick=False, out=tmp_path)[:1]
         assert "--kernels-on=gpu" in one.command
+
+    def test_every_kernel_is_in_one_group(self) -> None:
+        grouped = [name for kernels, _ in gpu.KERNEL_GROUPS.values() for name in kernels]
+        assert sorted(grouped) == sorted({case.kernel for case in all_cases(tiny=False)})
 
     def test_the_tests_that_it_names_exist(self) -> None:
         named = [*gpu.WORKER_TESTS, *gpu.SANITIZED_TESTS]

@@ -138,15 +138,14 @@ def _distance(data: _Data, sampler: DeviceSampler) -> float:
         SamplerRow(params, tokens[:_HISTORY], _PROMPT)
         for params, tokens in zip(data.params, data.history.cpu().numpy(), strict=True)
     ]
-    reference = Sampler(data.pristine.shape[1], data.pristine.device)
-    expected = reference.sample(data.pristine.clone(), rows)
-    drawn = sampler.outputs.tokens
+    expected = Sampler(data.pristine.shape[1], "cpu").sample(data.pristine.cpu().clone(), rows)
+    drawn = sampler.outputs.tokens.cpu()
     different = float((drawn != expected.tokens).float().mean())
-    if not torch.equal(data.history[:, _HISTORY], drawn):
+    if not torch.equal(data.history[:, _HISTORY].cpu(), drawn):
         return float("inf")
     if expected.logprobs is None or different:
         return different
-    return float((sampler.outputs.logprobs - expected.logprobs).abs().max())
+    return float((sampler.outputs.logprobs.cpu() - expected.logprobs).abs().max())
 
 
 def _peers(variant: _Variant, data: _Data) -> list[Peer]:
