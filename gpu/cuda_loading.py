@@ -77,15 +77,7 @@ def load_model(
     Raises:
         ModelLoadError: the model can't be served so; one line says why and what to do.
     """
-    if start.page_size not in PAGE_SIZES:
-        raise ModelLoadError(
-            f"--block-size {start.page_size} is not served on a GPU: use 16, 32 or 64"
-        )
-    if start.max_num_batched_tokens > MOST_BATCHED_TOKENS:
-        raise ModelLoadError(
-            f"--max-num-batched-tokens {start.max_num_batched_tokens} is more than a step on a GPU "
-            f"may have: use at most {MOST_BATCHED_TOKENS}"
-        )
+    _check_limits(start)
     config = files.config
     free, total = gpu.memory()
     memory = GpuMemory(total=total, free=free, utilization=start.gpu_memory_utilization)
@@ -93,17 +85,10 @@ def load_model(
     limits = _limits(start, num_pages=0)
     with _refusing_shapes():
         _build_kernels(gpu, config, limits, dtype, on_progress)
-        operations = CudaOperations(
-            gpu.loader,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            dtype=dtype,
-        )
     with _explaining(lambda: memory.weights_dont_fit(_weight_bytes(config, dtype))):
-        weights = load_weights(files, dtype, lambda a, b: on_progress("weights", a, b))
-        on_gpu = ((name, tensor.to(gpu.loader.device)) for name, tensor in weights)
-        model = build_model(config, on_gpu, operations)
-    in_use, activations = _measure(gpu, model, limits, free, on_progress)
+        model = _load_weights(gpu, files, dtype, on_progress)
+    with _refusing_shapes():
+        in_use, activations = _measure(gpu, model, limits, free, on_progress)
     if not start.enforce_eager:
         in_use += _graph_bytes(config, limits, activations)
     num_pages = choose_num_gpu_pages(
@@ -124,6 +109,18 @@ def load_model(
                 lambda done, total: on_progress("CUDA graphs", done, total),
             )
     return Loaded(executor=executor, slots=slots, num_pages=num_pages, device_name=gpu.name)
+
+
+def _check_limits(start: Start) -> None:
+    if start.page_size not in PAGE_SIZES:
+        raise ModelLoadError(
+            f"--block-size {start.page_size} is not served on a GPU: use 16, 32 or 64"
+        )
+    if start.max_num_batched_tokens > MOST_BATCHED_TOKENS:
+        raise ModelLoadError(
+            f"--max-num-batched-tokens {start.max_num_batched_tokens} is more than a step on a GPU "
+            f"may have: use at most {MOST_BATCHED_TOKENS}"
+        )
 
 
 def _limits(start: Start, *, num_pages: int) -> ServingLimits:
@@ -162,6 +159,22 @@ def _build_kernels(
         gpu.build(sources, lambda done, total: on_progress("kernels", done, total))
     except KernelBuildError as error:
         raise ModelLoadError(f"the kernels can't be built: {error}") from error
+
+
+def _load_weights(
+    gpu: Gpu, files: ModelFiles, dtype: torch.dtype, on_progress: OnProgress
+) -> Decoder:
+    """The model, each of its tensors moved to the GPU as it is read."""
+    with _refusing_shapes():
+        operations = CudaOperations(
+            gpu.loader,
+            hidden_size=files.config.hidden_size,
+            intermediate_size=files.config.intermediate_size,
+            dtype=dtype,
+        )
+    weights = load_weights(files, dtype, lambda done, total: on_progress("weights", done, total))
+    on_gpu = ((name, tensor.to(gpu.loader.device)) for name, tensor in weights)
+    return build_model(files.config, on_gpu, operations)
 
 
 def _measure(

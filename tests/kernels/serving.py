@@ -49,7 +49,7 @@ class Server:
         *,
         dtype: torch.dtype = torch.bfloat16,
         graphs: bool = False,
-        max_num_seqs: int = 6,
+        max_num_seqs: int = 4,
         **limits: Any,
     ) -> Server:
         taped = TapedLoader(loader)

@@ -117,7 +117,7 @@ def test_a_replayed_step_launches_nothing_itself(llama: Path, loader: KernelLoad
 def test_every_batch_size_in_a_padded_graph(
     llama: Path, loader: KernelLoader, num_rows: int
 ) -> None:
-    server = Server.of(llama, loader, graphs=True)
+    server = Server.of(llama, loader, graphs=True, max_num_seqs=6)
     lengths = {slot: 4 + 3 * slot for slot in range(num_rows)}
     for slot, length in lengths.items():
         server.maker.open(slot, PROMPTS[3][slot : slot + length])
@@ -151,15 +151,12 @@ def test_two_plans_in_flight(folder: Path, loader: KernelLoader, graphs: bool) -
     check(Judge(folder), server, {0: 66, 1: 5})
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_a_stop_that_is_noticed_a_step_late(
-    llama: Path, loader: KernelLoader, graphs: bool
-) -> None:
-    first = Server.of(llama, loader, graphs=graphs)
+def test_a_stop_that_is_noticed_a_step_late(llama: Path, loader: KernelLoader) -> None:
+    first = Server.of(llama, loader, graphs=True)
     first.maker.open(0, PROMPTS[2])
     drawn = [first.maker.step({0: count})[0][0] for count in (17, 1, 1, 1)]
     assert len(set(drawn)) == 4
-    server = Server.of(llama, loader, graphs=graphs)
+    server = Server.of(llama, loader, graphs=True)
     server.maker.open(0, PROMPTS[2], attrs.evolve(GREEDY, stop_ids=[drawn[1]]))
     server.maker.open(1, PROMPTS[1])
     steps = run_ahead(server, [{0: 17, 1: 5}, *[{0: 1, 1: 1}] * 4])
@@ -200,9 +197,8 @@ def test_a_shared_prefix(folder: Path, loader: KernelLoader, graphs: bool) -> No
     check(Judge(folder), server, {0: 66, 1: 67, 2: 68, 3: 37})
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_preempted_and_opened_again(llama: Path, loader: KernelLoader, graphs: bool) -> None:
-    server = Server.of(llama, loader, graphs=graphs)
+def test_preempted_and_opened_again(llama: Path, loader: KernelLoader) -> None:
+    server = Server.of(llama, loader, graphs=True)
     maker = server.maker
     maker.open(0, PROMPTS[2], SEEDED)
     maker.open(1, PROMPTS[1])
@@ -222,9 +218,8 @@ def test_preempted_and_opened_again(llama: Path, loader: KernelLoader, graphs: b
     check(judge, server, {1: 5})
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_seeds_and_penalties(folder: Path, loader: KernelLoader, graphs: bool) -> None:
-    server = Server.of(folder, loader, graphs=graphs)
+def test_seeds_and_penalties(folder: Path, loader: KernelLoader) -> None:
+    server = Server.of(folder, loader, graphs=True)
     server.maker.open(0, PROMPTS[0], SEEDED)
     server.maker.open(1, PROMPTS[2])
     server.maker.step({0: 41, 1: 17})
@@ -235,9 +230,8 @@ def test_seeds_and_penalties(folder: Path, loader: KernelLoader, graphs: bool) -
     check(judge, server, {1: 17})
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_log_probabilities(llama: Path, loader: KernelLoader, graphs: bool) -> None:
-    server = Server.of(llama, loader, graphs=graphs)
+def test_log_probabilities(llama: Path, loader: KernelLoader) -> None:
+    server = Server.of(llama, loader, graphs=True)
     maker, asks = server.maker, attrs.evolve(GREEDY, logprobs=3)
     maker.open(2, PROMPTS[0], asks)
     maker.open(0, PROMPTS[1])
@@ -267,11 +261,8 @@ def test_log_probabilities(llama: Path, loader: KernelLoader, graphs: bool) -> N
     assert int(ints(steps[0].slots)[0]) == 0
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_an_fp8_cache_stays_within_a_margin(
-    folder: Path, loader: KernelLoader, graphs: bool
-) -> None:
-    server = Server.of(folder, loader, graphs=graphs, kv_cache_dtype="fp8")
+def test_an_fp8_cache_stays_within_a_margin(folder: Path, loader: KernelLoader) -> None:
+    server = Server.of(folder, loader, graphs=True, kv_cache_dtype="fp8")
     server.maker.open(0, PROMPTS[3])
     server.maker.open(1, PROMPTS[1])
     server.maker.step({0: 40, 1: 5})
