@@ -159,9 +159,9 @@ LENGTHS = [1, 15, 16, 17, 64, 65, 700]
 @pytest.mark.parametrize(
     ("head_dim", "group", "page_size", "dtype"),
     [
-        (64, 3, 16, torch.bfloat16),
+        (64, 1, 16, torch.bfloat16),
         (64, 8, 64, torch.float16),
-        (80, 1, 32, torch.bfloat16),
+        (80, 3, 32, torch.bfloat16),
         (96, 7, 64, torch.bfloat16),
         (128, 4, 16, torch.bfloat16),
         (128, 16, 32, torch.float16),
