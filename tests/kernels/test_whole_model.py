@@ -19,6 +19,7 @@ import torch
 from gpu.attention import packing
 from gpu.attention.shared_prefix import PrefixCost
 from gpu.kernels import KernelLoader
+from gpu.slots import PlanError
 from tests.kernels.serving import PAGE_SIZE, Judge, Server
 from tests.plans import GREEDY
 from tests.tiny_models import make_tiny
@@ -305,3 +306,37 @@ def test_larger_pages(llama: Path, loader: KernelLoader, page_size: int) -> None
     for _ in range(3):
         server.maker.step({0: 1, 1: 1})
     check(Judge(llama), server, {0: 66, 1: 41})
+
+
+@pytest.mark.parametrize("family", ["qwen2_window", "smollm3"])
+def test_layers_that_differ(
+    family: str, loader: KernelLoader, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Some layers with a window beside some without; some that aren't rotated."""
+    folder = make_tiny(family, tmp_path_factory.mktemp(family), head_dim=64)
+    server = Server.of(folder, loader, graphs=True, max_num_seqs=2)
+    server.maker.open(0, PROMPTS[0])
+    server.maker.open(1, PROMPTS[1])
+    server.maker.step({0: 30, 1: 5})
+    server.maker.step({0: 11, 1: 1})
+    for _ in range(4):
+        server.maker.step({0: 1, 1: 1})
+    check(Judge(folder), server, {0: 41, 1: 5})
+
+
+def test_a_row_without_a_token_to_draw_is_blamed(llama: Path, loader: KernelLoader) -> None:
+    server = Server.of(llama, loader, graphs=True, max_num_seqs=2)
+    everything_masked = attrs.evolve(GREEDY, stop_ids=list(range(300)), min_tokens=9)
+    server.maker.open(0, PROMPTS[1])
+    server.maker.open(1, PROMPTS[2], everything_masked)
+    for rows in ({0: 5, 1: 17}, {0: 1, 1: 1}):  # the second is computed from no token at all
+        server.runner.submit(server.maker.plan(rows))
+    with pytest.raises(PlanError, match="slot 1: the model's logits leave no token") as caught:
+        server.runner.finish()
+    assert caught.value.slot == 1
+    server.runner.reset(7)
+    server.maker.number = 6
+    server.maker.open(0, PROMPTS[1])
+    server.maker.step({0: 5})
+    server.maker.step({0: 1})
+    check(Judge(llama), server, {0: 5})
