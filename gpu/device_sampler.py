@@ -55,7 +55,7 @@ class DeviceSampler:
 
     Args:
         loader: where the kernels run.
-        vocab_size: up to 524,288.
+        vocab_size: up to 294,912.
         num_slots: how many slots have parameters at a time.
         max_rows: most rows of a step.
         history: [num_slots, stride] int32, all tokens of each slot; what is drawn is appended.

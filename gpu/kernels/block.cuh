@@ -6,8 +6,8 @@
 constexpr int NUM_WARPS = NUM_THREADS / 32;
 static_assert(NUM_THREADS % 32 == 0 && (NUM_WARPS & (NUM_WARPS - 1)) == 0 && NUM_WARPS <= 32);
 
-// Combine a number of every thread, in a fixed order; all get the result. `scratch` is shared memory
-// of NUM_WARPS numbers. `combine` must not mind which of its arguments is which.
+// Combine a number of every thread, in a fixed order; all get the result. `scratch` is shared
+// memory of NUM_WARPS numbers. `combine` must not mind which of its arguments is which.
 template <class T, class Combine>
 DEVICE T reduce_over_block(T x, T* scratch, Combine combine) {
 #pragma unroll
@@ -42,6 +42,7 @@ DEVICE void running_sum(u64* values, int n, u64* scratch) {
   const int end = min(begin + per_thread, n);
   __syncthreads();
   u64 sum = 0;
+#pragma unroll 1
   for (int i = begin; i < end; i++) sum += values[i];
   u64 before = sum;  // becomes the sum of this and all earlier lanes
 #pragma unroll
@@ -52,7 +53,9 @@ DEVICE void running_sum(u64* values, int n, u64* scratch) {
   if (lane == 31) scratch[warp] = before;
   before -= sum;
   __syncthreads();
+#pragma unroll 1
   for (int i = 0; i < warp; i++) before += scratch[i];
+#pragma unroll 1
   for (int i = begin; i < end; i++) values[i] = before += values[i];
   __syncthreads();
 }
@@ -69,6 +72,7 @@ DEVICE void sort_over_block(u64* values, int n) {
         __syncwarp();
       }
       last_distance = distance;
+#pragma unroll 1
       for (int pair = threadIdx.x; pair < n / 2; pair += NUM_THREADS) {
         const int low = 2 * pair - (pair & (distance - 1)), high = low + distance;
         const u64 a = values[low], b = values[high];

@@ -1,28 +1,28 @@
 // draw_tokens.cu - steps 5 to 10 of trioserve/sampling.py: one token for every row.
 //
 // From the blocks' statistics that scan_logits.cu left. A greedy row takes the first largest logit.
-// For the others, candidates.cuh finds where top_k and top_p cut, as the `end` of the kept ranks;
-// min_p is a least weight beside it. Then two exponential races are run (see trioserve/sampling.py),
-// between the blocks by the sums of their kept tokens and between the tokens of the winner. The
-// token is appended to the slot's history, where the next step finds it.
+// For the others, candidates.cuh finds where top_k, top_p and min_p cut, as the `end` of the kept
+// ranks. Then two exponential races are run (see trioserve/sampling.py), between the blocks by the
+// sums of their kept tokens and between the tokens of the winner. The token is appended to the
+// slot's history, where the next step finds it.
 //
-// No sort of the vocabulary and no look at most of it: the k-th largest of the blocks' maxima bounds
-// the k-th largest logit, and the blocks' maxima alone often hold top_p's share. Compare "sorting-free
-// sampling" by rejection (FlashInfer, Ye et al. 2025, arXiv:2501.01005): there each round draws anew;
-// here the draw is one race, so that the random numbers are the reference's.
+// The vocabulary isn't sorted, and most of it not read again. Sampling by rejection, as FlashInfer
+// has it, does without a sort too, but draws anew in each round: here the draw is one race, with
+// the random numbers of gpu/sampler.py.
 //
 // Tiling: one thread block per row. Shared memory: the blocks' ranks and sums, a list of
 // LIST_CAPACITY candidates, sums over them or over intervals.
 //
-// Bytes: 8 per 128 tokens always; 512 for each block that may hold a kept token: about k of them for
-// top_k. Where the kept tokens don't fit the list (a flat distribution), four passes over such a row
-// instead. 256 plain rows of 128,256 are 2 MB; latency bounds them: expected on an H200 5 us plain or
-// greedy, 9 us with top_k or top_p, and 40 us for one flat row or 150 us for 256.
+// Bytes: 8 per 128 tokens always; 512 for each block that may hold a kept token, about k of them
+// for top_k. Where the kept tokens don't fit the list (a flat distribution), two or three passes
+// over the row. 256 plain rows of 128,256 are 2 MB; latency bounds them: expected on an H200 are
+// 6 us plain or greedy, 10 us with top_k or top_p (20 us for 256 rows, which are two waves), 40 us
+// for one flat row and 110 us for 256.
 #include "candidates.cuh"
 #include "philox.cuh"
 
-// Smaller weights than a normal float holds count as none.
-constexpr float SMALLEST_WEIGHT = 0x1p-126f;
+// e^-87 is about the smallest normal float: less probable tokens are dropped.
+constexpr float LEAST_SIZE = 87.f;
 
 // Orders logits: the larger, the smaller the number; NaN comes first; both zeros are equal.
 DEVICE u32 falling(float x) {
@@ -52,21 +52,23 @@ DEVICE double total_weight(const float2* stats, int num_blocks, float peak, u64*
   for (int b = threadIdx.x; b < num_blocks; b += NUM_THREADS) {
     const float2 block = stats[b];
     if (block.x > -INFINITY_F) {
-      sum += static_cast<double>(block.y) * (block.x == peak ? 1.f : expf(block.x - peak));
+      const float weight = block.x == peak ? 1.f : exp2_approx((block.x - peak) * LOG2_E);
+      sum += static_cast<double>(block.y) * weight;
     }
   }
   return sum_over_block(sum, scratch);
 }
 
 // The smallest of the times of all threads' candidates, the first of equals: its `id`.
-DEVICE int first_to_arrive(double time, u32 id, u64* scratch) {
-  const u64 bits = static_cast<u64>(__double_as_longlong(time));  // ordered, for no time is negative
+DEVICE u32 first_to_arrive(double time, u32 id, u64* scratch) {
+  // No time is negative, so their bits are ordered as they are.
+  const u64 bits = static_cast<u64>(__double_as_longlong(time));
   const u64 least = min_over_block(bits, scratch);
-  return static_cast<int>(min_over_block(bits == least ? id : ~0ull, scratch));
+  return static_cast<u32>(min_over_block(bits == least ? id : ~0ull, scratch));
 }
 
-// 1 / x for a normal float's range: two Newton steps from a float's, good to a few units in the last
-// place. A division's rare branches cost more registers than the whole race.
+// 1 / x for a normal float's range: two Newton steps from a float's, good to a few units in the
+// last place. A division's rare branches cost more registers than the whole race.
 DEVICE double reciprocal(double x) {
   double y = reciprocal_approx(static_cast<float>(x));
   y = y * (2.0 - x * y);
@@ -75,81 +77,90 @@ DEVICE double reciprocal(double x) {
 
 constexpr double NEVER = 0x1p1023;  // not infinite: a candidate of weight 0 may not win
 
-struct Kept {
-  u64 end;
-  float least_weight;
-};
+// After the ranks of all tokens whose weight is at least min_p, from 0 to 1.
+DEVICE u64 end_of_min_p(float min_p) {
+  u32 kept = 0, dropped = __float_as_uint(LEAST_SIZE) + 1;
+  while (dropped - kept > 1) {
+    const u32 middle = (kept + dropped) / 2;
+    if (weight_of_size(middle) >= min_p) {
+      kept = middle;
+    } else {
+      dropped = middle;
+    }
+  }
+  return end_after(kept);
+}
 
-// Steps 7 to 9: which tokens are kept; sums[b] becomes the weight of those of block b.
-DEVICE Kept truncate(Candidates& candidates, const SlotRecord& record, const float2* stats,
-                     u64* sums, int vocab_size) {
+// Steps 7 to 9: the end of the kept ranks. sums[b] becomes the mass of block b's kept tokens, and
+// `total` that of all.
+DEVICE u64 truncate(Candidates& candidates, const SlotRecord& record, const float2* stats,
+                    int vocab_size, u64& total) {
   const int num_blocks = candidates.num_blocks;
   const bool top_k = record.top_k < vocab_size, top_p = record.top_p < 1.0;
-  const float least_weight = fmaxf(record.min_p, SMALLEST_WEIGHT);
-  // The weight of each whole block, and of all.
   __syncthreads();
-  u64 total = 0;
+  u64 sum = 0;
   for (int b = threadIdx.x; b < num_blocks; b += NUM_THREADS) {
     const float2 block = stats[b];
-    const float weight = weight_of(rank_of(candidates.scale.size_at(block.x), 0));
-    sums[b] = block.x > -INFINITY_F ? fixed_point(block.y * weight) : 0;
-    total += sums[b];
+    const float weight = weight_of_size(candidates.scale.size_at(block.x));
+    candidates.sums[b] = block.x > -INFINITY_F ? fixed_point(block.y * weight) : 0;
+    sum += candidates.sums[b];
   }
-  if (!top_k && !top_p && record.min_p == 0.f) {
-    __syncthreads();
-    return {FINITE_END, least_weight};
-  }
-  total = sum_over_block(total, candidates.scratch);
-  candidates.rank_blocks(stats);
+  total = sum_over_block(sum, candidates.scratch);
+  const u64 end_of_9 = end_of_min_p(record.min_p);
+  u64 end = end_of_9;
+  if (!top_k && !top_p && record.min_p == 0.f) return end;
 
-  u64 end = FINITE_END;
-  if (record.min_p > 0.f && !(top_k && top_p)) {
-    // A little past min_p; the weights themselves are compared in the end. Only where both others
-    // are on, tokens below count, for the share of top_p.
-    end = end_after(__float_as_uint(-logf(record.min_p) * 1.0001f + 0.0001f) & 0x7fffffffu);
-  }
-  if (top_k) {
-    if (record.top_k <= num_blocks) {
-      const u32 bound = size_of(candidates.blocks[record.top_k - 1]);
-      if (bound < INFINITE && end_after(bound) < end) end = end_after(bound);
+  candidates.rank_blocks(stats);
+  // With both on, tokens that min_p drops count for the share of top_p.
+  if (top_k && top_p) end = end_of_min_p(0.f);
+#pragma unroll 1
+  for (int step = 7; step <= 9; step++) {
+    if (step == 7 ? !top_k : step == 8 ? !top_p : end <= end_of_9 && (top_k || top_p)) continue;
+    if (step < 9) {
+      const Amount amount = step == 7 ? TOKENS : MASS;
+      u64 target = record.top_k, guess = end;
+      if (step == 7) {
+        guess = end = candidates.bound_tokens(record.top_k, end);
+      } else {
+        target = static_cast<u64>(ceil(record.top_p * static_cast<double>(total)));
+        target = target ? target : 1;
+        if (!top_k) guess = candidates.guess_mass(target, end);
+      }
+      const u64 last = candidates.select(amount, target, end, guess);
+      end = step == 7 ? end_after(size_of(last)) : last + 1;  // top_k keeps ties
     }
-    end = end_after(size_of(candidates.select<COUNT>(record.top_k, end)));
+    if (step == 9) end = end_of_9;
+    total = candidates.sum_blocks(end);
   }
-  if (top_p) {
-    const u64 whole = top_k ? candidates.mass_before(end) : total;
-    const u64 target = static_cast<u64>(ceil(record.top_p * static_cast<double>(whole)));
-    u64 bound = end;
-    if (!top_k) bound = candidates.bound_mass(target, end);
-    end = candidates.select<MASS>(target ? target : 1, bound) + 1;
-  }
-  candidates.sum_blocks(sums, end, least_weight);
-  return {end, least_weight};
+  return end;
 }
 
 // The race between blocks, then that between the tokens of the winner.
-DEVICE int draw(const Candidates& candidates, const RandomNumbers& numbers, const u64* sums,
-                const Kept& kept, int vocab_size) {
-  double soonest = NEVER;
+DEVICE int draw(const Candidates& candidates, const RandomNumbers& numbers, u64 end,
+                int vocab_size) {
   u32 winner = 0;
 #pragma unroll 1
-  for (int b = threadIdx.x; b < candidates.num_blocks; b += NUM_THREADS) {
-    if (sums[b] == 0) continue;
-    const double time = numbers.exponential(FOR_BLOCK, b) * reciprocal(static_cast<double>(sums[b]));
-    if (time < soonest) soonest = time, winner = b;
-  }
-  const int block = first_to_arrive(soonest, winner, candidates.scratch);
-  soonest = NEVER, winner = 0;
+  for (u32 purpose = FOR_BLOCK; purpose <= FOR_TOKEN; purpose++) {
+    const u32 first = purpose == FOR_BLOCK ? 0 : winner * BLOCK;
+    const u32 last = purpose == FOR_BLOCK ? candidates.num_blocks : min(first + BLOCK, vocab_size);
+    double soonest = NEVER;
+    winner = first;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < BLOCK; i += NUM_THREADS) {
-    const int id = block * BLOCK + i;
-    if (id >= vocab_size) continue;
-    const u64 rank = rank_of(candidates.scale.size_at(candidates.logits.at(id)), id);
-    const float weight = weight_of(rank);
-    if (rank >= kept.end || weight < kept.least_weight) continue;
-    const double time = numbers.exponential(FOR_TOKEN, id) * reciprocal(weight);
-    if (time < soonest) soonest = time, winner = id;
+    for (u32 lane = first + threadIdx.x; lane < last; lane += NUM_THREADS) {
+      double weight;
+      if (purpose == FOR_BLOCK) {
+        weight = static_cast<double>(candidates.sums[lane]);
+      } else {
+        const u64 rank = rank_of(candidates.scale.size_at(candidates.logits.at(lane)), lane);
+        weight = rank < end ? weight_of(rank) : 0.f;
+      }
+      if (!(weight > 0)) continue;
+      const double time = numbers.exponential(purpose, lane) * reciprocal(weight);
+      if (time < soonest) soonest = time, winner = lane;
+    }
+    winner = first_to_arrive(soonest, winner, candidates.scratch);
   }
-  return first_to_arrive(soonest, winner, candidates.scratch);
+  return static_cast<int>(winner);
 }
 
 // The first token of `block` whose logit is the largest.
@@ -162,7 +173,7 @@ DEVICE int first_largest(const Logits& logits, const Peak& peak, u64* scratch) {
   return static_cast<int>(min_over_block(first, scratch));
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) draw_tokens(const Parameters p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) draw_tokens(const Parameters p) {
   const int row = blockIdx.x, slot = p.slots[row];
   if (slot < 0) return;
   const SlotRecord& record = p.records[slot];
@@ -174,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) draw_tokens(const Para
   const bool greedy = record.temperature == 0.f;
 
   const Peak peak = find_peak(stats, p.num_blocks, scratch);
-  RowReport report{0, peak.logit, greedy ? 1.f : record.temperature, 0.f, 0.f, 0};
+  RowReport report{0, peak.logit, greedy ? 1.f : record.temperature, 0.f, 0};
   if (!(peak.logit > -INFINITY_F)) {  // or NaN
     if (threadIdx.x == 0) {
       p.tokens[row] = -1;
@@ -186,15 +197,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) draw_tokens(const Para
 
   const Logits logits = adjusted_logits(p, row);
   int token;
+  u64 kept_mass = 0;
   if (greedy) {
     token = first_largest(logits, peak, scratch);
     report.end = FINITE_END;
   } else {
-    Candidates candidates = parts.candidates(logits, Scale(peak.logit, record.temperature), p.num_blocks);
-    const Kept kept = truncate(candidates, record, stats, parts.sums, p.vocab_size);
+    const Scale scale(peak.logit, record.temperature);
+    Candidates candidates = parts.candidates(logits, scale, p.num_blocks);
+    report.end = truncate(candidates, record, stats, p.vocab_size, kept_mass);
     const RandomNumbers numbers{record.seed, static_cast<u32>(length), record.sequence_index};
-    token = draw(candidates, numbers, parts.sums, kept, p.vocab_size);
-    report.end = kept.end, report.least_weight = kept.least_weight;
+    token = draw(candidates, numbers, report.end, p.vocab_size);
   }
 
   float logprob = __uint_as_float(NAN_BITS);
@@ -208,16 +220,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) draw_tokens(const Para
       report.peak = find_peak(raw_stats, p.num_blocks, scratch).logit;
       report.temperature = 1.f;
       total = total_weight(raw_stats, p.num_blocks, report.peak, scratch);
-      report.end = FINITE_END, report.least_weight = 0.f;
+      report.end = FINITE_END;
       logit = raw_logits(p, row, done).at(token);
     } else {
       logit = logits.at(token);
       if (greedy) {
         total = total_weight(stats, p.num_blocks, peak.logit, scratch);
       } else {
-        u64 sum = 0;
-        for (int b = threadIdx.x; b < p.num_blocks; b += NUM_THREADS) sum += parts.sums[b];
-        total = static_cast<double>(sum_over_block(sum, scratch)) * 0x1p-44;
+        total = static_cast<double>(kept_mass) * FIXED_POINT_UNIT;
       }
     }
     report.log_total = logf(static_cast<float>(total));

@@ -1,12 +1,11 @@
 // sampling.cuh - what the kernels of the sampler share: their parameters, a slot's record, the
 // words that mark tokens, and how a logit is read.
 //
-// The sampler of one step is five launches over the same Parameters, in this order:
-//   mark_tokens    note which tokens a bias, a penalty or a mask touches, and count them
-//   adjust_logits  steps 2 to 4 of trioserve/sampling.py, on those tokens alone
-//   scan_logits    the one pass over all logits: largest and sum of every block of 128 tokens
-//   draw_tokens    steps 5 to 10, from the blocks' statistics and the few blocks that matter
-//   top_logprobs   the most probable tokens of the rows that ask for them
+// The sampler of one step is four launches over the same Parameters, in this order:
+//   mark_tokens   note which tokens a bias, a penalty or a mask touches, and count them
+//   scan_logits   steps 2 to 4 of trioserve/sampling.py; largest and sum of every block of 128 tokens
+//   draw_tokens   steps 5 to 10, from the blocks' statistics and the few blocks that matter
+//   top_logprobs  the most probable tokens of the rows that ask for them
 // Between steps 4 and 5 come an optional bias for every token (added) and an optional bitmask (a 0
 // bit is -inf), which belong to the row and not to the slot's parameters.
 #pragma once
@@ -37,12 +36,11 @@ struct SlotRecord {
 };
 static_assert(sizeof(SlotRecord) == SLOT_RECORD_BYTES);
 
-// The distribution whose log-probabilities a row reports: that of `end` and above in
-// draw_tokens.cu, with log-probability (logit - peak) / temperature - log_total.
+// The distribution whose log-probabilities a row reports: that of the tokens with ranks before
+// `end` (see candidates.cuh), each with log-probability (logit - peak) / temperature - log_total.
 struct RowReport {
   u64 end;
   float peak, temperature, log_total;
-  float least_weight;
   int count;  // how many of the most probable tokens are asked for
 };
 static_assert(sizeof(RowReport) == ROW_REPORT_BYTES);
@@ -70,11 +68,11 @@ struct Parameters {
 static_assert(sizeof(Parameters) == PARAMETERS_BYTES);
 
 // ---- marks --------------------------------------------------------------------------------------
-// A word for each token of the vocabulary. 0: nothing touches the token. 1 to MARKS_END - 1: a mark:
-// how often the output holds the token, and flags. Above: it has been adjusted, and the word is the
-// complement of its raw logit's bits, kept for log-probabilities. The three don't overlap, because
-// the complement of a word below MARKS_END would be a NaN with its sign set, and NaN is stored
-// without.
+// A word for each token of the vocabulary. 0: nothing touches the token. 1 to MARKS_END - 1: a
+// mark, which is how often the output holds the token, and flags. Above: the token has been
+// adjusted, and the word is the complement of its raw logit's bits, kept for log-probabilities. The
+// three don't overlap: the complement of a word below MARKS_END would be a NaN with its sign set,
+// and NaN is stored without.
 constexpr u32 OCCURS_IN_PROMPT = 1u << 20;  // counts stay below: so does history_stride
 constexpr u32 HAS_BIAS = 1u << 21;
 constexpr u32 IS_MASKED = 1u << 22;
@@ -102,8 +100,8 @@ struct Adjustments {
 };
 
 // Calls visit(token, position) for the tokens of the history that count, visit(token, -1) for those
-// with a bias and visit(token, -2) for masked ones, shared among the threads of `num_chunks` blocks.
-// Tokens outside of the vocabulary are passed by.
+// with a bias and visit(token, -2) for masked ones, shared among the threads of `num_chunks`
+// blocks. Tokens outside of the vocabulary are passed by.
 template <class Visit>
 DEVICE void for_each_touched(const Parameters& p, const SlotRecord& record, const Adjustments& todo,
                              int slot, int chunk, int num_chunks, Visit visit) {
@@ -127,7 +125,7 @@ DEVICE bool reports_raw(const Parameters& p, const SlotRecord& record) {
   return record.logprobs >= 0 && !p.processed_logprobs;
 }
 
-// One row's logits, as step 5 sees them or unmodified.
+// One row's logits: unmodified, or adjusted and with the row's bias and bitmask.
 struct Logits {
   const float* row;
   const float* bias;   // or null
@@ -143,20 +141,25 @@ struct Logits {
     if (bitmask && !(bitmask[id / 32] >> id % 32 & 1)) x = -INFINITY_F;
     return x;
   }
-  // Four neighbors from `first` on, a multiple of 4; -inf behind the vocabulary.
+  // Four neighbors as they are in memory, from `first` on, a multiple of 4; -inf behind the
+  // vocabulary.
   DEVICE void load4(int first, float (&x)[4]) const {
     if (aligned && first + 4 <= vocab_size) {
       const float4 four = *reinterpret_cast<const float4*>(row + first);
       x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-      if (marks || bias || bitmask) {
-        for (int i = 0; i < 4; i++) {
-          if (marks && holds_raw(marks[first + i])) x[i] = raw_of(marks[first + i]);
-          if (bias) x[i] += bias[first + i];
-          if (bitmask && !(bitmask[first / 32] >> (first + i) % 32 & 1)) x[i] = -INFINITY_F;
-        }
-      }
     } else {
-      for (int i = 0; i < 4; i++) x[i] = first + i < vocab_size ? at(first + i) : -INFINITY_F;
+      for (int i = 0; i < 4; i++) x[i] = first + i < vocab_size ? row[first + i] : -INFINITY_F;
+    }
+  }
+  // What the marks, the bias and the bitmask make of them.
+  DEVICE void shift4(int first, float (&x)[4]) const {
+    if (!marks && !bias && !bitmask) return;
+    const u32 allowed = bitmask && first < vocab_size ? bitmask[first / 32] >> first % 32 : ~0u;
+    for (int i = 0; i < 4; i++) {
+      if (first + i >= vocab_size) break;
+      if (marks && holds_raw(marks[first + i])) x[i] = raw_of(marks[first + i]);
+      if (bias) x[i] += bias[first + i];
+      if (!(allowed >> i & 1)) x[i] = -INFINITY_F;
     }
   }
 };

@@ -1,7 +1,7 @@
-"""Launches the sampler's five kernels, which share one struct of parameters.
+"""Launches the sampler's four kernels, which share one struct of parameters.
 
-``mark_tokens.cu``, ``adjust_logits.cu``, ``scan_logits.cu``, ``draw_tokens.cu`` and
-``top_logprobs.cu``, in this order; see ``sampling.cuh``.
+``mark_tokens.cu``, ``scan_logits.cu``, ``draw_tokens.cu`` and ``top_logprobs.cu``, in this order;
+see ``sampling.cuh``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ ROW_REPORT = parameters(
     ("peak", "f4"),
     ("temperature", "f4"),
     ("log_total", "f4"),
-    ("least_weight", "f4"),
     ("count", "i4"),
 )
 
@@ -89,7 +88,7 @@ SCAN_THREADS = 128
 BLOCKS_PER_GROUP = 16
 """Blocks of tokens that one thread block of ``scan_logits.cu`` reads."""
 # (blocks of tokens, threads, list capacity): a small vocabulary has no work for many threads.
-_TILINGS = ((256, 256, 1024), (4096, 1024, 2048))
+_TILINGS = ((256, 256, 1024), (2304, 512, 2048))
 _SCRATCH = 34
 
 
@@ -144,11 +143,10 @@ def _source(
 
 
 def sampling_sources(tiling: Tiling) -> dict[str, KernelSource]:
-    """The five kernels by name."""
+    """The four kernels by name."""
     capacity = ("LIST_CAPACITY", tiling.list_capacity)
     sources = [
         _source("mark_tokens", WALK_THREADS),
-        _source("adjust_logits", WALK_THREADS),
         _source("scan_logits", SCAN_THREADS, ("BLOCKS_PER_GROUP", BLOCKS_PER_GROUP)),
         _source("draw_tokens", tiling.num_threads, capacity, shared=tiling.shared_bytes),
         _source("top_logprobs", tiling.num_threads, capacity, shared=tiling.shared_bytes),
@@ -183,7 +181,7 @@ class SamplingMemory:
 
 
 class SamplingKernels:
-    """The five launches of a step."""
+    """The four launches of a step."""
 
     def __init__(
         self,
@@ -233,9 +231,7 @@ class SamplingKernels:
         filled["lengths"] = lengths.data_ptr()
         filled["bias"] = 0 if bias is None else bias.data_ptr()
         filled["bitmask"] = 0 if bitmask is None else bitmask.data_ptr()
-        walks = (self._walkers(rows), rows, 1)
-        self._kernels["mark_tokens"].launch(walks, filled)
-        self._kernels["adjust_logits"].launch(walks, filled)
+        self._kernels["mark_tokens"].launch((self._walkers(rows), rows, 1), filled)
         self._kernels["scan_logits"].launch((self._scan_groups, rows, 1), filled)
         self._kernels["draw_tokens"].launch((rows, 1, 1), filled)
         self._kernels["top_logprobs"].launch((rows, 1, 1), filled)

@@ -6,9 +6,9 @@
 //
 // This is the last launch of a step, so it also clears the marks that keep raw logits.
 //
-// Tiling: one thread block per row, that of a row that asks for nothing leaves at once. Bytes: 8 per
-// 128 tokens and 512 for each of about max_logprobs blocks. Expected on an H200: 6 us, 1.5 us where
-// no row asks.
+// Tiling: one thread block per row, that of a row that asks for nothing leaves at once. Bytes: 8
+// per 128 tokens and 512 for each of about max_logprobs blocks. Expected on an H200: 6 us, 1.5 us
+// where no row asks.
 #include "candidates.cuh"
 
 DEVICE void report_top(const Parameters& p, int row, const RowReport& report, const Logits& logits,
@@ -16,29 +16,24 @@ DEVICE void report_top(const Parameters& p, int row, const RowReport& report, co
   Candidates candidates =
       parts.candidates(logits, Scale(report.peak, report.temperature), p.num_blocks);
   candidates.rank_blocks(stats);
-  u64 end = report.end;
-  if (report.count <= p.num_blocks) {
-    const u64 block = candidates.blocks[report.count - 1];
-    if (size_of(block) < INFINITE && end_after(size_of(block)) < end) end = end_after(size_of(block));
-  }
-  end = candidates.select<COUNT>(report.count, end) + 1;
-  if (!candidates.lists_all(end)) candidates.collect(0, end);  // they fit: there are `count` of them
+  const u64 bound = candidates.bound_tokens(report.count, report.end);
+  const u64 end = candidates.select(TOKENS, report.count, report.end, bound) + 1;
+  // They fit, for there are `count` of them at most.
+  if (!candidates.lists_all(end)) candidates.collect(0, end);
   for (int i = threadIdx.x; i < p.max_logprobs; i += NUM_THREADS) {
     int id = -1;
     float value = __uint_as_float(NAN_BITS);
     if (i < candidates.listed && candidates.list[i] < end) {
       const u64 rank = candidates.list[i];
-      if (weight_of(rank) >= report.least_weight) {
-        id = static_cast<int>(static_cast<u32>(rank));
-        value = -__uint_as_float(size_of(rank)) - report.log_total;
-      }
+      id = static_cast<int>(id_of(rank));
+      value = -__uint_as_float(size_of(rank)) - report.log_total;
     }
     p.top_ids[static_cast<i64>(row) * p.max_logprobs + i] = id;
     p.top_values[static_cast<i64>(row) * p.max_logprobs + i] = value;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) top_logprobs(const Parameters p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) top_logprobs(const Parameters p) {
   const int row = blockIdx.x, slot = p.slots[row];
   if (slot < 0) return;
   const SlotRecord& record = p.records[slot];
@@ -46,7 +41,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) top_logprobs(const Par
   DYNAMIC_SHARED(shared);
   const SharedParts parts(shared, p.num_blocks);
   const RowReport report = p.reports[row];
-  const i64 stats = static_cast<i64>(row) * p.num_blocks;
   const Adjustments done(record, p.lengths[row]);
   const bool raw = reports_raw(p, record);
   if (report.count == 0) {  // none asked for, or no token could be drawn
@@ -54,15 +48,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) top_logprobs(const Par
       p.top_ids[static_cast<i64>(row) * p.max_logprobs + i] = -1;
     }
   } else {
-    if (raw) {
-      report_top(p, row, report, raw_logits(p, row, done), p.raw_stats + stats, parts);
-    } else {
-      report_top(p, row, report, adjusted_logits(p, row), p.stats + stats, parts);
-    }
+    const Logits logits = raw ? raw_logits(p, row, done) : adjusted_logits(p, row);
+    const float2* stats = (raw ? p.raw_stats : p.stats) + static_cast<i64>(row) * p.num_blocks;
+    report_top(p, row, report, logits, stats, parts);
   }
   if (raw && done.any()) {
     __syncthreads();
     u32* marks = p.marks + row * p.marks_stride;
-    for_each_touched(p, record, done, slot, 0, 1, [&](int token, int) { marks[token] = 0; });
+    // Atomic, for a token may occur twice.
+    for_each_touched(p, record, done, slot, 0, 1,
+                     [&](int token, int) { atomicExch(marks + token, 0u); });
   }
 }
