@@ -45,8 +45,9 @@ _MATRIX_SIZE = 8192
 class Recording(Protocol):
     """Launches that are ready to be timed."""
 
-    how: str
-    """``graph`` or ``eager``; ``dry`` where nothing is timed."""
+    @property
+    def how(self) -> str:
+        """``graph`` or ``eager``; ``dry`` where nothing is timed."""
 
     def seconds(self) -> float:
         """The median time of one launch; NaN in a dry run."""

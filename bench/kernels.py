@@ -123,7 +123,7 @@ def run_cases(
 ) -> list[Measured]:
     """Measure ``cases`` one after the other; those that don't fit into ``seconds`` are left out."""
     deadline = time.monotonic() + seconds
-    measured = []
+    measured: list[Measured] = []
     for case in cases:
         if time.monotonic() > deadline:
             print(f"out of time: {len(cases) - len(measured)} cases were not run", flush=True)

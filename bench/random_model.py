@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import tokenizers
@@ -20,7 +21,7 @@ _SPREAD = 0.02
 _SHARD_BYTES = 2 << 30
 
 
-def _llama(**sizes: int) -> ModelConfig:
+def _llama(**sizes: Any) -> ModelConfig:
     layers = sizes["num_layers"]
     return ModelConfig(
         family="llama",

@@ -200,9 +200,7 @@ def _gathered(
     found = []
     for cache, scale in ((buffers.k_cache, buffers.k_scale), (buffers.v_cache, buffers.v_scale)):
         values = cache[pages].double()
-        if scale is not None and one_scale is None:
-            values = values * scale[pages].double()[..., None]
-        elif scale is not None:
-            values = values * one_scale
+        if scale is not None:
+            values *= scale[pages].double()[..., None] if one_scale is None else one_scale
         found.append(values.transpose(1, 2).flatten(0, 1)[:context])
     return found[0], found[1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import attrs
 import numpy as np
@@ -17,7 +18,12 @@ from bench.gpu_timing import Launch
 from bench.kernel_cases import Setting
 from bench.kernel_cases.attention_data import AttentionData, AttentionSpec, Buffers
 from gpu.attention.prefill_items import choose_tile, prefill_items
-from gpu.attention.shared_prefix import PrefixCost, prefix_tile, shared_prefixes
+from gpu.attention.shared_prefix import (
+    PrefixCost,
+    SharedPrefixes,
+    prefix_tile,
+    shared_prefixes,
+)
 from gpu.attention.splits import split
 from gpu.kernels.combine_partials import CombinePartials
 from gpu.kernels.decode_attention import DecodeAttention
@@ -85,7 +91,7 @@ def decode_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
     kernel = _decode_kernel(spec, setting)
     splits = split(spec.contexts, target_items=kernel.target_items, window=spec.window)
     partials = _partials(splits.partial_start, spec, setting)
-    tensors = {
+    tensors: dict[str, Any] = {
         "slots": _ints(range(len(spec.rows)), setting),
         "block_tables": data.block_tables,
         **_items(splits.items, setting),
@@ -101,7 +107,7 @@ def decode_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
     return [partial(launch, buffers, tensors) for buffers in data.sets]
 
 
-def _items(items: npt.NDArray[np.int32], setting: Setting) -> dict[str, torch.Tensor]:
+def _items(items: npt.NDArray[np.int32], setting: Setting) -> dict[str, Any]:
     return {"items": _ints(items, setting), "num_items": _ints([len(items)], setting)}
 
 
@@ -116,15 +122,8 @@ def _launch_decode(kernel: DecodeAttention, buffers: Buffers, spec: AttentionSpe
     )
 
 
-def shared_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
-    """Rows of one query each over a common prefix: the prefix once, the rests, and their merge.
-
-    Raises:
-        ValueError: the pages are shared, but the kernel for that wouldn't be used.
-    """
-    spec = data.spec
-    decode = _decode_kernel(spec, setting)
-    prefix = PrefixAttention(
+def _prefix_kernel(spec: AttentionSpec, setting: Setting) -> PrefixAttention:
+    return PrefixAttention(
         setting.loader,
         dtype=spec.dtype,
         cache_dtype=spec.cache_dtype,
@@ -135,24 +134,39 @@ def shared_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
         softmax_scale=spec.head_dim**-0.5,
         tile=prefix_tile(len(spec.rows), spec.num_heads // spec.num_kv_heads),
     )
-    cost = PrefixCost(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        cache_bytes=spec.cache_dtype.itemsize,
-        rows_per_tile=prefix.rows_per_tile,
-        launch=0.0,  # so that the tiny shapes of the emulation share, too
-    )
+
+
+def _find_shared(data: AttentionData, rows_per_tile: int, setting: Setting) -> SharedPrefixes:
+    spec = data.spec
     blocks = _BLOCKS_PER_MULTIPROCESSOR * setting.loader.num_multiprocessors
     shared = shared_prefixes(
         data.block_tables.cpu().numpy(),
         np.array(spec.contexts),
         page_size=spec.page_size,
-        cost=cost,
+        cost=PrefixCost(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            cache_bytes=spec.cache_dtype.itemsize,
+            rows_per_tile=rows_per_tile,
+            launch=0.0,  # so that the tiny shapes of the emulation share, too
+        ),
         target_items=max(1, blocks // spec.num_kv_heads),
     )
     if not len(shared.items):
         raise ValueError("the rows share pages, but no group of them was made")
+    return shared
+
+
+def shared_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
+    """Rows of one query each over a common prefix: the prefix once, the rests, and their merge.
+
+    Raises:
+        ValueError: the pages are shared, but the kernel for that wouldn't be used.
+    """
+    spec = data.spec
+    decode, prefix = _decode_kernel(spec, setting), _prefix_kernel(spec, setting)
+    shared = _find_shared(data, prefix.rows_per_tile, setting)
     splits = split(
         spec.contexts,
         target_items=decode.target_items,
@@ -160,7 +174,7 @@ def shared_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
         reserved=shared.num_partials,
     )
     partials = _partials(splits.partial_start, spec, setting)
-    common = {
+    common: dict[str, Any] = {
         "slots": _ints(range(len(spec.rows)), setting),
         "block_tables": data.block_tables,
         "partial_out": partials.out,

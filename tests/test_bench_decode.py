@@ -1,0 +1,109 @@
+"""Decode steps and the served model of the GPU's benchmark, without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from bench import decode_step
+from bench.decode_batch import StepTimes
+from bench.engine_idle import ClientsFailed, Sample, parse_metrics, steady
+from bench.random_model import LLAMA_8B, TINY
+from bench.roofline import Ceilings
+from gpu.emulation import EmulatedLoader
+from gpu.timeline import HostTimeline
+from tests.kernels.tape import TapeCapturer, TapedLoader
+
+H200 = Ceilings(copy=4.3e12, matrix=790e12)
+
+
+class TestDecodeSteps:
+    def test_the_script_runs_in_the_emulation(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert decode_step.main(["--on", "emulation", "--out", str(tmp_path)]) == 0
+        saved = json.loads(next(tmp_path.glob("decode-step-emulated-*.json")).read_text())
+        modes = [(step["scenario"]["rows"], step["in_flight"]) for step in saved["steps"]]
+        assert modes == [(1, 1), (1, 2), (3, 1), (3, 2)]
+        assert all(step["times"] is None for step in saved["steps"])
+        assert "| 3x37  | 2         | ran    |" in capsys.readouterr().out
+
+    def test_steps_are_captured_once_and_replayed(self) -> None:
+        loader = TapedLoader(EmulatedLoader())
+        stand = decode_step.Stand(
+            loader=loader,
+            model=decode_step.random_model(loader, TINY),
+            timeline=HostTimeline(),
+            capturer=TapeCapturer(loader),
+            max_tokens=64,
+        )
+        scenario = decode_step.Scenario(rows=3, context=20, num_steps=2)
+        one, two = decode_step.measure_scenario(stand, scenario, graphs=True)
+        assert (one.in_flight, two.in_flight) == (1, 2)
+        assert one.graphs
+        assert two.graphs
+        # Three steps to warm up and two that count, each time; the middle of each run.
+        assert (one.context, two.context) == (22, 27)
+
+    def test_the_table_judges_what_is_served_with(self) -> None:
+        times = StepTimes(num_steps=10, step=4.6e-3, device=4.5e-3, idle=0.15e-3, submit=1e-4)
+        one = decode_step.Measured(
+            scenario=decode_step.SCENARIOS[0],
+            graphs=True,
+            in_flight=2,
+            context=1100,
+            times=times,
+            prefill_tokens_per_second=1e4,
+        )
+        lines = decode_step.table(
+            [one, attrs.evolve(one, in_flight=1)], LLAMA_8B, H200
+        ).splitlines()
+        assert "≤ 1.15 floors: MISSED; idle < 2%: MISSED" in lines[2]
+        assert "3.52" in lines[2]
+        assert "3.2%" in lines[2]
+        assert "floors:" not in lines[3]
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
+    def test_without_a_gpu_nothing_is_measured(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert decode_step.main(["--engine"]) == 1
+        assert "no GPU was found" in capsys.readouterr().out
+
+
+class TestEngine:
+    def sample(self, at: float, running: int, steps: float) -> Sample:
+        return Sample(
+            at=at,
+            running=running,
+            steps=steps,
+            step_seconds=0.009 * steps,
+            idle_seconds=0.001 * steps,
+            tokens=4 * steps,
+        )
+
+    def test_only_the_time_counts_in_which_all_streams_run(self) -> None:
+        samples = [self.sample(0.0, 3, 0), self.sample(1.0, 4, 50)]
+        samples += [self.sample(1.0 + i, 4, 50 + 100 * i) for i in range(1, 6)]
+        samples += [self.sample(7.0, 2, 600)]
+        found = steady(samples, 4)
+        assert found.seconds == 4.0
+        assert found.step_seconds == pytest.approx(0.01)
+        assert found.idle_share == pytest.approx(0.1)
+        assert found.tokens_per_second == pytest.approx(400)
+
+    @pytest.mark.parametrize("streams", [4, 5])
+    def test_streams_that_never_run_together_are_no_result(self, streams: int) -> None:
+        with pytest.raises(ClientsFailed, match=f"{streams} streams never ran"):
+            steady([self.sample(0.0, 4, 0), self.sample(1.0, 3, 9)], streams)
+
+    def test_metrics_by_name(self) -> None:
+        text = '# HELP a b\na{model_name="m"} 2.5\nb 1.0\nc{x="1",y="2"} 3.0\n'
+        assert parse_metrics(text) == {"a": 2.5, "b": 1.0}
+
+    def test_a_random_model_is_served_to_clients(self, tmp_path: Path) -> None:
+        arguments = ["--engine", "--on", "emulation", "--streams", "3", "--out", str(tmp_path)]
+        assert decode_step.main(arguments) == 0
+        assert len(list(tmp_path.glob("engine-idle-emulated-*.json"))) == 1

@@ -1,0 +1,290 @@
+"""The kernels' benchmark without a GPU: its clock, its references, its failures, its table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+
+from bench import kernels
+from bench.gpu_report import markdown_table
+from bench.gpu_timing import DryRun, GraphStopwatch, buffer_sets, measure_in_turn
+from bench.kernel_cases import Case, Contestant, Peer, PeerAbsent, Setting, Trial, relative_error
+from bench.kernel_cases.all import all_cases
+from bench.kernel_cases.attention_data import AttentionSpec, make_data, reference
+from bench.kernel_peers import torch_attention
+from bench.kernels import Measured, measure, summary, table
+from bench.roofline import Ceilings, Work
+from bench.targets import Target
+from gpu.emulation import EmulatedLoader
+
+
+class TestTiming:
+    def test_buffers_exceed_the_cache_threefold_within_reason(self) -> None:
+        assert buffer_sets(10.0, 100) == 30
+        assert buffer_sets(1000.0, 100) == 2
+        assert buffer_sets(1.0, 10**9) == 64
+
+    def test_a_dry_run_runs_each_launch_once_and_has_no_time(self) -> None:
+        ran: list[int] = []
+        recording = DryRun().record([lambda: ran.append(1), lambda: ran.append(2)])
+        assert ran == [1, 2]
+        assert recording.seconds() != recording.seconds()
+
+
+class Clock:
+    """Stands in for the parts of torch.cuda that the stopwatch uses: a launch takes 100 µs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, capturable: bool = True) -> None:
+        self.now = 0.0
+        self.capturing: list[object] | None = None
+        self.capturable = capturable
+        for name in ("CUDAGraph", "Event", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def launch(self) -> None:
+        if self.capturing is None:
+            self.now += 1e-4
+        elif self.capturable:
+            self.capturing.append(self)
+        else:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        held: list[object] = []
+
+        def replay() -> None:
+            self.now += 1e-4 * len(held)
+
+        return SimpleNamespace(held=held, replay=replay)
+
+    @contextlib.contextmanager
+    def graph(self, graph: SimpleNamespace) -> Iterator[None]:
+        self.capturing = graph.held
+        try:
+            yield
+        finally:
+            self.capturing = None
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:
+        assert enable_timing
+        event = SimpleNamespace(at=0.0)
+
+        def record() -> None:
+            event.at = self.now
+
+        event.record = record
+        event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
+        return event
+
+
+class TestStopwatch:
+    def test_a_graph_is_long_enough_and_its_time_is_that_of_one_launch(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = Clock(monkeypatch)
+        recording = GraphStopwatch().record([clock.launch, clock.launch, clock.launch])
+        assert recording.how == "graph"
+        before = clock.now
+        assert recording.seconds() == pytest.approx(1e-4)
+        replays = 16  # one that isn't counted
+        assert clock.now - before >= replays * 2e-3
+        assert 0 <= GraphStopwatch().host_seconds([clock.launch]) < 1e-3
+
+    def test_what_cannot_be_captured_is_timed_from_python(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = Clock(monkeypatch, capturable=False)
+        recording = GraphStopwatch().record([clock.launch, clock.launch])
+        assert recording.how == "eager"
+        assert recording.seconds() == pytest.approx(1e-4)
+
+    def test_contestants_take_turns(self) -> None:
+        order: list[str] = []
+
+        class One:
+            how = "dry"
+
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def seconds(self) -> float:
+                order.append(self.name)
+                return float(len(order))
+
+        times = measure_in_turn([One("a"), One("b")], rounds=2)
+        assert order == ["a", "b", "a", "b"]
+        assert times == [[1.0, 3.0], [2.0, 4.0]]
+
+
+class TestReference:
+    @pytest.fixture
+    def setting(self) -> Setting:
+        return Setting(
+            loader=EmulatedLoader(), generator=torch.Generator().manual_seed(1), cache_bytes=0
+        )
+
+    def test_attention_is_torchs(self, setting: Setting) -> None:
+        spec = AttentionSpec(
+            rows=((3, 40), (1, 17)), num_heads=4, num_kv_heads=2, head_dim=16, window=9
+        )
+        data = make_data(spec, setting)
+        found = reference(data)
+        start = 0
+        for row, (count, context) in enumerate(spec.rows):
+            keys, values = (
+                cache[data.pages(row)].transpose(1, 2).flatten(0, 1)[:context].double()
+                for cache in (data.sets[0].k_cache, data.sets[0].v_cache)
+            )
+            queries = data.sets[0].queries(4)[start : start + count].double()
+            places = torch.arange(context)
+            own = torch.arange(context - count, context)[:, None]
+            mask = (places <= own) & (places > own - 9)
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                queries.transpose(0, 1),
+                keys.transpose(0, 1).repeat_interleave(2, 0),
+                values.transpose(0, 1).repeat_interleave(2, 0),
+                attn_mask=mask,
+            )
+            assert relative_error(found[start : start + count], expected.transpose(0, 1)) < 1e-12
+            start += count
+
+    def test_shared_pages_stand_first_in_every_table(self, setting: Setting) -> None:
+        spec = AttentionSpec(
+            rows=((1, 40), (1, 70)), num_heads=2, num_kv_heads=2, head_dim=16, shared=32
+        )
+        tables = make_data(spec, setting).block_tables
+        assert tables[0, :2].tolist() == tables[1, :2].tolist()
+        named = tables[tables >= 0].tolist()
+        assert len(set(named)) == spec.num_pages == 2 + 1 + 3
+        assert tables[0, 3:].tolist() == [-1, -1]
+
+    @pytest.mark.parametrize(
+        "rows", [((1, 40),) * 3, ((24, 24),) * 2, ((5, 40),) * 2], ids=["decode", "prompt", "chunk"]
+    )
+    def test_torchs_attention_gets_the_same_keys(
+        self,
+        setting: Setting,
+        monkeypatch: pytest.MonkeyPatch,
+        rows: tuple[tuple[int, int], ...],
+    ) -> None:
+        monkeypatch.setattr(torch_attention, "needs_cuda", lambda: None)
+        spec = AttentionSpec(rows=rows, num_heads=4, num_kv_heads=2, head_dim=16)
+        contestant = torch_attention.sdpa(make_data(spec, setting), "MATH")
+        assert contestant.error() < contestant.tolerance
+
+    def test_a_nan_is_no_small_error(self) -> None:
+        assert not relative_error(torch.tensor([1.0, float("nan")]), torch.ones(2)) <= 1.0
+        with pytest.raises(ValueError, match="shapes"):
+            relative_error(torch.ones(2), torch.ones(1, 2))
+
+
+class TestMeasure:
+    def case(self, trial: Trial | Exception) -> Case:
+        def make(setting: Setting) -> Trial:
+            if isinstance(trial, Exception):
+                raise trial
+            return trial
+
+        return Case(kernel="k", shape="s", work=Work(8), make=make)
+
+    def contestant(self, error: float) -> Contestant:
+        return Contestant(launches=[lambda: None], error=lambda: error, tolerance=0.1)
+
+    def measured(self, trial: Trial | Exception) -> Measured:
+        setting = Setting(loader=EmulatedLoader(), generator=torch.Generator(), cache_bytes=0)
+        return measure(self.case(trial), setting, DryRun())
+
+    def test_peers_that_lack_something_are_named(self) -> None:
+        def absent() -> Contestant:
+            raise PeerAbsent("not installed")
+
+        def broken() -> Contestant:
+            raise ValueError("no such size\nand more")
+
+        measured = self.measured(
+            Trial(
+                ours=self.contestant(0.01),
+                peers=[
+                    Peer(name="absent", make=absent),
+                    Peer(name="broken", make=broken),
+                    Peer(name="wrong", make=lambda: self.contestant(0.5)),
+                    Peer(name="fine", make=lambda: self.contestant(0.0)),
+                ],
+            )
+        )
+        assert not measured.failed
+        assert set(measured.seconds) == {"ours", "fine"}
+        assert measured.notes == {
+            "absent": "absent: not installed",
+            "broken": "failed: ValueError: no such size",
+            "wrong": "wrong: error 0.5 over 0.1",
+        }
+
+    @pytest.mark.parametrize("error", [0.2, float("nan"), float("inf")])
+    def test_a_wrong_kernel_is_not_timed(self, error: float) -> None:
+        measured = self.measured(Trial(ours=self.contestant(error)))
+        assert measured.failed
+        assert "wrong" in measured.notes["ours"]
+        assert "FAILED" in table([measured], None)
+
+    def test_a_kernel_that_raises_has_failed(self) -> None:
+        measured = self.measured(RuntimeError("no"))
+        assert measured.failed
+        assert measured.notes == {"ours": "RuntimeError: no"}
+
+    def test_the_table_tells_ratios_peers_and_verdicts(self) -> None:
+        case = attrs.evolve(
+            self.case(Trial(ours=self.contestant(0.0))),
+            targets=[Target(kind="floor", value=0.9), Target(kind="peer", value=1.0)],
+        )
+        measured = Measured(
+            case=case,
+            seconds={"ours": [4e-6, 3e-6, 5e-6], "other": [6e-6, 6e-6, 6e-6]},
+            errors={"ours": 0.0, "other": 0.0},
+            notes={"third": "absent: not installed"},
+        )
+        row = table([measured], Ceilings(copy=2e6, matrix=1.0)).splitlines()[-1]
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[:6] == ["k", "s", "memory", "4.0", "4.0", "1.00"]
+        assert cells[7] == "third absent, other 6.0"
+        assert cells[8] == "≥ 0.9 of the floor: met (1.00); ≥ 1 times the best peer: met (1.50)"
+        short = summary([measured], Ceilings(copy=2e6, matrix=1.0)).splitlines()[-1]
+        assert short == "| k s  | 4.0 | 1.00  | other 6.0 | met met |"
+
+
+def test_every_kernel_runs_in_the_emulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script itself, over tiny shapes: each case is right, and the results are written."""
+    assert kernels.main(["--on", "emulation", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "FAILED" not in printed
+    saved = json.loads(next(tmp_path.glob("kernels-emulated-*.json")).read_text())
+    assert saved["ceilings"] is None
+    assert {case["kernel"] for case in saved["cases"]} == {
+        case.kernel for case in all_cases(tiny=False)
+    }
+    for case in saved["cases"]:
+        assert case["seconds"] == {}
+        assert case["errors"]["ours"] >= 0
+    assert "flashinfer: absent" not in printed  # a peer is said by its own name
+    assert "flashinfer fa3 absent: needs a GPU" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
+def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main([]) == 1
+    assert "no GPU was found" in capsys.readouterr().out
+
+
+def test_markdown_columns_line_up() -> None:
+    lines = markdown_table(["a", "long"], [["1", "2"], ["333", "4"]]).splitlines()
+    assert lines == ["| a   | long |", "|-----|------|", "| 1   | 2    |", "| 333 | 4    |"]
