@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
+from gpu.kernels import KernelLoader
 from gpu.step_buffer import NUM_HOST_BUFFERS, StepBuffer
 
-CPU = torch.device("cpu")
+
+@pytest.fixture
+def buffer(loader: KernelLoader) -> StepBuffer:
+    return StepBuffer(loader.device, {"slots": 5, "items": 8, "updates": 40})
 
 
-def make() -> StepBuffer:
-    return StepBuffer(CPU, {"slots": 5, "items": 8, "updates": 40})
-
-
-def test_regions_arrive_where_their_views_are() -> None:
-    buffer = make()
+def test_regions_arrive_where_their_views_are(buffer: StepBuffer) -> None:
     views = {name: buffer[name] for name in ("slots", "items", "updates")}
     buffer.put("items", np.arange(8).reshape(2, 4))
     buffer.put("slots", [3, 1])
@@ -28,8 +26,12 @@ def test_regions_arrive_where_their_views_are() -> None:
     assert all(view.data_ptr() % 64 == views["slots"].data_ptr() % 64 for view in views.values())
 
 
-def test_padding_overwrites_what_an_earlier_step_left() -> None:
-    buffer = make()
+def test_it_lies_where_the_kernels_run(buffer: StepBuffer, loader: KernelLoader) -> None:
+    assert buffer["items"].device == loader.device
+    assert buffer._hosts[0].tensor.is_pinned() == (loader.device.type == "cuda")
+
+
+def test_padding_overwrites_what_an_earlier_step_left(buffer: StepBuffer) -> None:
     for _ in range(NUM_HOST_BUFFERS):
         buffer.put("slots", [7, 7, 7, 7, 7])
         buffer.upload()
@@ -38,8 +40,7 @@ def test_padding_overwrites_what_an_earlier_step_left() -> None:
     assert buffer["slots"].tolist() == [2, -1, -1, -1, 7]
 
 
-def test_nothing_behind_the_last_region_put_is_copied() -> None:
-    buffer = make()
+def test_nothing_behind_the_last_region_put_is_copied(buffer: StepBuffer) -> None:
     buffer.put("updates", range(40))
     buffer.upload()
     buffer.put("items", [5])
@@ -48,8 +49,7 @@ def test_nothing_behind_the_last_region_put_is_copied() -> None:
     assert buffer["updates"].tolist() == list(range(40))
 
 
-def test_the_next_step_is_packed_beside_the_copy_of_the_last() -> None:
-    buffer = make()
+def test_the_next_step_is_packed_beside_the_copy_of_the_last(buffer: StepBuffer) -> None:
     written = [host.numbers for host in buffer._hosts]
     for step in range(2 * NUM_HOST_BUFFERS):
         buffer.put("slots", [step])
@@ -59,7 +59,8 @@ def test_the_next_step_is_packed_beside_the_copy_of_the_last() -> None:
 
 
 @pytest.mark.parametrize(("values", "padded_to"), [(range(6), 0), ([1], 6)])
-def test_too_much_for_a_region_is_refused(values: range | list[int], padded_to: int) -> None:
-    buffer = make()
+def test_too_much_for_a_region_is_refused(
+    buffer: StepBuffer, values: range | list[int], padded_to: int
+) -> None:
     with pytest.raises(ValueError, match="6 numbers for slots, which holds 5"):
         buffer.put("slots", values, padded_to=padded_to)
