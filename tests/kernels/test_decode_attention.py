@@ -143,14 +143,18 @@ def run(
     return out.cpu(), decode
 
 
-def check(loader: KernelLoader, case: Case, *, window: int | None = None) -> None:
-    """Split and whole rows in one batch give the reference."""
-    splits = split(case.lengths, target_items=len(case.lengths) + 9, window=window)
-    assert {-1} < set(splits.items[:, 3].tolist())
-    out, decode = run(loader, case, splits)
-    assert relative_error(out, case.reference(window)) < MAX_ERROR[case.q.dtype]
-    if isinstance(loader, EmulatedLoader):
-        assert decode.kernel.bank_conflicts == 0  # type: ignore[attr-defined]
+def check(loader: KernelLoader, case: Case) -> None:
+    """Whole rows, and split and whole rows together, give the reference."""
+    reference = case.reference()
+    for target in (1, len(case.lengths) + 9):
+        splits = split(case.lengths, target_items=target)
+        is_split = splits.items[:, 3] >= 0
+        assert is_split.any() == (target > 1)
+        assert not is_split.all()
+        out, decode = run(loader, case, splits)
+        assert relative_error(out, reference) < MAX_ERROR[case.q.dtype]
+        if isinstance(loader, EmulatedLoader):
+            assert decode.kernel.bank_conflicts == 0  # type: ignore[attr-defined]
 
 
 LENGTHS = [1, 15, 16, 17, 64, 65, 700]
@@ -203,6 +207,14 @@ def test_e4m3_cache(
         cache_dtype=E4M3,
     )
     check(loader, case)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
+def test_ring_is_refilled(loader: KernelLoader, cache_dtype: torch.dtype) -> None:
+    """More tiles for a warp than the ring holds, in one small block that sanitizers can run."""
+    case = make_case(loader, [630], head_dim=64, cache_dtype=cache_dtype, num_kv_heads=1, group=1)
+    out, _ = run(loader, case, split(case.lengths, target_items=1, fixed_split=640), idle=0)
+    assert relative_error(out, case.reference()) < MAX_ERROR[torch.bfloat16]
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
