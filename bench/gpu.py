@@ -50,21 +50,21 @@ WORKER_TESTS = (
     "tests/test_weights.py",
     "tests/test_worker.py",
 )
-# Each runs one kernel on small inputs; those of the emulation itself have nothing to do with a GPU.
-SANITIZED_TESTS = tuple(
-    f"tests/kernels/test_{name}.py"
-    for name in (
-        "combine_partials",
-        "conformance",
-        "decode_attention",
-        "prefill_attention",
-        "prefix_attention",
-        "rms_norm",
-        "rope_and_write",
-        "sampling",
-        "silu_mul",
-        "token_movement",
-    )
+KERNEL_TESTS = Path("tests/kernels")
+# These are about the compiler and the emulation, not about what a GPU does.
+HOST_TESTS = ("test_budget", "test_builds", "test_emulation", "test_memory", "test_sanitizers")
+# Each runs one kernel on small inputs.
+SANITIZED_TESTS = (
+    "test_combine_partials",
+    "test_conformance",
+    "test_decode_attention",
+    "test_prefill_attention",
+    "test_prefix_attention",
+    "test_rms_norm",
+    "test_rope_and_write",
+    "test_sampling",
+    "test_silu_mul",
+    "test_token_movement",
 )
 # Groups of kernels that are measured in one process, and its bound in seconds.
 KERNEL_GROUPS = {
@@ -95,7 +95,8 @@ class Step:
     together: bool = False
     early: bool = False
     tail: int = 25
-    """How many of its last lines are shown."""
+    """How many of its last lines are shown; of a quiet one that went well, only one."""
+    quiet: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -125,7 +126,7 @@ def steps_of(parts: Sequence[str], *, target: str | None, quick: bool, out: Path
     bench_options += ["--on", "gpu" if has_gpu else "emulation"]
     steps = [
         Step(part="doctor", name="doctor", command=[python, "-m", "gpu", "--doctor"], seconds=90),
-        Step(part="builds", name="builds", command=build, seconds=400),
+        Step(part="builds", name="builds", command=build, seconds=400, quiet=True),
         *(_tests() if has_gpu else []),
         *(_peers() if has_gpu else []),
         *_kernels(bench_options),
@@ -153,16 +154,29 @@ def _kernels(options: Sequence[str]) -> Iterator[Step]:
 
 
 def _tests() -> Iterator[Step]:
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    kernels = [*pytest, "tests/kernels", "--kernels-on=gpu"]
-    yield Step(part="tests", name="kernel tests", command=kernels, seconds=300)
-    yield Step(part="tests", name="worker tests", command=[*pytest, *WORKER_TESTS], seconds=200)
+    """A process for each file, all at once: a fault on the device ends the tests of one kernel."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--kernels-on=gpu"]
+    files = sorted((ROOT / KERNEL_TESTS).glob("test_*.py"))
+    names = [file.stem for file in files if file.stem not in HOST_TESTS]
+    groups = {name: [str(KERNEL_TESTS / f"{name}.py")] for name in names}
+    groups["worker tests"] = list(WORKER_TESTS)
+    for name, tests in groups.items():
+        yield Step(
+            part="tests",
+            name=name,
+            command=[*pytest, *tests],
+            seconds=300,
+            environment={"OMP_NUM_THREADS": "2"},
+            together=True,
+            quiet=True,
+        )
 
 
 def _sanitizers() -> Iterator[Step]:
     found = shutil.which("compute-sanitizer") or "compute-sanitizer"
     only = ["--kernel-name", ",".join(f"kne={name}" for name in kernel_names())]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--kernels-on=gpu"]
+    tests = [str(KERNEL_TESTS / f"{name}.py") for name in SANITIZED_TESTS]
     for tool in SANITIZER_TOOLS:
         # What torch's kernels write counts as written only where those are watched, too.
         watched = [] if tool == "initcheck" else only
@@ -170,11 +184,12 @@ def _sanitizers() -> Iterator[Step]:
         yield Step(
             part="sanitizer",
             name=tool,
-            command=[*command, *pytest, *SANITIZED_TESTS],
+            command=[*command, *pytest, *tests],
             seconds=420,
             # Each tensor has an allocation of its own, so that its end can be seen.
             environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             together=True,
+            quiet=True,
         )
 
 
@@ -284,12 +299,13 @@ def _show(outcome: Outcome, logs: Path) -> None:
     step = outcome.step
     lines = _log(step, logs).read_text(errors="replace").splitlines()
     print(f"\n== {step.part}: {step.name}: {outcome.verdict} after {outcome.seconds:.0f} s")
-    print("\n".join(lines[-step.tail :]), flush=True)
+    shown = 1 if step.quiet and outcome.verdict == "ok" else step.tail
+    print("\n".join(lines[-shown:]), flush=True)
 
 
 def _summary(outcomes: Sequence[Outcome]) -> str:
     rows = [
-        f"{outcome.step.part:10} {outcome.step.name:14} {outcome.verdict:12} "
+        f"{outcome.step.part:10} {outcome.step.name:24} {outcome.verdict:12} "
         f"{outcome.seconds:6.0f} s"
         for outcome in outcomes
     ]

@@ -39,6 +39,16 @@ class TestSteps:
         assert "no-such-program-here" in printed
         assert (tmp_path / "tests-good.log").read_text() == "fine\n"
 
+    def test_a_quiet_step_shows_more_only_if_it_failed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run_steps([step("good", "print('one\\ntwo')", quiet=True)], tmp_path, 60)
+        assert "one" not in capsys.readouterr().out
+        run_steps(
+            [step("bad", "print('one\\ntwo'); raise SystemExit(1)", quiet=True)], tmp_path, 60
+        )
+        assert "one\ntwo" in capsys.readouterr().out
+
     def test_a_step_past_its_bound_is_ended_with_its_children(self, tmp_path: Path) -> None:
         child = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}])"
         late = tmp_path / "late"
@@ -97,7 +107,8 @@ class TestSteps:
         assert sorted(grouped) == sorted({case.kernel for case in all_cases(tiny=False)})
 
     def test_the_tests_that_it_names_exist(self) -> None:
-        named = [*gpu.WORKER_TESTS, *gpu.SANITIZED_TESTS]
+        of_kernels = [f"tests/kernels/{n}.py" for n in (*gpu.HOST_TESTS, *gpu.SANITIZED_TESTS)]
+        named = [*gpu.WORKER_TESTS, *of_kernels]
         assert [name for name in named if not Path(name).exists()] == []
 
     def test_the_sanitizers_look_at_every_kernel_of_ours(self) -> None:
