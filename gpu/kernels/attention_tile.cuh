@@ -19,6 +19,7 @@
 //   K, V          STAGES x 2 x KEYS x HEAD_DIM of TYPE; e4m3: one stage, widened from the raw copy
 //   raw           e4m3 only: the raw copies of the next tile and of its scales
 //   scales        e4m3 only: 2 x KEYS float32
+//   range         one KeyRange
 // Where the fragments of Q stay in registers, Q passes through the last stage. The output passes
 // through the front, so that it leaves in stores of 16 bytes.
 //
@@ -36,22 +37,15 @@ constexpr int K_STEPS = HEAD_DIM / 16;  // of the first product
 constexpr int N_TILES = KEYS / 8;       // of the first product
 constexpr int O_TILES = HEAD_DIM / 8;   // N tiles of the second product
 constexpr bool Q_IN_REGISTERS = M_TILES * K_STEPS * 4 <= Q_REGISTERS;
+constexpr int KEY_RANGE_BYTES = 64;
 constexpr int STAGES = QUANTIZED ? 1 : 2;
 constexpr int Q_BYTES = Q_IN_REGISTERS ? 0 : TILE * HEAD_DIM * 2;
 static_assert(M_TILES * 16 * WARPS == TILE);
-static_assert(Q_BYTES + STAGES * STAGE_BYTES + RAW_BYTES + 2 * SCALE_BYTES == SHARED_BYTES);
+constexpr int TILE_BYTES = Q_BYTES + STAGES * STAGE_BYTES + RAW_BYTES + 2 * SCALE_BYTES;
+static_assert(TILE_BYTES + KEY_RANGE_BYTES == SHARED_BYTES);
+static_assert(sizeof(KeyRange) <= KEY_RANGE_BYTES);
 static_assert(!Q_IN_REGISTERS || TILE <= 2 * KEYS);
 static_assert(TILE * HEAD_DIM * 2 <= Q_BYTES + STAGES * STAGE_BYTES);
-
-// Positions first..last that one query sees.
-struct Span { int first, last; };
-
-// The keys of a block: from position begin, or from the start of its tile for queries that see those
-// as well, up to end - 1. Every query sees `inner`; tiles within it need no mask.
-struct KeyRange {
-  int begin, end;
-  Span inner;
-};
 
 struct AttentionTile {
   unsigned char* shared;
@@ -73,8 +67,13 @@ struct AttentionTile {
 
   DEVICE static int lane() { return threadIdx.x % 32; }
   DEVICE static int first_query() { return static_cast<int>(threadIdx.x) / 32 * M_TILES * 16; }
-  // The packed query of rows h = 0, 1 of this lane's fragments.
-  DEVICE static int query(int m, int h) { return first_query() + m * 16 + lane() / 4 + h * 8; }
+  // The first of the two columns of this lane in every C fragment.
+  DEVICE static int lane_column() { return reread_thread_index() % 4 * 2; }
+  // The packed query of row 0 of this lane's first fragment; row h of fragment m is 16 m + 8 h on.
+  DEVICE static int lane_query() {
+    const int thread = reread_thread_index();
+    return thread / 32 * M_TILES * 16 + thread % 32 / 4;
+  }
 
   DEVICE TYPE* k_stage(int stage) const {
     return reinterpret_cast<TYPE*>(shared + Q_BYTES + stage * STAGE_BYTES);
@@ -148,22 +147,24 @@ struct AttentionTile {
 
   // Multiply every column of s by the factor of its key.
   DEVICE static void scale_columns(float (&s)[N_TILES][4], const float* factors) {
+    factors += lane_column();
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-      const float2 f = *reinterpret_cast<const float2*>(factors + n * 8 + lane() % 4 * 2);
+      const float2 f = *reinterpret_cast<const float2*>(factors + n * 8);
       s[n][0] *= f.x; s[n][1] *= f.y; s[n][2] *= f.x; s[n][3] *= f.y;
     }
   }
 
   // Scores of keys that a query does not see become -infinity.
   template <class Spans>
-  DEVICE static void mask(float (&s)[M_TILES][N_TILES][4], int tile, const Spans& span) {
-    const int column = tile * KEYS + lane() % 4 * 2;
+  DEVICE static void mask(float (&s)[M_TILES][N_TILES][4], int tile, const KeyRange& keys,
+                          const Spans& span) {
+    const int column = tile * KEYS + lane_column(), first = lane_query();
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const Span seen = span(query(m, h));
+        const Span seen = span(keys, first + m * 16 + h * 8);
 #pragma unroll
         for (int n = 0; n < N_TILES; n++)
 #pragma unroll
@@ -174,49 +175,52 @@ struct AttentionTile {
       }
   }
 
-  // O += P V. p holds weights in C-fragment layout.
-  DEVICE void weigh(const float (&p)[M_TILES][N_TILES][4], const BlockAddresses<HEAD_DIM>& v_blocks) {
+  // O += P V. The weights P of 16 keys are made from their scores just before they are used: the
+  // exponentials of one step overlap the mma of the one before.
+  DEVICE void weigh(const float (&s)[M_TILES][N_TILES][4],
+                    const BlockAddresses<HEAD_DIM>& v_blocks) {
+    const float* factors = QUANTIZED ? scales() + KEYS + lane_column() : nullptr;
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++) {
-      u32 a[M_TILES][4];
+      u32 p[M_TILES][4];
 #pragma unroll
-      for (int m = 0; m < M_TILES; m++) {
-        a[m][0] = pack<TYPE>(p[m][2 * k][0], p[m][2 * k][1]);
-        a[m][1] = pack<TYPE>(p[m][2 * k][2], p[m][2 * k][3]);
-        a[m][2] = pack<TYPE>(p[m][2 * k + 1][0], p[m][2 * k + 1][1]);
-        a[m][3] = pack<TYPE>(p[m][2 * k + 1][2], p[m][2 * k + 1][3]);
-      }
+      for (int m = 0; m < M_TILES; m++)
+        weights<TYPE>(p[m], s[m][2 * k], s[m][2 * k + 1], softmax[m], scale_log2,
+                      QUANTIZED ? factors + 16 * k : nullptr);
 #pragma unroll
       for (int d = 0; d < O_TILES; d += 2) {
         u32 b[4];
         ldmatrix_transposed(b, v_blocks.at(2 * k, d / 2));
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
-          mma<TYPE>(output[m][d], a[m], b[0], b[1]);
-          mma<TYPE>(output[m][d + 1], a[m], b[2], b[3]);
+          mma<TYPE>(output[m][d], p[m], b[0], b[1]);
+          mma<TYPE>(output[m][d + 1], p[m], b[2], b[3]);
         }
       }
     }
   }
 
-  // Attend to the keys of the cache; load_queries has been called. span(m): what packed query m sees.
+  // Attend to the keys of the cache; load_queries has been called. span(keys, m): what packed
+  // query m sees.
   template <class Spans>
   DEVICE void attend(const PagedCache& cache, const KeyRange& keys, const Spans& span) {
     int tile = keys.begin / KEYS;
+    KeyRange& kept = *reinterpret_cast<KeyRange*>(shared + TILE_BYTES);
+    if (threadIdx.x == 0) kept = keys;
     void* copied = QUANTIZED ? static_cast<void*>(raw()) : k_stage(0);
-    TileLoader loader(cache, keys.begin, keys.end, copied);
-    loader.load(tile);
+    TileLoader loader(cache, keys, copied);
+    loader.load(keys, tile);
     keep_queries();
     auto k_blocks = BlockAddresses<HEAD_DIM>::right_first(k_stage(0));
     auto v_blocks = BlockAddresses<HEAD_DIM>::down_first(v_stage(0));
     int to_next_stage = (STAGES - 1) * STAGE_BYTES;
     // Without keys, one tile of zeros and masks passes through: weights of 0, a sum of 0.
     for (bool more = true; more; tile++) {
-      more = (tile + 1) * KEYS < keys.end;
       copy_async_wait<0>();
       __syncthreads();
-      if constexpr (QUANTIZED) loader.widen(tile, k_stage(0), v_stage(0), scales(), raw());
-      if (more) loader.load(tile + 1);
+      more = (tile + 1) * KEYS < kept.end;
+      if constexpr (QUANTIZED) loader.widen(kept, tile, k_stage(0), v_stage(0), scales(), raw());
+      if (more) loader.load(kept, tile + 1);
       if constexpr (QUANTIZED) __syncthreads();
 
       float s[M_TILES][N_TILES][4];
@@ -225,14 +229,11 @@ struct AttentionTile {
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) scale_columns(s[m], scales());
       }
-      if (tile * KEYS < keys.inner.first || tile * KEYS + KEYS - 1 > keys.inner.last)
-        mask(s, tile, span);
+      if (tile * KEYS < kept.inner.first || tile * KEYS + KEYS - 1 > kept.inner.last)
+        mask(s, tile, kept, span);
 #pragma unroll
-      for (int m = 0; m < M_TILES; m++) softmax_step(s[m], softmax[m], output[m], scale_log2);
-      if constexpr (QUANTIZED) {
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++) scale_columns(s[m], scales() + KEYS);
-      }
+      for (int m = 0; m < M_TILES; m++)
+        raise_reference(s[m], softmax[m], output[m], scale_log2);
       weigh(s, v_blocks);
       k_blocks.move(to_next_stage);
       v_blocks.move(to_next_stage);
@@ -249,6 +250,7 @@ struct AttentionTile {
   template <class Destination> DEVICE void store(int num_queries, const Destination& destination) {
     __syncthreads();  // the tiles make room for the output
     TYPE* staged = reinterpret_cast<TYPE*>(shared);
+    const int first = lane_query(), column = lane_column();
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
@@ -256,7 +258,7 @@ struct AttentionTile {
         const float factor = normalizer(softmax_sum(softmax[m], h));
 #pragma unroll
         for (int d = 0; d < O_TILES; d++) {
-          TYPE* to = staged + swizzled<HEAD_DIM>(query(m, h), d) + lane() % 4 * 2;
+          TYPE* to = staged + swizzled<HEAD_DIM>(first + m * 16 + h * 8, d) + column;
           const float* o = &output[m][d][2 * h];
           *reinterpret_cast<u32*>(to) = pack<TYPE>(o[0] * factor, o[1] * factor);
         }
@@ -279,19 +281,21 @@ struct AttentionTile {
   template <class Destination>
   DEVICE void store_partial(int num_queries, float* partial_out, float* partial_lse,
                             const Destination& destination) const {
+    const int first = lane_query(), column = lane_column();
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const float sum = softmax_sum(softmax[m], h), factor = normalizer(sum);
-        if (query(m, h) >= num_queries) continue;
-        const i64 index = destination(query(m, h));
-        float* to = partial_out + index * HEAD_DIM + lane() % 4 * 2;
+        const int query = first + m * 16 + h * 8;
+        if (query >= num_queries) continue;
+        const i64 index = destination(query);
+        float* to = partial_out + index * HEAD_DIM + column;
 #pragma unroll
         for (int d = 0; d < O_TILES; d++)
           *reinterpret_cast<float2*>(to + d * 8) =
               make_float2(output[m][d][2 * h] * factor, output[m][d][2 * h + 1] * factor);
-        if (lane() % 4 == 0) partial_lse[index] = softmax_lse(softmax[m], h, sum, scale_log2);
+        if (column == 0) partial_lse[index] = softmax_lse(softmax[m], h, sum, scale_log2);
       }
   }
 };

@@ -29,8 +29,10 @@ MAX_GROUP = 16
 NO_WINDOW = 1 << 30
 """A window that no context reaches."""
 
-Q_REGISTERS = 48
+Q_REGISTERS = 32
 """The fragments of Q stay in registers if a thread needs no more than these."""
+
+KEY_RANGE_BYTES = 64
 
 
 @attrs.frozen(kw_only=True)
@@ -72,6 +74,7 @@ def tile_options(
         raw_chunks_per_warp = keys // warps * head_dim // 16
         shared_bytes += 2 * -(-raw_chunks_per_warp // 32) * 32 * warps * 16
         shared_bytes += 2 * 2 * keys * 4
+    shared_bytes += KEY_RANGE_BYTES
     defines = (
         ("TYPE", element_name(dtype)),
         ("CACHE", element_name(cache_dtype)),

@@ -129,6 +129,16 @@ DEVICE float rsqrt_approx(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;"
 DEVICE float reciprocal_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 #endif
 
+// ---- threads ------------------------------------------------------------------------------------
+
+// threadIdx.x, read anew by every call: what is computed from it before a long loop and again after
+// it is not kept in registers in between.
+#ifdef EMULATED
+DEVICE int reread_thread_index() { return threadIdx.x; }
+#else
+DEVICE int reread_thread_index() { int x; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x)); return x; }
+#endif
+
 // ---- memory -------------------------------------------------------------------------------------
 
 #ifdef EMULATED

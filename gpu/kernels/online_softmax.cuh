@@ -21,12 +21,12 @@ struct SoftmaxState {
   float sum[2] = {0.f, 0.f};                        // of this lane's columns only
 };
 
-// Scores become weights; what was summed before is scaled to a raised reference.
-// scores [N][4], output [M][4]: C fragments. A score of -infinity is masked: its weight is 0.
+// Raise the references to the scores at hand, and scale down what was summed before.
+// scores [N][4], output [M][4]: C fragments. A score of -infinity is of a masked key.
 template <int N, int M>
-DEVICE void softmax_step(float (&scores)[N][4], SoftmaxState& state, float (&output)[M][4],
-                         float scale_log2) {
-  float largest[2], minus_base[2];
+DEVICE void raise_reference(const float (&scores)[N][4], SoftmaxState& state,
+                            float (&output)[M][4], float scale_log2) {
+  float largest[2];
   bool raised[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -39,34 +39,42 @@ DEVICE void softmax_step(float (&scores)[N][4], SoftmaxState& state, float (&out
     // False where both are -infinity, for their difference is no number.
     raised[h] = (largest[h] - state.reference[h]) * scale_log2 > RAISE_LOG2;
   }
-  if (__any_sync(ALL_LANES, raised[0] || raised[1])) {
+  if (!__any_sync(ALL_LANES, raised[0] || raised[1])) return;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float reference = raised[h] ? largest[h] : state.reference[h];
-      const float factor =
-          raised[h] ? exp2_approx((state.reference[h] - reference) * scale_log2) : 1.f;
-      state.reference[h] = reference;
-      state.sum[h] *= factor;
+  for (int h = 0; h < 2; h++) {
+    const float reference = raised[h] ? largest[h] : state.reference[h];
+    const float factor =
+        raised[h] ? exp2_approx((state.reference[h] - reference) * scale_log2) : 1.f;
+    state.reference[h] = reference;
+    state.sum[h] *= factor;
 #pragma unroll
-      for (int m = 0; m < M; m++) {
-        output[m][2 * h] *= factor;
-        output[m][2 * h + 1] *= factor;
-      }
+    for (int m = 0; m < M; m++) {
+      output[m][2 * h] *= factor;
+      output[m][2 * h + 1] *= factor;
     }
   }
+}
+
+// The weights of 16 keys, from the scores of two N tiles: an A fragment for the second product.
+// They are added to the sums as they are, and then multiplied by `factors` of their keys, if any:
+// this lane's are factors[0], [1], [8] and [9].
+template <class T>
+DEVICE void weights(u32 (&a)[4], const float (&first)[4], const float (&second)[4],
+                    SoftmaxState& state, float scale_log2, const float* factors) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     // A query that has seen no key yet has no reference: any finite one makes its weights 0.
     const float reference = state.reference[h] == -INFINITY_F ? 0.f : state.reference[h];
-    minus_base[h] = -reference * scale_log2;
+    const float minus_base = -reference * scale_log2;
+    float w[4] = {first[2 * h], first[2 * h + 1], second[2 * h], second[2 * h + 1]};
 #pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        float& score = scores[n][2 * h + i];
-        score = exp2_approx(fmaf(score, scale_log2, minus_base[h]));
-        state.sum[h] += score;
-      }
+    for (int i = 0; i < 4; i++) {
+      w[i] = exp2_approx(fmaf(w[i], scale_log2, minus_base));
+      state.sum[h] += w[i];
+      if (factors) w[i] *= factors[i / 2 * 8 + i % 2];
+    }
+    a[h] = pack<T>(w[0], w[1]);
+    a[h + 2] = pack<T>(w[2], w[3]);
   }
 }
 

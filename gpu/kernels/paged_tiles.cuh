@@ -36,14 +36,26 @@ constexpr int STAGE_BYTES = 2 * TILE_ELEMENTS * 2;
 constexpr int RAW_BYTES = QUANTIZED ? 2 * PASSES * NUM_THREADS * 16 : 0;
 constexpr int SCALE_BYTES = QUANTIZED ? 2 * KEYS * 4 : 0;
 
-// One layer's cache, seen from one kv head of one sequence.
+// One layer's cache, seen from one kv head.
 struct PagedCache {
   const CACHE* k;        // [num_pages, num_kv_heads, page_size, HEAD_DIM]
   const CACHE* v;
   const float* k_scale;  // [num_pages, num_kv_heads, page_size]; e4m3 only
   const float* v_scale;
-  const int* table;      // the sequence's page ids
+  const int* block_tables;
   int num_kv_heads, kv_head, page_shift;
+};
+
+// Positions first..last that one query sees.
+struct Span { int first, last; };
+
+// The keys of a block: from position begin, or from the start of its tile for queries that see those
+// as well, up to end - 1. The loop over them keeps this in shared memory: registers are short.
+struct KeyRange {
+  int begin, end;
+  i64 table;     // where the sequence's page ids begin among block_tables
+  Span inner;    // what every query sees; tiles within it need no mask
+  int position;  // of the first query; for the kernel's own use
 };
 
 // Where a thread's chunks go, pass after pass: if a pass is whole rows, each follows from the first
@@ -58,17 +70,16 @@ DEVICE constexpr int passes_of_eight_rows() {
 constexpr int PLACES = QUANTIZED || WHOLE_ROWS ? 1 : passes_of_eight_rows();
 
 // Copies tile after tile: of TYPE to two stages in turn, STAGE_BYTES apart, each the keys and then
-// the values; of e4m3 to one buffer. Positions from `end` on, and whole pages below `begin`, are not
-// read: in their place are zeros.
+// the values; of e4m3 to one buffer. Positions from keys.end on, and whole pages below keys.begin, are
+// not read: in their place are zeros.
 struct TileLoader {
   const PagedCache& cache;
-  int end;
   SharedAddress places[PLACES];  // of the next tile
   int to_next_stage;
   int page;  // of this warp's rows of the next tile, or -1: they are not read
 
-  DEVICE TileLoader(const PagedCache& cache, int begin, int end, void* shared)
-      : cache(cache), end(end), to_next_stage(STAGE_BYTES) {
+  DEVICE TileLoader(const PagedCache& cache, const KeyRange& keys, void* shared)
+      : cache(cache), to_next_stage(STAGE_BYTES) {
     if constexpr (QUANTIZED) {
       places[0] = shared_address(shared) + threadIdx.x * 16;
     } else {
@@ -80,25 +91,18 @@ struct TileLoader {
         places[pass] = shared_address(shared) + 2 * to;
       }
     }
-    // Later tiles begin past `begin`.
-    const int tile = begin / KEYS, page_size = 1 << cache.page_shift;
+    // Later tiles begin past keys.begin.
+    const int tile = keys.begin / KEYS, page_size = 1 << cache.page_shift;
     const int page_start = (tile * KEYS + first_row()) & -page_size;
     page = -1;
-    if (page_start + page_size > begin) find_page(tile);
+    if (page_start + page_size > keys.begin) find_page(keys, tile);
   }
 
   DEVICE int first_row() const { return static_cast<int>(threadIdx.x) / 32 * ROWS_PER_WARP; }
-  // Of this thread's chunk of a pass; written so that the pass adds a constant where it can.
-  DEVICE static int row_of_chunk(int lane, int pass) {
-    if constexpr (32 % CHUNKS_PER_ROW == 0) {
-      return lane / CHUNKS_PER_ROW + pass * (32 / CHUNKS_PER_ROW);
-    } else {
-      return (lane + 32 * pass) / CHUNKS_PER_ROW;
-    }
-  }
-  DEVICE void find_page(int tile) {
+  DEVICE void find_page(const KeyRange& keys, int tile) {
     const int position = tile * KEYS + first_row();
-    page = position < end ? cache.table[position >> cache.page_shift] : -1;
+    page = -1;
+    if (position < keys.end) page = cache.block_tables[keys.table + (position >> cache.page_shift)];
   }
 
   // Index of this warp's first row among the cache's rows of HEAD_DIM elements.
@@ -119,9 +123,10 @@ struct TileLoader {
   }
 
   // Start the copies of a tile and look up the page of the one after it.
-  DEVICE void load(int tile) {
+  DEVICE void load(const KeyRange& keys, int tile) {
     const int lane = threadIdx.x % 32, position = tile * KEYS + first_row();
-    const int num_valid = page >= 0 ? end - position : 0;
+    // A row is valid if its position is; counted in chunks, that takes no division.
+    const int num_valid = page >= 0 ? (keys.end - position) * CHUNKS_PER_ROW : 0;
     const i64 row_index = cache_row(position);
     const i64 offset = row_index * HEAD_DIM + lane * CHUNK_ELEMENTS;
     const CACHE* k = cache.k + offset;
@@ -130,7 +135,7 @@ struct TileLoader {
     for (int pass = 0; pass < PASSES; pass++) {
       const int chunk = lane + 32 * pass;
       if (CHUNKS_PER_WARP % 32 && chunk >= CHUNKS_PER_WARP) break;
-      const bool valid = row_of_chunk(lane, pass) < num_valid;
+      const bool valid = chunk < num_valid;
       const SharedAddress to = place(pass);
       copy_async16(to, k + pass * 32 * CHUNK_ELEMENTS, valid);
       copy_async16(to + (QUANTIZED ? RAW_BYTES / 2 : TILE_ELEMENTS * 2),
@@ -139,8 +144,8 @@ struct TileLoader {
     if constexpr (QUANTIZED) {
       if (lane < 2 * SCALE_CHUNKS) {
         const float* scales = lane < SCALE_CHUNKS ? cache.k_scale : cache.v_scale;
-        const int own = static_cast<int>(threadIdx.x) / 32 * 2 * SCALE_CHUNKS + lane;
-        copy_async16(places[0] + RAW_BYTES + (own - static_cast<int>(threadIdx.x)) * 16,
+        const int thread = reread_thread_index(), own = thread / 32 * 2 * SCALE_CHUNKS + lane;
+        copy_async16(places[0] + RAW_BYTES + (own - thread) * 16,
                      scales + row_index + lane % SCALE_CHUNKS * 4, page >= 0);
       }
     } else {
@@ -149,7 +154,7 @@ struct TileLoader {
       to_next_stage = -to_next_stage;
     }
     copy_async_commit();
-    find_page(tile + 1);
+    find_page(keys, tile + 1);
   }
 
   DEVICE float* raw_scales(unsigned char* raw) const {
@@ -159,7 +164,8 @@ struct TileLoader {
 
   // Widen what this thread copied of a tile of e4m3; its copies must have landed. `scales` gets
   // KEYS factors of the scores, then KEYS factors of the weights (times 448).
-  DEVICE void widen(int tile, TYPE* k_tile, TYPE* v_tile, float* scales, unsigned char* raw) {
+  DEVICE void widen(const KeyRange& keys, int tile, TYPE* k_tile, TYPE* v_tile, float* scales,
+                    unsigned char* raw) {
     const int lane = threadIdx.x % 32, position = tile * KEYS + first_row();
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
@@ -177,7 +183,7 @@ struct TileLoader {
       float* to = scales + (value ? KEYS : 0) + first_row() + row;
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        to[i] = position + row + i < end ? own[i] * (value ? E4M3_MAX : 1.f) : 0.f;
+        to[i] = position + row + i < keys.end ? own[i] * (value ? E4M3_MAX : 1.f) : 0.f;
     }
   }
 

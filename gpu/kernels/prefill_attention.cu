@@ -85,16 +85,17 @@ DEVICE void attend(const Parameters& p, AttentionTile& tile) {
   tile.load_queries(work.tokens * p.group, [&](int m) {
     return p.q + static_cast<i64>(work.token(p, m)) * p.q_stride + work.head(p, m) * HEAD_DIM;
   });
-  const int position = work.position, last_position = position + work.tokens - 1;
+  const int last_position = work.position + work.tokens - 1;
   KeyRange keys;
-  keys.begin = max(work.begin, position - p.window + 1);
+  keys.begin = max(work.begin, work.position - p.window + 1);
   keys.end = min(work.end, last_position + 1);
-  keys.inner = {last_position - p.window + 1, min(keys.end - 1, position)};
-  const i64 table = static_cast<i64>(p.slots[work.row]) * p.table_stride;
-  const PagedCache cache{p.k_cache, p.v_cache, p.k_scale, p.v_scale, p.block_tables + table,
+  keys.table = static_cast<i64>(p.slots[work.row]) * p.table_stride;
+  keys.inner = {last_position - p.window + 1, min(keys.end - 1, work.position)};
+  keys.position = work.position;
+  const PagedCache cache{p.k_cache, p.v_cache, p.k_scale, p.v_scale, p.block_tables,
                          p.num_kv_heads, static_cast<int>(blockIdx.x), p.page_shift};
-  tile.attend(cache, keys, [&](int m) -> Span {
-    const int own = position + m / p.group;
+  tile.attend(cache, keys, [&](const KeyRange& keys, int m) -> Span {
+    const int own = keys.position + m / p.group;
     return {own - p.window + 1, min(keys.end - 1, own)};
   });
 }

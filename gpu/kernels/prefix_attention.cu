@@ -70,11 +70,15 @@ prefix_attention(const Parameters p) {
     return p.q + static_cast<i64>(row_of(m)) * p.q_stride + head_of(m) * HEAD_DIM;
   });
 
-  const i64 table = static_cast<i64>(p.slots[members[0]]) * p.table_stride;
-  const PagedCache cache{p.k_cache, p.v_cache, p.k_scale, p.v_scale, p.block_tables + table,
+  KeyRange keys;
+  keys.begin = begin;
+  keys.end = end;
+  keys.table = static_cast<i64>(p.slots[members[0]]) * p.table_stride;
+  keys.inner = {0, end - 1};
+  keys.position = end;
+  const PagedCache cache{p.k_cache, p.v_cache, p.k_scale, p.v_scale, p.block_tables,
                          p.num_kv_heads, kv_head, p.page_shift};
-  const Span all{0, end - 1};
-  tile.attend(cache, KeyRange{begin, end, all}, [&](int) { return all; });
+  tile.attend(cache, keys, [](const KeyRange& keys, int) { return keys.inner; });
 
   tile.store_partial(count * p.group, p.partial_out, p.partial_lse, [&](int m) {
     return static_cast<i64>(p.partial_start[row_of(m)] + split) * num_heads + head_of(m);
