@@ -105,7 +105,7 @@ def load_model(
         with _explaining(lambda: GRAPHS_DONT_FIT):
             executor.capture(
                 gpu.capturer(),
-                limits.max_num_seqs,
+                _max_decode_rows(limits),
                 lambda done, total: on_progress("CUDA graphs", done, total),
             )
     return Loaded(executor=executor, slots=slots, num_pages=num_pages, device_name=gpu.name)
@@ -185,7 +185,7 @@ def _measure(
     ``free`` is what was free before the weights. Returns the bytes in use then, without the cache
     and with the step's activations, and the activations alone.
     """
-    num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    num_rows = _max_decode_rows(limits)
     length = min(limits.max_num_batched_tokens // num_rows, limits.max_model_len)
     num_pages = num_rows * -(-length // limits.page_size)
     limits = attrs.evolve(limits, num_pages=num_pages)
@@ -205,8 +205,14 @@ def _cache_shape(model: Decoder, limits: ServingLimits) -> CacheShape:
 
 
 def _graph_bytes(config: ModelConfig, limits: ServingLimits, activations: int) -> int:
-    sizes = len(ladder(limits.max_num_seqs)) + len(sharing_ladder(limits.max_num_seqs))
+    num_rows = _max_decode_rows(limits)
+    sizes = len(ladder(num_rows)) + len(sharing_ladder(num_rows))
     return graph_bytes(2 * sizes, LAUNCHES_PER_LAYER * config.num_layers, activations)
+
+
+def _max_decode_rows(limits: ServingLimits) -> int:
+    """The most rows of one token that a step may have."""
+    return min(limits.max_num_seqs, limits.max_num_batched_tokens)
 
 
 def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -230,4 +236,6 @@ def _refusing_shapes() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ModelLoadError(f"this model is not served on a GPU: {error}") from error
+        raise ModelLoadError(
+            f"this model is not served so on a GPU: {error}; --device cpu may serve it"
+        ) from error

@@ -34,6 +34,9 @@ class DeviceState:
     :meth:`regions` of the step buffer belong to it. :meth:`open` and :meth:`pack` note what the
     host knows; :meth:`copy_large` and :meth:`scatter` bring the device to it, after the upload of
     the same step.
+
+    Raises:
+        ValueError: so many tokens that their places are no int32.
     """
 
     @staticmethod
@@ -55,6 +58,11 @@ class DeviceState:
         pages = _aligned(-(-max_model_len // page_size))
         # A token may be drawn behind the last position; it is never computed.
         tokens = _aligned(max_model_len + 1)
+        if num_slots * (pages + tokens) > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"{num_slots} sequences (--max-num-seqs) of {max_model_len} tokens "
+                "(--max-model-len) are more than the device keeps"
+            )
         self._arena = torch.zeros(
             num_slots * (pages + tokens), dtype=torch.int32, device=loader.device
         )

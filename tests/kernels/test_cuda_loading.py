@@ -138,6 +138,21 @@ def test_what_was_loaded_serves(folder: Path) -> None:
     assert gpu.loader.num_launches == before  # a graph
 
 
+def test_a_step_has_no_more_rows_than_tokens(folder: Path) -> None:
+    stages: list[str] = []
+    gpu = FakeGpu()
+    gpu.pages_measured = 2
+    message = start(folder, max_num_seqs=5, max_num_batched_tokens=2)
+    load_model(
+        gpu,
+        message,
+        open_model(folder),
+        torch.bfloat16,
+        lambda stage, done, total: stages.append(f"{stage} {total}"),
+    )
+    assert f"CUDA graphs {len(ladder(2)) + 1}" in stages
+
+
 def test_eager_has_no_graphs_and_more_cache(folder: Path) -> None:
     gpu, stages = FakeGpu(), list[str]()
     loaded = load(folder, gpu, stages, enforce_eager=True)
@@ -182,7 +197,8 @@ def test_what_can_not_be_is_one_line(
 
 def test_a_model_that_the_kernels_are_not_made_for(tmp_path: Path) -> None:
     odd = make_tiny("llama2", tmp_path, head_dim=48)
-    with pytest.raises(ModelLoadError, match="this model is not served on a GPU: head_dim is 48"):
+    line = r"not served so on a GPU: head_dim is 48; .* --device cpu may serve it"
+    with pytest.raises(ModelLoadError, match=line):
         load(odd, FakeGpu())
 
 

@@ -113,3 +113,9 @@ def test_rows_begin_where_four_numbers_can_be_read_at_once(both: Both) -> None:
     assert both.state.history.shape == (NUM_SLOTS, 304)
     assert both.state.block_tables.shape == (NUM_SLOTS, 20)
     assert both.state.history.is_contiguous()
+
+
+def test_more_tokens_than_an_int32_can_number_are_refused(loader: KernelLoader) -> None:
+    buffer = StepBuffer(loader.device, DeviceState.regions())
+    with pytest.raises(ValueError, match=r"5000 sequences .* of 1000000 tokens"):
+        DeviceState(loader, buffer, num_slots=5000, max_model_len=1_000_000, page_size=16)
