@@ -20,14 +20,15 @@ __all__ = ["ForkServer"]
 
 ROOT = Path(__file__).parents[2]
 TIMED_OUT = -1000
-_OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--tb=short"]
+# A sanitizer writes to the file, which pytest would have replaced and lost with the process.
+_OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--tb=short", "--capture=sys"]
 
 
 class ForkServer:
     """A process, with a sanitizer if one is named, that runs pytest when asked to."""
 
     def __init__(self, sanitizer: str) -> None:
-        self._sanitizer = sanitizer
+        self.sanitizer = sanitizer
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.kernels.fork_server"],
             cwd=ROOT,
@@ -40,7 +41,7 @@ class ForkServer:
 
     def run(self, arguments: list[str], *, log: Path, seconds: float = 120) -> int:
         """pytest's exit code, minus the number of a signal, or TIMED_OUT; its output is in log."""
-        options = [*_OPTIONS, f"--kernels-sanitizer={self._sanitizer}", *arguments]
+        options = [*_OPTIONS, f"--kernels-sanitizer={self.sanitizer}", *arguments]
         request = {"arguments": options, "log": str(log), "seconds": seconds}
         assert self._process.stdin
         assert self._process.stdout
@@ -48,7 +49,7 @@ class ForkServer:
         self._process.stdin.flush()
         reply = self._process.stdout.readline()
         if not reply:
-            raise RuntimeError(f"the process with sanitizer {self._sanitizer!r} has ended")
+            raise RuntimeError(f"the process with sanitizer {self.sanitizer!r} has ended")
         return int(json.loads(reply))
 
     def close(self) -> None:

@@ -168,9 +168,12 @@ def _try_without(runner: Runner, tests: str, sanitizer: str) -> Outcome:
 def run_all(
     defects: Sequence[Defect], *, every_mode: bool = False, num_processes: int | None = None
 ) -> tuple[list[Outcome], list[Outcome]]:
-    """The outcomes of ``defects``, and those of their tests without one, where they count."""
+    """The outcomes of ``defects``, and of their tests without one in the modes that caught one."""
     with _runner() as runner, ThreadPoolExecutor(num_processes or os.cpu_count()) as pool:
-        outcomes = list(pool.map(lambda defect: _try_defect(runner, defect, every_mode), defects))
+        outcomes = []
+        for outcome in pool.map(lambda defect: _try_defect(runner, defect, every_mode), defects):
+            outcomes.append(outcome)
+            print(_line(outcome), flush=True)
         # A mode counts if a defect was caught by it: the tests must not fail there anyway.
         used = {
             (defect.tests, sanitizer): None
@@ -200,10 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     defects = [d for d in DEFECTS if options.only in d.file or options.only in d.what]
     start = time.monotonic()
+    print(f"{'file':21s} {'defect':70s} " + " ".join(f"{name:19s}" for name in MODES.values()))
     outcomes, clean = run_all(defects, every_mode=options.every_mode)
-    print(f"{'file':22s} {'defect':70s} " + " ".join(f"{name:19s}" for name in MODES.values()))
-    for outcome in outcomes:
-        print(_line(outcome))
     survivors = [outcome for outcome in outcomes if not outcome.caught and not outcome.problem]
     broken = [outcome for outcome in outcomes + clean if outcome.problem]
     failing = [outcome for outcome in clean if outcome.caught]

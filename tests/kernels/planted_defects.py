@@ -249,28 +249,29 @@ def _prefill() -> list[Defect]:
         Defect(
             "tiles are read without a barrier",
             tile,
-            "      copy_async_wait<0>();\n      __syncthreads();\n      if constexpr (QUANTIZED)",
-            "      copy_async_wait<0>();\n      if constexpr (QUANTIZED)",
+            "      copy_async_wait<0>();\n      __syncthreads();\n      more =",
+            "      copy_async_wait<0>();\n      more =",
             sizes,
         ),
         Defect(
             "tiles are not waited for",
             tile,
-            "      copy_async_wait<0>();\n      __syncthreads();\n      if constexpr (QUANTIZED)",
-            "      __syncthreads();\n      if constexpr (QUANTIZED)",
+            "      copy_async_wait<0>();\n      __syncthreads();\n      more =",
+            "      __syncthreads();\n      more =",
             sizes,
         ),
         Defect(
             "racing refill: a stage is copied to before all warps have read it",
             tile,
-            "      copy_async_wait<0>();\n      __syncthreads();\n"
+            "      __syncthreads();\n      more = (tile + 1) * KEYS < kept.end;\n"
             "      if constexpr (QUANTIZED) "
-            "loader.widen(tile, k_stage(0), v_stage(0), scales(), raw());\n"
-            "      if (more) loader.load(tile + 1);\n",
-            "      copy_async_wait<0>();\n      if (more) loader.load(tile + 1);\n"
-            "      __syncthreads();\n"
+            "loader.widen(kept, tile, k_stage(0), v_stage(0), scales(), raw());\n"
+            "      if (more) loader.load(kept, tile + 1);\n",
+            "      more = (tile + 1) * KEYS < keys.end;\n"
+            "      if (more && !QUANTIZED) loader.load(keys, tile + 1);\n      __syncthreads();\n"
             "      if constexpr (QUANTIZED) "
-            "loader.widen(tile, k_stage(0), v_stage(0), scales(), raw());\n",
+            "loader.widen(kept, tile, k_stage(0), v_stage(0), scales(), raw());\n"
+            "      if (more && QUANTIZED) loader.load(kept, tile + 1);\n",
             prefill_tests,
         ),
         Defect(
@@ -319,15 +320,15 @@ def _prefill() -> list[Defect]:
         Defect(
             "the tile on the diagonal is not masked",
             prefill,
-            "min(keys.end - 1, position)};",
+            "min(keys.end - 1, work.position)};",
             "min(keys.end - 1, last_position)};",
             sizes,
         ),
         Defect(
             "the window is one position too wide",
             prefill,
-            "{max(keys.begin, own - p.window + 1)",
-            "{max(keys.begin, own - p.window)",
+            "return {own - p.window + 1",
+            "return {own - p.window",
             f"{prefill_tests} -k test_windows",
         ),
         Defect(
@@ -347,15 +348,15 @@ def _prefill() -> list[Defect]:
         Defect(
             "rows past the end are not zero-filled",
             pages,
-            "const bool valid = wanted(position + row_of_chunk(lane, pass));",
+            "const bool valid = chunk < num_valid;",
             "const bool valid = true;",
             sizes,
         ),
         Defect(
             "one row past the end",
             pages,
-            "static_cast<u32>(position - begin) < static_cast",
-            "static_cast<u32>(position - begin) <= static_cast",
+            "(keys.end - position) * CHUNKS_PER_ROW",
+            "(keys.end + 1 - position) * CHUNKS_PER_ROW",
             sizes,
         ),
         Defect(
@@ -375,15 +376,15 @@ def _prefill() -> list[Defect]:
         Defect(
             "values lack the factor that is divided by at the end",
             pages,
-            "own[i] * (value ? E4M3_MAX : 1.f)",
-            "own[i]",
+            "all[i] * (value ? E4M3_MAX : 1.f)",
+            "all[i]",
             e4m3,
         ),
         Defect(
             "scales past the end are used as they were found",
             pages,
-            "wanted(position + row + i) ? own[i] * (value ? E4M3_MAX : 1.f) : 0.f",
-            "own[i] * (value ? E4M3_MAX : 1.f)",
+            "tile * KEYS + row + i < keys.end ? all[i] * (value ? E4M3_MAX : 1.f) : 0.f",
+            "all[i] * (value ? E4M3_MAX : 1.f)",
             e4m3,
         ),
         Defect(
@@ -424,8 +425,8 @@ def _prefill() -> list[Defect]:
         Defect(
             "the token after the prefix counts",
             prefix,
-            "const Span all{begin, end - 1};",
-            "const Span all{begin, end};",
+            "keys.inner = {0, end - 1};",
+            "keys.inner = {0, end};",
             prefix_tests,
         ),
         Defect(

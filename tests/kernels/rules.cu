@@ -169,7 +169,7 @@ KERNEL(neighbor) {
   numbers[threadIdx.x] = threadIdx.x;
   if (p.num == 1) __syncwarp();
   else __shfl_sync(ALL_LANES, 0, 0);  // lets all lanes come here, and orders no memory
-  static_cast<int*>(p.out)[threadIdx.x] = numbers[threadIdx.x ^ 1];
+  static_cast<int*>(p.out)[blockIdx.x * NUM_THREADS + threadIdx.x] = numbers[threadIdx.x ^ 1];
 }
 
 // Integer arithmetic that overflows: num + the largest int.
