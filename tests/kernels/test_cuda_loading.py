@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 
+from gpu import cuda_loading, loading
 from gpu.cuda_device import is_out_of_memory
 from gpu.cuda_loading import load_model
 from gpu.emulation import EmulatedLoader
@@ -136,6 +137,31 @@ def test_what_was_loaded_serves(folder: Path) -> None:
     before = gpu.loader.num_launches
     assert len(maker.step({1: 1})[1]) == 1
     assert gpu.loader.num_launches == before  # a graph
+
+
+def test_from_start_to_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(pages_measured=6)
+    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(cuda_loading, "CudaDevice", lambda device: gpu)
+    monkeypatch.setattr("gc.freeze", lambda: None)  # good for a worker, not for this process
+    runner, ready = loading.load(start(folder, dtype="auto"), lambda stage, done, total: None)
+    assert (ready.device, ready.device_name, ready.dtype) == ("cuda", "made up", "bfloat16")
+    assert (ready.max_num_seqs, ready.max_num_batched_tokens) == (3, 60)
+    assert (ready.page_size, ready.max_model_len, ready.vocab_size) == (16, 128, 300)
+    maker = PlanMaker(runner.step, page_size=16, num_pages=ready.num_pages)
+    maker.number = 41  # whatever was run while loading, any number may come first
+    maker.open(2, [5, 6, 7])
+    assert len(maker.step({2: 3})[2]) == 1
+
+
+def test_a_gpu_without_what_builds_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> FakeGpu:
+        raise KernelBuildError("NVRTC is missing")
+
+    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(cuda_loading, "CudaDevice", refuse)
+    with pytest.raises(ModelLoadError, match="the GPU can't be used: NVRTC is missing"):
+        loading.load(start(folder), lambda stage, done, total: None)
 
 
 def test_a_step_has_no_more_rows_than_tokens(folder: Path) -> None:
