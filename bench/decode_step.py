@@ -27,6 +27,7 @@ from bench.gpu_report import RESULTS, describe_ceilings, describe_device, markdo
 from bench.gpu_timing import measure_ceilings
 from bench.random_model import LLAMA_8B, TINY, random_weights
 from bench.roofline import Ceilings, decode_step_parts
+from bench.step_profile import KernelShare, profile_steps, shares_table
 from gpu.assembly import ServingLimits, assemble
 from gpu.graphs import Capturer
 from gpu.kernels import KernelLoader
@@ -42,6 +43,7 @@ __all__ = ["Measured", "Scenario", "Stand", "main", "measure_scenario", "random_
 
 _DTYPE = torch.bfloat16
 _PAGE_SIZE = 16
+PROFILED_STEPS = 5
 # What a step may take, in floors: batch 1, and the others.
 _TARGET_ALONE, _TARGET = 1.15, 1.25
 _TARGET_IDLE = 0.02
@@ -153,10 +155,17 @@ class Measured:
     context: int
     times: StepTimes
     prefill_tokens_per_second: float
+    kernels: list[KernelShare]
+    """What a step runs on the device, by kernel; empty unless it was profiled."""
 
 
-def measure_scenario(stand: Stand, scenario: Scenario, *, graphs: bool) -> list[Measured]:
-    """Prefill the batch once, then time its steps with one and with two plans in flight."""
+def measure_scenario(
+    stand: Stand, scenario: Scenario, *, graphs: bool, profile: bool = False
+) -> list[Measured]:
+    """Prefill the batch once, then time its steps with one and with two plans in flight.
+
+    With ``profile`` some more steps show how long each kernel takes.
+    """
     limits = stand.limits(scenario)
     executor, slots = assemble(stand.loader, stand.model, limits, stand.timeline)
     if graphs:
@@ -185,8 +194,13 @@ def measure_scenario(stand: Stand, scenario: Scenario, *, graphs: bool) -> list[
                 context=(before + batch.lengths[0]) // 2,
                 times=times,
                 prefill_tokens_per_second=rate,
+                kernels=[],
             )
         )
+    if profile:
+        more = PROFILED_STEPS - 1
+        found = profile_steps(lambda: batch.decode(more, in_flight=1, warm_up=1), PROFILED_STEPS)
+        measured[-1] = attrs.evolve(measured[-1], kernels=found)
     batch.close()
     return measured
 
@@ -204,7 +218,8 @@ def measure_all(
                 left_out.append(name)
                 continue
             began = time.monotonic()
-            measured += measure_scenario(stand, scenario, graphs=graphs)
+            profile = stand.capturer is not None and not graphs
+            measured += measure_scenario(stand, scenario, graphs=graphs, profile=profile)
             print(f"{name} [{time.monotonic() - began:.1f} s]", flush=True)
             gc.collect()
             if stand.capturer:
@@ -296,6 +311,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured, left_out = measure_all(stand, scenarios, deadline)
     config = stand.model.config
     text = table(measured, config, ceilings)
+    for one in measured:
+        if one.kernels:
+            print(f"\n{one.scenario.title}\n{shares_table(one.kernels)}")
     print("\n" + text + "\n")
     path = save(
         options.out,

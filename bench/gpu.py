@@ -135,6 +135,7 @@ def steps_of(parts: Sequence[str], *, target: str | None, quick: bool, out: Path
             name="steps",
             command=[python, "-m", "bench.decode_step", *bench_options],
             seconds=300,
+            tail=80,
         ),
     ]
     if has_gpu:

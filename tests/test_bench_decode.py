@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -14,6 +15,7 @@ from bench.decode_batch import StepTimes
 from bench.engine_idle import ClientsFailed, Sample, parse_metrics, steady
 from bench.random_model import LLAMA_8B, TINY
 from bench.roofline import Ceilings
+from bench.step_profile import shares, shares_table
 from gpu.emulation import EmulatedLoader
 from gpu.timeline import HostTimeline
 from tests.kernels.tape import TapeCapturer, TapedLoader
@@ -58,6 +60,7 @@ class TestDecodeSteps:
             context=1100,
             times=times,
             prefill_tokens_per_second=1e4,
+            kernels=[],
         )
         lines = decode_step.table(
             [one, attrs.evolve(one, in_flight=1)], LLAMA_8B, H200
@@ -71,6 +74,26 @@ class TestDecodeSteps:
     def test_without_a_gpu_nothing_is_measured(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert decode_step.main(["--engine"]) == 1
         assert "no GPU was found" in capsys.readouterr().out
+
+
+def test_shares_of_a_step_by_kernel() -> None:
+    events = [
+        SimpleNamespace(key="gemm", count=10, self_device_time_total=3000.0),
+        SimpleNamespace(key="cudaLaunchKernel", count=40, self_device_time_total=0.0),
+        SimpleNamespace(key="decode_attention", count=4, self_device_time_total=6000.0),
+        SimpleNamespace(key="silu_mul", count=4, self_device_time_total=1000.0),
+    ]
+    found = shares(events, 2)
+    assert [share.name for share in found] == ["decode_attention", "gemm", "silu_mul"]
+    assert found[0].launches == 2
+    assert found[0].seconds == pytest.approx(3e-3)
+    lines = shares_table(found, most=2).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert cells == [
+        ["decode_attention", "2", "3000", "60.0%"],
+        ["gemm", "5", "1500", "30.0%"],
+        ["all others", "2", "500", "10.0%"],
+    ]
 
 
 class TestEngine:
