@@ -79,7 +79,8 @@ constexpr double NEVER = 0x1p1023;  // not infinite: a candidate of weight 0 may
 
 // After the ranks of all tokens whose weight is at least min_p, from 0 to 1.
 DEVICE u64 end_of_min_p(float min_p) {
-  u32 kept = 0, dropped = __float_as_uint(LEAST_SIZE) + 1;
+  u32 kept = 0, dropped = __float_as_uint(LEAST_SIZE);
+  if (min_p == 0.f) return end_after(dropped);
   while (dropped - kept > 1) {
     const u32 middle = (kept + dropped) / 2;
     if (weight_of_size(middle) >= min_p) {
