@@ -52,7 +52,14 @@ WORKER_TESTS = (
 )
 KERNEL_TESTS = Path("tests/kernels")
 # These are about the compiler and the emulation, not about what a GPU does.
-HOST_TESTS = ("test_budget", "test_builds", "test_emulation", "test_memory", "test_sanitizers")
+HOST_TESTS = (
+    "test_budget",
+    "test_builds",
+    "test_emulation",
+    "test_memory",
+    "test_mutations",
+    "test_sanitizers",
+)
 # Each runs one kernel on small inputs.
 SANITIZED_TESTS = (
     "test_combine_partials",
@@ -122,11 +129,12 @@ def steps_of(parts: Sequence[str], *, target: str | None, quick: bool, out: Path
     """
     python, has_gpu = sys.executable, target is not None
     build = [python, "-m", "gpu.kernels", *(["--target", target] if target in TARGETS else [])]
+    build_seconds = 400 if has_gpu else 1800  # for one target, or for all
     bench_options = [*(["--quick"] if quick else []), "--out", str(out)]
     bench_options += ["--on", "gpu" if has_gpu else "emulation"]
     steps = [
         Step(part="doctor", name="doctor", command=[python, "-m", "gpu", "--doctor"], seconds=90),
-        Step(part="builds", name="builds", command=build, seconds=400, quiet=True),
+        Step(part="builds", name="builds", command=build, seconds=build_seconds, quiet=True),
         *(_tests() if has_gpu else []),
         *(_peers() if has_gpu else []),
         *_kernels(bench_options),
