@@ -5,7 +5,8 @@
 // tokens fill a tile and each key is read once for all heads of its group.
 //
 //     for each tile of KEYS keys:     S = Q K^T       [TILE, KEYS]     tensor cores, float32
-//                                     P = softmax     in registers     online, base 2
+//                                     P = softmax     in registers     online, base 2, 16 keys at
+//                                                                      a time, between the mma
 //                                     O += P V        [TILE, HEAD_DIM] tensor cores, float32
 //
 // A warp owns M_TILES x 16 queries and all keys of the tile: no data passes between warps but the
@@ -56,7 +57,8 @@ struct AttentionTile {
   u32 q[Q_IN_REGISTERS ? M_TILES : 1][Q_IN_REGISTERS ? K_STEPS : 1][4];
 
   DEVICE AttentionTile(unsigned char* shared, float scale_log2)
-      : shared(shared), scale_log2(scale_log2), q_blocks(q_blocks.down_first(q_tile() + first_query() * HEAD_DIM)) {
+      : shared(shared), scale_log2(scale_log2),
+        q_blocks(q_blocks.down_first(q_tile() + first_query() * HEAD_DIM)) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
@@ -117,7 +119,8 @@ struct AttentionTile {
   }
 
   // S = Q K^T.
-  DEVICE void score(float (&s)[M_TILES][N_TILES][4], const BlockAddresses<HEAD_DIM>& k_blocks) const {
+  DEVICE void score(float (&s)[M_TILES][N_TILES][4],
+                    const BlockAddresses<HEAD_DIM>& k_blocks) const {
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
       u32 a[M_TILES][4];

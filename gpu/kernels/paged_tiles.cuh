@@ -49,8 +49,9 @@ struct PagedCache {
 // Positions first..last that one query sees.
 struct Span { int first, last; };
 
-// The keys of a block: from position begin, or from the start of its tile for queries that see those
-// as well, up to end - 1. The loop over them keeps this in shared memory: registers are short.
+// The keys of a block: from position begin, or from the start of its tile for queries that see
+// those as well, up to end - 1. The loop over them keeps this in shared memory: registers are
+// short.
 struct KeyRange {
   int begin, end;
   i64 table;     // where the sequence's page ids begin among block_tables
@@ -59,8 +60,8 @@ struct KeyRange {
 };
 
 // Where a thread's chunks go, pass after pass: if a pass is whole rows, each follows from the first
-// by flipping bits of the swizzle and adding a constant. Else the places of up to eight rows are kept,
-// after which they repeat.
+// by flipping bits of the swizzle and adding a constant. Else the places of up to eight rows are
+// kept, after which they repeat.
 constexpr bool WHOLE_ROWS = 32 % CHUNKS_PER_ROW == 0;
 DEVICE constexpr int passes_of_eight_rows() {
   int passes = 1;
@@ -70,8 +71,8 @@ DEVICE constexpr int passes_of_eight_rows() {
 constexpr int PLACES = QUANTIZED || WHOLE_ROWS ? 1 : passes_of_eight_rows();
 
 // Copies tile after tile: of TYPE to two stages in turn, STAGE_BYTES apart, each the keys and then
-// the values; of e4m3 to one buffer. Positions from keys.end on, and whole pages below keys.begin, are
-// not read: in their place are zeros.
+// the values; of e4m3 to one buffer. Positions from keys.end on, and whole pages below keys.begin,
+// are not read: in their place are zeros.
 struct TileLoader {
   const PagedCache& cache;
   SharedAddress places[PLACES];  // of the next tile
@@ -124,7 +125,8 @@ struct TileLoader {
 
   // Start the copies of a tile and look up the page of the one after it.
   DEVICE void load(const KeyRange& keys, int tile) {
-    const int lane = threadIdx.x % 32, position = tile * KEYS + first_row();
+    const int thread = QUANTIZED ? reread_thread_index() : threadIdx.x, lane = thread % 32;
+    const int position = tile * KEYS + thread / 32 * ROWS_PER_WARP;
     // A row is valid if its position is; counted in chunks, that takes no division.
     const int num_valid = page >= 0 ? (keys.end - position) * CHUNKS_PER_ROW : 0;
     const i64 row_index = cache_row(position);
@@ -144,7 +146,7 @@ struct TileLoader {
     if constexpr (QUANTIZED) {
       if (lane < 2 * SCALE_CHUNKS) {
         const float* scales = lane < SCALE_CHUNKS ? cache.k_scale : cache.v_scale;
-        const int thread = reread_thread_index(), own = thread / 32 * 2 * SCALE_CHUNKS + lane;
+        const int own = thread / 32 * 2 * SCALE_CHUNKS + lane;
         copy_async16(places[0] + RAW_BYTES + (own - thread) * 16,
                      scales + row_index + lane % SCALE_CHUNKS * 4, page >= 0);
       }
@@ -157,33 +159,31 @@ struct TileLoader {
     find_page(keys, tile + 1);
   }
 
-  DEVICE float* raw_scales(unsigned char* raw) const {
-    const int own = threadIdx.x / 32 * 2 * SCALE_CHUNKS + threadIdx.x % 32;
-    return reinterpret_cast<float*>(raw + RAW_BYTES + own * 16);
-  }
-
   // Widen what this thread copied of a tile of e4m3; its copies must have landed. `scales` gets
   // KEYS factors of the scores, then KEYS factors of the weights (times 448).
   DEVICE void widen(const KeyRange& keys, int tile, TYPE* k_tile, TYPE* v_tile, float* scales,
                     unsigned char* raw) {
-    const int lane = threadIdx.x % 32, position = tile * KEYS + first_row();
-#pragma unroll
+    const int thread = reread_thread_index(), lane = thread % 32;
+    const int first_row = thread / 32 * ROWS_PER_WARP;
+#pragma unroll 1  // registers are short: the accumulators are live
     for (int pass = 0; pass < PASSES; pass++) {
       const int chunk = lane + 32 * pass;
       if (CHUNKS_PER_WARP % 32 && chunk >= CHUNKS_PER_WARP) break;
-      const int row = first_row() + chunk / CHUNKS_PER_ROW, first = chunk % CHUNKS_PER_ROW * 2;
-      const unsigned char* own = raw + (pass * NUM_THREADS + threadIdx.x) * 16;
+      const int row = first_row + chunk / CHUNKS_PER_ROW, first = chunk % CHUNKS_PER_ROW * 2;
+      const unsigned char* own = raw + (pass * NUM_THREADS + thread) * 16;
       widen16(k_tile, row, first, own);
       widen16(v_tile, row, first, own + RAW_BYTES / 2);
     }
     if (lane < 2 * SCALE_CHUNKS) {
-      const float* own = raw_scales(raw);
-      const int row = lane % SCALE_CHUNKS * 4;
+      const int own = thread / 32 * 2 * SCALE_CHUNKS + lane;
+      const float4 four = *reinterpret_cast<const float4*>(raw + RAW_BYTES + own * 16);
+      const float all[4] = {four.x, four.y, four.z, four.w};
+      const int row = first_row + lane % SCALE_CHUNKS * 4;
       const bool value = lane >= SCALE_CHUNKS;
-      float* to = scales + (value ? KEYS : 0) + first_row() + row;
+      float* to = scales + (value ? KEYS : 0) + row;
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        to[i] = position + row + i < keys.end ? own[i] * (value ? E4M3_MAX : 1.f) : 0.f;
+        to[i] = tile * KEYS + row + i < keys.end ? all[i] * (value ? E4M3_MAX : 1.f) : 0.f;
     }
   }
 

@@ -8,28 +8,30 @@
 //   q             [tokens, >= num_heads, HEAD_DIM], q_stride elements from token to token
 //   k/v_cache     [num_pages, num_kv_heads, page_size, HEAD_DIM]; k/v_scale without the last axis
 //   out           [tokens, num_heads, HEAD_DIM]
-//   partial_out   [num_partials, num_heads, HEAD_DIM] float32, partial_lse [num_partials, num_heads]
+//   partial_out   [num_partials, num_heads, HEAD_DIM] float32
+//   partial_lse   [num_partials, num_heads] float32, log2 units
 //   items         [num_items, 5] = {row, first_token, begin, end, split}
 //   block_tables  [num_slots, table_stride]; row r's is that of slot slots[r]
 //
 // Grid (num_kv_heads, num_items): a block computes an item for one kv head. An item is the tokens
-// first_token, first_token + 1, ... of its row, as many as there are and as fit the tile
-// (TILE / group), over the positions begin..end-1 as far as they see them; begin, and an end that cuts
-// off what they see, are multiples of 64, where tiles of keys begin. split = -1: the result is
-// written to out. Otherwise the keys of those tokens are spread over several items, and token t's
-// share goes to partial result partial_start[t] + split, for combine_partials.
+// first_token, first_token + 1, ... of its row, as many as there are and as fit the tile (TILE /
+// group), over the positions begin..end-1 as far as they see them; begin, and an end that cuts off
+// what they see, are multiples of 64, where tiles of keys begin. split = -1: the result is written
+// to out. Otherwise the keys of those tokens are spread over several items, and token t's share
+// goes to partial result partial_start[t] + split, for combine_partials.
 //
 // Tiling: see attention_tile.cuh; keys come in tiles by paged_tiles.cuh. Tiles that no query of the
 // block sees are skipped; only those that some do not see are masked.
 //
 // Roofline on an H200, 32 query and 8 kv heads, HEAD_DIM 128, a chunk of 8192 tokens from position
-// 0: 4 * 32 * 128 * 8192^2 / 2 = 550 GFLOP against 200 MB, so arithmetic bounds it. mma.sync reaches
-// about 0.62 of the 990 TFLOP/s of wgmma. Of a tile of 128 x 64, a warp issues 256 mma (6.5 cycles
-// each, 1664), 80 ldmatrix, 64 exponentials (8 cycles each, 512) and about 350 other instructions.
-// Two warps on each scheduler overlap one's softmax with the other's mma: 3328 cycles of tensor
-// core against about 1500 issue slots, and 0.75 of the shared memory's rate. Expected: 380 to 430
-// TFLOP/s, 1.3 to 1.45 ms. A chunk of few tokens over a long context is bounded by the bytes of keys
-// and values, which are read once for each TILE / group tokens (from the second on, from L2).
+// 0: 4 * 32 * 128 * 8192^2 / 2 = 550 GFLOP against 200 MB, so arithmetic bounds it. mma.sync
+// reaches about 0.62 of the 990 TFLOP/s of wgmma. Of a tile of 128 x 64, a warp issues 256 mma (6.5
+// cycles each, 1664), 80 ldmatrix, 64 exponentials (8 cycles each, 512) and about 500 other
+// instructions. Two warps on each scheduler overlap one's softmax with the other's mma: 3328 cycles
+// of tensor core against about 1800 issue slots, and 0.75 of the shared memory's rate. Expected:
+// 380 to 430 TFLOP/s, 1.3 to 1.45 ms. A chunk of few tokens over a long context is bounded by the
+// bytes of keys and values, which are read once for each TILE / group tokens (from the second on,
+// from L2).
 #include "attention_tile.cuh"
 
 struct Parameters {

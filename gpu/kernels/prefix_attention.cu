@@ -1,24 +1,26 @@
-// prefix_attention.cu - decode rows that share the beginning of their context attend to it together.
+// prefix_attention.cu - decode rows that share the beginning of their context attend to it
+// together.
 //
-// Rows whose block tables begin with the same pages (a system prompt, several samples of one prompt)
-// would each read those pages. Here a group of such rows reads them once: the rows, times the query
-// heads of a kv head, fill the M index of the tensor cores' tile. All keys come before all queries,
-// so nothing is masked. The result is partial; decode_attention attends to the rest of each row, and
-// combine_partials merges both. Cascade attention: Ye et al., "Cascade Inference", 2024; Juravsky et
-// al., "Hydragen", 2024.
+// Rows whose block tables begin with the same pages (a system prompt, several samples of one
+// prompt) would each read those pages. Here a group of such rows reads them once: the rows, times
+// the query heads of a kv head, fill the M index of the tensor cores' tile. All keys come before
+// all queries, so nothing is masked. The result is partial; decode_attention attends to the rest of
+// each row, and combine_partials merges both. Cascade attention: Ye et al., "Cascade Inference",
+// 2024; Juravsky et al., "Hydragen", 2024.
 //
 //   q             [rows, >= num_heads, HEAD_DIM], q_stride elements from row to row
 //   k/v_cache     [num_pages, num_kv_heads, page_size, HEAD_DIM]; k/v_scale without the last axis
-//   partial_out   [num_partials, num_heads, HEAD_DIM] float32, partial_lse [num_partials, num_heads]
+//   partial_out   [num_partials, num_heads, HEAD_DIM] float32
+//   partial_lse   [num_partials, num_heads] float32, log2 units
 //   items         [max_items, 5] = {first, count, begin, end, split}, num_items of them
 //   members       row indices; the rows of an item are members[first] .. members[first + count - 1]
 //   block_tables  [num_slots, table_stride]; row r's is that of slot slots[r]
 //
 // Grid (num_kv_heads, max_items): a block computes an item for one kv head, the rows of the item
-// (at most TILE / group) over positions begin..end-1 of the prefix (begin a multiple of 64), whose pages are those of the
-// first of the rows. Row r's result goes to partial result partial_start[r] + split. Everything that
-// changes from step to step is read from device memory; blocks past num_items return at once, so a
-// captured launch can be replayed.
+// (at most TILE / group) over positions begin..end-1 of the prefix (begin a multiple of 64), whose
+// pages are those of the first of the rows. Row r's result goes to partial result partial_start[r]
+// + split. Everything that changes from step to step is read from device memory; blocks past
+// num_items return at once, so a captured launch can be replayed.
 //
 // Tiling: see attention_tile.cuh; keys come in tiles by paged_tiles.cuh.
 //
