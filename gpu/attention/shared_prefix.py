@@ -249,7 +249,7 @@ def _common_pages(
     """How many leading pages each of ``rows`` has in common with its one of ``others``."""
     common = np.minimum(whole_pages[rows], whole_pages[others])
     left = np.flatnonzero(rows != others)
-    first, width = 0, 8
+    first, width = 0, 32
     while len(left):  # columns that double, so that little is compared past the first difference
         columns = slice(first, first + width)
         differs = tables[rows[left], columns] != tables[others[left], columns]
