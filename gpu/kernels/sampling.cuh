@@ -3,7 +3,7 @@
 //
 // The sampler of one step is four launches over the same Parameters, in this order:
 //   mark_tokens   note which tokens a bias, a penalty or a mask touches, and count them
-//   scan_logits   steps 2 to 4 of trioserve/sampling.py; largest and sum of every block of 128 tokens
+//   scan_logits   steps 2 to 4 of trioserve/sampling.py; largest and sum of each block of tokens
 //   draw_tokens   steps 5 to 10, from the blocks' statistics and the few blocks that matter
 //   top_logprobs  the most probable tokens of the rows that ask for them
 // Between steps 4 and 5 come an optional bias for every token (added) and an optional bitmask (a 0

@@ -216,8 +216,7 @@ def test_top_p_where_one_block_holds_it(loader: KernelLoader) -> None:
     ]
     logits = weights.log().repeat(3, 1)
     drawn = device_draw(loader, logits, rows, processed=True)
-    kept = ahead + 27.5
-    chosen = weights[0, drawn.tokens.astype(np.int64)].numpy() / kept
+    chosen = weights[0, drawn.tokens.astype(np.int64)].numpy() / (ahead + 27.5)
     np.testing.assert_allclose(drawn.logprobs, np.log(chosen), atol=1e-5)
     np.testing.assert_array_equal(drawn.tokens, reference_draw(logits, rows).tokens)
 
