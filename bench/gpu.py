@@ -205,7 +205,7 @@ def _sanitizers() -> Iterator[Step]:
 def _peers() -> Iterator[Step]:
     """The peers' kernels are compiled by nvcc for minutes: beside the tests, not after them."""
     command = [sys.executable, "-m", "bench.kernel_peers.build"]
-    yield Step(part="kernels", name="peers", command=command, seconds=400, early=True)
+    yield Step(part="kernels", name="peers", command=command, seconds=300, early=True)
 
 
 def run_steps(steps: Sequence[Step], logs: Path, seconds: float) -> list[Outcome]:
