@@ -135,6 +135,16 @@ def test_a_padded_step_fits_what_was_captured_for_it(
     assert buffer["kv_locations"][rows:size].tolist() == [-1] * (size - rows)
 
 
+def test_prefixes_of_an_earlier_step_are_gone() -> None:
+    _, buffer, packer = make(8, 2, (None,))
+    together, apart = (layout_of([1] * 12, [4000] * 12, pages) for pages in (200, 0))
+    for layout, shares in ((together, True), (apart, False)):
+        shared = packer.find_shared(layout, 12)
+        packer.pack(layout, padded_to=12, shared=shared)
+        buffer.upload()
+        assert (int(buffer["num_prefix_items"][0]) > 0) == shares
+
+
 def test_locations_follow_the_block_table() -> None:
     _, buffer, packer = make(4, 2, (None,))
     layout = layout_of([1, 3], [40, 18], 0)
