@@ -263,7 +263,8 @@ def _common_pages(
 def _best_groups(levels: list[_Level], page_size: int, cost: PrefixCost) -> PrefixGroups:
     """The nodes, no two of them on one path, that save most together."""
     uses: list[npt.NDArray[np.bool_]] = []  # from the deepest level up, as if none above were used
-    best: npt.NDArray[np.float64] = np.zeros(0)  # what is saved by using a node or the best of those below it
+    # What is saved by using a node or the best of those below it.
+    best: npt.NDArray[np.float64] = np.zeros(0)
     for index in range(len(levels) - 1, -1, -1):
         level = levels[index]
         below = np.zeros(len(level.sizes))
