@@ -303,14 +303,6 @@ def _prefill() -> list[Defect]:
             sizes,
         ),
         Defect(
-            "queries past the last are not zero-filled",
-            tile,
-            "from, m < num_queries);",
-            "from + (m < num_queries ? 0 : HEAD_DIM), true);",
-            f"{prefill_tests} -k test_chunks",
-            "address",
-        ),
-        Defect(
             "a query sees the token after it",
             prefill,
             "min(keys.end - 1, own)};",

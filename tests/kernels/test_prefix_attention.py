@@ -69,8 +69,9 @@ class Case:
         )
         qkv = torch.randn(num_rows, heads + 2 * num_kv_heads, head_dim, generator=generator)
         self.q = place(qkv.to(dtype), loader)[:, :heads]
-        # All rows but one, in no order.
-        members = torch.randperm(num_rows, generator=generator)[: num_rows - 1].numpy()
+        # All rows but the first, in no order; its pages must not be looked up.
+        members = 1 + torch.randperm(num_rows - 1, generator=generator).numpy()
+        self.rows.block_tables[self.rows.slots[0]] = 1 << 30
         self.plan = prefix_items(
             PrefixGroups(
                 members=members,
