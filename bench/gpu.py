@@ -81,6 +81,7 @@ KERNEL_GROUPS = {
     "sampling": (("sampling",), 150.0),
 }
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+_LAST_CASE = 45.0  # seconds that the last case of a group may take
 _DEFINITION = re.compile(
     r'extern\s+"C"\s+__global__\s[^;{]*?\b(\w+)\s*\(\s*(?:const\s+)?Parameters\b'
 )
@@ -141,7 +142,7 @@ def steps_of(parts: Sequence[str], *, target: str | None, quick: bool, out: Path
         Step(
             part="steps",
             name="steps",
-            command=[python, "-m", "bench.decode_step", *bench_options],
+            command=[python, "-m", "bench.decode_step", *bench_options, "--seconds", "230"],
             seconds=300,
             tail=80,
         ),
@@ -156,7 +157,9 @@ def steps_of(parts: Sequence[str], *, target: str | None, quick: bool, out: Path
 def _kernels(options: Sequence[str]) -> Iterator[Step]:
     """A process for each group: a kernel that spoils its context spoils no other's result."""
     for name, (kernels, seconds) in KERNEL_GROUPS.items():
-        command = [sys.executable, "-m", "bench.kernels", *options]
+        # It stops by itself in time to print and save what it has.
+        limit = ["--seconds", str(seconds - _LAST_CASE)]
+        command = [sys.executable, "-m", "bench.kernels", *options, *limit]
         for kernel in kernels:
             command += ["--kernel", kernel]
         yield Step(part="kernels", name=name, command=command, seconds=seconds, tail=32)
