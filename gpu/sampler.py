@@ -20,7 +20,14 @@ from torch.nn import functional
 from gpu.philox import Purpose, uniforms
 from trioserve.sampling import SamplerParams
 
-__all__ = ["LOWEST_TEMPERATURE", "Sampled", "Sampler", "SamplerRow", "TopLogprobs", "UnusableLogits"]
+__all__ = [
+    "LOWEST_TEMPERATURE",
+    "Sampled",
+    "Sampler",
+    "SamplerRow",
+    "TopLogprobs",
+    "UnusableLogits",
+]
 
 TopLogprobs = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """Token ids and their log-probabilities, most probable first."""
