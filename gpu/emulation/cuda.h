@@ -1,7 +1,7 @@
 // cuda.h - the part of CUDA C++ that the kernels use, for g++.
 //
-// It stands for the compiler's built-in header: g++ includes it before the kernel. What a GPU has an
-// instruction for and CUDA C++ has no function for is in gpu/kernels/hardware.cuh instead.
+// It stands for the compiler's built-in header: g++ includes it before the kernel. What a GPU has
+// an instruction for and CUDA C++ has no function for is in gpu/kernels/hardware.cuh instead.
 #pragma once
 #include <cassert>
 #include <cmath>
@@ -96,7 +96,9 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   return operands.out;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+inline int __all_sync(unsigned mask, int predicate) {
+  return __ballot_sync(mask, predicate) == mask;
+}
 
 template <class T>
 unsigned __match_any_sync(unsigned mask, T value) {
@@ -215,7 +217,9 @@ inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
-inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
+inline int __clzll(long long x) {
+  return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64;
+}
 inline unsigned __brev(unsigned x) {
   unsigned reversed = 0;
   for (int i = 0; i < 32; i++) reversed |= (x >> i & 1) << (31 - i);
@@ -252,7 +256,9 @@ inline unsigned __float_as_uint(float x) { return emu::from_word<unsigned>(emu::
 inline int __float_as_int(float x) { return emu::from_word<int>(emu::to_word(x)); }
 inline float __uint_as_float(unsigned x) { return emu::from_word<float>(emu::to_word(x)); }
 inline float __int_as_float(int x) { return emu::from_word<float>(emu::to_word(x)); }
-inline long long __double_as_longlong(double x) { return emu::from_word<long long>(emu::to_word(x)); }
+inline long long __double_as_longlong(double x) {
+  return emu::from_word<long long>(emu::to_word(x));
+}
 inline double __longlong_as_double(long long x) { return emu::from_word<double>(emu::to_word(x)); }
 
 // ---- arithmetic ---------------------------------------------------------------------------------
@@ -309,7 +315,8 @@ namespace emu {
 
 inline int to_int(float rounded) {
   if (rounded != rounded) return 0;
-  return rounded >= 0x1p31f ? INT32_MAX : rounded < -0x1p31f ? INT32_MIN : static_cast<int>(rounded);
+  if (rounded >= 0x1p31f) return INT32_MAX;
+  return rounded < -0x1p31f ? INT32_MIN : static_cast<int>(rounded);
 }
 inline unsigned to_uint(float rounded) {
   if (!(rounded > 0.f)) return 0;

@@ -33,7 +33,7 @@ void interleave();
 // ---- barriers -----------------------------------------------------------------------------------
 
 // bar.sync: waits for `num_threads` threads at this barrier, 0 for all that have not exited, and
-// returns for how many of them `predicate` held. The lanes of a warp must come from the same `line`.
+// returns for how many of them `predicate` held. The lanes of a warp must come from one `line`.
 int barrier(int id, int num_threads, bool predicate, int line);
 
 // __threadfence. Matters to ThreadSanitizer only, which knows no fences of other kinds.
@@ -84,11 +84,11 @@ struct Copy {
   int group;
 };
 
-// Whether the copy lands at once; otherwise it is kept until the thread waits for it. A coin decides.
+// Whether the copy lands at once, or is kept until the thread waits for it: a coin decides.
 bool copy_lands_now(void* to, const void* from);
 // Closes the group of the copies so far.
 void close_copy_group();
-// The next copy that a wait for all but the `num_kept` newest groups finishes; false if none is left.
+// The next copy that a wait for all but the `num_kept` newest groups finishes; false if no other.
 bool next_finished_copy(int num_kept, Copy* copy);
 
 template <class T>

@@ -1,6 +1,6 @@
 // machine.h - the state of the emulated machine, shared by the .cpp files and hidden from kernels.
 //
-// A launch hands its blocks to one or more multiprocessors, each on a thread of the operating system.
+// A launch hands its blocks to multiprocessors, each on a thread of the operating system.
 // A multiprocessor runs one block at a time, with a fiber for each CUDA thread: a stack of its own
 // and a saved stack pointer. A fiber runs until it waits at a barrier or in a warp operation; then
 // the scheduler takes another one that is ready.

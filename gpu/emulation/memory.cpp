@@ -82,7 +82,8 @@ const char* SharedMemory::end_block() {
   allow(memory_, STATIC_BYTES + DYNAMIC_BYTES);
   for (int i = 0; i < num_arrays_; i++) {
     const char* end = arrays_[i].address + arrays_[i].num_bytes;
-    if (written(end, end + GAP_BYTES)) wrong = "a thread wrote past the end of a static shared array";
+    if (written(end, end + GAP_BYTES))
+      wrong = "a thread wrote past the end of a static shared array";
   }
   if (written(dynamic_ + dynamic_bytes_, memory_ + STATIC_BYTES + DYNAMIC_BYTES))
     wrong = "a thread wrote past the end of dynamic shared memory";

@@ -1,7 +1,7 @@
 // sanitizers.h - tells AddressSanitizer and ThreadSanitizer about fibers and shared memory.
 //
-// Both follow the stack of each thread of the operating system. A switch of stacks behind their back
-// looks like a wild jump to the first, and all fibers of a block look like one thread to the second.
+// Both follow the stack of each thread of the operating system. A switch of stacks behind their
+// back looks like a wild jump to the first; to the second all fibers look like one thread.
 // The emulator is compiled without instrumentation, once for each mode: EMU_ADDRESS or EMU_THREAD
 // says which run-time library will be there. Without one, every function here is empty.
 #pragma once

@@ -269,8 +269,9 @@ std::string Multiprocessor::describe_deadlock() const {
   for (int id = 0; id < NUM_BARRIERS; id++)
     for (int warp = 0; warp < num_warps_; warp++)
       if (barriers_[id].waiting[warp]) {
-        std::snprintf(text, sizeof text, "; warp %d waits at the barrier of line %d with lanes %08x",
-                      warp, barriers_[id].line[warp], barriers_[id].waiting[warp]);
+        std::snprintf(text, sizeof text,
+                      "; warp %d waits at the barrier of line %d with lanes %08x", warp,
+                      barriers_[id].line[warp], barriers_[id].waiting[warp]);
         message += text;
         id = NUM_BARRIERS;  // one of them is enough of a lead
         break;

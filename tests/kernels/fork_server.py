@@ -21,7 +21,16 @@ __all__ = ["ForkServer"]
 ROOT = Path(__file__).parents[2]
 TIMED_OUT = -1000
 # A sanitizer writes to the file, which pytest would have replaced and lost with the process.
-_OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--tb=short", "--capture=sys"]
+_OPTIONS = [
+    "-x",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:faulthandler",
+    "--tb=short",
+    "--capture=sys",
+]
 
 
 class ForkServer:

@@ -8,7 +8,8 @@ struct Parameters {
 };
 static_assert(sizeof(Parameters) == PARAMETERS_BYTES);
 
-#define KERNEL(name) extern "C" __global__ void __launch_bounds__(NUM_THREADS) name(const Parameters p)
+#define KERNEL(name) \
+  extern "C" __global__ void __launch_bounds__(NUM_THREADS) name(const Parameters p)
 
 // Warp 0 waits at a barrier that the others never reach, for they wait for a lane that exited.
 KERNEL(deadlock) {
