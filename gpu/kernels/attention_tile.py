@@ -60,10 +60,11 @@ def tile_options(
     """Warps, shared memory and macros for one type of model and cache, head and tile.
 
     Up to head_dim 128 four warps have 16 or 32 queries each and at least two blocks share a
-    multiprocessor. Above, a warp's output is too large for 32 queries: it has 16.
+    multiprocessor. Above, a warp's output is too large for 32 queries: it has 16. So it has at 128
+    with an e4m3 cache, where the scales need registers too.
     """
     quantized = cache_dtype == torch.float8_e4m3fn
-    warps = 4 if head_dim <= 128 else tile // 16
+    warps = 4 if head_dim + quantized <= 128 else tile // 16
     keys = keys_per_tile(head_dim)
     min_blocks = 2 if warps == 4 else 1
     m_tiles = tile // (16 * warps)

@@ -90,6 +90,8 @@ class CombinePartials:
         self._parameters["partial_start"] = partial_start.data_ptr()
         num_vectors = self._num_heads * self._head_dim // 4
         self._grid = (-(-num_vectors // _NUM_THREADS), num_rows, 1)
+        # The kernel has only addresses: what they belong to must live until the next step.
+        self._kept = (partial_out, partial_lse, partial_start)
 
     def launch(self, out: torch.Tensor) -> None:
         """Merge into ``out`` [rows, num_heads, head_dim], on torch's current stream."""

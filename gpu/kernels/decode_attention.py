@@ -187,6 +187,8 @@ class DecodeAttention:
         into["partial_lse"] = partial_lse.data_ptr()
         blocks = items.shape[0] if max_blocks is None else min(max_blocks, items.shape[0])
         self._grid = (self._num_kv_heads, blocks, 1)
+        # The kernel has only addresses: what they belong to must live until the next step.
+        self._kept = (slots, block_tables, items, num_items, partial_out, partial_lse)
 
     def launch(
         self,

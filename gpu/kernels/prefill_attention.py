@@ -157,7 +157,8 @@ class PrefillAttention:
             fields["partial_lse"] = partial_lse.data_ptr()
         self._grid = (self._grid[0], num_items, 1)
         # The kernel only knows addresses: what they belong to must live until the next step.
-        self._kept = (items, query_start, context_lens, slots, partial_start)
+        self._kept = (items, query_start, context_lens, slots, block_tables)
+        self._kept_partials = (partial_start, partial_out, partial_lse)
 
     def launch(
         self,

@@ -54,35 +54,56 @@ struct Parameters {
 };
 static_assert(sizeof(Parameters) == PARAMETERS_BYTES);
 
+// What a block computes, read from memory.
+struct Work {
+  const int* members;
+  int count, begin, end, split;
+
+  DEVICE explicit Work(const Parameters& p) {
+    const int* item = p.items + blockIdx.y * ITEM_FIELDS;
+    members = p.members + item[0];
+    count = item[1];
+    begin = item[2];
+    end = item[3];
+    split = item[4];
+  }
+  // Row and query head of packed query m.
+  DEVICE int row(const Parameters& p, int m) const { return members[m / p.group]; }
+  DEVICE static int head(const Parameters& p, int m) {
+    return static_cast<int>(blockIdx.x) * p.group + m % p.group;
+  }
+};
+
+DEVICE void attend(const Parameters& p, AttentionTile& tile) {
+  const Work work(p);
+  tile.load_queries(work.count * p.group, [&](int m) {
+    return p.q + static_cast<i64>(work.row(p, m)) * p.q_stride + work.head(p, m) * HEAD_DIM;
+  });
+  KeyRange keys;
+  keys.begin = work.begin;
+  keys.end = work.end;
+  keys.table = static_cast<i64>(p.slots[work.members[0]]) * p.table_stride;
+  keys.inner = {0, work.end - 1};
+  keys.position = work.end;
+  const PagedCache cache{p.k_cache, p.v_cache, p.k_scale, p.v_scale, p.block_tables,
+                         p.num_kv_heads, static_cast<int>(blockIdx.x), p.page_shift};
+  tile.attend(cache, keys, [](const KeyRange& keys, int) { return keys.inner; });
+}
+
+DEVICE void store(const Parameters& p, AttentionTile& tile) {
+  const Work work(p);  // read again: the loop over the keys has no registers to keep it in
+  const int num_heads = p.num_kv_heads * p.group;
+  tile.store_partial(work.count * p.group, p.partial_out, p.partial_lse, [&](int m) {
+    const i64 partial = p.partial_start[work.row(p, m)] + work.split;
+    return partial * num_heads + work.head(p, m);
+  });
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 prefix_attention(const Parameters p) {
   DYNAMIC_SHARED(shared);
   if (static_cast<int>(blockIdx.y) >= *p.num_items) return;
-  const int kv_head = blockIdx.x, num_heads = p.num_kv_heads * p.group;
-  const int* item = p.items + blockIdx.y * ITEM_FIELDS;
-  const int* members = p.members + item[0];
-  const int count = item[1], begin = item[2], end = item[3], split = item[4];
-
-  // Row and query head of packed query m.
-  const auto row_of = [&](int m) { return members[m / p.group]; };
-  const auto head_of = [&](int m) { return kv_head * p.group + m % p.group; };
-
   AttentionTile tile(shared, p.scale_log2);
-  tile.load_queries(count * p.group, [&](int m) {
-    return p.q + static_cast<i64>(row_of(m)) * p.q_stride + head_of(m) * HEAD_DIM;
-  });
-
-  KeyRange keys;
-  keys.begin = begin;
-  keys.end = end;
-  keys.table = static_cast<i64>(p.slots[members[0]]) * p.table_stride;
-  keys.inner = {0, end - 1};
-  keys.position = end;
-  const PagedCache cache{p.k_cache, p.v_cache, p.k_scale, p.v_scale, p.block_tables,
-                         p.num_kv_heads, kv_head, p.page_shift};
-  tile.attend(cache, keys, [](const KeyRange& keys, int) { return keys.inner; });
-
-  tile.store_partial(count * p.group, p.partial_out, p.partial_lse, [&](int m) {
-    return static_cast<i64>(p.partial_start[row_of(m)] + split) * num_heads + head_of(m);
-  });
+  attend(p, tile);
+  store(p, tile);
 }
