@@ -34,7 +34,7 @@ __all__ = ["Inapplicable", "Outcome", "apply", "judge", "main", "run_all"]
 MODES = {"": "orders", "address": "address", "thread": "thread"}
 HERE = Path(__file__).parent
 NO_FAILURE, TESTS_FAILED = 0, 1
-SECONDS = 300  # far more than any of the tests takes, so past it a kernel goes round in circles
+SECONDS = 300  # far more than any of the tests takes
 
 
 class Inapplicable(Exception):
@@ -60,7 +60,8 @@ def judge(code: int, log: str) -> str:
     """What a run of tests with exit ``code`` and output ``log`` noticed, "" for nothing.
 
     Raises:
-        Inapplicable: the sources don't compile, or no test was run.
+        Inapplicable: the sources don't compile, no test was run, or the tests came to no end,
+            which may be a slow machine's doing.
     """
     if "BuildError" in log or "BuildWarning" in log:
         reason = re.search(r"(error|warning): .*", log)
@@ -68,7 +69,7 @@ def judge(code: int, log: str) -> str:
     if code == NO_FAILURE:
         return ""
     if code == TIMED_OUT:
-        return "hang"
+        raise Inapplicable(f"the tests ran for more than {SECONDS} s")
     if "ThreadSanitizer: data race" in log:
         return "data race"
     if "ERROR: AddressSanitizer" in log:
