@@ -65,6 +65,7 @@ def test_an_event_that_fails_counts_as_passed_and_the_next_is_waited_for() -> No
         event.passed.set()
     completions.take()
     completions.take()
+    assert not is_readable(completions.descriptor)
 
 
 @pytest.fixture
