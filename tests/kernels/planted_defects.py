@@ -417,22 +417,22 @@ def _prefill() -> list[Defect]:
         Defect(
             "the token after the prefix counts",
             prefix,
-            "keys.inner = {0, end - 1};",
-            "keys.inner = {0, end};",
+            "keys.inner = {0, work.end - 1};",
+            "keys.inner = {0, work.end};",
             prefix_tests,
         ),
         Defect(
             "the prefix is looked up in the first row's table",
             prefix,
-            "p.slots[members[0]]",
+            "p.slots[work.members[0]]",
             "p.slots[0]",
             prefix_tests,
         ),
         Defect(
             "all splits are written to the first one's place",
             prefix,
-            "p.partial_start[row_of(m)] + split",
-            "p.partial_start[row_of(m)]",
+            "p.partial_start[work.row(p, m)] + work.split",
+            "p.partial_start[work.row(p, m)]",
             f"{prefix_tests} -k test_splits",
         ),
     ]
