@@ -22,6 +22,10 @@ from gpu.kernels.targets import target_for
 __all__ = ["DeviceKernel", "DeviceLoader", "KernelLaunchError"]
 
 
+PERCENT_SHARED = 100
+"""How much of a multiprocessor's fast memory is shared memory, and no cache, where it matters."""
+
+
 class KernelLaunchError(RuntimeError):
     """The driver refused a launch; or an earlier kernel failed, which only shows now."""
 
@@ -141,12 +145,14 @@ class DeviceKernel:
             most = driver.funcGetAttribute(
                 driver.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, self._function
             )
-            if source.shared_bytes:  # above 48 KiB has to be asked for
-                driver.funcSetAttribute(
-                    self._function,
-                    driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    source.shared_bytes,
-                )
+            if source.shared_bytes:
+                # Above 48 KiB has to be asked for. Such a kernel is laid out for several blocks on
+                # a multiprocessor, and has no use for the rest of the memory as a cache.
+                for attribute, value in (
+                    (driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, source.shared_bytes),
+                    (driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, PERCENT_SHARED),
+                ):
+                    driver.funcSetAttribute(self._function, attribute, value)
         except RuntimeError as error:
             raise KernelBuildError(f"{source.title} can't be loaded: {error}") from error
         if most < source.num_threads:

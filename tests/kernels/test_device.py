@@ -31,6 +31,7 @@ class Driver:
 
     CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK = 0
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+    CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 
     def __init__(self) -> None:
         self.modules: list[bytes] = []
@@ -114,7 +115,10 @@ def test_a_kernel_is_loaded_once(
     (image,) = driver.modules
     assert image.startswith(b"\x7fELF")
     assert driver.names == ["mark"]
-    assert driver.attributes == [(201, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 96)]
+    assert driver.attributes == [
+        (201, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 96),
+        (201, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+    ]
 
 
 def test_many_are_prepared_at_once(
