@@ -207,5 +207,5 @@ def test_a_kernel_that_cannot_be_built_or_loaded_is_named(
 def test_cupys_driver_has_what_is_called() -> None:
     driver = _driver()
     called = [name for name in dir(Driver) if name.startswith(("CU_", "module", "func", "launch"))]
-    assert len(called) == 7
+    assert len(called) == 8
     assert all(hasattr(driver, name) for name in called)
