@@ -237,6 +237,18 @@ def test_the_first_largest_logit_is_the_greedy_token(loader: KernelLoader) -> No
     assert drawn.tokens.tolist() == [130, 998, 0, 997]
 
 
+def test_stop_ids_are_masked_until_min_tokens_are_there(loader: KernelLoader) -> None:
+    logits = random_logits(3, 300, seed=6)
+    logits[:, 29], logits[:, 200] = 50.0, 40.0
+    prompt = [3, 3, 5]
+    rows = [
+        row([*prompt, *range(output)], 3, temperature=0.0, min_tokens=5, stop_ids=[2, 29])
+        for output in (4, 5, 6)
+    ]
+    drawn = device_draw(loader, logits, rows)
+    assert drawn.tokens.tolist() == [200, 29, 29]
+
+
 def test_infinite_logits_share_all_probability(loader: KernelLoader) -> None:
     logits = random_logits(30, 300, seed=5)
     logits[:, [7, 200, 299]] = math.inf
