@@ -8,7 +8,7 @@ import torch
 from gpu.kernels import KernelLoader, KernelSource, element_name, parameters
 from gpu.kernels.attention_tile import DTYPES, HEAD_DIMS
 
-__all__ = ["VARIANTS", "CombinePartials", "source"]
+__all__ = ["VARIANTS", "CombinePartials", "check_partials", "source"]
 
 _NUM_THREADS = 128
 
@@ -71,18 +71,7 @@ class CombinePartials:
         Raises:
             ValueError: a buffer of another dtype, shape or alignment.
         """
-        num_partials = partial_out.shape[0]
-        for name, tensor, shape in (
-            ("partial_out", partial_out, (num_partials, self._num_heads, self._head_dim)),
-            ("partial_lse", partial_lse, (num_partials, self._num_heads)),
-        ):
-            if (
-                tensor.dtype != torch.float32
-                or tensor.shape != shape
-                or not tensor.is_contiguous()
-                or tensor.data_ptr() % 16
-            ):
-                raise ValueError(f"{name} must be a contiguous float32 tensor of {shape}")
+        check_partials(partial_out, partial_lse, self._num_heads, self._head_dim)
         if partial_start.dtype != torch.int32 or partial_start.numel() < num_rows + 1:
             raise ValueError(f"partial_start must be int32 and hold {num_rows + 1} numbers")
         self._parameters["partial_out"] = partial_out.data_ptr()
@@ -97,3 +86,25 @@ class CombinePartials:
         """Merge into ``out`` [rows, num_heads, head_dim], on torch's current stream."""
         self._parameters["out"] = out.data_ptr()
         self.kernel.launch(self._grid, self._parameters)
+
+
+def check_partials(
+    partial_out: torch.Tensor, partial_lse: torch.Tensor, num_heads: int, head_dim: int
+) -> None:
+    """Check the buffers of partial results.
+
+    Raises:
+        ValueError: one is of another dtype, shape or alignment than the kernels want.
+    """
+    num_partials = partial_out.shape[0]
+    for name, tensor, shape in (
+        ("partial_out", partial_out, (num_partials, num_heads, head_dim)),
+        ("partial_lse", partial_lse, (num_partials, num_heads)),
+    ):
+        if (
+            tensor.dtype != torch.float32
+            or tensor.shape != shape
+            or not tensor.is_contiguous()
+            or tensor.data_ptr() % 16
+        ):
+            raise ValueError(f"{name} must be a contiguous float32 tensor of {shape}")

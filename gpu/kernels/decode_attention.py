@@ -21,6 +21,7 @@ import torch
 
 from gpu.kernels import KernelLoader, KernelSource, element_name, parameters
 from gpu.kernels.attention_tile import DTYPES, HEAD_DIMS, check_attention_arguments
+from gpu.kernels.combine_partials import check_partials
 
 __all__ = ["VARIANTS", "DecodeAttention", "source"]
 
@@ -165,18 +166,7 @@ class DecodeAttention:
                 raise ValueError(f"{name} must be a contiguous int32 tensor of {dims} dimensions")
         if items.shape[1] != 4 or items.data_ptr() % 16:
             raise ValueError("items must be [max_items, 4] and aligned to 16 bytes")
-        num_partials = partial_out.shape[0]
-        for name, tensor, shape in (
-            ("partial_out", partial_out, (num_partials, self._num_heads, self._head_dim)),
-            ("partial_lse", partial_lse, (num_partials, self._num_heads)),
-        ):
-            if (
-                tensor.dtype != torch.float32
-                or tensor.shape != shape
-                or not tensor.is_contiguous()
-                or tensor.data_ptr() % 16
-            ):
-                raise ValueError(f"{name} must be a contiguous float32 tensor of {shape}")
+        check_partials(partial_out, partial_lse, self._num_heads, self._head_dim)
         into = self._parameters
         into["slots"] = slots.data_ptr()
         into["block_tables"] = block_tables.data_ptr()

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import torch
 
 from gpu.attention.prefill_items import ITEM_FIELDS
 from gpu.kernels import KernelLoader, KernelSource, parameters
-from gpu.kernels.attention_tile import (
-    DTYPES,
-    HEAD_DIMS,
-    NO_WINDOW,
-    TILES,
-    check_attention_arguments,
-    tile_options,
-    tokens_per_tile,
-)
+from gpu.kernels.attention_tile import NO_WINDOW, TiledKernel, tile_source, variants
 
 __all__ = ["VARIANTS", "PrefillAttention", "prefill_attention_source"]
 
@@ -50,23 +39,18 @@ def prefill_attention_source(
     *, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, tile: int
 ) -> KernelSource:
     """The kernel for one type of model and cache, size of head and tile of 64 or 128 queries."""
-    options = tile_options(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile)
-    return KernelSource(
-        name="prefill_attention",
-        parameters=PARAMETERS,
-        num_threads=options.num_threads,
-        defines=(*options.defines, ("ITEM_FIELDS", ITEM_FIELDS)),
-        shared_bytes=options.shared_bytes,
+    return tile_source(
+        "prefill_attention",
+        PARAMETERS,
+        ITEM_FIELDS,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        head_dim=head_dim,
+        tile=tile,
     )
 
 
-VARIANTS = [
-    prefill_attention_source(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile)
-    for dtype in DTYPES
-    for cache_dtype in (dtype, torch.float8_e4m3fn)
-    for head_dim in HEAD_DIMS
-    for tile in TILES
-]
+VARIANTS = variants(prefill_attention_source)
 
 
 class PrefillAttention:
@@ -93,29 +77,21 @@ class PrefillAttention:
         softmax_scale: float,
         tile: int = 128,
     ) -> None:
-        check_attention_arguments(
+        self._tiled = TiledKernel(
+            loader,
+            prefill_attention_source,
             dtype=dtype,
             cache_dtype=cache_dtype,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             page_size=page_size,
+            softmax_scale=softmax_scale,
+            tile=tile,
         )
-        if tile not in TILES:
-            raise ValueError(f"tile is {tile}; it must be one of {TILES}")
-        self.tokens_per_tile = tokens_per_tile(tile, num_heads // num_kv_heads)
+        self.tokens_per_tile = self._tiled.tokens_per_tile
         """How many tokens an item covers at most."""
-        source = prefill_attention_source(
-            dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile
-        )
-        self._kernel = loader.load(source)
-        self._grid = (num_kv_heads, 0, 1)
-        self._parameters = np.zeros(1, PARAMETERS)
-        self._fields = self._parameters[0]
-        self._fields["group"] = num_heads // num_kv_heads
-        self._fields["num_kv_heads"] = num_kv_heads
-        self._fields["page_shift"] = page_size.bit_length() - 1
-        self._fields["scale_log2"] = softmax_scale * math.log2(math.e)
+        self._num_items = 0
 
     def prepare(
         self,
@@ -144,7 +120,7 @@ class PrefillAttention:
             partial_out: float32 [num_partials, num_heads, head_dim].
             partial_lse: float32 [num_partials, num_heads].
         """
-        fields = self._fields
+        fields = self._tiled.fields
         fields["items"] = items.data_ptr()
         fields["query_start"] = query_start.data_ptr()
         fields["context_lens"] = context_lens.data_ptr()
@@ -155,7 +131,7 @@ class PrefillAttention:
             fields["partial_start"] = partial_start.data_ptr()
             fields["partial_out"] = partial_out.data_ptr()
             fields["partial_lse"] = partial_lse.data_ptr()
-        self._grid = (self._grid[0], num_items, 1)
+        self._num_items = num_items
         # The kernel only knows addresses: what they belong to must live until the next step.
         self._kept = (items, query_start, context_lens, slots, block_tables)
         self._kept_partials = (partial_start, partial_out, partial_lse)
@@ -182,14 +158,6 @@ class PrefillAttention:
             window: how many positions a query sees, its own included; None for all.
             k_scale, v_scale: float32 [num_pages, num_kv_heads, page_size]; e4m3 cache only.
         """
-        fields = self._fields
-        fields["q"] = q.data_ptr()
-        fields["q_stride"] = q.stride(0)
-        fields["k_cache"] = k_cache.data_ptr()
-        fields["v_cache"] = v_cache.data_ptr()
-        if k_scale is not None and v_scale is not None:
-            fields["k_scale"] = k_scale.data_ptr()
-            fields["v_scale"] = v_scale.data_ptr()
-        fields["out"] = out.data_ptr()
-        fields["window"] = window or NO_WINDOW
-        self._kernel.launch(self._grid, self._parameters)
+        self._tiled.fields["out"] = out.data_ptr()
+        self._tiled.fields["window"] = window or NO_WINDOW
+        self._tiled.launch(self._num_items, q, k_cache, v_cache, k_scale, v_scale)

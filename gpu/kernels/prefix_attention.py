@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import torch
 
 from gpu.attention.shared_prefix import ITEM_FIELDS
 from gpu.kernels import KernelLoader, KernelSource, parameters
-from gpu.kernels.attention_tile import (
-    DTYPES,
-    HEAD_DIMS,
-    TILES,
-    check_attention_arguments,
-    tile_options,
-    tokens_per_tile,
-)
+from gpu.kernels.attention_tile import TiledKernel, tile_source, variants
 
 __all__ = ["VARIANTS", "PrefixAttention", "prefix_attention_source"]
 
@@ -47,23 +37,18 @@ def prefix_attention_source(
     *, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, tile: int
 ) -> KernelSource:
     """The kernel for one type of model and cache, size of head and tile of 64 or 128 queries."""
-    options = tile_options(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile)
-    return KernelSource(
-        name="prefix_attention",
-        parameters=PARAMETERS,
-        num_threads=options.num_threads,
-        defines=(*options.defines, ("ITEM_FIELDS", ITEM_FIELDS)),
-        shared_bytes=options.shared_bytes,
+    return tile_source(
+        "prefix_attention",
+        PARAMETERS,
+        ITEM_FIELDS,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        head_dim=head_dim,
+        tile=tile,
     )
 
 
-VARIANTS = [
-    prefix_attention_source(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile)
-    for dtype in DTYPES
-    for cache_dtype in (dtype, torch.float8_e4m3fn)
-    for head_dim in HEAD_DIMS
-    for tile in TILES
-]
+VARIANTS = variants(prefix_attention_source)
 
 
 class PrefixAttention:
@@ -90,29 +75,21 @@ class PrefixAttention:
         softmax_scale: float,
         tile: int = 64,
     ) -> None:
-        check_attention_arguments(
+        self._tiled = TiledKernel(
+            loader,
+            prefix_attention_source,
             dtype=dtype,
             cache_dtype=cache_dtype,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             page_size=page_size,
+            softmax_scale=softmax_scale,
+            tile=tile,
         )
-        if tile not in TILES:
-            raise ValueError(f"tile is {tile}; it must be one of {TILES}")
-        self.rows_per_tile = tokens_per_tile(tile, num_heads // num_kv_heads)
+        self.rows_per_tile = self._tiled.tokens_per_tile
         """How many rows an item covers at most."""
-        source = prefix_attention_source(
-            dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile
-        )
-        self._kernel = loader.load(source)
-        self._grid = (num_kv_heads, 0, 1)
-        self._parameters = np.zeros(1, PARAMETERS)
-        self._fields = self._parameters[0]
-        self._fields["group"] = num_heads // num_kv_heads
-        self._fields["num_kv_heads"] = num_kv_heads
-        self._fields["page_shift"] = page_size.bit_length() - 1
-        self._fields["scale_log2"] = softmax_scale * math.log2(math.e)
+        self._num_items = 0
 
     def prepare(
         self,
@@ -138,7 +115,7 @@ class PrefixAttention:
             partial_out: float32 [num_partials, num_heads, head_dim].
             partial_lse: float32 [num_partials, num_heads].
         """
-        fields = self._fields
+        fields = self._tiled.fields
         fields["items"] = items.data_ptr()
         fields["num_items"] = num_items.data_ptr()
         fields["members"] = members.data_ptr()
@@ -148,7 +125,7 @@ class PrefixAttention:
         fields["partial_start"] = partial_start.data_ptr()
         fields["partial_out"] = partial_out.data_ptr()
         fields["partial_lse"] = partial_lse.data_ptr()
-        self._grid = (self._grid[0], items.shape[0], 1)
+        self._num_items = items.shape[0]
         # The kernel only knows addresses: what they belong to must live until they are replaced.
         self._kept = (items, num_items, members, slots, block_tables)
         self._kept_partials = (partial_start, partial_out, partial_lse)
@@ -170,12 +147,4 @@ class PrefixAttention:
             k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim].
             k_scale, v_scale: float32 [num_pages, num_kv_heads, page_size]; e4m3 cache only.
         """
-        fields = self._fields
-        fields["q"] = q.data_ptr()
-        fields["q_stride"] = q.stride(0)
-        fields["k_cache"] = k_cache.data_ptr()
-        fields["v_cache"] = v_cache.data_ptr()
-        if k_scale is not None and v_scale is not None:
-            fields["k_scale"] = k_scale.data_ptr()
-            fields["v_scale"] = v_scale.data_ptr()
-        self._kernel.launch(self._grid, self._parameters)
+        self._tiled.launch(self._num_items, q, k_cache, v_cache, k_scale, v_scale)

@@ -7,11 +7,10 @@ import torch
 
 from gpu.attention import QkNorm
 from gpu.kernels import KernelLoader, KernelSource, element_name, parameters
+from gpu.kernels.attention_tile import DTYPES, HEAD_DIMS
 
 __all__ = ["CACHE_DTYPES", "HEAD_DIMS", "VARIANTS", "RopeAndWrite", "rope_and_write_source"]
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16)
 CACHE_DTYPES = (None, torch.float8_e4m3fn)
 """None: the model's own dtype."""
 
@@ -117,6 +116,7 @@ class RopeAndWrite:
         assert positions.dtype == kv_locations.dtype == torch.int32
         self._parameters["positions"] = positions.data_ptr()
         self._parameters["kv_locations"] = kv_locations.data_ptr()
+        self._kept = (positions, kv_locations)  # as the table of angles
 
     def launch(
         self,
