@@ -72,15 +72,22 @@ def _ints(values: npt.ArrayLike, setting: Setting) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int32)).to(setting.device)
 
 
+def _heads(spec: AttentionSpec) -> dict[str, Any]:
+    """What every attention kernel is made for."""
+    return {
+        "dtype": spec.dtype,
+        "cache_dtype": spec.cache_dtype,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "page_size": spec.page_size,
+    }
+
+
 def _decode_kernel(spec: AttentionSpec, setting: Setting) -> DecodeAttention:
     return DecodeAttention(
         setting.loader,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_size=spec.page_size,
-        dtype=spec.dtype,
-        cache_dtype=spec.cache_dtype,
+        **_heads(spec),
         scale=spec.head_dim**-0.5,
     )
 
@@ -125,12 +132,7 @@ def _launch_decode(kernel: DecodeAttention, buffers: Buffers, spec: AttentionSpe
 def _prefix_kernel(spec: AttentionSpec, setting: Setting) -> PrefixAttention:
     return PrefixAttention(
         setting.loader,
-        dtype=spec.dtype,
-        cache_dtype=spec.cache_dtype,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_size=spec.page_size,
+        **_heads(spec),
         softmax_scale=spec.head_dim**-0.5,
         tile=prefix_tile(len(spec.rows), spec.num_heads // spec.num_kv_heads),
     )
@@ -210,12 +212,7 @@ def prefill_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
     contexts = np.array(spec.contexts)
     kernel = PrefillAttention(
         setting.loader,
-        dtype=spec.dtype,
-        cache_dtype=spec.cache_dtype,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_size=spec.page_size,
+        **_heads(spec),
         softmax_scale=spec.head_dim**-0.5,
         tile=choose_tile(query_lens, spec.num_heads // spec.num_kv_heads),
     )
