@@ -13,7 +13,10 @@ from tests.source_files import ROOT, imports_of, modules_of
 FORBIDDEN_IN_TRIOSERVE = {"torch", "cupy", "gpu", "asyncio", "pickle"}
 FORBIDDEN_IN_GPU = {"trio", "hypercorn", "quart", "quart_trio", "pynng.trio", "asyncio", "pickle"}
 SHARED = {
+    "trioserve.checks",
     "trioserve.errors",
+    "trioserve.grammar",
+    "trioserve.logits_processors",
     "trioserve.machine",
     "trioserve.model_files",
     "trioserve.sampling",

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve import wire
+from trioserve.grammar import Grammar
 from trioserve.sampling import SamplerParams
 
 MESSAGES: list[wire.Message] = [
@@ -29,6 +30,8 @@ MESSAGES: list[wire.Message] = [
         max_logprobs=20,
         enforce_eager=True,
         batch_invariant_attention=False,
+        tokenizer="",
+        logits_processors=["module:Class"],
     ),
     wire.Progress(stage="weights", done=1, total=2),
     wire.Plan(
@@ -43,8 +46,15 @@ MESSAGES: list[wire.Message] = [
                 computed=0,
                 pages=wire.from_ints([9]),
                 sampler=SamplerParams(
-                    temperature=0.5, logit_bias={3: -1.5}, stop_ids=[0, 2], seed=2**64 - 1
+                    temperature=0.5,
+                    logit_bias={3: -1.5},
+                    stop_ids=[0, 2],
+                    seed=2**64 - 1,
+                    bad_words=[[4, 5]],
+                    grammar=Grammar("regex", "a+"),
+                    extra_args={"target": [1, "x", None]},
                 ),
+                prompt_logprobs_from=1,
             )
         ],
         page_slots=wire.from_ints([1]),

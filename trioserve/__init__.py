@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         SlowReader,
         TrioserveError,
     )
-    from trioserve.generation import Completion, GenerationStream, Usage
+    from trioserve.generation import Completion, GenerationStream, Output, Usage
+    from trioserve.grammar import Grammar
+    from trioserve.logprobs import PromptLogprobs
     from trioserve.nursery import open_engine
     from trioserve.offline import LLM
     from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
@@ -40,6 +42,9 @@ _HOME = {
     "Completion": "generation",
     "Engine": "engine",
     "GenerationStream": "generation",
+    "Grammar": "grammar",
+    "Output": "generation",
+    "PromptLogprobs": "logprobs",
     "open_engine": "nursery",
     "ContextTooLong": "errors",
     "DeadlineExceeded": "errors",
@@ -74,8 +79,11 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "GenerationStream",
+    "Grammar",
     "InvalidRequest",
     "ModelLoadError",
+    "Output",
+    "PromptLogprobs",
     "QueueFull",
     "RequestAborted",
     "SamplingParams",

@@ -20,6 +20,8 @@ SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
 CAPACITY_POLICIES = ("max_utilization", "guaranteed_no_evict")
 LOGPROBS_MODES = ("raw", "processed")
 KV_CACHE_DTYPES = ("auto", "fp8")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "json")
+REASONING_PARSERS = ("auto", "none", "think")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "console", "json")
 
@@ -86,6 +88,21 @@ class EngineConfig:
         group="model",
         kind=int,
         low=0,
+    )
+
+    logits_processors: tuple[str, ...] = option(
+        (),
+        "class of your own that changes logits before a token is drawn, once or more often",
+        group="model",
+        metavar="MODULE:CLASS",
+        repeatable=True,
+    )
+    grammar_timeout: float = option(
+        10.0,
+        "seconds that compiling a request's JSON schema, regex or grammar may take",
+        group="model",
+        kind=float,
+        above=0,
     )
 
     max_num_seqs: int = option(
@@ -218,6 +235,20 @@ class EngineConfig:
         low=0,
     )
 
+    metrics_prefix: str = option(
+        "trioserve",
+        "what metrics' names begin with; vllm for dashboards that are made for it",
+        group="log",
+        metavar="WORD",
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "where spans of requests are sent to, by OpenTelemetry's protocol over HTTP; "
+        "needs trioserve[otel]",
+        group="log",
+        metavar="URL",
+    )
+
     @classmethod
     def of(cls, model: str | EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
         """The configuration of ``model``, or ``model`` itself if it is one, with ``options``."""
@@ -241,6 +272,18 @@ class ServerConfig:
         group="http",
         metavar="NAME",
         repeatable=True,
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto goes by its chat template",
+        choices=TOOL_CALL_PARSERS,
+        group="http",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its reasoning; auto goes by its chat template",
+        choices=REASONING_PARSERS,
+        group="http",
     )
     host: str = option("127.0.0.1", "address to listen on", group="http")
     port: int = option(
@@ -291,6 +334,9 @@ class ServerConfig:
     )
     log_level: str = option(
         "info", "least important message to log", choices=LOG_LEVELS, group="log"
+    )
+    log_requests: bool = option(
+        False, "log the contents of requests and their outputs, too", kind=bool, group="log"
     )
     log_format: str = option(
         "auto",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import trio
 
 from trioserve.errors import InvalidRequest
+from trioserve.logprobs import PromptLogprobs
 from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, TokensPrompt
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, TokenLogprob
 
-__all__ = ["Completion", "GenerationStream", "PromptLike", "Usage"]
+__all__ = ["Completion", "GenerationStream", "Output", "PromptLike", "Usage"]
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
 
@@ -33,16 +34,57 @@ class Usage:
 
 
 @attrs.frozen
-class Completion:
-    """The whole output of one request."""
+class Output:
+    """One of the outputs of a request that has ended."""
 
-    request_id: str
+    index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     stop_reason: int | str | None
     logprobs: tuple[TokenLogprob, ...] | None
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of its tokens, which must have been asked for."""
+        assert self.logprobs is not None
+        return sum(entry.logprob for entry in self.logprobs) / max(len(self.logprobs), 1)
+
+
+@attrs.frozen
+class Completion:
+    """The whole of one request: ``outputs`` has one entry for each of the ``n`` asked for."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: PromptLogprobs | None
+    outputs: tuple[Output, ...]
     usage: Usage
+
+    @property
+    def text(self) -> str:
+        """The first output's text."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first output's tokens."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first output ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop id or stop string that ended the first output."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """The first output's log-probabilities."""
+        return self.outputs[0].logprobs
 
 
 @attrs.define(eq=False)
@@ -62,6 +104,11 @@ class GenerationStream:
     def prompt_token_ids(self) -> list[int]:
         """The prompt as the model sees it."""
         return self._request.prompt_ids
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those of the prompt's tokens, where asked for: complete once a chunk has been read."""
+        return self._request.prompt_logprobs
 
     @property
     def usage(self) -> Usage:
@@ -143,17 +190,29 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def completion_of(stream: GenerationStream, chunks: list[Chunk]) -> Completion:
+def completion_of(stream: GenerationStream, chunks: Iterable[Chunk]) -> Completion:
     """All chunks of a stream that has ended, as one."""
+    by_index: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        by_index.setdefault(chunk.index, []).append(chunk)
+    return Completion(
+        request_id=stream.request_id,
+        prompt_token_ids=tuple(stream.prompt_token_ids),
+        prompt_logprobs=stream.prompt_logprobs,
+        outputs=tuple(_output(index, own) for index, own in sorted(by_index.items())),
+        usage=stream.usage,
+    )
+
+
+def _output(index: int, chunks: list[Chunk]) -> Output:
     last = chunks[-1]
     assert last.finish_reason is not None
     logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
-    return Completion(
-        request_id=stream.request_id,
+    return Output(
+        index=index,
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         logprobs=tuple(logprobs) if any(chunk.logprobs is not None for chunk in chunks) else None,
-        usage=stream.usage,
     )

@@ -165,6 +165,8 @@ def start_message(config: EngineConfig, path: Path) -> wire.Start:
         max_logprobs=config.max_logprobs,
         enforce_eager=config.enforce_eager,
         batch_invariant_attention=config.batch_invariant_attention,
+        tokenizer="" if config.tokenizer is None else str(Path(config.tokenizer).resolve()),
+        logits_processors=list(config.logits_processors),
     )
 
 

@@ -33,6 +33,7 @@ import attrs
 import trio
 
 from trioserve.errors import InvalidRequest
+from trioserve.logprobs import PromptLogprobs
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Stream, TokenLogprob
 
@@ -186,12 +187,16 @@ class Request:
     """Smaller runs sooner under the priority policy."""
     cache_salt: str = ""
     """Requests share cached prefixes only with those of the same salt."""
+    traceparent: str = ""
+    """The caller's W3C trace context, for the spans of this request."""
     prompt_ids: list[int] = attrs.field(factory=list)
     sequences: list[Sequence] = attrs.field(factory=list)
     admitted: trio.Event = attrs.field(factory=trio.Event)
     on_admitted: Callable[[], None] | None = None
     """Called in the moment in which ``admitted`` is set; whoever waits for that runs later."""
     rejection: Exception | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """Those that have come so far, where they were asked for: complete before the first chunk."""
     num_cached_tokens: int = 0
     """Tokens of the prompt whose KV was found in the prefix cache when it first ran."""
 

@@ -11,15 +11,21 @@ For one row, with ``logits`` the model's output in float32, the worker applies, 
    occurs in the prompt or the output; ``frequency_penalty`` times the count and
    ``presence_penalty`` times "occurs" are then subtracted, counting the output only;
 4. while fewer than ``min_tokens`` tokens have been produced, every stop id is masked;
-5. with ``temperature == 0`` the first largest logit wins, and what follows is skipped;
-6. logits are divided by ``temperature``;
-7. ``top_k`` keeps the k largest logits (ties with the k-th are kept);
-8. ``top_p`` keeps the smallest set of the most probable tokens whose probability, renormalised
-   after step 7, reaches p (always at least one);
-9. ``min_p`` keeps tokens whose probability is at least ``min_p`` times that of the most probable
-   one;
-10. one token is drawn from what is left, renormalised; the *processed log-probabilities* are those
-    of this last distribution (after step 4 for a greedy row).
+5. what the logits processors made of the raw logits is added
+   (:mod:`trioserve.logits_processors`), and then every token is masked that ``allowed_token_ids``
+   leaves out, that would complete one of ``bad_words``, or that the ``grammar`` doesn't allow next;
+6. with ``temperature == 0`` the first largest logit wins, and what follows is skipped;
+7. logits are divided by ``temperature``;
+8. ``top_k`` keeps the k largest logits (ties with the k-th are kept);
+9. ``top_p`` keeps the smallest set of the most probable tokens whose probability, renormalised
+   after step 8, reaches p (always at least one);
+10. ``min_p`` keeps tokens whose probability is at least ``min_p`` times that of the most probable
+    one;
+11. one token is drawn from what is left, renormalised; the *processed log-probabilities* are those
+    of this last distribution (after step 5 for a greedy row).
+
+Where the masks leave nothing to draw, the sequence ends with an error. ``prompt_logprobs`` and
+``logprob_token_ids`` always report raw log-probabilities.
 
 The draw is an exponential race (what is also known as Gumbel-max): every candidate gets an
 exponential random number divided by its probability, and the smallest wins. It is run twice,
@@ -36,114 +42,83 @@ with the same numbers whatever shares its batch and however often it was preempt
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from trioserve.errors import InvalidRequest
+from trioserve.checks import (
+    as_bias,
+    as_ids,
+    as_strings,
+    boolean,
+    integer,
+    number,
+    positive_number,
+    refuse,
+)
+from trioserve.grammar import Grammar
 
 __all__ = ["MAX_SEED", "SamplerParams", "SamplingParams"]
 
 MAX_SEED = 2**63 - 1
-MAX_COUNT = 2**31 - 1
-"""The largest number of tokens that a message to the worker can carry."""
+MAX_SEQUENCES = 128
+"""How many outputs one request may ask for."""
 MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_CHARACTERS = 1024
-MAX_LOGIT_BIAS = 1024
+MAX_STRING_CHARACTERS = 1024
+MAX_BAD_WORDS = 256
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_EXTRA_ARGS = 64
+
+_optional = attrs.validators.optional
 
 
-def _refuse(param: str, value: object, wanted: str) -> InvalidRequest:
-    return InvalidRequest(f"{param} must be {wanted}, got {value!r}", param=param)
+def _as_stop(value: Any) -> tuple[str, ...]:
+    return as_strings("stop", value, most=MAX_STOP_STRINGS, longest=MAX_STRING_CHARACTERS)
 
 
-def _number(low: float, high: float, wanted: str) -> Any:
-    def check(_: object, attribute: attrs.Attribute[float], value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise _refuse(attribute.name, value, wanted)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise _refuse(attribute.name, value, wanted)
-
-    return check
+def _as_stop_regex(value: Any) -> tuple[str, ...]:
+    return as_strings("stop_regex", value, most=MAX_STOP_STRINGS, longest=MAX_STRING_CHARACTERS)
 
 
-def _integer(low: int, wanted: str, *, high: int = MAX_COUNT) -> Any:
-    def check(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise _refuse(attribute.name, value, wanted)
-        if not low <= value <= high:
-            raise _refuse(attribute.name, value, wanted)
-
-    return check
+def _as_bad_words(value: Any) -> tuple[str, ...]:
+    return as_strings("bad_words", value, most=MAX_BAD_WORDS, longest=MAX_STRING_CHARACTERS)
 
 
-def _boolean(_: object, attribute: attrs.Attribute[bool], value: bool) -> None:
-    if not isinstance(value, bool):
-        raise _refuse(attribute.name, value, "true or false")
+def _as_stop_token_ids(value: Any) -> tuple[int, ...]:
+    return as_ids("stop_token_ids", value)
 
 
-def _positive_number(_: object, attribute: attrs.Attribute[float], value: float) -> None:
-    _number(0.0, math.inf, "a number above 0")(_, attribute, value)
-    if value == 0:
-        raise _refuse(attribute.name, value, "a number above 0")
+def _as_logprob_token_ids(value: Any) -> tuple[int, ...]:
+    return as_ids("logprob_token_ids", value, most=MAX_LOGPROB_TOKEN_IDS)
 
 
-def _as_stop(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, Iterable):
-        raise _refuse("stop", value, "a string or a list of strings")
-    stops = (value,) if isinstance(value, str) else tuple(value)
-    for stop in stops:
-        if not isinstance(stop, str):
-            raise _refuse("stop", stop, "a string or a list of strings")
-    return tuple(stop for stop in stops if stop)
+def _as_allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+    return None if value is None else as_ids("allowed_token_ids", value)
 
 
-def _check_stop(_: object, __: object, value: tuple[str, ...]) -> None:
-    if len(value) > MAX_STOP_STRINGS:
-        raise _refuse("stop", f"{len(value)} strings", f"at most {MAX_STOP_STRINGS} strings")
-    for stop in value:
-        if len(stop) > MAX_STOP_STRING_CHARACTERS:
-            wanted = f"strings of at most {MAX_STOP_STRING_CHARACTERS} characters"
-            raise _refuse("stop", f"{len(stop)} characters", wanted)
-
-
-def _as_ids(value: Sequence[int] | None) -> tuple[int, ...]:
-    if value is not None and not isinstance(value, Iterable):
-        raise _refuse("stop_token_ids", value, "a list of token ids")
-    ids = () if value is None else tuple(value)
-    for item in ids:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise _refuse("stop_token_ids", item, "a list of token ids")
-    return ids
-
-
-def _as_bias(value: Mapping[Any, float] | None) -> dict[int, float]:
+def _as_map(value: Mapping[str, Any] | None) -> dict[str, Any]:
+    """JSON values by name."""
     if value is None:
         return {}
-    if not isinstance(value, Mapping):
-        raise _refuse("logit_bias", value, "a map of token ids to numbers")
-    if len(value) > MAX_LOGIT_BIAS:
-        raise _refuse("logit_bias", f"{len(value)} entries", f"at most {MAX_LOGIT_BIAS} entries")
-    bias: dict[int, float] = {}
-    for key, number in value.items():
-        try:
-            token = int(key) if isinstance(key, str) else operator.index(key)
-        except (TypeError, ValueError):
-            raise _refuse("logit_bias", key, "a map whose keys are token ids") from None
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, (int, float))
-            or not -100 <= number <= 100
-        ):
-            raise _refuse("logit_bias", number, "a map whose values are from -100 to 100")
-        if token < 0:
-            raise _refuse("logit_bias", key, "a map whose keys are token ids")
-        bias[token] = float(number)
-    return bias
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise refuse("extra_args", value, "a map of names to JSON values")
+    if len(value) > MAX_EXTRA_ARGS:
+        raise refuse("extra_args", f"{len(value)} entries", f"at most {MAX_EXTRA_ARGS} entries")
+    return dict(value)
+
+
+def _check_grammar(_: object, __: object, value: Grammar | None) -> None:
+    if value is not None and not isinstance(value, Grammar):
+        raise refuse("grammar", value, "a trioserve.Grammar")
+
+
+def _truncation(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+    integer(-1, "a number of tokens of at least 1, or -1 for the model's context")(
+        _, attribute, value
+    )
+    if value == 0:
+        raise refuse(attribute.name, value, "at least 1, or -1 for the model's context")
 
 
 @attrs.frozen(kw_only=True)
@@ -154,49 +129,106 @@ class SamplingParams:
         InvalidRequest: a field is out of its range; ``param`` names it.
     """
 
-    max_tokens: int | None = attrs.field(
-        default=None,
-        validator=attrs.validators.optional(_integer(1, "an integer of at least 1")),
+    n: int = attrs.field(
+        default=1,
+        validator=integer(1, f"an integer from 1 to {MAX_SEQUENCES}", high=MAX_SEQUENCES),
     )
-    min_tokens: int = attrs.field(default=0, validator=_integer(0, "an integer of at least 0"))
+    """How many outputs to make of the one prompt, which is computed once."""
+    max_tokens: int | None = attrs.field(
+        default=None, validator=_optional(integer(0, "an integer of at least 0"))
+    )
+    """0 computes the prompt and nothing more: for its log-probabilities, or to have it cached."""
+    min_tokens: int = attrs.field(default=0, validator=integer(0, "an integer of at least 0"))
     temperature: float = attrs.field(
-        default=1.0, validator=_number(0.0, 100.0, "a number from 0 to 100")
+        default=1.0, validator=number(0.0, 100.0, "a number from 0 to 100")
     )
     top_k: int = attrs.field(
-        default=0, validator=_integer(-1, "an integer of at least 1, or 0 or -1 for off")
+        default=0, validator=integer(-1, "an integer of at least 1, or 0 or -1 for off")
     )
-    top_p: float = attrs.field(default=1.0, validator=_number(0.0, 1.0, "a number from 0 to 1"))
-    min_p: float = attrs.field(default=0.0, validator=_number(0.0, 1.0, "a number from 0 to 1"))
-    repetition_penalty: float = attrs.field(default=1.0, validator=_positive_number)
+    top_p: float = attrs.field(default=1.0, validator=number(0.0, 1.0, "a number from 0 to 1"))
+    min_p: float = attrs.field(default=0.0, validator=number(0.0, 1.0, "a number from 0 to 1"))
+    repetition_penalty: float = attrs.field(default=1.0, validator=positive_number)
     frequency_penalty: float = attrs.field(
-        default=0.0, validator=_number(-2.0, 2.0, "a number from -2 to 2")
+        default=0.0, validator=number(-2.0, 2.0, "a number from -2 to 2")
     )
     presence_penalty: float = attrs.field(
-        default=0.0, validator=_number(-2.0, 2.0, "a number from -2 to 2")
+        default=0.0, validator=number(-2.0, 2.0, "a number from -2 to 2")
     )
-    logit_bias: dict[int, float] = attrs.field(factory=dict, converter=_as_bias)
+    logit_bias: dict[int, float] = attrs.field(factory=dict, converter=as_bias)
     seed: int | None = attrs.field(
         default=None,
-        validator=attrs.validators.optional(
-            _integer(-(2**63), "an integer that fits 64 bits", high=MAX_SEED)
-        ),
+        validator=_optional(integer(-(2**63), "an integer that fits 64 bits", high=MAX_SEED)),
     )
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_as_stop, validator=_check_stop)
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_as_ids)
-    include_stop_str_in_output: bool = attrs.field(default=False, validator=_boolean)
-    ignore_eos: bool = attrs.field(default=False, validator=_boolean)
-    skip_special_tokens: bool = attrs.field(default=True, validator=_boolean)
+    stop: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=_as_stop,
+    )
+    stop_regex: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=_as_stop_regex,
+    )
+    """Regular expressions that end the output where they match its text."""
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_as_stop_token_ids)
+    include_stop_str_in_output: bool = attrs.field(default=False, validator=boolean)
+    ignore_eos: bool = attrs.field(default=False, validator=boolean)
+    skip_special_tokens: bool = attrs.field(default=True, validator=boolean)
     logprobs: int | None = attrs.field(
-        default=None,
-        validator=attrs.validators.optional(_integer(0, "an integer of at least 0")),
+        default=None, validator=_optional(integer(0, "an integer of at least 0"))
     )
     """None for no log-probabilities; n for the chosen token's and those of the n most probable."""
+    prompt_logprobs: int | None = attrs.field(
+        default=None, validator=_optional(integer(0, "an integer of at least 0"))
+    )
+    """The same for the tokens of the prompt. The first one has none: nothing comes before it."""
+    prompt_logprobs_start: int = attrs.field(
+        default=0, validator=integer(0, "an integer of at least 0")
+    )
+    """The position of the first prompt token to report on."""
+    logprob_token_ids: tuple[int, ...] = attrs.field(
+        default=(),
+        converter=_as_logprob_token_ids,
+    )
+    """Tokens whose log-probabilities are reported wherever some are asked for."""
+    allowed_token_ids: tuple[int, ...] | None = attrs.field(
+        default=None,
+        converter=_as_allowed_token_ids,
+    )
+    """The only tokens that may be drawn; None for all."""
+    bad_words: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=_as_bad_words,
+    )
+    """Words whose last token is never drawn behind the others."""
+    grammar: Grammar | None = attrs.field(default=None, validator=_check_grammar)
+    extra_args: dict[str, Any] = attrs.field(factory=dict, converter=_as_map)
+    """Parameters for the server's own logits processors, by name."""
+    truncate_prompt_tokens: int | None = attrs.field(default=None, validator=_optional(_truncation))
+    """Keep this many tokens of a longer prompt; -1 for as many as the model's context leaves."""
+    truncation_side: str = "left"
+    """Where a prompt is cut off that is too long: ``left`` or ``right``."""
 
     def __attrs_post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+            raise refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         if self.top_p == 0.0:
-            raise _refuse("top_p", self.top_p, "a number above 0 and up to 1")
+            raise refuse("top_p", self.top_p, "a number above 0 and up to 1")
+        if self.allowed_token_ids == ():
+            raise refuse("allowed_token_ids", [], "a list of at least one token id")
+        if self.grammar is not None and self.min_tokens:
+            # The grammar may allow nothing but the end before as many tokens are there.
+            raise refuse("min_tokens", self.min_tokens, "0 where the output follows a grammar")
+        if self.truncation_side not in ("left", "right"):
+            raise refuse("truncation_side", self.truncation_side, '"left" or "right"')
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise refuse(
+                "prompt_logprobs_start", self.prompt_logprobs_start, "0 without prompt_logprobs"
+            )
+        if self.logprob_token_ids and self.logprobs is None and self.prompt_logprobs is None:
+            raise refuse(
+                "logprob_token_ids",
+                list(self.logprob_token_ids),
+                "left out where no log-probabilities are asked for",
+            )
 
 
 @attrs.frozen(kw_only=True)
@@ -204,7 +236,9 @@ class SamplerParams:
     """What the worker needs of a :class:`SamplingParams`, with nothing left to be looked up.
 
     ``stop_ids`` already holds the model's end-of-sequence ids unless they are ignored. ``seed`` is
-    in 0 to 2**64 - 1. ``logprobs`` is -1 for none. ``sequence_index`` enters the random counter.
+    in 0 to 2**64 - 1. ``logprobs`` and ``prompt_logprobs`` are -1 for none; an empty
+    ``allowed_token_ids`` allows all; each of ``bad_words`` is a list of token ids.
+    ``sequence_index`` enters the random counter.
     """
 
     temperature: float = 1.0
@@ -220,6 +254,12 @@ class SamplerParams:
     seed: int = 0
     sequence_index: int = 0
     logprobs: int = -1
+    prompt_logprobs: int = -1
+    logprob_token_ids: list[int] = attrs.field(factory=list)
+    allowed_token_ids: list[int] = attrs.field(factory=list)
+    bad_words: list[list[int]] = attrs.field(factory=list)
+    grammar: Grammar | None = None
+    extra_args: dict[str, Any] = attrs.field(factory=dict)
 
     def is_stop(self, token: int, num_output: int) -> bool:
         """Whether ``token``, the ``num_output``-th of the output (from 1), ends the sequence."""

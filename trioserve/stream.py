@@ -28,13 +28,17 @@ _LOGPROB_BYTES = 48
 class TokenLogprob:
     """One token's natural log-probability, with the most probable alternatives.
 
-    ``top`` holds (token id, log-probability, text) triples, most probable first.
+    ``top`` holds (token id, log-probability, text) triples, most probable first; ``asked`` those of
+    the request's ``logprob_token_ids``, in their order. ``rank`` is 1 for the most probable token;
+    it is known of prompt tokens only, else 0.
     """
 
     token_id: int
     logprob: float
     text: str
     top: tuple[tuple[int, float, str], ...] = ()
+    asked: tuple[tuple[int, float, str], ...] = ()
+    rank: int = 0
 
 
 @attrs.frozen
@@ -54,7 +58,7 @@ class Chunk:
     def size(self) -> int:
         """Roughly the bytes that this chunk holds while it waits."""
         logprobs = self.logprobs or ()
-        entries = sum(1 + len(entry.top) for entry in logprobs)
+        entries = sum(1 + len(entry.top) + len(entry.asked) for entry in logprobs)
         return (
             _CHUNK_OVERHEAD_BYTES
             + len(self.text.encode("utf-8", "surrogatepass"))

@@ -7,7 +7,8 @@ the envelope a few microseconds (:func:`ints`, :func:`floats` and their inverses
 The conversation: the worker says :class:`Hello`; the engine checks it and answers :class:`Start`;
 the worker loads its model, saying :class:`Progress` as it goes, and then :class:`Ready` or a
 :class:`Failure`. From then on the engine sends :class:`Plan` messages and the worker answers each
-with a :class:`StepResult`, in order. :class:`Call` and :class:`Reply` are for the rare and slow.
+with a :class:`StepResult`, in order. :class:`Call` and :class:`Reply` are for the rare and slow:
+a reply may come long after its call, and steps go on meanwhile.
 :class:`Quit` ends the worker.
 """
 
@@ -23,6 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from trioserve.grammar import Grammar
 from trioserve.sampling import SamplerParams
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "OpenSlot",
     "Plan",
     "Progress",
+    "PromptPiece",
     "Quit",
     "Ready",
     "Reply",
@@ -115,6 +118,10 @@ class Start:
     max_logprobs: int
     enforce_eager: bool
     batch_invariant_attention: bool
+    tokenizer: str
+    """Where the tokenizer comes from if it isn't the model's own, else empty; for grammars."""
+    logits_processors: list[str]
+    """``module:Class`` of each, in the order in which they are applied."""
 
 
 @attrs.frozen(kw_only=True)
@@ -148,6 +155,8 @@ class OpenSlot:
 
     ``tokens`` is an int32 column: the prompt and whatever has been produced so far. The first
     ``computed`` of them already have their KV in the first pages of ``pages`` (a prefix hit).
+    ``prompt_logprobs_from`` is the position of the first prompt token whose log-probability is
+    wanted, above ``computed``; -1 if none is (any more).
     """
 
     slot: int
@@ -157,6 +166,7 @@ class OpenSlot:
     computed: int
     pages: bytes
     sampler: SamplerParams
+    prompt_logprobs_from: int = -1
 
 
 @attrs.frozen(kw_only=True)
@@ -180,6 +190,25 @@ class Plan:
 
 
 @attrs.frozen(kw_only=True)
+class PromptPiece:
+    """The raw log-probabilities of the P prompt tokens that a row got to, from ``start`` on.
+
+    ``logprobs`` is float32 [P], ``ranks`` int32 [P] (1 for the most probable token). With K of the
+    slot's ``prompt_logprobs`` (or the whole vocabulary, if it is smaller) and M of its
+    ``logprob_token_ids``: ``top_ids`` int32 and ``top_logprobs`` float32 [P, K], most probable
+    first; ``ids_logprobs`` float32 [P, M].
+    """
+
+    slot: int
+    start: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    ids_logprobs: bytes = b""
+
+
+@attrs.frozen(kw_only=True)
 class StepResult:
     """What a plan produced, in ragged columns.
 
@@ -188,7 +217,11 @@ class StepResult:
     already stopped, one, or several under speculation. ``logprobs`` is parallel to ``tokens`` (NaN
     where not asked for). The k-th token's most probable alternatives are
     ``top_ids[top_offsets[k]:top_offsets[k+1]]``, most probable first, with ``top_logprobs`` beside
-    them; ``top_offsets`` is empty when no row of the plan asked for any.
+    them; ``top_offsets`` is empty when no row of the plan asked for any. Likewise, the raw
+    log-probabilities of its slot's ``logprob_token_ids``, in their order, are
+    ``ids_logprobs[ids_offsets[k]:ids_offsets[k+1]]``. A token of -1 says that there was none to
+    draw: the logits hold NaN, or what the request allows leaves nothing. ``prompts`` has a piece
+    for each row that computed prompt tokens whose log-probabilities are wanted.
 
     Times are microseconds on the worker's clock: ``idle_us`` since the last step ended, ``step_us``
     of this step.
@@ -203,6 +236,9 @@ class StepResult:
     top_offsets: bytes = b""
     top_ids: bytes = b""
     top_logprobs: bytes = b""
+    ids_offsets: bytes = b""
+    ids_logprobs: bytes = b""
+    prompts: list[PromptPiece] = attrs.field(factory=list)
     step_us: int = 0
     idle_us: int = 0
 
@@ -301,6 +337,6 @@ def schema_hash() -> str:
     """A hash over every message's fields and types; two sides that differ must not talk."""
     description = [
         (cls.__name__, [(field.name, str(field.type)) for field in attrs.fields(cls)])
-        for cls in (*_CLASSES, OpenSlot, SamplerParams)
+        for cls in (*_CLASSES, OpenSlot, PromptPiece, SamplerParams, Grammar)
     ]
     return hashlib.sha256(repr(description).encode()).hexdigest()[:16]

@@ -1,0 +1,130 @@
+"""Validators and converters of the fields that a caller gives: each refuses by the field's name."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from trioserve.errors import InvalidRequest
+
+__all__ = [
+    "MAX_COUNT",
+    "as_bias",
+    "as_ids",
+    "as_strings",
+    "boolean",
+    "integer",
+    "number",
+    "positive_number",
+    "refuse",
+]
+
+MAX_COUNT = 2**31 - 1
+"""The largest number of tokens that a message to the worker can carry."""
+MAX_LOGIT_BIAS = 1024
+
+
+def refuse(param: str, value: object, wanted: str) -> InvalidRequest:
+    """The error that says what ``param`` must be."""
+    return InvalidRequest(f"{param} must be {wanted}, got {value!r}", param=param)
+
+
+def number(low: float, high: float, wanted: str) -> Any:
+    """A validator: a finite number from ``low`` to ``high``."""
+
+    def check(_: object, attribute: attrs.Attribute[float], value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise refuse(attribute.name, value, wanted)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise refuse(attribute.name, value, wanted)
+
+    return check
+
+
+def positive_number(_: object, attribute: attrs.Attribute[float], value: float) -> None:
+    """A validator: a finite number above 0."""
+    number(0.0, math.inf, "a number above 0")(_, attribute, value)
+    if value == 0:
+        raise refuse(attribute.name, value, "a number above 0")
+
+
+def integer(low: int, wanted: str, *, high: int = MAX_COUNT) -> Any:
+    """A validator: an integer from ``low`` to ``high``."""
+
+    def check(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise refuse(attribute.name, value, wanted)
+        if not low <= value <= high:
+            raise refuse(attribute.name, value, wanted)
+
+    return check
+
+
+def boolean(_: object, attribute: attrs.Attribute[bool], value: bool) -> None:
+    """A validator: true or false."""
+    if not isinstance(value, bool):
+        raise refuse(attribute.name, value, "true or false")
+
+
+def as_strings(name: str, value: Any, *, most: int, longest: int) -> tuple[str, ...]:
+    """What converts ``value``: one string or several, empty ones left out.
+
+    At most ``most`` of them, of at most ``longest`` characters each.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable):
+        raise refuse(name, value, "a string or a list of strings")
+    strings = (value,) if isinstance(value, str) else tuple(value)
+    for string in strings:
+        if not isinstance(string, str):
+            raise refuse(name, string, "a string or a list of strings")
+        if len(string) > longest:
+            wanted = f"strings of at most {longest} characters"
+            raise refuse(name, f"{len(string)} characters", wanted)
+    if len(strings) > most:
+        raise refuse(name, f"{len(strings)} strings", f"at most {most} strings")
+    return tuple(string for string in strings if string)
+
+
+def as_ids(name: str, value: Any, *, most: int = MAX_COUNT) -> tuple[int, ...]:
+    """What converts ``value``: a list of token ids, at most ``most`` of them."""
+    if value is not None and not isinstance(value, Iterable):
+        raise refuse(name, value, "a list of token ids")
+    ids = () if value is None else tuple(value)
+    if len(ids) > most:
+        raise refuse(name, f"{len(ids)} ids", f"at most {most} token ids")
+    for item in ids:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_COUNT:
+            raise refuse(name, item, "a list of token ids")
+    return ids
+
+
+def as_bias(value: Mapping[Any, float] | None) -> dict[int, float]:
+    """A converter: a map of token ids, which may be strings, to numbers from -100 to 100."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise refuse("logit_bias", value, "a map of token ids to numbers")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise refuse("logit_bias", f"{len(value)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+    bias: dict[int, float] = {}
+    for key, amount in value.items():
+        try:
+            token = int(key) if isinstance(key, str) else operator.index(key)
+        except (TypeError, ValueError):
+            raise refuse("logit_bias", key, "a map whose keys are token ids") from None
+        if (
+            isinstance(amount, bool)
+            or not isinstance(amount, (int, float))
+            or not -100 <= amount <= 100
+        ):
+            raise refuse("logit_bias", amount, "a map whose values are from -100 to 100")
+        if token < 0:
+            raise refuse("logit_bias", key, "a map whose keys are token ids")
+        bias[token] = float(amount)
+    return bias
