@@ -9,7 +9,7 @@ import pytest
 from http_stub import StubEngine, client_of
 
 from trioserve.errors import InvalidRequest
-from trioserve.http.openai_schemas import ChatCompletionRequest
+from trioserve.http.chat_schemas import ChatCompletionRequest
 from trioserve.http.schemas import parse_body
 
 CHAT = "/v1/chat/completions"

@@ -16,8 +16,10 @@ from trioserve.engine import Engine
 from trioserve.http.admin import AdminEndpoints
 from trioserve.http.asgi import HTTPConnection, Request, WebSocketConnection, error_response
 from trioserve.http.auth import OPEN_PATHS, check_key
+from trioserve.http.chat_completions import ChatEndpoints
+from trioserve.http.completions import CompletionEndpoints
+from trioserve.http.models import ModelEndpoints
 from trioserve.http.native import NativeEndpoints
-from trioserve.http.openai import OpenAIEndpoints
 from trioserve.http.routes import ROUTES
 from trioserve.http.service import Service
 
@@ -74,7 +76,9 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
 
 def _add_routes(app: App, service: Service) -> None:
     endpoints: list[Any] = [
-        OpenAIEndpoints(service),
+        ChatEndpoints(service),
+        CompletionEndpoints(service),
+        ModelEndpoints(service),
         NativeEndpoints(service),
         AdminEndpoints(service),
     ]

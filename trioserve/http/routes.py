@@ -5,16 +5,14 @@ from __future__ import annotations
 import attrs
 import msgspec
 
-from trioserve.http.native_schemas import GenerateRequest, GenerateResponse
-from trioserve.http.openai_schemas import (
+from trioserve.http.chat_schemas import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatCompletionResponse,
-    CompletionRequest,
-    CompletionResponse,
-    ModelCard,
-    ModelList,
 )
+from trioserve.http.completion_schemas import CompletionRequest, CompletionResponse
+from trioserve.http.native_schemas import GenerateRequest, GenerateResponse
+from trioserve.http.openai_schemas import ModelCard, ModelList
 
 __all__ = ["ROUTES", "HealthReply", "Route"]
 

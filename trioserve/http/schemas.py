@@ -16,7 +16,7 @@ import msgspec
 
 from trioserve.errors import InvalidRequest
 
-__all__ = ["Count", "Identifier", "Seconds", "TokenId", "hint", "only", "parse_body"]
+__all__ = ["Count", "Identifier", "Seconds", "TokenId", "about", "hint", "only", "parse_body"]
 
 _INT32_MAX = 2**31 - 1
 
@@ -33,13 +33,21 @@ _FIELD_PATTERN = re.compile(
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 
 
-def only(*values: Any) -> msgspec.Meta:
-    """Marks a field that is known but not served; null and ``values`` ask for nothing."""
+def about(text: str) -> msgspec.Meta:
+    """Says what a field means, for ``/openapi.json`` and the documentation."""
+    return msgspec.Meta(description=text)
+
+
+def only(*values: Any, why: str = "") -> msgspec.Meta:
+    """Marks a field that is known but not served; null and ``values`` ask for nothing.
+
+    ``why`` is a clause that says why not: it goes into the error and the documentation.
+    """
     accepted = (None, *values)
     return msgspec.Meta(
-        description="Known, but only these values are served.",
+        description="Known, but only these values are served" + (f": {why}." if why else "."),
         # The text keeps 1, 1.0 and True apart: typing has one annotation for equal metadata.
-        extra={"only": accepted, "shown": _shown(accepted)},
+        extra={"only": accepted, "shown": _shown(accepted), "why": why},
         extra_json_schema={"enum": list(accepted)},
     )
 
@@ -67,10 +75,10 @@ def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
         raise InvalidRequest(f"the body isn't valid JSON: {error}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
-    for name, accepted in _unserved_fields(request_type):
+    for name, unserved in _unserved_fields(request_type):
         value = getattr(request, name)
-        if not any(_same(value, neutral) for neutral in accepted):
-            raise _not_served(name, accepted)
+        if not any(_same(value, neutral) for neutral in unserved["only"]):
+            raise _not_served(name, unserved)
     return typing.cast(RequestType, request)
 
 
@@ -80,11 +88,11 @@ def _decoder(request_type: type[RequestType]) -> msgspec.json.Decoder[RequestTyp
 
 
 @functools.cache
-def _unserved_fields(request_type: type[msgspec.Struct]) -> list[tuple[str, tuple[Any, ...]]]:
-    """(field, values that ask for nothing) of every field marked with :func:`only`."""
+def _unserved_fields(request_type: type[msgspec.Struct]) -> list[tuple[str, dict[str, Any]]]:
+    """Every field marked with :func:`only`, and what it was marked with."""
     hints = typing.get_type_hints(request_type, include_extras=True)
     return [
-        (name, meta.extra["only"])
+        (name, meta.extra)
         for name, annotation in hints.items()
         for meta in getattr(annotation, "__metadata__", ())
         if isinstance(meta, msgspec.Meta) and meta.extra and "only" in meta.extra
@@ -97,9 +105,10 @@ def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral)
 
 
-def _not_served(name: str, accepted: tuple[Any, ...]) -> InvalidRequest:
+def _not_served(name: str, unserved: dict[str, Any]) -> InvalidRequest:
+    why = f" ({unserved['why']})" if unserved["why"] else ""
     return InvalidRequest(
-        f"{name} isn't served: leave it out or give {_shown(accepted)}",
+        f"{name} isn't served{why}: leave it out or give {unserved['shown']}",
         param=name,
         code="unsupported_parameter",
     )

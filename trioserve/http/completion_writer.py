@@ -8,13 +8,13 @@ import attrs
 from msgspec import UnsetType
 
 from trioserve.generation import Completion, GenerationStream
-from trioserve.http.generations import total_usage
-from trioserve.http.openai_schemas import (
+from trioserve.http.completion_schemas import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
-    UsageReply,
 )
+from trioserve.http.generations import total_usage
+from trioserve.http.openai_schemas import UsageReply
 from trioserve.http.openai_writer import MIN_LOGPROB, OpenAIWriter, says_nothing, usage_reply
 from trioserve.stream import Chunk, TokenLogprob
 

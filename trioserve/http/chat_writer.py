@@ -8,7 +8,7 @@ import attrs
 from msgspec import UnsetType
 
 from trioserve.generation import Completion, GenerationStream
-from trioserve.http.openai_schemas import (
+from trioserve.http.chat_schemas import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -18,8 +18,8 @@ from trioserve.http.openai_schemas import (
     ChatLogprobs,
     Delta,
     TopLogprob,
-    UsageReply,
 )
+from trioserve.http.openai_schemas import UsageReply
 from trioserve.http.openai_writer import MIN_LOGPROB, OpenAIWriter, says_nothing, usage_reply
 from trioserve.stream import Chunk, TokenLogprob
 from trioserve.tokenizer import Tokenizer
