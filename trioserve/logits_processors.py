@@ -33,16 +33,16 @@ A processor for everybody who sends ``{"target_token": 42}``::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 __all__ = ["LogitsProcessor", "ProcessorContext", "ProcessorRow"]
+
+Tensor: TypeAlias = Any
+"""``torch.Tensor``, which isn't imported here: this package does without torch."""
 
 
 @attrs.frozen(kw_only=True)
