@@ -75,16 +75,33 @@ def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
         raise InvalidRequest(f"the body isn't valid JSON: {error}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
-    for name, unserved in _unserved_fields(request_type):
-        value = getattr(request, name)
-        if not any(_same(value, neutral) for neutral in unserved["only"]):
-            raise _not_served(name, unserved)
+    _refuse_unserved(request, "")
     return typing.cast(RequestType, request)
 
 
 @functools.cache
 def _decoder(request_type: type[RequestType]) -> msgspec.json.Decoder[RequestType]:
     return msgspec.json.Decoder(request_type)
+
+
+def _refuse_unserved(value: Any, path: str) -> None:
+    """Refuse what is asked for and not served, in a request and in the classes that it holds.
+
+    Only an object that is all of a field, or an item of a field's list, is looked into.
+    """
+    for name, unserved in _unserved_fields(type(value)):
+        given = getattr(value, name)
+        if not any(_same(given, neutral) for neutral in unserved["only"]):
+            raise _not_served(path + name, unserved)
+    for name in value.__struct_fields__:
+        held = getattr(value, name)
+        if isinstance(held, msgspec.Struct):
+            _refuse_unserved(held, f"{path}{name}.")
+        elif isinstance(held, list):
+            for index, item in enumerate(held):
+                if not isinstance(item, msgspec.Struct):
+                    break
+                _refuse_unserved(item, f"{path}{name}[{index}].")
 
 
 @functools.cache
