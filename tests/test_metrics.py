@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import attrs
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -98,12 +97,12 @@ def test_a_request_that_ended_early_counts_what_it_had() -> None:
 
 def test_tokens_and_steps() -> None:
     metrics = Metrics("m")
-    times = Times(arrived=1.0)
-    metrics.observe_tokens(times, 1, 1.5)
+    request, sequence = finished_request(Times(arrived=1.0), 3, 0)
+    metrics.observe_tokens(sequence, 1, 1.5)
     assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
     assert value(metrics, "inter_token_latency_seconds_count") == 0
-    times = attrs.evolve(times, first_token=1.5, last_token=1.5)
-    metrics.observe_tokens(times, 2, 1.9)
+    request.times.first_token = sequence.last_token = 1.5
+    metrics.observe_tokens(sequence, 2, 1.9)
     assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.4)
     assert value(metrics, "inter_token_latency_seconds_count") == 2
     assert value(metrics, "time_to_first_token_seconds_count") == 1
@@ -167,7 +166,7 @@ def test_gauges_are_read_when_somebody_asks() -> None:
 
 def test_engines_do_not_share_a_registry() -> None:
     one, other = Metrics("m"), Metrics("m")
-    one.observe_tokens(Times(arrived=0.0), 5, 1.0)
+    one.observe_tokens(finished_request(Times(arrived=0.0), 3, 0)[1], 5, 1.0)
     assert value(one, "generation_tokens_total") == 5
     assert value(other, "generation_tokens_total") == 0
 

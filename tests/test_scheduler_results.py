@@ -18,7 +18,7 @@ from tests.scheduling import (
 )
 from trioserve import wire
 from trioserve.errors import EngineError, WorkerLost
-from trioserve.request import State
+from trioserve.request import Sequence, State
 from trioserve.scheduler import SchedulerCore
 from trioserve.testing import FakeWorker, StepFails, fake_logprob
 
@@ -71,8 +71,8 @@ def test_an_observer_hears_of_steps_and_tokens() -> None:
         def observe_step(self, num_tokens: int) -> None:
             heard.append(("step", num_tokens))
 
-        def observe_tokens(self, times: Any, num_tokens: int, now: float) -> None:
-            heard.append(("tokens", times.last_token, num_tokens, now))
+        def observe_tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+            heard.append(("tokens", sequence.last_token, num_tokens, now))
 
     fake = worker()
     bench = Bench(fake, SchedulerCore(make_limits(fake), Observer()))

@@ -63,6 +63,8 @@ class Engine:
     _worker_restarts: Callable[[], int]
     _stream_budget: StreamBudget
     _seeds: random.Random
+    _on_request_end: Callable[[Request], None] = lambda _: None
+    """Called once for each request, when nothing more will be delivered of it."""
     _open: set[Request] = attrs.field(factory=set)
     """The requests whose caller's scope is open."""
     _num_entering: int = 0
@@ -99,6 +101,8 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str = "",
+        traceparent: str = "",
+        tracestate: str = "",
         **sampling: Any,
     ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
         """Generate from a prompt: ``async with engine.generate(...) as stream``.
@@ -113,6 +117,8 @@ class Engine:
             priority: smaller runs sooner under the priority policy.
             timeout: seconds after which the block is cancelled and ``DeadlineExceeded`` raised.
             cache_salt: share cached prefixes only with requests of the same salt.
+            traceparent: the caller's W3C trace context; the request's span becomes its child.
+            tracestate: what goes with ``traceparent``.
 
         Raises:
             InvalidRequest: an argument that can't be served; ``param`` names it.
@@ -125,10 +131,18 @@ class Engine:
             params = sampling_params({**self.generation_defaults, **sampling})
         elif sampling:
             raise InvalidRequest("give either params or its fields, not both", param="params")
-        _check_arguments(request_id, priority, timeout, cache_salt)
+        _check_arguments(
+            priority,
+            timeout,
+            request_id=request_id or "",
+            cache_salt=cache_salt,
+            traceparent=traceparent,
+            tracestate=tracestate,
+        )
         request = self._make_request(
             as_prompt(prompt), params, request_id or f"req-{uuid.uuid4().hex}", priority, cache_salt
         )
+        request.traceparent, request.tracestate = traceparent, tracestate
         return self._generation(request, timeout)
 
     async def complete(
@@ -140,6 +154,8 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str = "",
+        traceparent: str = "",
+        tracestate: str = "",
         **sampling: Any,
     ) -> Completion:
         """The whole output at once; arguments and errors are those of :meth:`generate`."""
@@ -151,6 +167,8 @@ class Engine:
             priority=priority,
             timeout=timeout,
             cache_salt=cache_salt,
+            traceparent=traceparent,
+            tracestate=tracestate,
             **sampling,
         )
         async with generation as stream:
@@ -265,6 +283,8 @@ class Engine:
         sequence.delivered = True
         sequence.request.times.finished = trio.current_time()
         self.metrics.request_finished(sequence.request, sequence, finish)
+        if all(sibling.delivered for sibling in sequence.request.sequences):
+            self._on_request_end(sequence.request)
 
     @contextlib.asynccontextmanager
     async def _generation(
@@ -327,11 +347,9 @@ class Engine:
             self._idle.set()
 
 
-def _check_arguments(
-    request_id: str | None, priority: int, timeout: float | None, cache_salt: str
-) -> None:
+def _check_arguments(priority: int, timeout: float | None, **texts: str) -> None:
     """Refuse what would fail further in, where it would be every request's failure."""
-    for name, value in {"request_id": request_id or "", "cache_salt": cache_salt}.items():
+    for name, value in texts.items():
         if not isinstance(value, str):
             raise InvalidRequest(f"{name} must be a string, got {value!r}", param=name)
     if not isinstance(priority, int):

@@ -10,7 +10,7 @@ import trio
 
 from trioserve.errors import InvalidRequest
 from trioserve.logprobs import PromptLogprobs
-from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, TokensPrompt
+from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, Times, TokensPrompt
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, TokenLogprob
 
@@ -99,6 +99,11 @@ class GenerationStream:
     def request_id(self) -> str:
         """The id the request was given or chose."""
         return self._request.id
+
+    @property
+    def times(self) -> Times:
+        """When things have happened to it so far, in seconds on trio's clock."""
+        return self._request.times
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -23,7 +23,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from trioserve.request import Finish, Request, Sequence, Times
+from trioserve.request import Finish, Request, Sequence
 from trioserve.statistics import EngineStatistics
 
 __all__ = ["CONTENT_TYPE_LATEST", "Histogram", "Metrics"]
@@ -110,15 +110,14 @@ class Metrics:
         """A step computed ``num_tokens`` tokens, of prompts and of outputs together."""
         self.iteration_tokens.observe(num_tokens)
 
-    def observe_tokens(self, times: Times, num_tokens: int, now: float) -> None:
-        """``num_tokens`` tokens of one sequence came at ``now``; ``times`` is as it was before."""
+    def observe_tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """``sequence`` got ``num_tokens`` tokens at ``now``; its times are as they were before."""
+        times = sequence.request.times
         if times.first_token is None:
             self.time_to_first_token.observe(now - times.arrived)
-            num_latencies = num_tokens - 1
-        else:
-            num_latencies = num_tokens
-        if num_latencies and times.last_token is not None:
-            self.inter_token_latency.observe((now - times.last_token) / num_tokens, num_latencies)
+        last = sequence.last_token
+        if last is not None:
+            self.inter_token_latency.observe((now - last) / num_tokens, num_tokens)
         self.generation_tokens += num_tokens
 
     def request_finished(self, request: Request, sequence: Sequence, finish: Finish) -> None:

@@ -188,7 +188,9 @@ class Request:
     cache_salt: str = ""
     """Requests share cached prefixes only with those of the same salt."""
     traceparent: str = ""
-    """The caller's W3C trace context, for the spans of this request."""
+    """The caller's W3C trace context, for the span of this request."""
+    tracestate: str = ""
+    """What goes with ``traceparent``."""
     prompt_ids: list[int] = attrs.field(factory=list)
     sequences: list[Sequence] = attrs.field(factory=list)
     admitted: trio.Event = attrs.field(factory=trio.Event)
@@ -236,6 +238,10 @@ class Sequence:
     output_ids: list[int] = attrs.field(factory=list)
     state: State = State.CREATED
     finish: Finish | None = None
+    finished_in: State | None = None
+    """The state that it was in when it finished."""
+    last_token: float | None = None
+    """When its newest token came, in seconds on trio's clock."""
     delivered: bool = False
     compute: Any = None
     """The scheduler's own record (slot, pages) while it holds one."""
@@ -245,6 +251,8 @@ class Sequence:
     def move_to(self, state: State) -> None:
         """Change the state. A change that :data:`TRANSITIONS` doesn't list is a bug and asserts."""
         assert state in TRANSITIONS[self.state], f"{self.request.id}: {self.state} to {state}"
+        if state is State.FINISHED:
+            self.finished_in = self.state
         self.state = state
 
     @property

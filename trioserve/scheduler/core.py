@@ -297,10 +297,10 @@ class SchedulerCore:
         self.counters.num_tokens_sampled += 1
         times = request.times
         if self._observer is not None:
-            self._observer.observe_tokens(times, 1, now)
+            self._observer.observe_tokens(sequence, 1, now)
         if times.first_token is None:
             times.first_token = now
-        times.last_token = now
+        times.last_token = sequence.last_token = now
         finish: Finish | None = None
         if sequence.sampler.is_stop(token, len(output)):
             asked_for = token in params.stop_token_ids

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import attrs
 
-from trioserve.request import Times
+from trioserve.request import Sequence
 
 __all__ = ["Counters", "Observer", "SchedulerStatistics"]
 
@@ -17,8 +17,8 @@ class Observer(Protocol):
     def observe_step(self, num_tokens: int) -> None:
         """A step has computed ``num_tokens`` tokens."""
 
-    def observe_tokens(self, times: Times, num_tokens: int, now: float) -> None:
-        """A sequence got ``num_tokens`` tokens at ``now``; ``times`` is as it was before."""
+    def observe_tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """``sequence`` got ``num_tokens`` tokens at ``now``; its times are as they were before."""
 
 
 @attrs.define(kw_only=True)
