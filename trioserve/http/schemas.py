@@ -12,18 +12,59 @@ import re
 import typing
 from typing import Annotated, Any, TypeVar
 
+import attrs
 import msgspec
 
+from trioserve.checks import MAX_LOGIT_BIAS
 from trioserve.errors import InvalidRequest
+from trioserve.sampling import MAX_SEED, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
-__all__ = ["Count", "Identifier", "Seconds", "TokenId", "about", "hint", "only", "parse_body"]
+__all__ = [
+    "Count",
+    "Exclusive",
+    "Identifier",
+    "LogitBias",
+    "Penalty",
+    "Priority",
+    "Probability",
+    "Seconds",
+    "Seed",
+    "StopStrings",
+    "Temperature",
+    "TokenId",
+    "TopK",
+    "TopP",
+    "about",
+    "exclusive_fields",
+    "hint",
+    "only",
+    "parse_body",
+]
 
 _INT32_MAX = 2**31 - 1
 
+# The ranges are those of trioserve.sampling and trioserve.checks, so that the schema tells them.
 Count = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]
+Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+TopK = Annotated[int, msgspec.Meta(ge=-1, le=_INT32_MAX)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_SEED)]
+Priority = Annotated[int, msgspec.Meta(ge=-_INT32_MAX, le=_INT32_MAX)]
+LogitBias = Annotated[
+    dict[
+        Annotated[str, msgspec.Meta(pattern="^[0-9]{1,10}$")],
+        Annotated[float, msgspec.Meta(ge=-100, le=100)],
+    ],
+    msgspec.Meta(max_length=MAX_LOGIT_BIAS),
+]
+_ShortString = Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]
+StopStrings = _ShortString | Annotated[list[_ShortString], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
+"""One or several, for ``stop`` and ``stop_regex``."""
 
 _ERROR_PATTERN = re.compile(r"(?P<text>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
 _FIELD_PATTERN = re.compile(
@@ -31,6 +72,23 @@ _FIELD_PATTERN = re.compile(
 )
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
+
+
+@attrs.frozen
+class Exclusive:
+    """Fields of a class of which at most one may be given, or exactly one where it is required.
+
+    A request class lists its own in ``EXCLUSIVE``; :func:`parse_body` and ``/openapi.json`` both go
+    by it.
+    """
+
+    names: tuple[str, ...]
+    required: bool = False
+
+
+def exclusive_fields(request_type: type[msgspec.Struct]) -> tuple[Exclusive, ...]:
+    """What a request class says of fields that exclude each other."""
+    return getattr(request_type, "EXCLUSIVE", ())
 
 
 def about(text: str) -> msgspec.Meta:
@@ -84,11 +142,13 @@ def _decoder(request_type: type[RequestType]) -> msgspec.json.Decoder[RequestTyp
     return msgspec.json.Decoder(request_type)
 
 
-def _refuse_unserved(value: Any, path: str) -> None:
+def _refuse_unserved(value: msgspec.Struct, path: str) -> None:
     """Refuse what is asked for and not served, in a request and in the classes that it holds.
 
     Only an object that is all of a field, or an item of a field's list, is looked into.
     """
+    for group in exclusive_fields(type(value)):
+        _check_exclusive(value, group, path)
     for name, unserved in _unserved_fields(type(value)):
         given = getattr(value, name)
         if not any(_same(given, neutral) for neutral in unserved["only"]):
@@ -102,6 +162,16 @@ def _refuse_unserved(value: Any, path: str) -> None:
                 if not isinstance(item, msgspec.Struct):
                     break
                 _refuse_unserved(item, f"{path}{name}[{index}].")
+
+
+def _check_exclusive(value: Any, group: Exclusive, path: str) -> None:
+    given = [name for name in group.names if getattr(value, name) is not None]
+    if len(given) > 1 or (group.required and not given):
+        number = "exactly one" if group.required else "at most one"
+        raise InvalidRequest(
+            f"give {number} of {', '.join(path + name for name in group.names)}",
+            param=path + (given[-1] if given else group.names[0]),
+        )
 
 
 @functools.cache
