@@ -20,6 +20,7 @@ from trioserve.generation import GenerationStream
 from trioserve.http import create_app
 from trioserve.http.app import App
 from trioserve.http.server import serve_app
+from trioserve.logprobs import PromptLogprobs
 from trioserve.metrics import Metrics
 from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, Times, TokensPrompt
 from trioserve.sampling import SamplingParams
@@ -37,6 +38,9 @@ class StubTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return chr(token).encode()
+
+    def token_text(self, token: int) -> str:
+        return chr(token)
 
 
 def words(text: str, *, finish: str = "stop", stop_reason: int | str | None = None) -> list[Step]:
@@ -111,7 +115,9 @@ class StubEngine:
     max_model_len: int = 2048
     tokenizer: StubTokenizer = attrs.field(factory=StubTokenizer)
     metrics: Metrics = attrs.field(factory=lambda: Metrics("stub"))
+    eos_token_ids: tuple[int, ...] = (0,)
     generation_defaults: dict[str, Any] = attrs.field(factory=dict)
+    prompt_logprobs: Callable[[Call], PromptLogprobs | None] = lambda call: None
     calls: list[Call] = attrs.field(factory=list)
     healthy: bool = True
     draining: bool = False
@@ -155,6 +161,7 @@ class StubEngine:
             times=Times(arrived=trio.current_time()),
             prompt_ids=_prompt_ids(call.prompt),
             num_cached_tokens=1,
+            prompt_logprobs=self.prompt_logprobs(call),
         )
 
 

@@ -83,6 +83,11 @@ class Engine:
         return self.ready.max_model_len
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a sequence by themselves."""
+        return self._eos_token_ids
+
+    @property
     def healthy(self) -> bool:
         """Whether a worker is attached and new requests are admitted."""
         return self._scheduler.attached and not self._draining and self._closed is None
