@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -143,6 +143,49 @@ def test_token_text_and_bytes(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_text(100_000) == ""
     words = Tokenizer(text_tokenizers.words())
     assert (words.token_text(1), words.token_bytes(1)) == ("one", b"one")
+
+
+def vllm_bad_words(encode: Callable[[str], list[int]], words: Sequence[str]) -> list[list[int]]:
+    """The rule, word by word, on a backend of its own."""
+    spellings: list[list[int]] = []
+    for word in words:
+        for space in ("", " "):
+            ids = encode(space + word.lstrip())
+            if not space or (ids[0] != spellings[-1][0] and len(ids) == len(spellings[-1])):
+                spellings.append(ids)
+    return spellings
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [text_tokenizers.byte_level(), text_tokenizers.byte_fallback(), text_tokenizers.words()],
+)
+def test_bad_words_are_spelled_with_and_without_a_space(backend: tokenizers.Tokenizer) -> None:
+    words = ["the", " the", "quick", "stop", "one two", "你", "t", "<s>"]
+    expected = vllm_bad_words(
+        lambda text: backend.encode(text, add_special_tokens=False).ids, words
+    )
+    assert Tokenizer(backend).bad_word_ids(words) == expected
+
+
+def test_a_bad_word_at_a_text_s_beginning_and_within_it(tokenizer: Tokenizer) -> None:
+    texts = [tokenizer.decode(ids) for ids in tokenizer.bad_word_ids(["the", " stop"])]
+    # " stop" is two tokens where "stop" is one.
+    assert texts == ["the", " the", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["fine", "  "], "at least one token, got '  '"),
+        (["a\ud800"], "character 1 is no valid Unicode"),
+        (["x" * 1000] * 9, "at most 8192 characters together, got 9000"),
+    ],
+)
+def test_bad_words_that_are_refused(tokenizer: Tokenizer, words: list[str], reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        tokenizer.bad_word_ids(words)
+    assert caught.value.param == "bad_words"
 
 
 @pytest.mark.parametrize("backend", [text_tokenizers.byte_level(), text_tokenizers.byte_fallback()])

@@ -29,6 +29,8 @@ _MESSAGE_CHARACTERS = 20
 """What a message weighs besides its content: the role and the template's markers."""
 
 _MOST_CHARACTERS_MADE_ONE = 4
+MAX_BAD_WORD_CHARACTERS = 8192
+"""They are encoded on the spot, when a request comes in: about 4 ms."""
 
 IdsOrError = list[int] | InvalidRequest
 
@@ -108,6 +110,44 @@ class Tokenizer:
         if not ids:
             raise InvalidRequest("the prompt has no tokens", param=_param(prompt))
         return ids
+
+    def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """The token sequences that stand for ``words``, which a sampler is to keep out.
+
+        Each word comes twice, as it begins a text and as it follows a space. The second is left out
+        where it begins with the same token or has another number of tokens: there it isn't the same
+        word's spelling within a text. (The rule is vLLM's.) Leading spaces of a word don't count.
+
+        Raises:
+            InvalidRequest: a word has no tokens, can't be encoded, or all are too long together.
+        """
+        total = sum(map(len, words))
+        if total > MAX_BAD_WORD_CHARACTERS:
+            raise InvalidRequest(
+                f"bad_words must have at most {MAX_BAD_WORD_CHARACTERS} characters together, "
+                f"got {total}",
+                param="bad_words",
+            )
+        spellings: list[list[int]] = []
+        for word in words:
+            bare = word.lstrip()
+            try:
+                plain = self.encode(bare, add_special_tokens=False)
+                spaced = self.encode(f" {bare}", add_special_tokens=False)
+            except Exception as error:
+                raise InvalidRequest(
+                    f"a word in bad_words can't be encoded: {_reason(bare, error)}",
+                    param="bad_words",
+                ) from error
+            if not plain:
+                raise InvalidRequest(
+                    f"bad_words must hold words of at least one token, got {word!r}",
+                    param="bad_words",
+                )
+            spellings.append(plain)
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                spellings.append(spaced)
+        return spellings
 
     def fewest_tokens(self, prompt: Prompt) -> int:
         """A number of tokens that ``prompt`` has at least, known without encoding it.
