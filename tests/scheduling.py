@@ -74,6 +74,7 @@ def make_limits(worker: FakeWorker, **changes: Any) -> Limits:
         max_num_seqs=worker.max_num_seqs,
         max_num_batched_tokens=worker.max_num_batched_tokens,
         max_model_len=worker.max_model_len,
+        vocab_size=worker.vocab_size,
         page_size=worker.page_size,
         num_pages=worker.num_pages,
         max_plans_in_flight=1,

@@ -22,7 +22,7 @@ class PromptLogprobs:
 
     start: int
     num_top: int
-    """Most probable alternatives of each token (fewer if the vocabulary is smaller)."""
+    """Most probable alternatives of each token, no more than the vocabulary has."""
     token_ids: tuple[int, ...] = ()
     """The request's ``logprob_token_ids``."""
     _pieces: list[_Columns] = attrs.field(factory=list, init=False)
@@ -36,13 +36,28 @@ class PromptLogprobs:
         """The position of the first prompt token that hasn't come yet."""
         return self._stop
 
+    def check(self, piece: wire.PromptPiece, start: int, stop: int) -> None:
+        """Demand that ``piece`` has the tokens from ``start`` to before ``stop``, and can be added.
+
+        Raises:
+            ValueError: it hasn't, it can't, or its columns don't fit together.
+        """
+        columns = _Columns.read(piece, self.num_top, len(self.token_ids))
+        if (piece.start, piece.start + len(columns.logprobs)) != (start, stop):
+            raise ValueError(
+                f"it has prompt tokens {piece.start} to {piece.start + len(columns.logprobs)}, "
+                f"where {start} to {stop} were due"
+            )
+        if start > self._stop:
+            raise ValueError(f"prompt tokens {self._stop} to {start} are missing")
+
     def add(self, piece: wire.PromptPiece) -> None:
-        """Take a piece that begins at :attr:`stop` or, after a preemption, before it.
+        """Take a piece that begins at :attr:`stop` or, where it comes once more, before it.
 
         Raises:
             ValueError: its columns don't fit together, or it begins past :attr:`stop`.
         """
-        columns = _Columns.read(piece, len(self.token_ids))
+        columns = _Columns.read(piece, self.num_top, len(self.token_ids))
         skip = self._stop - piece.start
         if skip < 0:
             raise ValueError(f"prompt tokens {self._stop} to {piece.start} are missing")
@@ -87,18 +102,26 @@ class _Columns:
     ids_logprobs: npt.NDArray[np.float32]  # [P, M]
 
     @classmethod
-    def read(cls, piece: wire.PromptPiece, num_ids: int) -> _Columns:
-        logprobs, ranks = wire.floats(piece.logprobs), wire.ints(piece.ranks)
+    def read(cls, piece: wire.PromptPiece, num_top: int, num_ids: int) -> _Columns:
+        logprobs = wire.floats(piece.logprobs)
         count = len(logprobs)
-        if len(ranks) != count:
-            raise ValueError("a prompt piece has other ranks than log-probabilities")
-        width = len(wire.ints(piece.top_ids)) // count if count else 0
-        return cls(
+        columns = cls(
             logprobs,
-            ranks,
-            wire.ints(piece.top_ids).reshape(count, width),
-            wire.floats(piece.top_logprobs).reshape(count, width),
-            wire.floats(piece.ids_logprobs).reshape(count, num_ids),
+            wire.ints(piece.ranks),
+            wire.ints(piece.top_ids),
+            wire.floats(piece.top_logprobs),
+            wire.floats(piece.ids_logprobs),
+        )
+        lengths = tuple(map(len, attrs.astuple(columns, recurse=False)))
+        due = (count, count, count * num_top, count * num_top, count * num_ids)
+        if lengths != due:
+            raise ValueError(f"its columns have {lengths} numbers, where {due} were due")
+        return cls(
+            columns.logprobs,
+            columns.ranks,
+            columns.top_ids.reshape(count, num_top),
+            columns.top_logprobs.reshape(count, num_top),
+            columns.ids_logprobs.reshape(count, num_ids),
         )
 
     def after(self, skip: int) -> _Columns:

@@ -5,8 +5,9 @@ loops around it: :meth:`Scheduler.run` takes requests in, and for the worker tha
 loop sends plans while another receives results.
 
 Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
-(one sequence), ``memory`` with ``slots``, ``pages`` and ``prefix`` (what sequences hold), ``draft``
-and ``results`` (a plan on its way out and back), ``integrity`` (what is always true).
+(one sequence), ``siblings`` (several of one request), ``memory`` with ``slots``, ``pages`` and
+``prefix`` (what sequences hold), ``draft`` and ``results`` (a plan on its way out and back),
+``integrity`` (what is always true).
 """
 
 from __future__ import annotations
@@ -255,7 +256,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a slot."""
-        return 0 if self._core is None else len(self._core.waiting)
+        return 0 if self._core is None else self._core.num_waiting
 
     def statistics(self) -> SchedulerStatistics:
         """Counts of this moment; all 0 before the first worker."""

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 import attrs
 
 from trioserve.request import Sequence
-from trioserve.scheduler.policy import Order
+from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.policy import Order, queue_order
 from trioserve.scheduler.prefix import Namespace, Node
 
-__all__ = ["Computation", "Line"]
+__all__ = ["NO_LOGPROBS", "Computation", "Line"]
 
 NO_SLOT = -1
+NO_LOGPROBS = -1
 _get_order = operator.attrgetter("order")
 
 
@@ -30,9 +32,12 @@ class Computation:
     sequence: Sequence = attrs.field(repr=False)
     order: Order
     """Smaller is admitted earlier and preempted later. No two are equal."""
-    namespace: Namespace
+    namespace: Namespace | None
+    """Whose cached prefixes it shares; None for nobody's, and none of its own are kept."""
     limit: int
-    """Tokens, prompt and output, at which the sequence ends by length."""
+    """Tokens, prompt and output, at which the sequence ends by length; at least one of output."""
+    is_held: bool = False
+    """Whether it waits for another sequence of its request to compute the prompt."""
 
     slot: int = NO_SLOT
     generation: int = 0
@@ -48,6 +53,29 @@ class Computation:
     """Tokens whose KV exists: their plans have been acknowledged."""
     last_plan: int = 0
     """The last plan that names the slot."""
+    prompt_logprobs_from: int = NO_LOGPROBS
+    """The position of the first prompt token whose log-probability the slot's rows give."""
+
+    @classmethod
+    def of(cls, sequence: Sequence, limits: Limits, arrival: int) -> Computation:
+        """The record of a sequence whose ``max_tokens`` is known; ``arrival`` is its request's."""
+        request = sequence.request
+        namespace: Namespace | None = None
+        if limits.enable_prefix_caching:
+            namespace = (request.cache_salt,)
+        elif len(request.sequences) > 1:  # They share their prompt, and with nobody else.
+            namespace = (request.cache_salt, arrival)
+        return cls(
+            sequence=sequence,
+            order=queue_order(
+                limits.scheduling_policy,
+                priority=request.priority,
+                arrival=arrival,
+                index=sequence.index,
+            ),
+            namespace=namespace,
+            limit=len(request.prompt_ids) + max(sequence.max_tokens, 1),
+        )
 
     @property
     def remaining(self) -> int:
@@ -75,6 +103,7 @@ class Computation:
         self.pages = []
         self.cursor = None
         self.length = self.planned = self.computed = 0
+        self.prompt_logprobs_from = NO_LOGPROBS
 
 
 @attrs.define(eq=False)

@@ -13,10 +13,14 @@ that names it has been acknowledged; :mod:`~trioserve.scheduler.slots` and
 :mod:`~trioserve.scheduler.pages` see to it. A preempted sequence waits for that too before it
 rejoins the line, so that its tokens in flight still arrive. It resumes as if it were new, with its
 prompt and output as the prompt.
+
+Of the sequences of one request, one computes the prompt for all (:mod:`~.siblings`). An error of
+one is the end of all of them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 import attrs
@@ -27,11 +31,13 @@ from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceO
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import Computation, Line
 from trioserve.scheduler.draft import Draft, InFlight
+from trioserve.scheduler.endings import ending, no_token_error
 from trioserve.scheduler.integrity import check_core
-from trioserve.scheduler.limits import Limits, resolve_max_tokens
+from trioserve.scheduler.limits import Limits, prompt_logprobs_for, resolve_max_tokens
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.prefix import Match
 from trioserve.scheduler.results import Results
+from trioserve.scheduler.siblings import Siblings
 from trioserve.scheduler.statistics import Counters, Observer, SchedulerStatistics
 
 __all__ = ["SchedulerCore"]
@@ -50,6 +56,8 @@ class SchedulerCore:
         self.limits = limits
         self.memory = Memory(limits)
         self.waiting = Line()
+        self.siblings = Siblings(self.waiting)
+        """Those who wait for the pages of their request's prompt."""
         self.running = Line()
         self.preempted: list[Computation] = []
         """Those that plans in flight still name; the others are back in line."""
@@ -72,25 +80,16 @@ class SchedulerCore:
             ContextTooLong: it can never fit; the message says by how much.
         """
         max_tokens = resolve_max_tokens(self.limits, request)
+        request.prompt_logprobs = prompt_logprobs_for(self.limits, request)
         self._num_arrivals += 1
         request.times.queued = now
         for sequence in request.sequences:
             if sequence.state is State.FINISHED:
                 continue
             sequence.max_tokens = max_tokens
-            sequence.compute = Computation(
-                sequence=sequence,
-                order=policy.queue_order(
-                    self.limits.scheduling_policy,
-                    priority=request.priority,
-                    arrival=self._num_arrivals,
-                    index=sequence.index,
-                ),
-                namespace=(request.cache_salt,),
-                limit=len(request.prompt_ids) + max_tokens,
-            )
+            sequence.compute = Computation.of(sequence, self.limits, self._num_arrivals)
             sequence.move_to(State.WAITING)
-            self.waiting.add(sequence.compute)
+            self.siblings.enter(sequence.compute)
 
     def abort(self, sequence: Sequence, finish: Finish) -> SequenceOutput | None:
         """End ``sequence`` in whatever state it is; None if it has finished already.
@@ -111,6 +110,7 @@ class SchedulerCore:
         draft = Draft(self.next_number, self.limits.max_num_batched_tokens)
         self._plan_running(draft)
         self._plan_admissions(draft, now)
+        self.siblings.let_go()
         sealed = draft.seal(self.memory.slots.take_unclosed())
         if sealed is None:
             return None
@@ -208,6 +208,7 @@ class SchedulerCore:
             self.memory.publish(computation, draft.number)
             if samples:
                 computation.sequence.move_to(State.DECODE)
+                self.siblings.on_prompt_planned(computation)
         if samples:
             computation.length += 1
 
@@ -227,7 +228,7 @@ class SchedulerCore:
         for computation in [each for each in self.preempted if each.last_plan < oldest]:
             self.preempted.remove(computation)
             computation.sequence.move_to(State.WAITING)
-            self.waiting.add(computation)
+            self.siblings.enter(computation)
 
     def _leave(self, computation: Computation) -> None:
         self.running.remove(computation)
@@ -237,12 +238,22 @@ class SchedulerCore:
         if sequence.state in (State.PREFILL, State.DECODE):
             self._leave(sequence.compute)
         elif sequence.state is State.WAITING:
-            self.waiting.remove(sequence.compute)
+            line = self.siblings if sequence.compute.is_held else self.waiting
+            line.remove(sequence.compute)
         elif sequence.state is State.PREEMPTED:
             self.preempted.remove(sequence.compute)
         sequence.compute = None
         sequence.finish = finish
         sequence.move_to(State.FINISHED)
+        self.siblings.on_finished(sequence.request)
+
+    def _finish_all(self, request: Request, finish: Finish) -> list[SequenceOutput]:
+        """End every sequence of ``request`` that hasn't ended, in one go."""
+        alive = [sequence for sequence in request.sequences if sequence.state is not State.FINISHED]
+        for sequence in reversed(alive):  # Nobody is to lead the others on the way.
+            self._finish(sequence, finish)
+        logprobs = None if request.params.logprobs is None else ()
+        return [SequenceOutput(each, logprobs=logprobs, finish=finish) for each in alive]
 
     # ---- a result
 
@@ -259,8 +270,13 @@ class SchedulerCore:
         self.in_flight.popleft()
         self.memory.acknowledge(plan.number)
         self._num_failures = 0
-        self._count_step(plan, result)
+        num_tokens = sum(count for _, count, _ in plan.rows)
+        self.counters.count_step(result, num_tokens)
+        if self._observer is not None and num_tokens:
+            self._observer.observe_step(num_tokens)
 
+        for logprobs, piece in results.pieces:
+            logprobs.add(piece)
         outputs: list[SequenceOutput] = []
         offsets = results.offsets
         for index, (computation, count, samples) in enumerate(plan.rows):
@@ -269,22 +285,13 @@ class SchedulerCore:
                 continue
             computation.computed += count
             if samples:
-                outputs.append(self._accept(sequence, results, offsets[index], now))
+                outputs += self._accept(sequence, results, offsets[index], now)
         self._rejoin()
         return outputs
 
-    def _count_step(self, plan: InFlight, result: wire.StepResult) -> None:
-        num_tokens = sum(count for _, count, _ in plan.rows)
-        self.counters.num_steps += 1
-        self.counters.num_tokens_computed += num_tokens
-        self.counters.step_us += result.step_us
-        self.counters.idle_us += result.idle_us
-        if self._observer is not None and num_tokens:
-            self._observer.observe_step(num_tokens)
-
     def _accept(
         self, sequence: Sequence, results: Results, index: int, now: float
-    ) -> SequenceOutput:
+    ) -> list[SequenceOutput]:
         """Append token ``index`` of ``results`` to the output, and see whether it is the last.
 
         A stop id is part of the output's tokens; the detokenizer leaves it out of the text.
@@ -292,8 +299,12 @@ class SchedulerCore:
         token = results.tokens[index]
         request = sequence.request
         params = request.params
-        output = sequence.output_ids
-        output.append(token)
+        if sequence.max_tokens == 0:
+            return self._finish_all(request, Finish(FinishReason.LENGTH))
+        if token < 0:
+            error = no_token_error(params)
+            return self._finish_all(request, Finish(FinishReason.ERROR, error=error))
+        sequence.output_ids.append(token)
         self.counters.num_tokens_sampled += 1
         times = request.times
         if self._observer is not None:
@@ -301,18 +312,13 @@ class SchedulerCore:
         if times.first_token is None:
             times.first_token = now
         times.last_token = sequence.last_token = now
-        finish: Finish | None = None
-        if sequence.sampler.is_stop(token, len(output)):
-            asked_for = token in params.stop_token_ids
-            finish = Finish(FinishReason.STOP, stop_reason=token if asked_for else None)
-        elif len(output) == sequence.max_tokens:
-            finish = Finish(FinishReason.LENGTH)
+        finish = ending(sequence)
         if finish is not None:
             self._finish(sequence, finish)
         logprobs = None
         if params.logprobs is not None:
-            logprobs = (results.logprob(index, params.logprobs),)
-        return SequenceOutput(sequence, (token,), logprobs, finish)
+            logprobs = (results.logprob(index, params),)
+        return [SequenceOutput(sequence, (token,), logprobs, finish)]
 
     # ---- failures
 
@@ -335,10 +341,10 @@ class SchedulerCore:
         blamed = [row for row in rows if len(rows) == 1 or row.slot == failure.slot >= 0]
         outputs: list[SequenceOutput] = []
         for computation in blamed:
-            error = EngineError(f"the worker failed on this request: {failure.message}")
-            output = self.abort(computation.sequence, Finish(FinishReason.ERROR, error=error))
-            if output is not None:
-                outputs.append(output)
+            if computation.sequence.state is not State.FINISHED:
+                error = EngineError(f"the worker failed on this request: {failure.message}")
+                finish = Finish(FinishReason.ERROR, error=error)
+                outputs += self._finish_all(computation.sequence.request, finish)
         self._forget_worker()
         return outputs
 
@@ -354,6 +360,9 @@ class SchedulerCore:
             computation.leave_slot()
             computation.sequence.move_to(State.PREEMPTED)
             self.preempted.append(computation)
+        # Whoever was let go for a prompt that is gone may have to be held again.
+        for computation in self.waiting.take_all():
+            self.siblings.enter(computation)
         self._rejoin()
         self.memory = Memory(self.limits)
 
@@ -372,17 +381,24 @@ class SchedulerCore:
         longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
         error = EngineError("the new worker has less room, and this request doesn't fit any more")
         finish = Finish(FinishReason.ERROR, error=error)
-        too_long = [waiting.sequence for waiting in self.waiting if waiting.limit > longest]
-        return [output for each in too_long if (output := self.abort(each, finish)) is not None]
+        # The first of each request is in line, whoever else of it is held.
+        too_long = [each.sequence.request for each in self.waiting if each.limit > longest]
+        ends = [self._finish_all(request, finish) for request in dict.fromkeys(too_long)]
+        return list(itertools.chain.from_iterable(ends))
 
     # ---- what can be seen from outside
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot, those included that wait for their siblings' prompt."""
+        return len(self.waiting) + len(self.siblings)
 
     def statistics(self) -> SchedulerStatistics:
         """A snapshot."""
         pool = self.memory.pool
         return SchedulerStatistics(
             **attrs.asdict(self.counters),
-            num_waiting=len(self.waiting),
+            num_waiting=self.num_waiting,
             num_running=len(self.running),
             plans_in_flight=len(self.in_flight),
             pages_free=pool.num_free,

@@ -5,22 +5,44 @@ from __future__ import annotations
 import attrs
 
 from trioserve import wire
-from trioserve.scheduler.computation import Computation
+from trioserve.logprobs import PromptLogprobs
+from trioserve.request import Sequence
+from trioserve.scheduler.computation import NO_LOGPROBS, Computation
 
-__all__ = ["Draft", "InFlight", "Row"]
+__all__ = ["Draft", "DuePiece", "InFlight", "Row"]
 
 Row = tuple[Computation, int, bool]
 """Who computes, how many tokens, and whether one is sampled after them."""
 
 
 @attrs.frozen(eq=False)
+class DuePiece:
+    """The log-probabilities that a row gives: of prompt tokens ``start`` to before ``stop``."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def logprobs(self) -> PromptLogprobs:
+        """Where they go."""
+        wanted = self.sequence.request.prompt_logprobs
+        assert wanted is not None
+        return wanted
+
+
+@attrs.frozen(eq=False)
 class InFlight:
-    """What a plan that was sent asked for. ``slots`` and ``generations`` are its rows' columns."""
+    """What a plan that was sent asked for. ``slots`` and ``generations`` are its rows' columns.
+
+    ``pieces`` are by slot; most plans have none.
+    """
 
     number: int
     rows: list[Row]
     slots: bytes
     generations: bytes
+    pieces: dict[int, DuePiece]
 
 
 @attrs.define(eq=False)
@@ -34,6 +56,7 @@ class Draft:
     _page_ids: list[int] = attrs.field(init=False, factory=list)
     _singles: list[Row] = attrs.field(init=False, factory=list)
     _chunks: list[Row] = attrs.field(init=False, factory=list)
+    _pieces: dict[int, DuePiece] = attrs.field(init=False, factory=dict)
 
     def open(self, computation: Computation) -> None:
         """The worker is to open the slot that ``computation`` has got."""
@@ -47,6 +70,7 @@ class Draft:
                 computed=computation.computed,
                 pages=wire.from_ints(computation.pages),
                 sampler=sequence.sampler,
+                prompt_logprobs_from=computation.prompt_logprobs_from,
             )
         )
 
@@ -56,9 +80,20 @@ class Draft:
         self._page_ids.append(page)
 
     def add_row(self, computation: Computation, count: int, samples: bool) -> None:
-        """``computation`` computes ``count`` tokens, and then samples one if ``samples``."""
+        """``computation`` computes its next ``count`` tokens, and samples one if ``samples``."""
         (self._singles if count == 1 else self._chunks).append((computation, count, samples))
         self.budget -= count
+        if computation.prompt_logprobs_from != NO_LOGPROBS:
+            self._expect_piece(computation, count)
+
+    def _expect_piece(self, computation: Computation, count: int) -> None:
+        """The logits at a position are those of the token after it, while that is the prompt's."""
+        sequence = computation.sequence
+        first = computation.planned + 1
+        start = max(first, computation.prompt_logprobs_from)
+        stop = min(first + count, len(sequence.request.prompt_ids))
+        if start < stop:
+            self._pieces[computation.slot] = DuePiece(sequence, start, stop)
 
     def seal(self, closed: list[int]) -> tuple[wire.Plan, InFlight] | None:
         """The finished plan, rows of one token first; None where there is nothing to be done."""
@@ -76,4 +111,4 @@ class Draft:
             row_counts=wire.from_ints([count for _, count, _ in rows]),
         )
         generations = wire.from_ints([computation.generation for computation, _, _ in rows])
-        return plan, InFlight(self.number, rows, slots, generations)
+        return plan, InFlight(self.number, rows, slots, generations, self._pieces)

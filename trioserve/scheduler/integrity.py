@@ -1,7 +1,8 @@
 """The scheduler's invariants, as assertions over the whole of its state.
 
-1. A sequence is in line exactly while it waits, in the running exactly while it holds a slot, and
-   neither only while it is preempted and a plan in flight names it.
+1. A sequence is in line, or held for its siblings' prompt, exactly while it waits, in the running
+   exactly while it holds a slot, and neither only while it is preempted and a plan in flight names
+   it. Who is held has a leader that isn't, and that has a prompt to compute.
 2. Every page is free, idle, retiring or held; it is held by exactly those whose block tables name
    it, and by more than one only as a published page at the same place of each.
 3. Counts are in order, block tables are long enough for what was planned and no longer than what
@@ -17,6 +18,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from trioserve.request import State
+from trioserve.scheduler.siblings import leader_of
 
 if TYPE_CHECKING:
     from trioserve.scheduler.computation import Computation
@@ -43,6 +45,8 @@ def _check_lines(core: SchedulerCore) -> None:
         assert computation.sequence.compute is computation
         assert not computation.holds_slot
         assert not computation.pages
+        assert not computation.is_held
+    _check_held(core)
     for computation in core.running:
         assert computation.sequence.state in (State.PREFILL, State.DECODE)
         assert computation.sequence.compute is computation
@@ -54,6 +58,21 @@ def _check_lines(core: SchedulerCore) -> None:
     assert len(set(slots)) == len(slots), "two sequences share a slot"
     table = core.memory.slots
     assert len(slots) + table.num_free + table.num_retiring == table.num_slots, "a slot is lost"
+
+
+def _check_held(core: SchedulerCore) -> None:
+    in_line = set(map(id, core.waiting))
+    for computation in core.siblings:
+        assert computation.is_held
+        assert id(computation) not in in_line
+        assert computation.sequence.state is State.WAITING
+        assert computation.sequence.compute is computation
+        assert not computation.holds_slot
+        leader = leader_of(computation.sequence.request)
+        assert leader is not None, "a sequence is held for nobody"
+        assert not leader.compute.is_held, "a leader is held"
+        waits = leader.state in (State.WAITING, State.PREFILL, State.PREEMPTED)
+        assert waits or leader.max_tokens == 0, "a sequence is held for what has been computed"
 
 
 def _check_counts(core: SchedulerCore, computation: Computation) -> None:

@@ -7,9 +7,10 @@ import attrs
 from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.errors import ContextTooLong, InvalidRequest
+from trioserve.logprobs import PromptLogprobs
 from trioserve.request import Request
 
-__all__ = ["Limits", "resolve_max_tokens"]
+__all__ = ["Limits", "prompt_logprobs_for", "resolve_max_tokens"]
 
 
 @attrs.frozen(kw_only=True)
@@ -19,6 +20,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    vocab_size: int
     page_size: int
     num_pages: int
     max_plans_in_flight: int
@@ -34,6 +36,7 @@ class Limits:
             max_num_seqs=ready.max_num_seqs,
             max_num_batched_tokens=ready.max_num_batched_tokens,
             max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
             page_size=ready.page_size,
             num_pages=ready.num_pages,
             max_plans_in_flight=config.max_plans_in_flight or default_depth,
@@ -49,6 +52,8 @@ class Limits:
 
 def resolve_max_tokens(limits: Limits, request: Request) -> int:
     """How many tokens ``request`` may produce: what it asked for, or as many as fit.
+
+    A request for none needs room for one nevertheless: its last row draws a token like any other.
 
     Raises:
         InvalidRequest: the prompt is empty.
@@ -77,4 +82,29 @@ def resolve_max_tokens(limits: Limits, request: Request) -> int:
             f"the KV cache holds {pool} ({limits.num_pages} pages of {limits.page_size})",
             param="max_tokens" if asked else "prompt",
         )
-    return asked or min(limits.max_model_len, pool) - num_prompt
+    return min(limits.max_model_len, pool) - num_prompt if asked is None else asked
+
+
+def prompt_logprobs_for(limits: Limits, request: Request) -> PromptLogprobs | None:
+    """Where the log-probabilities of the prompt are to be collected, if ``request`` wants any.
+
+    A start at the prompt's very end is allowed: then there are none.
+
+    Raises:
+        InvalidRequest: they are to start past the prompt.
+    """
+    params = request.params
+    if params.prompt_logprobs is None:
+        return None
+    num_prompt = len(request.prompt_ids)
+    if params.prompt_logprobs_start > num_prompt:
+        raise InvalidRequest(
+            f"prompt_logprobs_start is {params.prompt_logprobs_start}: "
+            f"the prompt has {num_prompt} tokens",
+            param="prompt_logprobs_start",
+        )
+    return PromptLogprobs(
+        start=max(1, params.prompt_logprobs_start),
+        num_top=min(params.prompt_logprobs, limits.vocab_size),
+        token_ids=params.logprob_token_ids,
+    )

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trioserve.scheduler import policy
-from trioserve.scheduler.computation import Computation
+from trioserve.scheduler.computation import NO_LOGPROBS, Computation
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import Match, PrefixCache
+from trioserve.scheduler.siblings import first_logprob
 from trioserve.scheduler.slots import SlotTable
 
 __all__ = ["Memory"]
@@ -28,10 +29,16 @@ class Memory:
         self.slots = SlotTable(limits.max_num_seqs)
 
     def match(self, computation: Computation, plan: int) -> Match:
-        """The cached pages that ``computation`` could begin with in plan ``plan``."""
-        if not self.limits.enable_prefix_caching:
+        """The cached pages that ``computation`` could begin with in plan ``plan``.
+
+        The token before the first one of which a log-probability is still to come is computed.
+        """
+        if computation.namespace is None:
             return Match()
-        return self.prefix.match(computation.namespace, computation.known_tokens(), plan)
+        tokens = computation.known_tokens()
+        first = first_logprob(computation.sequence)
+        most = len(tokens) - 1 if first == NO_LOGPROBS else first - 1
+        return self.prefix.match(computation.namespace, tokens, plan, most)
 
     def fits(self, computation: Computation, match: Match, running: Iterable[Computation]) -> bool:
         """Whether the capacity policy lets ``computation`` enter, with pages for all that is known.
@@ -60,6 +67,7 @@ class Memory:
         computation.slot, computation.generation = self.slots.open()
         computation.length = computation.sequence.num_tokens
         computation.planned = computation.computed = len(shared) * self.limits.page_size
+        computation.prompt_logprobs_from = first_logprob(computation.sequence)
 
     def has_page_for_next(self, computation: Computation) -> bool:
         """Whether the block table reaches past the tokens that have been planned."""
@@ -74,7 +82,7 @@ class Memory:
 
     def publish(self, computation: Computation, plan: int) -> None:
         """Let plans after ``plan`` find the pages that are full once it is done."""
-        if self.limits.enable_prefix_caching:
+        if computation.namespace is not None:
             computation.cursor = self.prefix.publish(
                 computation.namespace,
                 computation.cursor,
@@ -87,7 +95,7 @@ class Memory:
     def leave(self, computation: Computation) -> None:
         """Take slot and pages back. Full pages stay in the prefix cache, the output's too."""
         pages = computation.pages
-        if self.limits.enable_prefix_caching:
+        if computation.namespace is not None:
             pages = self.prefix.leave(
                 computation.namespace,
                 computation.cursor,

@@ -73,17 +73,21 @@ class PrefixCache:
     _roots: dict[Namespace, Node] = attrs.field(init=False, factory=dict)
     _node_of: dict[int, Node] = attrs.field(init=False, factory=dict)
 
-    def match(self, namespace: Namespace, tokens: Sequence[int], plan: int) -> Match:
+    def match(
+        self, namespace: Namespace, tokens: Sequence[int], plan: int, most: int | None = None
+    ) -> Match:
         """The longest cached prefix of ``tokens`` that plan ``plan`` may use. Changes nothing.
 
-        Never all of ``tokens``: the last one has to be computed for its logits.
+        It has at most ``most`` tokens, and never all of ``tokens``, which is the default: the last
+        one has to be computed for its logits.
         """
         node = self._roots.get(namespace)
         if node is None:
             return Match()
         path: list[Node] = []
         size = self.page_size
-        for start in range(0, len(tokens) - size, size):
+        stop = len(tokens) - 1 if most is None else most
+        for start in range(0, stop - size + 1, size):
             node = node.children.get(tuple(tokens[start : start + size]))
             if node is None:
                 break

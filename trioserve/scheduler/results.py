@@ -8,7 +8,9 @@ import attrs
 
 from trioserve import wire
 from trioserve.errors import WorkerLost
+from trioserve.logprobs import PromptLogprobs
 from trioserve.request import State
+from trioserve.sampling import SamplingParams
 from trioserve.scheduler.draft import InFlight
 from trioserve.stream import TokenLogprob
 
@@ -21,6 +23,8 @@ class Results:
 
     offsets: list[int]
     tokens: list[int]
+    pieces: list[tuple[PromptLogprobs, wire.PromptPiece]]
+    """Log-probabilities of prompts, and where they go."""
     _message: wire.StepResult
 
     @classmethod
@@ -46,11 +50,16 @@ class Results:
                     f"result {message.number} has {given} tokens for slot {computation.slot}, "
                     f"where {int(samples)} was due"
                 )
-        return cls(offsets, tokens, message)
+            params = computation.sequence.request.params
+            if given and params.logprobs is not None and params.logprob_token_ids:
+                _check_asked(message, offsets[index], len(params.logprob_token_ids))
+        pieces = _check_pieces(message, plan) if plan.pieces or message.prompts else []
+        return cls(offsets, tokens, pieces, message)
 
-    def logprob(self, index: int, num_top: int) -> TokenLogprob:
-        """The log-probability of token ``index`` with the ``num_top`` most probable, no texts."""
+    def logprob(self, index: int, params: SamplingParams) -> TokenLogprob:
+        """What ``params`` asks to know of token ``index``, without texts."""
         message = self._message
+        num_top = params.logprobs
         top: tuple[tuple[int, float, str], ...] = ()
         if num_top and message.top_offsets:
             start, stop = wire.ints(message.top_offsets)[index : index + 2].tolist()
@@ -58,5 +67,52 @@ class Results:
             ids = wire.ints(message.top_ids)[start:stop].tolist()
             logprobs = wire.floats(message.top_logprobs)[start:stop].tolist()
             top = tuple((token, logprob, "") for token, logprob in zip(ids, logprobs, strict=True))
+        asked: tuple[tuple[int, float, str], ...] = ()
+        if params.logprob_token_ids:
+            start = int(wire.ints(message.ids_offsets)[index])
+            column = wire.floats(message.ids_logprobs)[
+                start : start + len(params.logprob_token_ids)
+            ]
+            named = zip(params.logprob_token_ids, column.tolist(), strict=True)
+            asked = tuple((token, logprob, "") for token, logprob in named)
         logprob = float(wire.floats(message.logprobs)[index])
-        return TokenLogprob(self.tokens[index], logprob, "", top)
+        return TokenLogprob(self.tokens[index], logprob, "", top, asked)
+
+
+def _check_asked(message: wire.StepResult, index: int, due: int) -> None:
+    """Demand that token ``index`` comes with the log-probabilities of ``due`` other tokens."""
+    start, stop = [*wire.ints(message.ids_offsets)[index : index + 2].tolist(), 0, 0][:2]
+    if start < 0 or stop - start != due or stop > len(wire.floats(message.ids_logprobs)):
+        raise WorkerLost(
+            f"token {index} of result {message.number} comes without the log-probabilities "
+            f"of the {due} tokens that were named"
+        )
+
+
+def _check_pieces(
+    message: wire.StepResult, plan: InFlight
+) -> list[tuple[PromptLogprobs, wire.PromptPiece]]:
+    """The pieces of ``message`` with where they belong: those that are due, and no others.
+
+    Of a sequence that has ended meanwhile they may be left out.
+    """
+    given = {piece.slot: piece for piece in message.prompts}
+    if len(given) != len(message.prompts) or not given.keys() <= plan.pieces.keys():
+        raise WorkerLost(f"result {message.number} has log-probabilities of prompts not asked for")
+    pieces: list[tuple[PromptLogprobs, wire.PromptPiece]] = []
+    for slot, due in plan.pieces.items():
+        piece = given.get(slot)
+        if piece is not None:
+            try:
+                due.logprobs.check(piece, due.start, due.stop)
+            except ValueError as error:
+                raise WorkerLost(
+                    f"a prompt's log-probabilities in result {message.number} are wrong: {error}"
+                ) from error
+            pieces.append((due.logprobs, piece))
+        elif due.sequence.state is not State.FINISHED:
+            raise WorkerLost(
+                f"result {message.number} lacks the log-probabilities of prompt tokens "
+                f"{due.start} to {due.stop} in slot {slot}"
+            )
+    return pieces

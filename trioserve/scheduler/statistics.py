@@ -6,6 +6,7 @@ from typing import Protocol
 
 import attrs
 
+from trioserve import wire
 from trioserve.request import Sequence
 
 __all__ = ["Counters", "Observer", "SchedulerStatistics"]
@@ -41,6 +42,13 @@ class Counters:
     """Microseconds that workers spent in steps."""
     idle_us: int = 0
     """Microseconds that workers waited between steps."""
+
+    def count_step(self, result: wire.StepResult, num_tokens: int) -> None:
+        """A plan that computed ``num_tokens`` tokens has been acknowledged by ``result``."""
+        self.num_steps += 1
+        self.num_tokens_computed += num_tokens
+        self.step_us += result.step_us
+        self.idle_us += result.idle_us
 
 
 @attrs.frozen(kw_only=True)
