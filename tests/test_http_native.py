@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
-from http_stub import StubEngine, client_of, with_logprobs, words
+from http_stub import Call, Step, StubEngine, client_of, with_logprobs, words
 
+from trioserve import wire
+from trioserve.logprobs import PromptLogprobs
 from trioserve.request import TextPrompt, TokensPrompt
-from trioserve.stream import Chunk
+from trioserve.stream import Chunk, TokenLogprob
 
 
 async def post(stub: StubEngine, **body: Any) -> Any:
@@ -58,10 +61,13 @@ async def test_sampling_params_by_their_names_there() -> None:
             "sampling_seed": 9,
             "no_stop_trim": True,
             "stop": ["x"],
+            "stop_regex": "y+",
             "stop_token_ids": [3],
             "temperature": 0,
             "top_k": -1,
             "n": 1,
+            "spaces_between_special_tokens": False,
+            "custom_params": {"weight": 2},
         },
         priority=4,
         extra_key="salt",
@@ -71,7 +77,9 @@ async def test_sampling_params_by_their_names_there() -> None:
     params = call.params
     assert (params.max_tokens, params.min_tokens, params.seed) == (7, 2, 9)
     assert params.include_stop_str_in_output
-    assert (params.stop, params.stop_token_ids) == (("x",), (3,))
+    assert (params.stop, params.stop_regex) == (("x",), ("y+",))
+    assert params.stop_token_ids == (3,)
+    assert params.extra_args == {"weight": 2}
     assert (params.temperature, params.top_k) == (0, -1)
     assert call.options["priority"] == -4
     assert call.options["cache_salt"] == "salt"
@@ -84,6 +92,7 @@ async def test_sampling_params_by_their_names_there() -> None:
         ("stop", "x", {"type": "stop", "matched": "x"}),
         ("stop", 7, {"type": "stop", "matched": 7}),
         ("length", None, {"type": "length", "length": 1}),
+        ("abort", None, {"type": "abort"}),
     ],
 )
 async def test_finish_reasons(finish: str, stop_reason: Any, expected: Any) -> None:
@@ -92,6 +101,14 @@ async def test_finish_reasons(finish: str, stop_reason: Any, expected: Any) -> N
     assert reply["meta_info"]["finish_reason"] == expected
     (event,) = await events(stub, text="x")
     assert event["meta_info"]["finish_reason"] == expected
+
+
+async def test_the_end_of_sequence_that_the_model_chose_is_what_matched() -> None:
+    stub = StubEngine(
+        script=lambda _: [Chunk("a", (97, 5), finish_reason="stop")], eos_token_ids=(4, 5)
+    )
+    reply = await post(stub, text="x")
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": 5}
 
 
 async def test_a_stream_repeats_what_was_before() -> None:
@@ -148,3 +165,224 @@ async def test_logprobs(with_text: bool) -> None:
     parts = await events(stub, **fields)
     assert [len(part["meta_info"]["output_token_logprobs"]) for part in parts] == [1, 2]
     assert parts[-1]["meta_info"]["output_token_logprobs"] == meta["output_token_logprobs"]
+
+
+def two_outputs(call: Call) -> list[Step]:
+    """Two outputs of one prompt, mixed as they come."""
+    prompt = call.prompt
+    assert isinstance(prompt, TextPrompt)
+    return [
+        Chunk(prompt.text, (1,), index=0),
+        Chunk(prompt.text.upper(), (2,), index=1),
+        Chunk("!", (3,), index=1, finish_reason="length"),
+        Chunk("?", (4,), index=0, finish_reason="length"),
+    ]
+
+
+async def test_several_outputs_of_each_prompt() -> None:
+    stub = StubEngine(script=two_outputs)
+    fields = {"text": ["a", "b"], "sampling_params": {"n": 2}, "rid": "r"}
+    replies = await post(stub, **fields)
+    assert [call.params.n for call in stub.calls] == [2, 2]
+    assert [reply["text"] for reply in replies] == ["a?", "A!", "b?", "B!"]
+    assert [reply["index"] for reply in replies] == [0, 1, 2, 3]
+    assert [reply["output_ids"] for reply in replies] == [[1, 4], [2, 3]] * 2
+    ids = [reply["meta_info"]["id"] for reply in replies]
+    assert ids == ["r-0-0", "r-0-1", "r-1-0", "r-1-1"]
+    assert {reply["meta_info"]["completion_tokens"] for reply in replies} == {2}
+    last = {part["index"]: part for part in await events(stub, **fields)}
+    for part, reply in zip((last[index] for index in range(4)), replies, strict=True):
+        for each in (part, reply):
+            del each["meta_info"]["e2e_latency"]
+        assert part == reply
+
+
+async def test_several_outputs_of_a_single_prompt_are_a_list() -> None:
+    replies = await post(StubEngine(script=two_outputs), text="a", sampling_params={"n": 2})
+    assert [reply["index"] for reply in replies] == [0, 1]
+
+
+def column(*values: float) -> bytes:
+    return np.array(values, np.float32).tobytes()
+
+
+def ids_column(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def prompt_logprobs(call: Call) -> PromptLogprobs | None:
+    """For a prompt of 4 tokens: that of the token at position p is -p, the best one is token 65."""
+    params = call.params
+    if params.prompt_logprobs is None:
+        return None
+    start = max(params.prompt_logprobs_start, 1)
+    positions = range(start, 4)
+    found = PromptLogprobs(
+        start=start, num_top=params.prompt_logprobs, token_ids=params.logprob_token_ids
+    )
+    top = params.prompt_logprobs
+    piece = wire.PromptPiece(
+        slot=0,
+        start=start,
+        logprobs=column(*(-p for p in positions)),
+        ranks=ids_column(*(2 for _ in positions)),
+        top_ids=ids_column(*(65 for _ in range(top) for _ in positions)),
+        top_logprobs=column(*(-p / 2 for p in positions for _ in range(top))),
+        ids_logprobs=column(*(-p - 7 for p in positions for _ in params.logprob_token_ids)),
+    )
+    found.add(piece)
+    return found
+
+
+def asked(call: Call) -> list[Step]:
+    ids = call.params.logprob_token_ids
+    entry = TokenLogprob(97, -0.5, "a", (), tuple((token, -3.0, chr(token)) for token in ids))
+    return [Chunk("a", (97,), logprobs=(entry,), finish_reason="stop")]
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (0, [[None, 98], [-1, 99], [-2, 100], [-3, 101]]),
+        (1, [[None, 99], [-2, 100], [-3, 101]]),
+        (3, [[None, 101]]),
+        (-1, []),
+        (None, []),
+    ],
+)
+async def test_logprobs_of_the_prompt(start: int | None, expected: list[Any]) -> None:
+    stub = StubEngine(script=asked, prompt_logprobs=prompt_logprobs)
+    fields = {
+        "text": "bcde",
+        "return_logprob": True,
+        "logprob_start_len": start,
+        "top_logprobs_num": 1,
+        "token_ids_logprob": [66, 67],
+        "return_text_in_logprobs": True,
+        "return_prompt_token_ids": True,
+        "rid": "r",
+    }
+    reply = await post(stub, **fields)
+    meta = reply["meta_info"]
+    assert reply["prompt_token_ids"] == [98, 99, 100, 101]
+    assert [entry[:2] for entry in meta["input_token_logprobs"]] == expected
+    assert all(chr(token) == text for _, token, text in meta["input_token_logprobs"])
+    rest = expected[1:]
+    first = [None] if expected else []
+    assert meta["input_top_logprobs"] == first + [[[value / 2, 65, "A"]] for value, _ in rest]
+    assert meta["input_token_ids_logprobs"] == first + [
+        [[value - 7, 66, "B"], [value - 7, 67, "C"]] for value, _ in rest
+    ]
+    assert meta["output_token_ids_logprobs"] == [[[-3, 66, "B"], [-3, 67, "C"]]]
+    (event,) = await events(stub, **fields)
+    del event["meta_info"]["e2e_latency"], meta["e2e_latency"]
+    assert event == reply
+
+
+async def test_what_goes_with_each_prompt_of_a_batch() -> None:
+    stub = StubEngine(script=asked)
+    replies = await post(
+        stub,
+        input_ids=[[1, 2], [3, 4, 5]],
+        return_logprob=[True, False],
+        logprob_start_len=[1, -1],
+        top_logprobs_num=[3, 0],
+        token_ids_logprob=[[7, 8], []],
+        extra_key=["one", "two"],
+    )
+    first, second = stub.calls
+    assert first.prompt == TokensPrompt((1, 2))
+    assert (first.params.logprobs, second.params.logprobs) == (3, None)
+    assert (first.params.prompt_logprobs, first.params.prompt_logprobs_start) == (3, 1)
+    assert first.params.logprob_token_ids == (7, 8)
+    assert [call.options["cache_salt"] for call in stub.calls] == ["one", "two"]
+    assert "output_token_logprobs" in replies[0]["meta_info"]
+    assert "output_token_logprobs" not in replies[1]["meta_info"]
+
+
+STRUCTURE = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind", "rule"),
+    [
+        ("regex", "a+", "regex", "a+"),
+        ("ebnf", 'root ::= "a"', "grammar", 'root ::= "a"'),
+        ("json_schema", '{"type": "object"}', "json_schema", {"type": "object"}),
+        ("json_schema", {"type": "integer"}, "json_schema", {"type": "integer"}),
+        ("json_schema", "$$ANY$$", "json_schema", {"type": "object"}),
+        ("structural_tag", STRUCTURE, "structural_tag", STRUCTURE),
+        ("structural_tag", json.dumps(STRUCTURE), "structural_tag", STRUCTURE),
+    ],
+)
+async def test_what_the_output_has_to_follow(field: str, value: Any, kind: str, rule: Any) -> None:
+    stub = StubEngine()
+    await post(stub, text="x", sampling_params={field: value})
+    grammar = stub.calls[0].params.grammar
+    assert grammar is not None
+    assert grammar.kind == kind
+    assert (json.loads(grammar.text) if isinstance(rule, dict) else grammar.text) == rule
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"text": "x", "input_ids": [1]}, "input_ids", "exactly one of text, input_ids"),
+        ({}, "text", "exactly one of text, input_ids"),
+        ({"text": []}, "text", "length >= 1"),
+        ({"input_ids": [1, [2]]}, "input_ids", "a list of token ids, or a list of such lists"),
+        (
+            {"text": "x", "sampling_params": {"temperature": -1}},
+            "sampling_params.temperature",
+            ">= 0",
+        ),
+        (
+            {"text": "x", "sampling_params": [{"min_new_tokens": 5, "max_new_tokens": 2}]},
+            "sampling_params[0].min_new_tokens",
+            "at most max_new_tokens (2)",
+        ),
+        (
+            {"text": "x", "sampling_params": {"regex": "a", "ebnf": "b"}},
+            "sampling_params.ebnf",
+            "at most one of",
+        ),
+        (
+            {"text": "x", "sampling_params": {"json_schema": "no JSON"}},
+            "sampling_params.json_schema",
+            "sampling_params.json_schema",
+        ),
+        (
+            {"text": "x", "sampling_params": {"structural_tag": {"triggers": ["a"]}}},
+            "sampling_params.structural_tag.structures",
+            "sampling_params.structural_tag",
+        ),
+        (
+            {"text": ["x", "y"], "sampling_params": [{"n": 2}, {}]},
+            "sampling_params.n",
+            "the same for all prompts, got [1, 2]",
+        ),
+        ({"text": ["x", "y"], "rid": ["r"]}, "rid", "a list of 1 for 2 prompts"),
+        ({"text": "x", "extra_key": ["a", "b"]}, "extra_key", "a list of 2 for 1 prompts"),
+        (
+            {"text": ["x", "y"], "return_logprob": True, "token_ids_logprob": [[1]]},
+            "token_ids_logprob",
+            "a list of 1 for 2 prompts",
+        ),
+        ({"text": "x", "top_logprobs_num": 1}, "top_logprobs_num", "needs return_logprob"),
+        ({"text": "x", "logprob_start_len": 0}, "logprob_start_len", "needs return_logprob"),
+        ({"text": "x", "token_ids_logprob": [1]}, "token_ids_logprob", "needs return_logprob"),
+        (
+            {"text": "x", "custom_logit_processor": "code"},
+            "custom_logit_processor",
+            "nothing of a client's is executed",
+        ),
+    ],
+)
+async def test_refusals(fields: dict[str, Any], param: str, message: str) -> None:
+    stub = StubEngine()
+    response = await client_of(stub).post("/generate", json=fields)
+    assert response.status_code == 400
+    error = json.loads(await response.get_data(True))["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+    assert not stub.calls

@@ -5,64 +5,232 @@ Fields marked with :func:`~trioserve.http.schemas.only` are known and refused.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.http.schemas import Count, Identifier, Seconds, TokenId, hint, only
+from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
+from trioserve.http.schemas import (
+    Count,
+    Exclusive,
+    Identifier,
+    LogitBias,
+    Penalty,
+    Priority,
+    Probability,
+    Seconds,
+    Seed,
+    StopStrings,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+    about,
+    hint,
+    only,
+)
+from trioserve.sampling import MAX_EXTRA_ARGS, MAX_LOGPROB_TOKEN_IDS, MAX_SEQUENCES
 
 __all__ = ["DEFAULT_NEW_TOKENS", "GenerateRequest", "GenerateResponse", "NativeSampling"]
 
 DEFAULT_NEW_TOKENS = 128
 """What a request gets that says nothing of it, as in SGLang."""
 
+_GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+def _text_only() -> msgspec.Meta:
+    return only([], why="the models that are served read text only")
+
+
+def _one_worker() -> msgspec.Meta:
+    return only(why="prompts aren't computed by one worker and continued by another")
+
 
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """SGLang's ``sampling_params``."""
 
-    max_new_tokens: Count | None = DEFAULT_NEW_TOKENS
-    min_new_tokens: Count | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    sampling_seed: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
+    EXCLUSIVE: ClassVar = (Exclusive(("regex", "ebnf", "json_schema", "structural_tag")),)
 
-    n: Annotated[Any, only(1)] = None
-    spaces_between_special_tokens: Annotated[Any, only(True)] = None
-    stop_regex: Annotated[Any, only([])] = None
-    json_schema: Annotated[Any, only()] = None
-    regex: Annotated[Any, only()] = None
-    ebnf: Annotated[Any, only()] = None
-    structural_tag: Annotated[Any, only()] = None
-    custom_params: Annotated[Any, only({})] = None
-    stream_interval: Annotated[Any, only(1)] = None
+    max_new_tokens: Annotated[
+        Count | None,
+        about("Most tokens to produce; 128 if it isn't given. 0 only computes the prompt."),
+    ] = DEFAULT_NEW_TOKENS
+    min_new_tokens: Annotated[
+        Count | None, about("Tokens before which no stop id and no stop string ends the output.")
+    ] = None
+    n: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None,
+        about(
+            "Outputs to make of each prompt, which is computed once. Above 1 the answer is a list, "
+            "the outputs of one prompt next to each other. It is the same for a whole batch."
+        ),
+    ] = None
+    stop: Annotated[
+        StopStrings | None, about("Strings that end the output where they first occur in its text.")
+    ] = None
+    stop_token_ids: Annotated[
+        list[TokenId] | None, about("Tokens that end the output, beside the model's own.")
+    ] = None
+    stop_regex: Annotated[
+        StopStrings | None,
+        about("Regular expressions that end the output where one matches its text."),
+    ] = None
+    no_stop_trim: Annotated[
+        bool | None, about("Leave what ended the output, the stop string or token, in its text.")
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, about("Don't end the output at the model's own end of sequence.")
+    ] = None
+    temperature: Annotated[
+        Temperature | None, about("Divides the logits; 0 takes the most probable token.")
+    ] = None
+    top_p: Annotated[
+        TopP | None, about("Draw from the fewest tokens whose probability together reaches it.")
+    ] = None
+    top_k: Annotated[TopK | None, about("Draw from as many best tokens; -1 or 0 for all.")] = None
+    min_p: Annotated[
+        Probability | None,
+        about("Draw from tokens at least this many times as probable as the best one."),
+    ] = None
+    frequency_penalty: Annotated[
+        Penalty | None, about("Taken off a token's logit for each time it is in the output.")
+    ] = None
+    presence_penalty: Annotated[
+        Penalty | None, about("Taken off a token's logit if it is in the output.")
+    ] = None
+    repetition_penalty: Annotated[
+        Annotated[float, msgspec.Meta(gt=0)] | None,
+        about("Above 1, makes tokens of prompt and output less probable; below 1, more."),
+    ] = None
+    logit_bias: Annotated[
+        LogitBias | None, about("Added to logits: numbers by token id, which is a string.")
+    ] = None
+    sampling_seed: Annotated[
+        Seed | None, about("With the same seed, the same request draws the same numbers.")
+    ] = None
+    regex: Annotated[
+        _GrammarText | None, about("A regular expression that the whole output matches.")
+    ] = None
+    ebnf: Annotated[
+        _GrammarText | None, about("A grammar that the output follows: GBNF, or Lark's notation.")
+    ] = None
+    json_schema: Annotated[
+        _GrammarText | dict[str, Any] | None,
+        about(
+            "A JSON schema that the output follows, as an object or as its text; `$$ANY$$` for any "
+            "object."
+        ),
+    ] = None
+    structural_tag: Annotated[
+        _GrammarText | dict[str, Any] | None,
+        about(
+            "Free text with structures in it: an object, or its text, with `structures` (each has "
+            "`begin`, `schema` and `end`) and `triggers`."
+        ),
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, about("Leave special tokens out of the text; true if it isn't given.")
+    ] = None
+    spaces_between_special_tokens: Annotated[
+        bool | None,
+        about("Accepted; special tokens are put into a text as they are, never with spaces added."),
+    ] = None
+    custom_params: Annotated[
+        Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)] | None,
+        about("Parameters for the server's own logits processors (`--logits-processors`)."),
+    ] = None
+
+    stream_interval: Annotated[Any, only(1, why="every step's tokens are sent as they come")] = None
+
+
+_PromptIds = Annotated[
+    list[TokenId | Annotated[list[TokenId], msgspec.Meta(min_length=1)]],
+    msgspec.Meta(
+        min_length=1,
+        extra_json_schema={"anyOf": [{"items": {"type": "integer"}}, {"items": {"type": "array"}}]},
+    ),
+]
+"""Ids, or lists of ids."""
+_AskedIds = Annotated[
+    list[TokenId | Annotated[list[TokenId], msgspec.Meta(max_length=MAX_LOGPROB_TOKEN_IDS)]],
+    msgspec.Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"items": {"type": "integer"}, "maxItems": MAX_LOGPROB_TOKEN_IDS},
+                {"items": {"type": "array"}},
+            ]
+        }
+    ),
+]
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /generate``: one prompt, or a list of them with what goes with each."""
 
-    text: str | list[str] | None = None
-    input_ids: list[TokenId | list[TokenId]] | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
-    stream: bool | None = None
-    rid: Identifier | list[Identifier] | None = None
-    return_logprob: bool | list[bool] | None = None
-    top_logprobs_num: Count | list[Count] | None = None
-    return_text_in_logprobs: bool | None = None
-    priority: int | None = None
-    extra_key: str | None = None
-    timeout: Seconds | None = None
+    EXCLUSIVE: ClassVar = (Exclusive(("text", "input_ids"), required=True),)
+
+    text: Annotated[
+        str | Annotated[list[str], msgspec.Meta(min_length=1)] | None,
+        about("The prompt, or a list of prompts; it or `input_ids` has to be given."),
+    ] = None
+    input_ids: Annotated[
+        _PromptIds | None, about("The prompt as token ids, or a list of prompts.")
+    ] = None
+    sampling_params: Annotated[
+        NativeSampling | list[NativeSampling] | None,
+        about("How to sample and when to end: an object, or a list with one for each prompt."),
+    ] = None
+    stream: Annotated[
+        bool | None,
+        about("Answer with events, each with the whole output of one prompt so far."),
+    ] = None
+    rid: Annotated[
+        Identifier | list[Identifier] | None,
+        about("A name for the request, or a list with one for each prompt."),
+    ] = None
+    return_logprob: Annotated[
+        bool | list[bool] | None,
+        about("Report log-probabilities; one answer, or a list with one for each prompt."),
+    ] = None
+    logprob_start_len: Annotated[
+        Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+        | list[Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]]
+        | None,
+        about(
+            "The prompt's position from which log-probabilities are reported, too; the token there "
+            "comes without one. -1, as if it isn't given: those of the output only."
+        ),
+    ] = None
+    top_logprobs_num: Annotated[
+        Count | list[Count] | None,
+        about("Most probable tokens to report at each position (`--max-logprobs` bounds it)."),
+    ] = None
+    token_ids_logprob: Annotated[
+        _AskedIds | None,
+        about("Tokens to report at each position: a list, or a list with one for each prompt."),
+    ] = None
+    return_text_in_logprobs: Annotated[
+        bool | None, about("Put each token's text beside its log-probability.")
+    ] = None
+    return_prompt_token_ids: Annotated[
+        bool | None, about("Put the prompt's token ids into the answer.")
+    ] = None
+    priority: Annotated[
+        Priority | None,
+        about("Larger runs sooner under `--scheduling-policy priority`, as in SGLang."),
+    ] = None
+    extra_key: Annotated[
+        str | list[str] | None,
+        about(
+            "Share cached prefixes only with requests of the same key; a list has one for each "
+            "prompt."
+        ),
+    ] = None
+    timeout: Annotated[
+        Seconds | None, about("Seconds after which the request is ended with a 504.")
+    ] = None
 
     log_metrics: Annotated[Any, hint()] = None
     no_logs: Annotated[Any, hint()] = None
@@ -70,29 +238,63 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     routing_key: Annotated[Any, hint()] = None
     conversation_id: Annotated[Any, hint()] = None
     custom_labels: Annotated[Any, hint()] = None
+    external_trace_header: Annotated[Any, hint()] = None
+    received_time: Annotated[Any, hint()] = None
 
-    logprob_start_len: Annotated[Any, only(-1)] = None
-    token_ids_logprob: Annotated[Any, only([])] = None
-    input_embeds: Annotated[Any, only()] = None
-    image_data: Annotated[Any, only([])] = None
-    video_data: Annotated[Any, only([])] = None
-    audio_data: Annotated[Any, only([])] = None
-    modalities: Annotated[Any, only(["text"], [])] = None
-    session_params: Annotated[Any, only({})] = None
-    lora_path: Annotated[Any, only()] = None
-    custom_logit_processor: Annotated[Any, only()] = None
-    return_hidden_states: Annotated[Any, only(False)] = None
-    return_routed_experts: Annotated[Any, only(False)] = None
-    return_sampling_mask: Annotated[Any, only(False)] = None
-    return_prompt_token_ids: Annotated[Any, only(False)] = None
-    return_bytes: Annotated[Any, only(False)] = None
-    return_entropy: Annotated[Any, only(False)] = None
-    require_reasoning: Annotated[Any, only(False)] = None
-    background: Annotated[Any, only(False)] = None
-    bootstrap_host: Annotated[Any, only()] = None
-    bootstrap_port: Annotated[Any, only()] = None
-    bootstrap_room: Annotated[Any, only()] = None
-    routed_dp_rank: Annotated[Any, only()] = None
+    input_embeds: Annotated[Any, only(why="a prompt is text or token ids")] = None
+    positional_embed_overrides: Annotated[Any, only(why="a prompt is text or token ids")] = None
+    image_data: Annotated[Any, _text_only()] = None
+    video_data: Annotated[Any, _text_only()] = None
+    audio_data: Annotated[Any, _text_only()] = None
+    mm_hashes: Annotated[Any, _text_only()] = None
+    use_audio_in_video: Annotated[
+        Any, only(False, why="the models that are served read text only")
+    ] = None
+    modalities: Annotated[
+        Any, only(["text"], [], why="the models that are served read text only")
+    ] = None
+    max_dynamic_patch: Annotated[Any, _text_only()] = None
+    min_dynamic_patch: Annotated[Any, _text_only()] = None
+    image_max_dynamic_patch: Annotated[Any, _text_only()] = None
+    video_max_dynamic_patch: Annotated[Any, _text_only()] = None
+    images_config: Annotated[Any, _text_only()] = None
+    encoder_urls: Annotated[Any, _text_only()] = None
+    session_params: Annotated[
+        Any, only({}, why="the prefix cache finds earlier turns by itself")
+    ] = None
+    lora_path: Annotated[Any, only(why="adapters aren't served")] = None
+    lora_id: Annotated[Any, only(why="adapters aren't served")] = None
+    custom_logit_processor: Annotated[
+        Any,
+        only(why="it is code, and nothing of a client's is executed; see --logits-processors"),
+    ] = None
+    return_hidden_states: Annotated[Any, only(False, why="hidden states stay in the worker")] = None
+    return_routed_experts: Annotated[Any, only(False, why="no model with experts is served")] = None
+    routed_experts_start_len: Annotated[Any, only(0, why="no model with experts is served")] = None
+    return_indexer_topk: Annotated[
+        Any, only(False, why="no model with sparse attention is served")
+    ] = None
+    return_sampling_mask: Annotated[
+        Any, only(False, why="which tokens were left to draw from isn't kept")
+    ] = None
+    return_bytes: Annotated[Any, only(False, why="an answer is JSON")] = None
+    return_entropy: Annotated[
+        Any, only(False, why="the entropy of a distribution isn't computed")
+    ] = None
+    multi_item_delimiter_indices: Annotated[
+        Any, only([], why="several items aren't scored in one prompt")
+    ] = None
+    require_reasoning: Annotated[
+        Any, only(False, why="reasoning is told apart by /v1/chat/completions only")
+    ] = None
+    background: Annotated[Any, only(False, why="a request ends when its client leaves")] = None
+    bootstrap_host: Annotated[Any, _one_worker()] = None
+    bootstrap_port: Annotated[Any, _one_worker()] = None
+    bootstrap_room: Annotated[Any, _one_worker()] = None
+    bootstrap_pair_key: Annotated[Any, _one_worker()] = None
+    decode_tp_size: Annotated[Any, _one_worker()] = None
+    routed_dp_rank: Annotated[Any, only(why="there is one worker")] = None
+    disagg_prefill_dp_rank: Annotated[Any, _one_worker()] = None
 
 
 class NativeFinish(msgspec.Struct):
@@ -103,12 +305,18 @@ class NativeFinish(msgspec.Struct):
     length: int | UnsetType = UNSET
 
 
-NativeLogprob = tuple[float, int, str | None]
-"""Log-probability, token id and, if asked for, text."""
+NativeLogprob = tuple[float | None, int, str | None]
+"""Log-probability, token id and, if asked for, text. The first token of a list has none."""
+NativeLogprobs = list[NativeLogprob] | None
+"""Several tokens at one position; none where nothing comes before it."""
 
 
 class MetaInfo(msgspec.Struct, kw_only=True):
-    """What goes with a text. The latency is in seconds since the request arrived."""
+    """What goes with a text. The latency is in seconds since the request arrived.
+
+    The lists named ``top`` hold the most probable tokens at each position, those named
+    ``token_ids`` the tokens that were asked for.
+    """
 
     id: str
     finish_reason: NativeFinish | None
@@ -118,14 +326,21 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     e2e_latency: float
     input_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
     output_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
-    input_top_logprobs: list[list[NativeLogprob]] | UnsetType = UNSET
-    output_top_logprobs: list[list[NativeLogprob]] | UnsetType = UNSET
+    input_top_logprobs: list[NativeLogprobs] | UnsetType = UNSET
+    output_top_logprobs: list[NativeLogprobs] | UnsetType = UNSET
+    input_token_ids_logprobs: list[NativeLogprobs] | UnsetType = UNSET
+    output_token_ids_logprobs: list[NativeLogprobs] | UnsetType = UNSET
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """The output so far; an event of a stream holds all of it again. ``index`` is a batch's."""
+    """The output so far; an event of a stream holds all of it again.
+
+    ``index`` numbers the outputs of a list: that of the prompt times ``n``, plus the output's own.
+    ``prompt_token_ids`` comes with the whole output only.
+    """
 
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
     index: int | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

@@ -63,7 +63,9 @@ LogitBias = Annotated[
     msgspec.Meta(max_length=MAX_LOGIT_BIAS),
 ]
 _ShortString = Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]
-StopStrings = _ShortString | Annotated[list[_ShortString], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
+StopStrings = (
+    _ShortString | Annotated[list[_ShortString], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
+)
 """One or several, for ``stop`` and ``stop_regex``."""
 
 _ERROR_PATTERN = re.compile(r"(?P<text>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
@@ -133,7 +135,7 @@ def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
         raise InvalidRequest(f"the body isn't valid JSON: {error}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
-    _refuse_unserved(request, "")
+    _check_values(request, "")
     return typing.cast(RequestType, request)
 
 
@@ -142,8 +144,8 @@ def _decoder(request_type: type[RequestType]) -> msgspec.json.Decoder[RequestTyp
     return msgspec.json.Decoder(request_type)
 
 
-def _refuse_unserved(value: msgspec.Struct, path: str) -> None:
-    """Refuse what is asked for and not served, in a request and in the classes that it holds.
+def _check_values(value: msgspec.Struct, path: str) -> None:
+    """Refuse what excludes each other or isn't served, in a request and the classes that it holds.
 
     Only an object that is all of a field, or an item of a field's list, is looked into.
     """
@@ -156,12 +158,12 @@ def _refuse_unserved(value: msgspec.Struct, path: str) -> None:
     for name in value.__struct_fields__:
         held = getattr(value, name)
         if isinstance(held, msgspec.Struct):
-            _refuse_unserved(held, f"{path}{name}.")
+            _check_values(held, f"{path}{name}.")
         elif isinstance(held, list):
             for index, item in enumerate(held):
                 if not isinstance(item, msgspec.Struct):
                     break
-                _refuse_unserved(item, f"{path}{name}[{index}].")
+                _check_values(item, f"{path}{name}[{index}].")
 
 
 def _check_exclusive(value: Any, group: Exclusive, path: str) -> None:
