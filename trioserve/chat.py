@@ -92,6 +92,7 @@ class ChatTemplate:
         eos_token: str | None = None,
         **special_tokens: str | None,
     ) -> None:
+        self.source = source
         environment = _environment()
         try:
             tree = environment.parse(source)
