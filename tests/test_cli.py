@@ -54,6 +54,7 @@ def test_a_flag_gives_what_the_variable_gives(option: Any) -> None:
     else:
         text = option.choices[-1] if option.choices else "x" if option.kind is str else "1024"
         text = "1" if option.high == 1 else text
+        text = "http://x" if option.metavar == "URL" else text
         flag = [option.flag, text]
     by_flag = served(*flag)
     by_variable = served(**{option.environment: text})

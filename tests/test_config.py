@@ -37,7 +37,8 @@ def sample(option: Option) -> tuple[str, Any]:
     if option.kind is bool:
         return ("false", False) if option.default else ("true", True)
     if option.kind is str:
-        return "some text", "some text"
+        text = {"WORD": "word", "URL": "http://x:1/y"}.get(option.metavar or "", "some text")
+        return text, text
     number = {int: 4321, float: 0.75}[option.kind] + (option.low or 0)
     return str(number), number
 
@@ -79,6 +80,7 @@ def test_names_are_unique_and_there_are_at_most_sixty() -> None:
         (EngineConfig, "max_num_seqs", None, "must be a whole number of at least 1; got None"),
         (EngineConfig, "max_num_seqs", "8", "must be a whole number of at least 1; got '8'"),
         (EngineConfig, "seed", "x", "must be a whole number; got 'x'"),
+        (EngineConfig, "otlp_traces_endpoint", "host:1", "http:// or https://; got 'host:1'"),
         (
             EngineConfig,
             "gpu_memory_utilization",

@@ -296,14 +296,15 @@ async def test_a_scrape() -> None:
         response = await server.client.get("/metrics")
     assert response.headers["Content-Type"].startswith("text/plain")
     lines = response.text.splitlines()
+    labels = 'engine="0",finished_reason="length",model_name="fake"'
     for line in (
-        'trioserve:request_success_total{finished_reason="length",model_name="fake"} 1.0',
-        'trioserve:prompt_tokens_total{model_name="fake"} 5.0',
-        'trioserve:generation_tokens_total{model_name="fake"} 5.0',
-        'trioserve:num_requests_running{model_name="fake"} 0.0',
-        'trioserve:time_to_first_token_seconds_count{model_name="fake"} 1.0',
-        'trioserve:inter_token_latency_seconds_count{model_name="fake"} 4.0',
-        'trioserve:request_prompt_tokens_count{model_name="fake"} 1.0',
+        f"trioserve:request_success_total{{{labels}}} 1.0",
+        'trioserve:prompt_tokens_total{engine="0",model_name="fake"} 5.0',
+        'trioserve:generation_tokens_total{engine="0",model_name="fake"} 5.0',
+        'trioserve:num_requests_running{engine="0",model_name="fake"} 0.0',
+        'trioserve:time_to_first_token_seconds_count{engine="0",model_name="fake"} 1.0',
+        'trioserve:inter_token_latency_seconds_count{engine="0",model_name="fake"} 4.0',
+        'trioserve:request_prompt_tokens_count{engine="0",model_name="fake"} 1.0',
     ):
         assert line in lines
     assert any(line.startswith("trioserve:http_requests_total") for line in lines)

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import time
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+import trio
+from metric_samples import Watched, finish, make_request, samples, value
 
-from trioserve.metrics import Histogram, Metrics
-from trioserve.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
-from trioserve.sampling import SamplerParams, SamplingParams
-from trioserve.scheduler import SchedulerStatistics
-from trioserve.statistics import EngineStatistics
-from trioserve.stream import Stream, StreamBudget
-
-
-def finished_request(times: Times, num_prompt: int, num_output: int) -> tuple[Request, Sequence]:
-    request = Request(
-        id="r",
-        prompt=TokensPrompt((1,)),
-        params=SamplingParams(),
-        stream=Stream(StreamBudget(1024, 1024)),
-        times=times,
-        prompt_ids=[1] * num_prompt,
-    )
-    sequence = Sequence(request=request, sampler=SamplerParams(), output_ids=[2] * num_output)
-    return request, sequence
-
-
-def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every sample of a scrape by name and labels, as Prometheus' own parser reads it."""
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(metrics.render().decode())
-        for sample in family.samples
-    }
-
-
-def value(metrics: Metrics, name: str, **labels: str) -> float:
-    labels = {"model_name": "m", **labels}
-    return samples(metrics)[f"trioserve:{name}", tuple(sorted(labels.items()))]
+from trioserve.errors import ContextTooLong
+from trioserve.metrics import Histogram, Metrics, measure_loop_lag
+from trioserve.metrics.loop_lag import INTERVAL, WINDOW, LoopLag
+from trioserve.request import FinishReason, State, Times
+from trioserve.simulation import open_fake_engine
+from trioserve.testing import FakeWorker
 
 
 class TestHistogram:
@@ -58,46 +32,155 @@ class TestHistogram:
         many.observe(0.5, 3)
         assert (one.counts, one.total) == (many.counts, many.total)
 
+    def test_a_span_without_an_end_is_no_observation(self) -> None:
+        histogram = Histogram((1.0,))
+        histogram.observe_span(1.0, None)
+        histogram.observe_span(None, 1.0)
+        assert histogram.counts == [0, 0]
+        histogram.observe_span(1.0, 1.5)
+        assert (histogram.counts, histogram.total) == ([1, 0], 0.5)
+
+
+TIMES = Times(
+    arrived=10.0,
+    queued=10.5,
+    first_scheduled=12.5,
+    first_token=13.5,
+    last_token=17.5,
+    finished=18.0,
+)
+
 
 def test_a_finished_request() -> None:
     metrics = Metrics("m")
-    times = Times(
-        arrived=10.0,
-        queued=10.5,
-        first_scheduled=12.5,
-        first_token=13.5,
-        last_token=17.5,
-        finished=18.0,
-    )
-    request, sequence = finished_request(times, 30, 4)
-    metrics.request_finished(request, sequence, Finish(FinishReason.LENGTH))
-    for name, seconds in (
+    request = make_request(TIMES, 30, 5, max_tokens=5)
+    (sequence,) = request.sequences
+    sequence.last_token = 17.5
+    finish(metrics, sequence, FinishReason.LENGTH)
+    for name, total in (
         ("e2e_request_latency_seconds", 8.0),
         ("request_queue_time_seconds", 2.0),
         ("request_prefill_time_seconds", 1.0),
         ("request_decode_time_seconds", 4.0),
         ("request_inference_time_seconds", 5.0),
+        ("request_time_per_output_token_seconds", 1.0),
         ("request_prompt_tokens", 30.0),
-        ("request_generation_tokens", 4.0),
+        ("request_generation_tokens", 5.0),
+        ("request_max_num_generation_tokens", 5.0),
+        ("request_params_n", 1.0),
+        ("request_params_max_tokens", 5.0),
     ):
-        assert value(metrics, f"{name}_sum") == seconds
+        assert value(metrics, f"{name}_sum") == total
         assert value(metrics, f"{name}_count") == 1
     assert value(metrics, "request_success_total", finished_reason="length") == 1
+    assert value(metrics, "request_success_total", finished_reason="stop") == 0
+
+
+def test_a_prompt_counts_once_and_each_of_its_outputs_for_itself() -> None:
+    metrics = Metrics("m")
+    request = make_request(Times(arrived=1.0), 30, 4, 6, 5)
+    request.num_cached_tokens = 16
+    first, second, third = request.sequences
+    for sequence in request.sequences:
+        metrics.observe_tokens(sequence, 1, 2.0)
+        request.times.first_token = sequence.last_token = 2.0
+    metrics.observe_tokens(first, 1, 2.5)
+    request.times.last_token = first.last_token = 2.5
+    metrics.observe_tokens(second, 1, 3.0)
+    assert value(metrics, "time_to_first_token_seconds_count") == 1
+    assert value(metrics, "inter_token_latency_seconds_count") == 2
+    assert value(metrics, "inter_token_latency_seconds_sum") == 1.5
+    assert value(metrics, "generation_tokens_total") == 5
+    assert value(metrics, "prompt_tokens_total") == 30
+    assert value(metrics, "prompt_tokens_cached_total") == 16
+    assert value(metrics, "prompt_tokens_by_source_total", source="local_compute") == 14
+    assert value(metrics, "prompt_tokens_by_source_total", source="local_cache_hit") == 16
+    assert value(metrics, "request_prefill_kv_computed_tokens_sum") == 14
+
+    finish(metrics, second, FinishReason.STOP)
+    finish(metrics, first, FinishReason.LENGTH)
+    assert value(metrics, "request_prompt_tokens_count") == 0
+    request.times.finished = 4.0
+    finish(metrics, third, FinishReason.STOP)
+    assert value(metrics, "request_success_total", finished_reason="stop") == 2
+    assert value(metrics, "request_success_total", finished_reason="length") == 1
+    assert value(metrics, "request_generation_tokens_count") == 3
+    assert value(metrics, "request_generation_tokens_sum") == 15
+    for name, total in (
+        ("request_prompt_tokens", 30),
+        ("request_max_num_generation_tokens", 6),
+        ("request_params_n", 3),
+        ("e2e_request_latency_seconds", 3.0),
+    ):
+        assert value(metrics, f"{name}_count") == 1
+        assert value(metrics, f"{name}_sum") == total
+    assert value(metrics, "request_params_max_tokens_count") == 0
     assert value(metrics, "prompt_tokens_total") == 30
 
 
 def test_a_request_that_ended_early_counts_what_it_had() -> None:
     metrics = Metrics("m")
-    request, sequence = finished_request(Times(arrived=1.0, finished=3.0), 0, 0)
-    metrics.request_finished(request, sequence, Finish(FinishReason.ABORT))
+    request = make_request(Times(arrived=1.0, finished=3.0), 7, 0)
+    finish(metrics, request.sequences[0], FinishReason.ABORT)
     assert value(metrics, "e2e_request_latency_seconds_sum") == 2
     assert value(metrics, "request_queue_time_seconds_count") == 0
+    assert value(metrics, "request_time_per_output_token_seconds_count") == 0
     assert value(metrics, "request_success_total", finished_reason="abort") == 1
+    assert value(metrics, "prompt_tokens_total") == 0
+
+
+def test_a_request_for_its_prompt_alone_counts_it() -> None:
+    metrics = Metrics("m")
+    request = make_request(Times(arrived=1.0, first_scheduled=1.0, finished=3.0), 7, 0)
+    request.num_cached_tokens = 4
+    finish(metrics, request.sequences[0], FinishReason.LENGTH)
+    assert value(metrics, "prompt_tokens_total") == 7
+    assert value(metrics, "request_prefill_kv_computed_tokens_sum") == 3
+    assert value(metrics, "time_to_first_token_seconds_count") == 0
+
+
+def test_a_refused_request_is_no_output_that_ended() -> None:
+    metrics = Metrics("m")
+    request = make_request(Times(arrived=1.0), 0, 0, 0)
+    request.reject(ContextTooLong("too long", param="prompt"))
+    for sequence in request.sequences:
+        finish(metrics, sequence, FinishReason.ERROR)
+    assert value(metrics, "request_rejections_total") == 1
+    assert value(metrics, "request_success_total", finished_reason="error") == 0
+    assert value(metrics, "e2e_request_latency_seconds_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("states", "stage"),
+    [
+        ((), "tokenizing"),
+        ((State.TOKENIZING,), "tokenizing"),
+        ((State.WAITING,), "waiting"),
+        ((State.WAITING, State.PREFILL), "prefill"),
+        ((State.WAITING, State.PREFILL, State.DECODE), "decode"),
+        ((State.WAITING, State.PREFILL, State.PREEMPTED), "waiting"),
+    ],
+)
+def test_aborts_are_counted_by_stage(states: tuple[State, ...], stage: str) -> None:
+    metrics = Metrics("m")
+    (sequence,) = make_request(Times(arrived=1.0), 3, 0).sequences
+    for state in (*states, State.FINISHED):
+        sequence.move_to(state)
+    finish(metrics, sequence, FinishReason.ABORT)
+    counts = {
+        dict(labels)["stage"]: count
+        for (name, labels), count in samples(metrics).items()
+        if name == "trioserve:request_aborts_total"
+    }
+    assert counts.pop(stage) == 1
+    assert set(counts) | {stage} == {"tokenizing", "preparing", "waiting", "prefill", "decode"}
+    assert not any(counts.values())
 
 
 def test_tokens_and_steps() -> None:
     metrics = Metrics("m")
-    request, sequence = finished_request(Times(arrived=1.0), 3, 0)
+    request = make_request(Times(arrived=1.0), 3, 0)
+    (sequence,) = request.sequences
     metrics.observe_tokens(sequence, 1, 1.5)
     assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
     assert value(metrics, "inter_token_latency_seconds_count") == 0
@@ -111,6 +194,32 @@ def test_tokens_and_steps() -> None:
     assert value(metrics, "iteration_tokens_total_sum") == 17
 
 
+def test_a_token_costs_about_a_microsecond_at_most() -> None:
+    metrics = Metrics("m")
+    request = make_request(Times(arrived=1.0, first_token=1.5), 3, 0)
+    (sequence,) = request.sequences
+    sequence.last_token = 1.5
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(2000):
+            metrics.observe_tokens(sequence, 1, 1.52)
+        best = min(best, (time.perf_counter() - start) / 2000)
+    # Twice and more what it takes, because whoever measures time shares the machine.
+    assert best < 2.5e-6
+
+
+def test_grammars() -> None:
+    metrics = Metrics("m")
+    metrics.observe_grammar("regex", "ok", 0.25)
+    metrics.observe_grammar("regex", "refused", 0.5)
+    name = "grammar_compilations_total"
+    assert value(metrics, name, kind="regex", outcome="ok") == 1
+    assert value(metrics, name, kind="regex", outcome="refused") == 1
+    assert value(metrics, name, kind="json_schema", outcome="ok") == 0
+    assert value(metrics, "grammar_compilation_seconds_sum") == 0.75
+
+
 def test_http_responses() -> None:
     metrics = Metrics("m")
     for status in (200, 200, 499):
@@ -119,29 +228,6 @@ def test_http_responses() -> None:
     found = samples(metrics)
     assert found["trioserve:http_requests_total", (*labels, ("status", "200"))] == 2
     assert found["trioserve:http_requests_total", (*labels, ("status", "499"))] == 1
-
-
-class Watched:
-    def statistics(self) -> EngineStatistics:
-        scheduler = SchedulerStatistics(
-            num_running=2,
-            num_waiting=3,
-            pages_total=8,
-            pages_held=2,
-            num_preemptions=4,
-            prefix_cache_queries=100,
-            prefix_cache_hits=60,
-            num_steps=7,
-            step_us=2_500_000,
-            idle_us=250_000,
-        )
-        return EngineStatistics(
-            scheduler=scheduler,
-            num_tokenizing=1,
-            num_streams=6,
-            stream_bytes=77,
-            worker_restarts=5,
-        )
 
 
 def test_gauges_are_read_when_somebody_asks() -> None:
@@ -159,21 +245,97 @@ def test_gauges_are_read_when_somebody_asks() -> None:
         "worker_steps_total": 7,
         "worker_step_seconds_total": 2.5,
         "worker_idle_seconds_total": 0.25,
+        "worker_plans_in_flight": 1,
         "worker_restarts_total": 5,
     }
     assert {name: value(metrics, name) for name in expected} == expected
+    by_reason = "num_requests_waiting_by_reason"
+    assert value(metrics, by_reason, reason="capacity") == 3
+    assert value(metrics, by_reason, reason="deferred") == 1
+    pages = [value(metrics, "kv_cache_pages", state=each) for each in ("held", "cached", "free")]
+    assert pages == [2, 5, 1]
+    states = {
+        state: value(metrics, "engine_sleep_state", sleep_state=state)
+        for state in ("awake", "weights_offloaded", "discard_all")
+    }
+    assert states == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+
+
+def test_the_cache_is_described_by_labels() -> None:
+    metrics = Metrics("m")
+    metrics.watch(Watched())
+    (labels,) = [
+        dict(labels) for name, labels in samples(metrics) if name == "trioserve:cache_config_info"
+    ]
+    assert labels == {
+        "model_name": "m",
+        "engine": "0",
+        "block_size": "4",
+        "cache_dtype": "auto",
+        "enable_prefix_caching": "True",
+        "gpu_memory_utilization": "0.9",
+        "kv_cache_memory_bytes": "1048576",
+        "num_gpu_blocks": "8",
+        "num_gpu_blocks_override": "None",
+    }
 
 
 def test_engines_do_not_share_a_registry() -> None:
     one, other = Metrics("m"), Metrics("m")
-    one.observe_tokens(finished_request(Times(arrived=0.0), 3, 0)[1], 5, 1.0)
+    one.observe_tokens(make_request(Times(arrived=0.0), 3, 0).sequences[0], 5, 1.0)
     assert value(one, "generation_tokens_total") == 5
     assert value(other, "generation_tokens_total") == 0
 
 
 def test_buckets_only_grow() -> None:
-    metrics: Any = Metrics("m")
+    metrics = Metrics("m")
     histograms = [item for item in vars(metrics).values() if isinstance(item, Histogram)]
-    assert len(histograms) == 10
-    for histogram in cast(list[Histogram], histograms):
+    assert len(histograms) == 16
+    for histogram in (*histograms, metrics.loop_lag.histogram):
         assert list(histogram.bounds) == sorted(set(histogram.bounds))
+
+
+class TestLoopLag:
+    async def test_a_loop_that_was_held_up_is_late(self) -> None:
+        lag = LoopLag()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(measure_loop_lag, lag)
+            await trio.testing.wait_all_tasks_blocked()
+            time.sleep(INTERVAL + 0.05)
+            while not lag.histogram.total:
+                await trio.sleep(0.001)
+            nursery.cancel_scope.cancel()
+        assert 0.05 <= lag.peak < 5
+        assert sum(lag.histogram.counts) == 1
+
+    async def test_one_that_was_not_is_on_time(self, autojump_clock: object) -> None:
+        lag = LoopLag()
+        with trio.move_on_after(1.05):
+            await measure_loop_lag(lag)
+        assert (sum(lag.histogram.counts), lag.peak) == (10, 0.0)
+
+    def test_a_peak_is_forgotten(self) -> None:
+        metrics = Metrics("m")
+        metrics.loop_lag.observe(0.75)
+        for _ in range(round(WINDOW / INTERVAL) - 1):
+            metrics.loop_lag.observe(0.0)
+        assert value(metrics, "event_loop_lag_peak_seconds") == 0.75
+        metrics.loop_lag.observe(0.0)
+        assert value(metrics, "event_loop_lag_peak_seconds") == 0.0
+        assert value(metrics, "event_loop_lag_seconds_sum") == 0.75
+
+
+async def test_an_engine_counts_where_its_requests_were_left(autojump_clock: object) -> None:
+    """In prefill, in line behind it, and in decode."""
+    async with open_fake_engine(
+        lambda: FakeWorker(step_time=1.0), max_num_seqs=1, max_num_batched_tokens=8
+    ) as engine:
+        async with engine.generate([1] * 40, max_tokens=3, request_id="running"):
+            async with engine.generate([1] * 4, max_tokens=3, request_id="waiting"):
+                await trio.sleep(1.5)
+        async with engine.generate([1] * 4, max_tokens=30) as stream:
+            await stream.receive()
+        aborts = engine.metrics.aborts
+        assert aborts == {"prefill": 1, "waiting": 1, "decode": 1}
+        assert engine.metrics.finished == {"abort": 3}
+        assert engine.metrics.prompt_tokens == 4

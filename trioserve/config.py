@@ -240,13 +240,18 @@ class EngineConfig:
         "what metrics' names begin with; vllm for dashboards that are made for it",
         group="log",
         metavar="WORD",
+        form=(
+            r"[A-Za-z_][A-Za-z0-9_]{0,63}",
+            "a word of letters, digits and underscores, 64 at most, no digit first",
+        ),
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "where spans of requests are sent to, by OpenTelemetry's protocol over HTTP; "
-        "needs trioserve[otel]",
+        "where a span of each request is sent, by OpenTelemetry's protocol over HTTP; "
+        "needs trioserve[otel] (default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)",
         group="log",
         metavar="URL",
+        form=(r"https?://[^\s/]\S*", "a URL that begins with http:// or https://"),
     )
 
     @classmethod
@@ -299,6 +304,7 @@ class ServerConfig:
         group="http",
         metavar="KEY",
         repeatable=True,
+        secret=True,
     )
     root_path: str = option(
         "", "path prefix that a proxy in front takes off", group="http", metavar="PATH"

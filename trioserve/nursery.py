@@ -121,7 +121,7 @@ async def open_engine(
     path = await trio.to_thread.run_sync(lambda: locate(config.model, revision=config.revision))
     files = await trio.to_thread.run_sync(open_model, path)
     loaded = await trio.to_thread.run_sync(LoadedModel.load, config, files)
-    metrics = Metrics(loaded.name)
+    metrics = Metrics(loaded.name, config.metrics_prefix)
     scheduler = Scheduler(config, metrics)
     supervisor = Supervisor(
         open_worker=functools.partial(

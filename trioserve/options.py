@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,10 @@ class Option:
     """Like ``low``, but the value must be above it."""
     in_bytes: bool = False
     """Whether the text may have a unit, as in ``64MiB``."""
+    form: tuple[str, str] | None = None
+    """A regular expression that the whole text matches, and what that means in words."""
+    secret: bool = False
+    """Whether its value is told to nobody, such as a key."""
 
     @property
     def flag(self) -> str:
@@ -105,6 +110,8 @@ class Option:
             return "one of " + ", ".join(self.choices)
         if self.repeatable:
             return "text that isn't empty"
+        if self.form is not None:
+            return self.form[1]
         kind = "a number of bytes" if self.in_bytes else _KINDS[self.kind]
         if self.above is not None:
             return f"{kind} above {self.above:g}" + (
@@ -153,11 +160,16 @@ class Option:
         if self.kind is bool:
             return isinstance(value, bool)
         if self.kind is str:
-            return isinstance(value, str) and (bool(value) or not self.repeatable)
+            return isinstance(value, str) and self._has_form(value)
         whole = isinstance(value, int) and not isinstance(value, bool)
         return (whole or (self.kind is float and isinstance(value, float))) and self._in_range(
             value
         )
+
+    def _has_form(self, text: str) -> bool:
+        if self.form is not None:
+            return re.fullmatch(self.form[0], text) is not None
+        return bool(text) or not self.repeatable
 
     def _in_range(self, value: float) -> bool:
         return (
@@ -184,6 +196,8 @@ def option(
     high: float | None = None,
     above: float | None = None,
     in_bytes: bool = False,
+    form: tuple[str, str] | None = None,
+    secret: bool = False,
 ) -> Any:
     """An attrs field that is also a flag and an environment variable."""
     metadata = {
@@ -197,6 +211,8 @@ def option(
         "high": high,
         "above": above,
         "in_bytes": in_bytes,
+        "form": form,
+        "secret": secret,
     }
     converter = _as_tuple if repeatable else None
     return attrs.field(default=default, metadata=metadata, validator=_check, converter=converter)

@@ -82,7 +82,7 @@ async def open_fake_engine(
         eos_token_ids=eos_token_ids,
         generation_defaults=generation_defaults or {},
     )
-    metrics = Metrics(model.name)
+    metrics = Metrics(model.name, config.metrics_prefix)
     scheduler = Scheduler(config, metrics)
     supervisor = Supervisor(
         open_worker=lambda: _run_fake(make_worker(), config),

@@ -35,7 +35,9 @@ def _row(option: Option) -> str:
 
 def _meaning(option: Option) -> str:
     text = option.help[0].upper() + option.help[1:] + "."
-    if option.kind is bool or (option.kind is str and option.choices is None):
+    if option.kind is bool or (
+        option.kind is str and option.choices is None and option.form is None
+    ):
         return text
     return f"{text} {option.wanted[0].upper()}{option.wanted[1:]}."
 

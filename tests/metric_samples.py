@@ -1,0 +1,92 @@
+"""What tests of metrics share: requests that have ended, and a scrape as Prometheus reads it."""
+
+from __future__ import annotations
+
+import attrs
+from prometheus_client.parser import text_string_to_metric_families
+
+from trioserve import wire
+from trioserve.config import EngineConfig
+from trioserve.metrics import Metrics
+from trioserve.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
+from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.scheduler import SchedulerStatistics
+from trioserve.statistics import EngineStatistics
+from trioserve.stream import Stream, StreamBudget
+from trioserve.testing import FakeWorker
+
+Labels = tuple[tuple[str, str], ...]
+
+
+def make_request(times: Times, num_prompt: int, *num_outputs: int, **params: int) -> Request:
+    """A request with a sequence for each of ``num_outputs``."""
+    request = Request(
+        id="r",
+        prompt=TokensPrompt((1,)),
+        params=SamplingParams(n=len(num_outputs), **params),  # type: ignore[arg-type]
+        stream=Stream(StreamBudget(1024, 1024)),
+        times=times,
+        prompt_ids=[1] * num_prompt,
+    )
+    request.sequences += [
+        Sequence(request=request, index=index, sampler=SamplerParams(), output_ids=[2] * count)
+        for index, count in enumerate(num_outputs)
+    ]
+    return request
+
+
+def finish(metrics: Metrics, sequence: Sequence, reason: FinishReason) -> None:
+    """What the engine does when nothing more will be delivered of ``sequence``."""
+    sequence.delivered = True
+    metrics.request_finished(sequence.request, sequence, Finish(reason))
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, Labels], float]:
+    """Every sample of a scrape by name and labels, as Prometheus' own parser reads it."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    """One sample of the engine's own."""
+    labels = {"model_name": "m", "engine": "0", **labels}
+    return samples(metrics)[f"trioserve:{name}", tuple(sorted(labels.items()))]
+
+
+@attrs.frozen
+class Watched:
+    """An engine as far as a scrape looks at it."""
+
+    config: EngineConfig = attrs.field(
+        factory=lambda: EngineConfig("m", kv_cache_memory_bytes=1 << 20)
+    )
+    ready: wire.Ready = attrs.field(
+        factory=lambda: attrs.evolve(FakeWorker().ready(), num_pages=8, page_size=4)
+    )
+
+    def statistics(self) -> EngineStatistics:
+        scheduler = SchedulerStatistics(
+            num_running=2,
+            num_waiting=3,
+            plans_in_flight=1,
+            pages_total=8,
+            pages_held=2,
+            pages_cached=5,
+            pages_free=1,
+            num_preemptions=4,
+            prefix_cache_queries=100,
+            prefix_cache_hits=60,
+            num_steps=7,
+            step_us=2_500_000,
+            idle_us=250_000,
+        )
+        return EngineStatistics(
+            scheduler=scheduler,
+            num_tokenizing=1,
+            num_streams=6,
+            stream_bytes=77,
+            worker_restarts=5,
+        )

@@ -1,0 +1,47 @@
+"""How late the event loop is: a task that sleeps, and looks how much too long it slept.
+
+Whoever holds the loop up (a slow callback, a garbage collection, a busy machine) shows up here, and
+nowhere else: it delays every token and every new connection alike.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import attrs
+import trio
+
+from trioserve.metrics.histogram import LOOP_LAG_SECONDS, Histogram
+
+__all__ = ["LoopLag", "measure_loop_lag"]
+
+INTERVAL = 0.1
+"""Seconds between two measurements."""
+WINDOW = 15.0
+"""Seconds that a peak stays visible: as long as Prometheus usually waits between two scrapes."""
+
+
+@attrs.define(eq=False)
+class LoopLag:
+    """The measurements: all of them as a histogram, the newest for their peak."""
+
+    histogram: Histogram = attrs.field(factory=lambda: Histogram(LOOP_LAG_SECONDS))
+    _recent: deque[float] = attrs.field(factory=lambda: deque(maxlen=round(WINDOW / INTERVAL)))
+
+    @property
+    def peak(self) -> float:
+        """The largest of the newest measurements, in seconds."""
+        return max(self._recent, default=0.0)
+
+    def observe(self, seconds: float) -> None:
+        """The loop was late by ``seconds``."""
+        self.histogram.observe(seconds)
+        self._recent.append(seconds)
+
+
+async def measure_loop_lag(lag: LoopLag) -> None:
+    """The task: measure ten times a second. For servers: it would keep a virtual clock busy."""
+    while True:
+        due = trio.current_time() + INTERVAL
+        await trio.sleep_until(due)
+        lag.observe(trio.current_time() - due)

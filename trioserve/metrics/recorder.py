@@ -1,0 +1,181 @@
+"""What is counted as it happens. Gauges aren't: they are read from the engine by a scrape."""
+
+from __future__ import annotations
+
+import collections
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from trioserve import wire
+from trioserve.config import EngineConfig
+from trioserve.metrics.exposition import Exposition
+from trioserve.metrics.histogram import (
+    FIRST_TOKEN_SECONDS,
+    INTER_TOKEN_SECONDS,
+    NUM_OUTPUTS,
+    REQUEST_SECONDS,
+    REQUEST_TOKENS,
+    SHORT_SECONDS,
+    STEP_TOKENS,
+    Histogram,
+)
+from trioserve.metrics.loop_lag import LoopLag
+from trioserve.request import Finish, FinishReason, Request, Sequence, State
+from trioserve.statistics import EngineStatistics
+
+__all__ = ["Metrics", "Watched"]
+
+DEFAULT_PREFIX = "trioserve"
+
+_STAGES = {
+    State.CREATED: "tokenizing",
+    State.TOKENIZING: "tokenizing",
+    State.WAITING: "waiting",
+    State.PREFILL: "prefill",
+    State.DECODE: "decode",
+    State.PREEMPTED: "waiting",
+}
+"""Where a sequence was when it was aborted, as one of ``ABORT_STAGES``."""
+
+
+class Watched(Protocol):
+    """What a scrape needs of an engine."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def ready(self) -> wire.Ready: ...
+
+    def statistics(self) -> EngineStatistics: ...
+
+
+class Metrics:
+    """The counters of one engine, and the registry that exposes them.
+
+    Each engine has a registry of its own, so two engines in one program don't meet. The hooks
+    (``observe_*``, ``request_finished``) neither block nor fail; times are seconds.
+
+    Args:
+        model_name: the label of that name.
+        prefix: what the metrics' names begin with, before a colon.
+    """
+
+    def __init__(self, model_name: str, prefix: str = DEFAULT_PREFIX) -> None:
+        self.model_name = model_name
+        self.prefix = prefix
+        self.prompt_tokens: int = 0
+        self.cached_prompt_tokens: int = 0
+        self.generation_tokens: int = 0
+        self.finished: collections.Counter[str] = collections.Counter()
+        self.aborts: collections.Counter[str] = collections.Counter()
+        self.num_rejected = 0
+        self.grammars: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.http_responses: collections.Counter[tuple[str, str, int]] = collections.Counter()
+        self.time_to_first_token = Histogram(FIRST_TOKEN_SECONDS)
+        self.inter_token_latency = Histogram(INTER_TOKEN_SECONDS)
+        self.time_per_output_token = Histogram(INTER_TOKEN_SECONDS)
+        self.iteration_tokens = Histogram(STEP_TOKENS)
+        self.e2e_latency = Histogram(REQUEST_SECONDS)
+        self.queue_time = Histogram(REQUEST_SECONDS)
+        self.prefill_time = Histogram(REQUEST_SECONDS)
+        self.decode_time = Histogram(REQUEST_SECONDS)
+        self.inference_time = Histogram(REQUEST_SECONDS)
+        self.request_prompt_tokens = Histogram(REQUEST_TOKENS)
+        self.request_prefill_tokens = Histogram(REQUEST_TOKENS)
+        self.request_generation_tokens = Histogram(REQUEST_TOKENS)
+        self.request_most_generation_tokens = Histogram(REQUEST_TOKENS)
+        self.request_max_tokens = Histogram(REQUEST_TOKENS)
+        self.request_n = Histogram(NUM_OUTPUTS)
+        self.grammar_seconds = Histogram(SHORT_SECONDS)
+        self.loop_lag = LoopLag()
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(Exposition(self))
+        self.watched: Watched | None = None
+
+    def watch(self, engine: Watched) -> None:
+        """Read the gauges from ``engine`` at every scrape."""
+        self.watched = engine
+
+    def observe_step(self, num_tokens: int) -> None:
+        """A step computed ``num_tokens`` tokens, of prompts and of outputs together."""
+        self.iteration_tokens.observe(num_tokens)
+
+    def observe_tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """``sequence`` got ``num_tokens`` tokens at ``now``; its times are as they were before."""
+        request = sequence.request
+        if request.times.first_token is None:
+            self.time_to_first_token.observe(now - request.times.arrived)
+            self._count_prompt(request)
+        last = sequence.last_token
+        if last is not None:
+            self.inter_token_latency.observe((now - last) / num_tokens, num_tokens)
+        self.generation_tokens += num_tokens
+
+    def _count_prompt(self, request: Request) -> None:
+        """The prompt of ``request`` has been computed."""
+        num_tokens = len(request.prompt_ids)
+        self.prompt_tokens += num_tokens
+        self.cached_prompt_tokens += request.num_cached_tokens
+        self.request_prefill_tokens.observe(num_tokens - request.num_cached_tokens)
+
+    def request_finished(self, request: Request, sequence: Sequence, finish: Finish) -> None:
+        """Nothing more will be delivered of ``sequence``; ``request.times`` is complete.
+
+        What is the prompt's is counted with the last of the request's sequences.
+        """
+        ended = all(sibling.delivered for sibling in request.sequences)
+        if request.rejection is not None and finish.reason is FinishReason.ERROR:
+            self.num_rejected += ended
+            return
+        self.finished[finish.reason.value] += 1
+        if finish.reason is FinishReason.ABORT and sequence.finished_in is not None:
+            self.aborts[_STAGES[sequence.finished_in]] += 1
+        num_tokens = len(sequence.output_ids)
+        self.request_generation_tokens.observe(num_tokens)
+        first, last = request.times.first_token, sequence.last_token
+        if num_tokens > 1 and first is not None and last is not None:
+            self.time_per_output_token.observe((last - first) / (num_tokens - 1))
+        if ended:
+            self._request_ended(request, finish)
+
+    def _request_ended(self, request: Request, finish: Finish) -> None:
+        times, params = request.times, request.params
+        if times.first_token is None and finish.reason in (FinishReason.LENGTH, FinishReason.STOP):
+            # Only the prompt was asked for.
+            self._count_prompt(request)
+        self.request_prompt_tokens.observe(len(request.prompt_ids))
+        self.request_n.observe(params.n)
+        if params.max_tokens is not None:
+            self.request_max_tokens.observe(params.max_tokens)
+        longest = max(len(sequence.output_ids) for sequence in request.sequences)
+        self.request_most_generation_tokens.observe(longest)
+        self.e2e_latency.observe_span(times.arrived, times.finished)
+        self.queue_time.observe_span(times.queued, times.first_scheduled)
+        self.prefill_time.observe_span(times.first_scheduled, times.first_token)
+        self.decode_time.observe_span(times.first_token, times.last_token)
+        self.inference_time.observe_span(times.first_scheduled, times.last_token)
+
+    def observe_grammar(self, kind: str, outcome: str, seconds: float) -> None:
+        """The worker has tried to compile a grammar, or had it already.
+
+        Args:
+            kind: a :class:`~trioserve.grammar.Grammar`'s kind.
+            outcome: ``ok``, ``refused`` or ``timeout``.
+            seconds: how long the request waited for it.
+        """
+        self.grammars[kind, outcome] += 1
+        self.grammar_seconds.observe(seconds)
+
+    def observe_response(self, method: str, route: str, status: int) -> None:
+        """An HTTP request ended; ``route`` is a known path or one word for all others."""
+        self.http_responses[method, route, status] += 1
+
+    def statistics(self) -> EngineStatistics | None:
+        """The watched engine's counts of this moment; None while nothing is watched."""
+        return None if self.watched is None else self.watched.statistics()
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format, of the type ``CONTENT_TYPE_LATEST``."""
+        return generate_latest(self.registry)
