@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from trioserve import wire
+from trioserve.fake_model import draw
 from trioserve.request import (
     Finish,
     FinishReason,
@@ -47,24 +48,33 @@ def make_request(
     seed: int = 0,
     priority: int = 0,
     salt: str = "",
-    logprobs: int | None = None,
     arrived: float = 0.0,
+    **sampling: Any,
 ) -> Request:
-    """A request with one sequence, as it is when it comes from the tokenizer."""
+    """A request as it is when it comes from the tokenizer; ``sampling`` is more of its params."""
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, **sampling)
     request = Request(
         id=f"request-{next(_ids)}",
         prompt=TokensPrompt(tuple(prompt)),
-        params=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, logprobs=logprobs),
+        params=params,
         stream=Stream(StreamBudget(1 << 20, 1 << 20)),
         times=Times(arrived=arrived),
         priority=priority,
         cache_salt=salt,
         prompt_ids=list(prompt),
     )
-    sampler = SamplerParams(
-        seed=seed, stop_ids=list(stop), logprobs=-1 if logprobs is None else logprobs
-    )
-    request.sequences.append(Sequence(request=request, sampler=sampler))
+    for index in range(params.n):
+        sampler = SamplerParams(
+            seed=seed,
+            sequence_index=index,
+            stop_ids=list(stop),
+            min_tokens=params.min_tokens,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            logprob_token_ids=list(params.logprob_token_ids),
+            allowed_token_ids=list(params.allowed_token_ids or ()),
+        )
+        request.sequences.append(Sequence(request=request, index=index, sampler=sampler))
     return request
 
 
@@ -86,11 +96,16 @@ def make_limits(worker: FakeWorker, **changes: Any) -> Limits:
 
 
 def reference(worker: FakeWorker, sequence: Sequence) -> list[int]:
-    """What ``sequence`` has to produce: one token after the other, with nothing else around."""
+    """What ``sequence`` has to produce: one token after the other, with nothing else around.
+
+    It ends before the token -1.
+    """
     context = list(sequence.request.prompt_ids)
     output: list[int] = []
     while len(output) < sequence.max_tokens:
-        token = worker.token(context, sequence.sampler)
+        token = draw(worker.token, context, sequence.sampler)
+        if token < 0:
+            break
         context.append(token)
         output.append(token)
         if sequence.sampler.is_stop(token, len(output)):
@@ -116,10 +131,14 @@ class Bench:
         return cls(worker, SchedulerCore(make_limits(worker, **limits)))
 
     def submit(self, *args: Any, **kwargs: Any) -> Sequence:
-        """Submit a request of its own."""
+        """Submit a request of its own; its first sequence."""
+        return self.submit_all(*args, **kwargs)[0]
+
+    def submit_all(self, *args: Any, **kwargs: Any) -> list[Sequence]:
+        """Submit a request; all of its sequences."""
         request = make_request(*args, **kwargs)
         self.core.submit(request, self.now)
-        return request.sequences[0]
+        return request.sequences
 
     def plan(self) -> wire.Plan | None:
         """Make the next plan and have the worker run it; the core doesn't know the result yet."""

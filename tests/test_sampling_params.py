@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from trioserve.errors import InvalidRequest
+from trioserve.grammar import Grammar
 from trioserve.sampling import MAX_SEED, SamplerParams, SamplingParams
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("n", 0),
+        ("n", 129),
+        ("n", "2"),
+        ("max_tokens", -1),
         ("max_tokens", 1.5),
         ("max_tokens", True),
         ("min_tokens", -1),
@@ -44,6 +48,24 @@ from trioserve.sampling import MAX_SEED, SamplerParams, SamplingParams
         ("stop_token_ids", ["a"]),
         ("ignore_eos", 1),
         ("logprobs", -1),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs_start", -1),
+        ("prompt_logprobs_start", 1),
+        ("logprob_token_ids", [1]),
+        ("logprob_token_ids", ["a"]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", 7),
+        ("bad_words", ["x"] * 257),
+        ("bad_words", [7]),
+        ("stop_regex", ["x"] * 65),
+        ("grammar", '{"type": "object"}'),
+        ("extra_args", [1]),
+        ("extra_args", {1: 2}),
+        ("extra_args", {str(number): 0 for number in range(65)}),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
+        ("truncation_side", "middle"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
@@ -56,6 +78,18 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any) -> None
 def test_min_tokens_above_max_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"min_tokens must be at most max_tokens \(3\)"):
         SamplingParams(max_tokens=3, min_tokens=4)
+
+
+def test_min_tokens_and_a_grammar_exclude_each_other() -> None:
+    with pytest.raises(InvalidRequest, match="0 where the output follows a grammar") as caught:
+        SamplingParams(grammar=Grammar("regex", "a+"), min_tokens=1)
+    assert caught.value.param == "min_tokens"
+
+
+def test_what_only_makes_sense_with_log_probabilities_is_taken_with_them() -> None:
+    params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=4, logprob_token_ids=[3, 1])
+    assert params.logprob_token_ids == (3, 1)
+    assert SamplingParams(logprobs=0, logprob_token_ids=[5]).logprob_token_ids == (5,)
 
 
 def test_stop_and_bias_take_the_forms_that_clients_send() -> None:

@@ -18,9 +18,9 @@ import attrs
 import trio
 
 from trioserve import wire
+from trioserve.admission import check_params, check_prompt, sampler_params
 from trioserve.config import EngineConfig
 from trioserve.errors import (
-    ContextTooLong,
     DeadlineExceeded,
     Draining,
     EngineError,
@@ -36,7 +36,7 @@ from trioserve.generation import (
     sampling_params,
 )
 from trioserve.metrics import Metrics
-from trioserve.request import Finish, FinishReason, Prompt, Request, Sequence, Times, TokensPrompt
+from trioserve.request import Finish, FinishReason, Prompt, Request, Sequence, Times
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler import Scheduler
 from trioserve.statistics import EngineStatistics
@@ -68,6 +68,7 @@ class Engine:
     _open: set[Request] = attrs.field(factory=set)
     """The requests whose caller's scope is open."""
     _num_entering: int = 0
+    """Outputs of requests that are on their way to the queue."""
     _draining: bool = False
     _closed: EngineError | None = None
     _idle: trio.Event = attrs.field(factory=trio.Event)
@@ -198,7 +199,7 @@ class Engine:
             AssertionError: one is violated; this is a bug in trioserve.
         """
         self._scheduler.check_integrity()
-        assert self._num_entering <= len(self._open)
+        assert 0 <= self._num_entering <= sum(len(request.sequences) for request in self._open)
         if not self._open:
             assert self._stream_budget.waiting == 0
 
@@ -225,7 +226,10 @@ class Engine:
     def _make_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int, salt: str
     ) -> Request:
-        self._check_limits(prompt, params)
+        check_params(params, self.config, vocab_size=self.vocab_size)
+        check_prompt(
+            prompt, self.tokenizer, max_model_len=self.max_model_len, vocab_size=self.vocab_size
+        )
         request = Request(
             id=request_id,
             prompt=prompt,
@@ -236,52 +240,12 @@ class Engine:
             cache_salt=salt,
         )
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
-        request.sequences.append(
-            Sequence(request=request, sampler=self._sampler_params(params, seed))
-        )
+        sampler = sampler_params(params, seed, self._eos_token_ids, self.tokenizer)
+        request.sequences += [
+            Sequence(request=request, index=index, sampler=_with_index(sampler, index))
+            for index in range(params.n)
+        ]
         return request
-
-    def _check_limits(self, prompt: Prompt, params: SamplingParams) -> None:
-        if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
-            raise InvalidRequest(
-                f"logprobs must be at most {self.config.max_logprobs} (--max-logprobs), "
-                f"got {params.logprobs}",
-                param="logprobs",
-            )
-        fewest = self.tokenizer.fewest_tokens(prompt)
-        if fewest > self.max_model_len:
-            # Refused before anybody spends seconds on encoding it.
-            raise ContextTooLong(
-                f"the prompt has at least {fewest} tokens: "
-                f"the model's context is {self.max_model_len} tokens",
-                param="prompt",
-            )
-        named_ids = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
-        if isinstance(prompt, TokensPrompt):
-            named_ids["prompt"] = prompt.token_ids
-        for name, ids in named_ids.items():
-            largest = max(ids, default=-1)
-            if largest >= self.vocab_size or min(ids, default=0) < 0:
-                raise InvalidRequest(
-                    f"{name} holds a token id outside 0 to {self.vocab_size - 1}", param=name
-                )
-
-    def _sampler_params(self, params: SamplingParams, seed: int) -> SamplerParams:
-        eos = () if params.ignore_eos else self._eos_token_ids
-        return SamplerParams(
-            temperature=params.temperature,
-            top_k=max(params.top_k, 0),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            min_tokens=params.min_tokens,
-            logit_bias=params.logit_bias,
-            stop_ids=sorted({*eos, *params.stop_token_ids}),
-            seed=seed,
-            logprobs=-1 if params.logprobs is None else params.logprobs,
-        )
 
     def on_finished(self, sequence: Sequence, finish: Finish) -> None:
         """Nothing more will be delivered of ``sequence``: note when and why."""
@@ -295,7 +259,7 @@ class Engine:
     async def _generation(
         self, request: Request, timeout: float | None
     ) -> AsyncIterator[GenerationStream]:
-        self._check_room()
+        self._check_room(len(request.sequences))
         self._open.add(request)
         try:
             with trio.move_on_after(math.inf if timeout is None else timeout) as scope:
@@ -315,33 +279,36 @@ class Engine:
             request.reject(error)
             request.stream.close(error)
 
-    def _check_room(self) -> None:
+    def _check_room(self, num_sequences: int) -> None:
         if self._closed is not None:
             raise self._closed
         if self._draining:
             raise Draining("the server is shutting down")
         waiting = self._num_entering + self._scheduler.num_waiting
-        if waiting >= self.config.max_num_queued_reqs:
+        if waiting + num_sequences > self.config.max_num_queued_reqs:
+            outputs = f", and this one has {num_sequences} outputs" if num_sequences > 1 else ""
             raise QueueFull(
                 f"{waiting} requests are waiting; the limit is {self.config.max_num_queued_reqs} "
-                "(--max-num-queued-reqs)"
+                f"(--max-num-queued-reqs){outputs}"
             )
 
     async def _enter(self, request: Request) -> None:
         self._to_tokenizer.send_nowait(request)
-        self._num_entering += 1
+        num_sequences = len(request.sequences)
+        self._num_entering += num_sequences
         # Not when this task wakes up: until then the request would count twice, here and in line.
-        request.on_admitted = self._has_entered
+        request.on_admitted = lambda: self._has_entered(num_sequences)
         await request.admitted.wait()
         if request.rejection is not None:
             raise request.rejection
 
-    def _has_entered(self) -> None:
-        self._num_entering -= 1
+    def _has_entered(self, num_sequences: int) -> None:
+        self._num_entering -= num_sequences
 
     def _abandon(self, request: Request) -> None:
         """The caller's scope is left: nothing more is to be computed or kept. Never blocks."""
-        for sequence in request.sequences:
+        # The last one first: nobody is to compute the prompt in place of one that has left.
+        for sequence in reversed(request.sequences):
             if not sequence.delivered:
                 finish = Finish(FinishReason.ABORT)
                 self._scheduler.abort(sequence, finish)
@@ -350,6 +317,10 @@ class Engine:
         self._open.discard(request)
         if not self._open:
             self._idle.set()
+
+
+def _with_index(sampler: SamplerParams, index: int) -> SamplerParams:
+    return attrs.evolve(sampler, sequence_index=index) if index else sampler
 
 
 def _check_arguments(priority: int, timeout: float | None, **texts: str) -> None:

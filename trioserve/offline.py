@@ -20,7 +20,7 @@ import trio
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.errors import EngineError
-from trioserve.generation import Completion, PromptLike
+from trioserve.generation import Completion, PromptLike, sampling_params
 from trioserve.nursery import open_engine
 from trioserve.sampling import SamplingParams
 
@@ -127,6 +127,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete one prompt or many, all together, and return them in the order given.
 
+        A completion has as many ``outputs`` as its ``n`` asks for.
+
         Args:
             prompts: text, token ids or messages, or a list of such.
             params: sampling parameters for all, or one for each prompt.
@@ -197,7 +199,8 @@ async def _complete_all(
     started = trio.current_time()
     produced = 0
     # More than the engine's queue takes would be refused, and fewer would leave it idle.
-    room = trio.CapacityLimiter(engine.config.max_num_queued_reqs)
+    largest = max((each or sampling_params(sampling)).n for each in params) if params else 1
+    room = trio.CapacityLimiter(max(engine.config.max_num_queued_reqs // largest, 1))
     failure: Exception | None = None
 
     async def complete(index: int) -> None:
@@ -210,7 +213,7 @@ async def _complete_all(
                 nursery.cancel_scope.cancel()
                 return
         completions[index] = completion
-        produced += len(completion.token_ids)
+        produced += completion.usage.completion_tokens
         elapsed = max(trio.current_time() - started, 1e-9)
         bar.update(task, advance=1, speed=f"{produced / elapsed:.1f} tokens/s")
 

@@ -13,8 +13,8 @@ __all__ = ["EngineStatistics"]
 class EngineStatistics:
     """What an engine is doing at this moment.
 
-    ``num_tokenizing`` requests have entered but are not yet in the queue; ``num_streams`` scopes
-    are open; ``stream_bytes`` of output wait for slow readers.
+    ``num_tokenizing`` outputs are asked for by requests that are not yet in the queue;
+    ``num_streams`` scopes are open; ``stream_bytes`` of output wait for slow readers.
     """
 
     scheduler: SchedulerStatistics

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import attrs
@@ -34,6 +33,14 @@ import trio
 
 from trioserve import wire
 from trioserve.errors import WorkerLost
+from trioserve.fake_model import (
+    TokenFunction,
+    draw,
+    fake_logprob,
+    fake_logprobs,
+    hashed_token,
+    prompt_piece,
+)
 from trioserve.sampling import SamplerParams
 
 __all__ = [
@@ -41,15 +48,14 @@ __all__ = [
     "MemoryLink",
     "StepFails",
     "WorkerDies",
+    "fake_logprob",
+    "fake_logprobs",
     "hashed_token",
     "memory_link_pair",
     "serve_fake",
 ]
 
 Ints = npt.NDArray[np.int32]
-
-TokenFunction = Callable[[list[int], SamplerParams], int]
-"""Makes the next token of all the tokens before it and the sequence's parameters."""
 
 Script = Callable[[int, wire.Plan], None]
 """Is called with the number of steps done so far and the next plan; may raise what follows."""
@@ -68,16 +74,6 @@ class StepFails(Exception):
         self.fatal = fatal
 
 
-def hashed_token(vocab_size: int) -> TokenFunction:
-    """A function whose tokens look random, depend on every token before them, and on the seed."""
-
-    def token(context: list[int], sampler: SamplerParams) -> int:
-        start = zlib.crc32(f"{sampler.seed}/{sampler.sequence_index}".encode())
-        return zlib.crc32(wire.from_ints(context), start) % vocab_size
-
-    return token
-
-
 @attrs.define(eq=False, kw_only=True)
 class _Slot:
     generation: int
@@ -86,7 +82,9 @@ class _Slot:
     computed: int
     pages: list[int]
     sampler: SamplerParams
+    prompt_logprobs_from: int
     stopped: bool = False
+    """It drew a stop id, or there was nothing to draw."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -96,12 +94,14 @@ class FakeWorker:
     Args:
         num_pages, page_size: its page pool.
         vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens: what it says in ``Ready``.
-        token: makes the next token (default: :func:`hashed_token`).
+        token: makes the next token (default: :func:`hashed_token`), -1 if there is none to draw.
+            Where ``allowed_token_ids`` leaves it out, one of those stands in for it.
         step_time: seconds that :func:`serve_fake` takes for a step, or a function of the plan.
         computes_past_stop: whether a row that comes after a stop id is computed for nothing and
             gives a token, or gives none. A worker may do either.
         script: called before each step; raises :class:`WorkerDies` or :class:`StepFails`.
-        calls: what it answers to a call, by name: functions of the arguments.
+        calls: what it answers to a call, by name: functions of the arguments. ``prepare``, which
+            asks whether it can serve a grammar, is answered with "yes" unless it is given here.
     """
 
     num_pages: int = 256
@@ -176,9 +176,10 @@ class FakeWorker:
         assert sum(count for _, count in rows) <= self.max_num_batched_tokens, "too many tokens"
         singles = [count == 1 for _, count in rows]
         assert singles == sorted(singles, reverse=True), "rows of one token don't come first"
+        pieces = [piece for slot, count in rows if (piece := self._piece(slot, count)) is not None]
         given = [self._compute(self.slots[slot], count) for slot, count in rows]
         self.num_steps += 1
-        return self._result(plan, given)
+        return self._result(plan, given, pieces)
 
     def _apply(self, plan: wire.Plan) -> None:
         for number in _list(plan.closed):
@@ -194,9 +195,13 @@ class FakeWorker:
                 computed=opened.computed,
                 pages=_list(opened.pages),
                 sampler=opened.sampler,
+                prompt_logprobs_from=opened.prompt_logprobs_from,
             )
             assert 0 <= slot.computed < len(slot.tokens), "nothing is left to compute"
             assert 0 < slot.prompt_length <= len(slot.tokens)
+            if slot.prompt_logprobs_from != -1:
+                assert opened.sampler.prompt_logprobs >= 0, "nobody asked for log-probabilities"
+                assert slot.computed < slot.prompt_logprobs_from < slot.prompt_length
         for number, page in zip(_list(plan.page_slots), _list(plan.page_ids), strict=True):
             self.slots[number].pages.append(page)
 
@@ -217,11 +222,22 @@ class FakeWorker:
         slot.computed = stop
         if stop < len(slot.tokens):
             return []
-        token = self.token(self._read(slot, places), slot.sampler)
+        token = draw(self.token, self._read(slot, places), slot.sampler)
         slot.tokens.append(token)
         num_output = len(slot.tokens) - slot.prompt_length
-        slot.stopped = slot.stopped or slot.sampler.is_stop(token, num_output)
+        slot.stopped = slot.stopped or token < 0 or slot.sampler.is_stop(token, num_output)
         return [token]
+
+    def _piece(self, number: int, count: int) -> wire.PromptPiece | None:
+        """The log-probabilities of prompt tokens that a row of ``count`` tokens gets to."""
+        slot = self.slots[number]
+        if slot.prompt_logprobs_from == -1:
+            return None
+        start = max(slot.prompt_logprobs_from, slot.computed + 1)
+        stop = min(slot.computed + count + 1, slot.prompt_length)
+        if start >= stop:
+            return None
+        return prompt_piece(number, slot.tokens, start, stop, slot.sampler, self.vocab_size)
 
     def _check_pages_written(self, slot: _Slot, start: int, stop: int) -> None:
         written = set(slot.pages[start // self.page_size : -(-stop // self.page_size)])
@@ -247,31 +263,35 @@ class FakeWorker:
         assert context == slot.tokens, "a page holds other tokens than its sequence"
         return context
 
-    def _result(self, plan: wire.Plan, given: list[list[int]]) -> wire.StepResult:
-        numbers = _list(plan.row_slots)
-        samplers = [self.slots[number].sampler for number in numbers]
-        wants_top = any(sampler.logprobs > 0 for sampler in samplers)
+    def _result(
+        self, plan: wire.Plan, given: list[list[int]], pieces: list[wire.PromptPiece]
+    ) -> wire.StepResult:
+        slots = [self.slots[number] for number in _list(plan.row_slots)]
         logprobs: list[float] = []
         top: list[list[int]] = []
-        for sampler, tokens in zip(samplers, given, strict=True):
+        asked: list[npt.NDArray[np.float32]] = []
+        for slot, tokens in zip(slots, given, strict=True):
+            num_top, ids = slot.sampler.logprobs, slot.sampler.logprob_token_ids
             for token in tokens:
                 # A likeness of log-probabilities: the token is the most probable, by its number.
-                logprobs.append(math.nan if sampler.logprobs < 0 else fake_logprob(token, 0))
-                top.append([(token + rank) % self.vocab_size for rank in range(sampler.logprobs)])
+                logprobs.append(math.nan if num_top < 0 else fake_logprob(token, 0))
+                top.append([(token + rank) % self.vocab_size for rank in range(num_top)])
+                asked.append(fake_logprobs(slot.tokens[:-1], self.vocab_size)[ids])
         return wire.StepResult(
             number=plan.number,
             slots=plan.row_slots,
-            generations=wire.from_ints([self.slots[number].generation for number in numbers]),
-            offsets=wire.from_ints([0, *itertools.accumulate(map(len, given))]),
-            tokens=wire.from_ints([token for tokens in given for token in tokens]),
+            generations=wire.from_ints([slot.generation for slot in slots]),
+            offsets=_offsets(given),
+            tokens=wire.from_ints(list(itertools.chain(*given))),
             logprobs=wire.from_floats(logprobs),
-            top_offsets=wire.from_ints([0, *itertools.accumulate(map(len, top))])
-            if wants_top
-            else b"",
-            top_ids=wire.from_ints([token for ids in top for token in ids]),
+            top_offsets=_offsets(top) if any(top) else b"",
+            top_ids=wire.from_ints(list(itertools.chain(*top))),
             top_logprobs=wire.from_floats(
                 [fake_logprob(ids[0], rank) for ids in top for rank in range(len(ids))]
             ),
+            ids_offsets=_offsets(asked) if any(map(len, asked)) else b"",
+            ids_logprobs=wire.from_floats(np.concatenate(asked)) if asked else b"",
+            prompts=pieces,
             step_us=round(self.seconds_for(plan) * 1e6),
         )
 
@@ -281,7 +301,7 @@ class FakeWorker:
 
     def answer(self, call: wire.Call) -> wire.Reply:
         """Answer a call from ``calls``."""
-        function = self.calls.get(call.name)
+        function = {"prepare": lambda _: None, **self.calls}.get(call.name)
         if function is None:
             return wire.Reply(number=call.number, error=f"there is no call {call.name!r}")
         try:
@@ -291,9 +311,8 @@ class FakeWorker:
         return wire.Reply(number=call.number, result=msgspec.msgpack.encode(result))
 
 
-def fake_logprob(token: int, rank: int) -> float:
-    """The log-probability that a fake worker reports for the alternative ``rank`` to ``token``."""
-    return -(1 + token % 8) / 8 - rank
+def _offsets(rows: Sequence[Sized]) -> bytes:
+    return wire.from_ints([0, *itertools.accumulate(map(len, rows))])
 
 
 def _list(column: bytes) -> list[int]:

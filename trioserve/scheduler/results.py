@@ -51,7 +51,8 @@ class Results:
                     f"where {int(samples)} was due"
                 )
             params = computation.sequence.request.params
-            if given and params.logprobs is not None and params.logprob_token_ids:
+            drawn = given and tokens[offsets[index]] >= 0
+            if drawn and params.logprobs is not None and params.logprob_token_ids:
                 _check_asked(message, offsets[index], len(params.logprob_token_ids))
         pieces = _check_pieces(message, plan) if plan.pieces or message.prompts else []
         return cls(offsets, tokens, pieces, message)

@@ -1,0 +1,111 @@
+"""What the engine refuses before anybody spends time on it, and what a worker is told of the rest.
+
+These checks need to know the model and the options; those of single fields are
+:mod:`trioserve.sampling`'s, and whether a prompt fits turns out once it has been tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from trioserve.config import EngineConfig
+from trioserve.errors import ContextTooLong, InvalidRequest
+from trioserve.request import Prompt, TokensPrompt
+from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.tokenizer import Tokenizer
+
+__all__ = ["check_params", "check_prompt", "sampler_params"]
+
+
+def check_prompt(
+    prompt: Prompt, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int
+) -> None:
+    """Refuse a prompt that can't fit, or that has ids which aren't the model's.
+
+    Raises:
+        ContextTooLong: it is certain to be longer than the model's context.
+        InvalidRequest: an id is outside the vocabulary.
+    """
+    fewest = tokenizer.fewest_tokens(prompt)
+    if fewest > max_model_len:
+        # Refused before anybody spends seconds on encoding it.
+        raise ContextTooLong(
+            f"the prompt has at least {fewest} tokens: "
+            f"the model's context is {max_model_len} tokens",
+            param="prompt",
+        )
+    if isinstance(prompt, TokensPrompt):
+        _check_ids({"prompt": prompt.token_ids}, vocab_size)
+
+
+def check_params(params: SamplingParams, config: EngineConfig, *, vocab_size: int) -> None:
+    """Refuse what this server isn't set up for.
+
+    Raises:
+        InvalidRequest: a field is past an option's bound; ``param`` names it.
+    """
+    for name in ("logprobs", "prompt_logprobs"):
+        asked: int | None = getattr(params, name)
+        if asked is not None and asked > config.max_logprobs:
+            raise InvalidRequest(
+                f"{name} must be at most {config.max_logprobs} (--max-logprobs), got {asked}",
+                param=name,
+            )
+    if params.n > config.max_num_queued_reqs:
+        raise InvalidRequest(
+            f"n must be at most {config.max_num_queued_reqs} (--max-num-queued-reqs), "
+            f"got {params.n}",
+            param="n",
+        )
+    if params.extra_args and not config.logits_processors:
+        raise InvalidRequest(
+            "extra_args are for logits processors, and the server has none "
+            f"(--logits-processors); got {', '.join(sorted(params.extra_args))}",
+            param="extra_args",
+        )
+    named = {
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logprob_token_ids": params.logprob_token_ids,
+    }
+    _check_ids(named, vocab_size)
+
+
+def _check_ids(named: Mapping[str, Collection[int]], vocab_size: int) -> None:
+    for name, ids in named.items():
+        if max(ids, default=-1) >= vocab_size or min(ids, default=0) < 0:
+            raise InvalidRequest(
+                f"{name} holds a token id outside 0 to {vocab_size - 1}", param=name
+            )
+
+
+def sampler_params(
+    params: SamplingParams, seed: int, eos_token_ids: Collection[int], tokenizer: Tokenizer
+) -> SamplerParams:
+    """What the worker is told of ``params``, for the first of the request's sequences.
+
+    Raises:
+        InvalidRequest: one of ``bad_words`` can't be spelled in tokens.
+    """
+    eos = () if params.ignore_eos else eos_token_ids
+    return SamplerParams(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        min_tokens=params.min_tokens,
+        logit_bias=params.logit_bias,
+        stop_ids=sorted({*eos, *params.stop_token_ids}),
+        seed=seed,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        logprob_token_ids=list(params.logprob_token_ids),
+        allowed_token_ids=list(params.allowed_token_ids or ()),
+        bad_words=tokenizer.bad_word_ids(params.bad_words) if params.bad_words else [],
+        grammar=params.grammar,
+        extra_args=params.extra_args,
+    )
