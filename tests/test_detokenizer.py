@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from tests import text_tokenizers
 from trioserve.detokenizer import Detokenizer
-from trioserve.errors import DeadlineExceeded, EngineError, RequestAborted, SlowReader
+from trioserve.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    RequestAborted,
+    SlowReader,
+)
 from trioserve.request import (
     Finish,
     FinishReason,
@@ -231,6 +237,67 @@ def test_logprobs_get_texts_for_the_token_and_the_alternatives() -> None:
     assert chunk.logprobs == (TokenLogprob(word, -0.5, " the", top),)
 
 
+def test_logprobs_of_tokens_that_were_asked_for_get_texts_too() -> None:
+    case = delivery(logprobs=0, logprob_token_ids=[EOS])
+    (word,) = ids_of(" the")
+    case.give((word,), logprobs=(TokenLogprob(word, -0.5, "", (), ((EOS, -9.0, ""),), 4),))
+    (chunk,) = case.chunks()
+    assert chunk.logprobs == (TokenLogprob(word, -0.5, " the", (), ((EOS, -9.0, "</s>"),), 4),)
+
+
+def test_a_stop_regex_ends_the_output_at_the_token_that_completes_it() -> None:
+    case = delivery(stop_regex=[r"\n+\w+:"], stop=["never"])
+    case.give(letters("Hi.\n"))
+    case.give(letters("\nUser"))
+    case.give(letters(": what?"), LENGTH)
+    assert (case.text(), case.end()) == ("Hi.", ("stop", r"\n+\w+:"))
+    assert case.token_ids() == letters("Hi.\n\nUser:")
+    ((sequence, finish),) = case.aborts
+    assert (sequence.delivered, finish) == (
+        True,
+        Finish(FinishReason.STOP, stop_reason=r"\n+\w+:"),
+    )
+    assert case.delivered == case.aborts
+
+
+def test_a_stop_regex_stays_in_the_output_if_asked_and_waits_for_min_tokens() -> None:
+    case = delivery(stop_regex="[xy]", min_tokens=4, include_stop_str_in_output=True)
+    case.give(letters("axbyc"))
+    assert (case.text(), case.token_ids(), case.end()) == (
+        "axby",
+        letters("axby"),
+        ("stop", "[xy]"),
+    )
+
+
+def test_text_that_waits_for_a_stop_regex_comes_with_the_end() -> None:
+    at_length = delivery(stop_regex=r"ab+c")
+    at_length.give((*letters("xabb"), letters("你")[0]), LENGTH)
+    assert (at_length.text(), at_length.end()) == ("xabb\ufffd", ("length", None))
+    at_end = delivery(stop_regex=r"ab+c")
+    at_end.give((*letters("xabb"), EOS), END_OF_SEQUENCE)
+    assert (at_end.text(), at_end.end()) == ("xabb", ("stop", None))
+    flushed = delivery(stop_regex=r"b\ufffd")
+    flushed.give((*letters("xb"), letters("你")[0]), LENGTH)
+    assert (flushed.text(), flushed.end()) == ("x", ("stop", r"b\ufffd"))
+
+
+async def test_a_stop_regex_that_takes_too_long_is_the_request_s_error() -> None:
+    case, other = delivery(stop_regex="(a|aa)+$b", sequences=2), delivery()
+    sender, receiver = trio.open_memory_channel[list[SequenceOutput]](math.inf)
+    bad = SequenceOutput(case.request.sequences[1], letters("a" * 60))
+    good = SequenceOutput(other.request.sequences[0], letters("fine"))
+    with sender:
+        sender.send_nowait([bad, good])
+    await case.detokenizer.run(receiver)
+    assert other.text() == "fine"
+    with pytest.raises(InvalidRequest, match="takes too long") as caught:
+        await case.request.stream.take()
+    assert caught.value.param == "stop_regex"
+    assert [sequence for sequence, _ in case.aborts] == case.request.sequences
+    assert case.delivered == case.aborts
+
+
 def test_sequences_are_decoded_apart_and_the_stream_ends_with_the_last() -> None:
     case = delivery(sequences=2, stop="!")
     case.give(letters("你")[:2], index=0)
@@ -261,6 +328,25 @@ async def test_an_error_is_raised_after_the_text_that_came(finish: Finish) -> No
         await case.request.stream.take()
     assert finish.error is None or caught.value is finish.error
     assert case.delivered == [(case.request.sequences[0], finish)]
+
+
+async def test_an_error_of_one_output_ends_the_others_once() -> None:
+    case = delivery(sequences=3)
+    case.give(letters("done"), LENGTH, index=2)
+    broken = Finish(FinishReason.ERROR, error=EngineError("no token is allowed"))
+    case.give(letters("so far"), broken, index=1)
+    case.give(letters("late"), LENGTH, index=0)
+    first, second, third = case.request.sequences
+    # The scheduler knows of the broken one, and has to be told of the one that still runs.
+    assert case.aborts == [(first, Finish(FinishReason.ABORT, error=broken.error))]
+    assert case.delivered == [(third, LENGTH), (second, broken), *case.aborts]
+    chunks = await case.request.stream.take()
+    assert [(chunk.index, chunk.text, chunk.finish_reason) for chunk in chunks] == [
+        (2, "done", "length"),
+        (1, "so far", None),
+    ]
+    with pytest.raises(EngineError, match="no token is allowed"):
+        await case.request.stream.take()
 
 
 async def test_a_slow_reader_ends_every_sequence_of_its_request() -> None:

@@ -5,10 +5,10 @@ The finish rule
 An output may end by a stop string, by a stop id, by its length or by an abort, and several of
 these may be true of the tokens of one step. The earliest token index wins:
 
-- a *stop string* ends the output at the token that completes it;
-- a *stop id* ends it at that token, whose text is not matched against stop strings and is left out
+- a *stop string* or *stop regex* ends the output at the token that completes it;
+- a *stop id* ends it at that token, whose text is not matched against these and is left out
   unless ``include_stop_str_in_output`` is set (its id is always among the token ids);
-- the *length* ends it at the last token, unless that one completes a stop string;
+- the *length* ends it at the last token, unless that one completes a stop string or regex;
 - an *abort* comes after every token.
 
 Text, token ids, log-probabilities and so the usage are cut there. Token ids and log-probabilities
@@ -17,6 +17,9 @@ part of a character. Nothing past the cut was ever sent, because tokens are take
 
 On a stop string the scheduler, which knows nothing of text, is told by ``abort``; tokens that it
 had under way for the sequence still come, and are dropped.
+
+A request may have several outputs. They go out side by side as they come, and end one by one. An
+error of one is the whole request's: the others are aborted with it.
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from trioserve.errors import EngineError, SlowReader
+from trioserve.errors import EngineError, InvalidRequest, SlowReader
 from trioserve.incremental import IncrementalDecoder
 from trioserve.request import Finish, FinishReason, Sequence, SequenceOutput
+from trioserve.sampling import SamplingParams
+from trioserve.stop_regex import RegexStopMatcher
 from trioserve.stop_strings import StopMatcher
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.stream import Chunk
 from trioserve.tokenizer import Tokenizer
 
 __all__ = ["Detokenizer", "OutputText"]
@@ -41,7 +46,7 @@ class OutputText:
     """The text of one sequence, as far as it has come. Sans-IO."""
 
     _decoder: IncrementalDecoder
-    _matcher: StopMatcher | None
+    _matcher: StopMatcher | RegexStopMatcher | None
     _min_tokens: int
     _include_stop: bool
     _num_tokens: int = 0
@@ -53,9 +58,9 @@ class OutputText:
         decoder = tokenizer.incremental_decoder(
             sequence.request.prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
-        include = params.include_stop_str_in_output
-        matcher = StopMatcher(params.stop, include=include) if params.stop else None
-        return cls(decoder, matcher, params.min_tokens, include)
+        return cls(
+            decoder, _matcher_of(params), params.min_tokens, params.include_stop_str_in_output
+        )
 
     def take(
         self, token_ids: tuple[int, ...], finish: Finish | None
@@ -65,6 +70,9 @@ class OutputText:
         Returns:
             the text that may be sent, how many of the tokens belong to the output, and how the
             output ended, if it did.
+
+        Raises:
+            InvalidRequest: a stop regex takes too long.
         """
         at_stop_id = finish is not None and finish.reason is FinishReason.STOP and bool(token_ids)
         parts: list[str] = []
@@ -103,6 +111,13 @@ class OutputText:
                 parts.append(self._decoder.push(stop_id))
             parts.append(self._decoder.flush())
         return None
+
+
+def _matcher_of(params: SamplingParams) -> StopMatcher | RegexStopMatcher | None:
+    include = params.include_stop_str_in_output
+    if params.stop_regex:
+        return RegexStopMatcher(params.stop, params.stop_regex, include=include)
+    return StopMatcher(params.stop, include=include) if params.stop else None
 
 
 class Detokenizer:
@@ -145,10 +160,14 @@ class Detokenizer:
             return
         if sequence.delivery is None:
             sequence.delivery = OutputText.of(sequence, self._tokenizer)
-        text, num_tokens, finish = sequence.delivery.take(output.token_ids, output.finish)
+        try:
+            text, num_tokens, finish = sequence.delivery.take(output.token_ids, output.finish)
+        except InvalidRequest as refusal:
+            self._fail(sequence, refusal)
+            return
         logprobs = output.logprobs
         if logprobs is not None:
-            logprobs = tuple(map(self._with_texts, logprobs[:num_tokens]))
+            logprobs = tuple(map(self._tokenizer.with_texts, logprobs[:num_tokens]))
         error = None if finish is None else _error_of(finish)
         ended = finish is not None and error is None
         chunk = Chunk(
@@ -170,14 +189,11 @@ class Detokenizer:
         if finish is not output.finish:
             self._abort(sequence, finish)
         self._close(sequence, finish, error)
-
-    def _with_texts(self, entry: TokenLogprob) -> TokenLogprob:
-        text = self._tokenizer.token_text
-        top = tuple((token_id, logprob, text(token_id)) for token_id, logprob, _ in entry.top)
-        return TokenLogprob(entry.token_id, entry.logprob, text(entry.token_id), top)
+        if error is not None:
+            self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """End the whole request with ``error``, computing nothing more for it."""
+        """End what is left of the request with ``error``, computing nothing more for it."""
         finish = Finish(FinishReason.ABORT, error=error)
         for sibling in sequence.request.sequences:
             if not sibling.delivered:

@@ -19,6 +19,7 @@ from trioserve.chat import ChatTemplate
 from trioserve.errors import InvalidRequest
 from trioserve.incremental import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
 from trioserve.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt
+from trioserve.stream import TokenLogprob
 
 __all__ = ["Tokenizer"]
 
@@ -89,6 +90,18 @@ class Tokenizer:
         if text is None:
             text = self._texts[id] = self.token_bytes(id).decode("utf-8", "replace")
         return text
+
+    def with_texts(self, entry: TokenLogprob) -> TokenLogprob:
+        """The same entry, each of its tokens with :meth:`token_text`."""
+        text = self.token_text
+        return TokenLogprob(
+            entry.token_id,
+            entry.logprob,
+            text(entry.token_id),
+            tuple((token_id, logprob, text(token_id)) for token_id, logprob, _ in entry.top),
+            tuple((token_id, logprob, text(token_id)) for token_id, logprob, _ in entry.asked),
+            entry.rank,
+        )
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt of any kind, on the spot. The task gives the same.
