@@ -1,0 +1,146 @@
+"""Pieces of grammars in llguidance's dialect of Lark: text in, text out, nothing is compiled.
+
+Every rule that is made of another grammar stands in a ``%lark`` block of its own, so that names of
+one don't meet those of another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llguidance.gbnf_to_lark import any_to_lark
+
+from trioserve.errors import InvalidRequest
+from trioserve.grammar import Grammar
+
+__all__ = ["GAP", "HEADER", "TEXT", "TokenOf", "head", "json_rule", "lark_of", "literal", "nested"]
+
+HEADER = "%llguidance {}\n"
+"""Without it a grammar without a hint of Lark may be taken for GBNF."""
+TEXT = "TEXT: /(?s:.*)/\n"
+GAP = "GAP: /[ \\n]{1,4}/\n"
+"""White space between parts, bounded: a model that may go on with it for ever sometimes does."""
+_WHITESPACE_IN_JSON = r"[\x20\x0A\x0D\x09]{1,16}"
+
+TokenOf = Callable[[str], int | None]
+"""The id of the token that is spelled like this; None if there is none."""
+
+
+def literal(text: str, token_of: TokenOf) -> str:
+    """What matches ``text``, spelled out or as a token of its own.
+
+    Both have to be named: llguidance takes every added token that looks like ``<this>`` for a
+    special one, which no text matches.
+    """
+    spelled = json.dumps(text, ensure_ascii=False)
+    id = token_of(text)
+    return spelled if id is None else f"(<[{id}]> | {spelled})"
+
+
+def head(text: str, token_of: TokenOf) -> str:
+    """Rules for ``head``: any text up to the first ``text``, and that."""
+    spelled = json.dumps(text, ensure_ascii=False)
+    id = token_of(text)
+    token = "" if id is None else f" | TEXT <[{id}]>"
+    return f"head: spelled_head{token}\nspelled_head[lazy]: TEXT {spelled}\n{TEXT}"
+
+
+def json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:
+    """What matches the JSON that ``schema`` allows.
+
+    With ``lenient``, what the schema says that can't be made a grammar is left out of it.
+    """
+    options = {"whitespace_pattern": _WHITESPACE_IN_JSON}
+    given = schema.get("x-guidance")
+    if isinstance(given, dict):
+        options.update(given)
+    if lenient:
+        options["lenient"] = True  # type: ignore[assignment]
+    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+
+
+def nested(lark: str) -> str:
+    """What matches a whole grammar."""
+    return "%lark {\n" + lark.removeprefix(HEADER) + "\n}"
+
+
+def lark_of(grammar: Grammar) -> str:
+    """``grammar`` as a Lark grammar whatever its kind, for one that is to contain it.
+
+    Raises:
+        InvalidRequest: its text isn't of its kind.
+    """
+    try:
+        return HEADER + _RULES[grammar.kind](grammar.text)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InvalidRequest(
+            f"grammar can't be read as a {grammar.kind}: {reason}", param="grammar"
+        ) from error
+
+
+def _of_json_schema(text: str) -> str:
+    schema = json.loads(text)
+    return f"start: {'%json ' + text if isinstance(schema, dict) else json_rule({})}\n"
+
+
+def _of_regex(text: str) -> str:
+    return "start: PATTERN\nPATTERN: /" + _escaped_slashes(text) + "/\n"
+
+
+def _escaped_slashes(pattern: str) -> str:
+    """A regular expression as it stands between slashes."""
+    escaped, result = False, []
+    for character in pattern:
+        if character == "\n":
+            result.append("n" if escaped else "\\n")
+        else:
+            result.append("\\/" if character == "/" and not escaped else character)
+        escaped = character == "\\" and not escaped
+    return "".join(result)
+
+
+def _of_grammar(text: str) -> str:
+    return str(any_to_lark(text)).removeprefix(HEADER)
+
+
+def _of_choice(text: str) -> str:
+    return "start: " + " | ".join(json.dumps(str(choice)) for choice in json.loads(text)) + "\n"
+
+
+def _of_structural_tag(text: str) -> str:
+    """Free text in which what begins with a trigger is one of the structures."""
+    tag = json.loads(text)
+    rules, names = [], []
+    for number, structure in enumerate(tag["structures"]):
+        begin = str(structure["begin"])
+        trigger = _trigger_of(begin, tag["triggers"])
+        names.append(f"tag_{number}")
+        rules.append(f"head_{number}[lazy]: TEXT {json.dumps(trigger)}\n")
+        rest = begin[len(trigger) :]
+        parts = [
+            f"head_{number}",
+            *([json.dumps(rest)] if rest else []),
+            "%json " + json.dumps(structure["schema"]),
+            *([json.dumps(structure["end"])] if structure["end"] else []),
+        ]
+        rules.append(f"tag_{number}: {' '.join(parts)}\n")
+    return f"start: ({' | '.join(names)})* tail\ntail: TEXT\n{TEXT}{''.join(rules)}"
+
+
+def _trigger_of(begin: str, triggers: Sequence[str]) -> str:
+    for trigger in triggers:
+        if trigger and begin.startswith(trigger):
+            return trigger
+    raise ValueError(f"{begin!r} begins with none of the triggers")
+
+
+_RULES: dict[str, Callable[[str], str]] = {
+    "json_schema": _of_json_schema,
+    "regex": _of_regex,
+    "grammar": _of_grammar,
+    "choice": _of_choice,
+    "structural_tag": _of_structural_tag,
+}

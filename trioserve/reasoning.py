@@ -1,0 +1,147 @@
+"""Reasoning apart from the answer, for models that write ``<think>…</think>`` before it.
+
+Qwen 3, DeepSeek R1, SmolLM3 and others do. :class:`ReasoningSplitter` is pure: pieces of text in,
+pieces of reasoning and of answer out, the same whatever the pieces. :func:`after_reasoning` makes a
+grammar for the answer one for the whole output.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.lark import GAP, HEADER, TokenOf, head, literal, nested
+
+__all__ = [
+    "CLOSE",
+    "OPEN",
+    "ReasoningSplitter",
+    "Split",
+    "after_reasoning",
+    "is_open",
+    "marks_reasoning",
+]
+
+OPEN = "<think>"
+CLOSE = "</think>"
+
+
+def marks_reasoning(template: str) -> bool:
+    """Whether a chat template knows of reasoning between these marks."""
+    return OPEN in template or CLOSE in template
+
+
+def is_open(text: str) -> bool:
+    """Whether what continues ``text`` is reasoning."""
+    return text.rfind(OPEN) > text.rfind(CLOSE)
+
+
+@attrs.frozen
+class Split:
+    """A piece of reasoning and a piece of the answer, either of which may be empty."""
+
+    reasoning: str = ""
+    answer: str = ""
+
+
+@attrs.define(eq=False)
+class ReasoningSplitter:
+    """Splits one output. White space next to the marks belongs to neither side.
+
+    Args:
+        inside: whether the prompt has opened the reasoning already. Otherwise an output that
+            doesn't begin with the mark is all answer.
+    """
+
+    inside: bool = False
+    _begun: bool = False
+    """Whether something other than white space came since the last mark."""
+    _past: bool = False
+    """Whether the reasoning has ended, or there is none."""
+    _held: str = ""
+    """What may be the beginning of a mark."""
+    _space: list[str] = attrs.field(factory=list)
+    """White space that counts only if more of the same side follows."""
+
+    def feed(self, text: str) -> Split:
+        """Split the next piece."""
+        text, self._held = self._held + text, ""
+        reasoning: list[str] = []
+        if not self.inside and not self._past:
+            text = self._begin(text)
+        if self.inside:
+            text = self._reason(text, reasoning)
+        return Split("".join(reasoning), self._answer(text) if self._past else "")
+
+    def finish(self) -> Split:
+        """What was held back when the output ended."""
+        text, self._held = "".join(self._space) + self._held, ""
+        self._space.clear()
+        if self.inside:
+            return Split(reasoning=text)
+        self._past = True
+        return Split(answer=text)
+
+    def _begin(self, text: str) -> str:
+        """Wait for a mark or anything else; returns what follows."""
+        stripped = text.lstrip()
+        if not stripped:
+            self._space.append(text)
+            return ""
+        if stripped.startswith(OPEN):
+            self.inside = True
+            self._space.clear()
+            return stripped[len(OPEN) :]
+        if OPEN.startswith(stripped):
+            self._space.append(text[: len(text) - len(stripped)])
+            self._held = stripped
+            return ""
+        self._past = self._begun = True
+        text = "".join(self._space) + text
+        self._space.clear()
+        return text
+
+    def _reason(self, text: str, reasoning: list[str]) -> str:
+        """Put reasoning up to its end into ``reasoning``; returns what follows."""
+        end = text.find(CLOSE)
+        inner = text if end < 0 else text[:end]
+        if end < 0:
+            inner, self._held = _without_part_of_mark(inner)
+        if not self._begun:
+            inner = inner.lstrip()
+            self._begun = bool(inner)
+        visible = inner.rstrip()
+        if visible:
+            reasoning.extend((*self._space, visible))
+            self._space.clear()
+        if end < 0:
+            self._space.append(inner[len(visible) :])
+            return ""
+        self._space.clear()
+        self.inside, self._past, self._begun = False, True, False
+        return text[end + len(CLOSE) :]
+
+    def _answer(self, text: str) -> str:
+        if not self._begun:
+            text = text.lstrip()
+            self._begun = bool(text)
+        return text
+
+
+def _without_part_of_mark(text: str) -> tuple[str, str]:
+    """``text`` up to what may be the beginning of the closing mark, and that."""
+    start = text.rfind("<", max(0, len(text) - len(CLOSE) + 1))
+    if start >= 0 and CLOSE.startswith(text[start:]):
+        return text[:start], text[start:]
+    return text, ""
+
+
+def after_reasoning(answer: str, token_of: TokenOf, *, inside: bool) -> str:
+    """The Lark grammar of an output whose answer follows the Lark grammar ``answer``.
+
+    Reasoning comes first: for sure if it is open already, where the model likes otherwise.
+    """
+    first = "head" if inside else f"({literal(OPEN, token_of)} head)?"
+    return (
+        f"{HEADER}start: {first} GAP? answer\n{head(CLOSE, token_of)}{GAP}"
+        f"answer: {nested(answer)}\n"
+    )

@@ -1,0 +1,37 @@
+"""Calls as JSON objects one after the other, in an array or alone."""
+
+from __future__ import annotations
+
+from trioserve.tool_parsers.base import MarkedParser
+from trioserve.tool_parsers.values import skip_space
+
+__all__ = ["ArrayParser"]
+
+
+class ArrayParser(MarkedParser):
+    """States for ``{…}`` and ``[{…}, {…}]``."""
+
+    _in_array = False
+
+    def _objects(self, first: str, lead: str) -> bool:
+        """Expect what begins with ``first``, which has been read, if that is an array.
+
+        Returns whether the character was taken.
+        """
+        self._in_array = first == "["
+        self._expect_call(lead + "[" if self._in_array else lead)
+        return self._in_array
+
+    def _after_call(self, text: str, position: int) -> int:
+        if not self._in_array:
+            self._become(self._text)
+            return position
+        first = skip_space(text, position)
+        self._add_text(text[position:first])
+        if first == len(text):
+            return first
+        if text[first] == ",":
+            self._expect_call(",")
+            return first + 1
+        self._become(self._text)
+        return first + (text[first] == "]")

@@ -1,0 +1,153 @@
+"""One call as a JSON object, ``{"name": …, "arguments": {…}}``, in text that comes in pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+import attrs
+
+from trioserve.tool_parsers.values import ValueScanner, skip_space
+
+__all__ = ["CallScanner"]
+
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = ("name", "type", "id", *_ARGUMENTS)
+"""What an object that is a call may have: any other key shows that it is none."""
+
+
+@attrs.define(eq=False)
+class CallScanner:
+    """Follows one object through its pieces, and gives its arguments out as they come.
+
+    Nothing is given out before the name is known to be one of ``names`` and the arguments have
+    begun: until then ``raw`` holds all that was read, to be given back where it turns out to be no
+    call. An object whose arguments come first is held until its name comes; one without arguments
+    is a call with ``{}``.
+    """
+
+    names: Collection[str]
+    name: str | None = None
+    started: bool = False
+    """Whether it is a call for sure, and what ``scan`` puts out are its arguments."""
+    done: bool = False
+    broken: bool = False
+    _expected: str = "object"
+    _key: str = ""
+    _value: ValueScanner = attrs.field(factory=ValueScanner)
+    _string: list[str] = attrs.field(factory=list)
+    """The pieces of the key or the name that is being read."""
+    _has_arguments: bool = False
+    _held: list[str] = attrs.field(factory=list)
+    """Arguments that came before the name."""
+    _raw: list[str] = attrs.field(factory=list)
+
+    @property
+    def raw(self) -> str:
+        """All that was read so far, while it hasn't ``started``."""
+        return "".join(self._raw)
+
+    @property
+    def in_arguments(self) -> bool:
+        """Whether the arguments have begun and not ended."""
+        return self._expected == "arguments"
+
+    def scan(self, text: str, start: int, arguments: list[str]) -> int:
+        """Go on at ``start``, up to where it is ``done`` or ``broken``; returns the end.
+
+        Pieces of the arguments are appended to ``arguments``.
+        """
+        position = start
+        while position < len(text) and not (self.done or self.broken):
+            if self._expected in ("key_string", "name", "arguments", "other"):
+                position = self._go_on_with_value(text, position, arguments)
+            else:
+                position = self._between_values(text, position, arguments)
+        if not self.started:
+            self._raw.append(text[start:position])
+        return position
+
+    def _between_values(self, text: str, position: int, arguments: list[str]) -> int:
+        position = skip_space(text, position)
+        if position == len(text):
+            return position
+        character = text[position]
+        if self._expected == "value":
+            self._begin_value(character)
+            return position
+        if character == '"' and self._expected in ("key", "key_or_end"):
+            self._value, self._string = ValueScanner(), []
+            self._expected = "key_string"
+            return position
+        if character == "}" and self._expected in ("key_or_end", "comma_or_end"):
+            self._end(arguments)
+            return position + (not self.broken)
+        follows = {("object", "{"): "key_or_end", ("colon", ":"): "value"}
+        follows["comma_or_end", ","] = "key"
+        expected = follows.get((self._expected, character))
+        if expected is None:
+            self.broken = True
+            return position
+        self._expected = expected
+        return position + 1
+
+    def _begin_value(self, first: str) -> None:
+        self._value, self._string = ValueScanner(), []
+        if self._key == "name" and self.name is None:
+            self._expected = "name"
+            self.broken = first != '"'
+        elif self._key in _ARGUMENTS and not self._has_arguments:
+            self._expected = "arguments"
+            self._has_arguments = True
+        else:
+            self._expected = "other"
+
+    def _go_on_with_value(self, text: str, position: int, arguments: list[str]) -> int:
+        end = self._value.scan(text, position)
+        if self._expected == "arguments" and end > position:
+            self._give_arguments(text[position:end], arguments)
+        elif self._expected in ("key_string", "name"):
+            self._string.append(text[position:end])
+        self.broken = self._value.broken
+        if self._value.done:
+            self._end_value(arguments)
+        return end
+
+    def _give_arguments(self, piece: str, arguments: list[str]) -> None:
+        if self.name is None:
+            self._held.append(piece)
+        else:
+            self.started = True
+            arguments.append(piece)
+
+    def _end_value(self, arguments: list[str]) -> None:
+        if self._expected == "key_string":
+            self._key = _decoded(self._string) or ""
+            self.broken = self._key not in _KEYS
+            self._expected = "colon"
+            return
+        if self._expected == "name":
+            self.name = _decoded(self._string)
+            self.broken = self.name not in self.names
+            if self._held and not self.broken:
+                self.started = True
+                arguments.extend(self._held)
+        self._expected = "comma_or_end"
+
+    def _end(self, arguments: list[str]) -> None:
+        if self.name is None:
+            self.broken = True
+            return
+        self.done = True
+        if not self.started:
+            self.started = True
+            arguments.append("{}")
+
+
+def _decoded(pieces: list[str]) -> str | None:
+    """The string that a JSON string stands for; None if it is no good one."""
+    try:
+        value = json.loads("".join(pieces), strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None

@@ -1,0 +1,34 @@
+"""What a tool parser makes of an answer: text, and calls of functions with their arguments."""
+
+from __future__ import annotations
+
+import attrs
+
+__all__ = ["ArgumentsDelta", "Event", "TextDelta", "ToolCallStart"]
+
+
+@attrs.frozen
+class TextDelta:
+    """More of the answer's text."""
+
+    text: str
+
+
+@attrs.frozen
+class ToolCallStart:
+    """A call begins: the ``index``-th of the answer, from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@attrs.frozen
+class ArgumentsDelta:
+    """More of a call's arguments: JSON as the model writes it, in any pieces."""
+
+    index: int
+    text: str
+
+
+Event = TextDelta | ToolCallStart | ArgumentsDelta

@@ -1,0 +1,109 @@
+"""Grammars of answers with tool calls, one for each family, as Lark in llguidance's dialect.
+
+What a call consists of is fixed to the letter, as chat templates print it, but for the arguments,
+which are JSON of their schema. Where calls are optional, a lazy rule takes the text before a call up
+to its marker: from there on the answer can only be a call.
+"""
+
+from __future__ import annotations
+
+import json
+
+from trioserve.lark import GAP, HEADER, TokenOf, head, json_rule, literal, nested
+from trioserve.tool_parsers.tools import Tool, ToolUse
+
+__all__ = ["hermes_grammar", "json_grammar", "llama3_grammar", "mistral_grammar"]
+
+_TOOL_CALL = "<tool_call>"
+_MARKER = "[TOOL_CALLS]"
+_ANY_OBJECT = {"type": "object"}
+
+
+def hermes_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
+    """``<tool_call>{…}</tool_call>``, several in a row or between texts."""
+    begin, end = literal(_TOOL_CALL, token_of), literal("</tool_call>", token_of)
+    body = f"GAP? object GAP? {end}"
+    rules = HEADER + GAP + _objects(use, "arguments") + f"call: {begin} {body}\n"
+    calls = "call (GAP? call)*" if use.parallel else "call"
+    if use.required:
+        return f"{rules}start: {calls}\n"
+    if use.answer is not None:
+        return f"{rules}start: {calls} | answer\nanswer: {nested(use.answer)}\n"
+    tags = "tag* tail" if use.parallel else "tag | tail"
+    return f"{rules}start: {tags}\ntag: head {body}\ntail: TEXT\n{head(_TOOL_CALL, token_of)}"
+
+
+def llama3_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
+    """``{…}; {…}`` as the whole answer, perhaps behind the tag, where the model has one."""
+    tag = token_of("<|python_tag|>")
+    several = 'object (";" GAP? object)*' if use.parallel else "object"
+    rules = HEADER + GAP + _objects(use, "parameters") + f"objects: {several}\n"
+    calls = "objects" if tag is None else f"<[{tag}]>? objects"
+    if use.required:
+        return f"{rules}start: {calls}\n"
+    if use.answer is not None:
+        return f"{rules}start: {calls} | answer\nanswer: {nested(use.answer)}\n"
+    later = "" if tag is None else f" | PLAIN <[{tag}]> objects"
+    plain = "PLAIN: /\\s*[^{\\s](?s:.*)/\n"
+    return f"{rules}start: {calls} | PLAIN?{later}\n{plain}"
+
+
+def mistral_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
+    """An array behind the marker, or ``name[ARGS]{…}`` where the template prints that."""
+    marker, args = literal(_MARKER, token_of), literal("[ARGS]", token_of)
+    if "[ARGS]" in template:
+        names = [
+            f"bare_{number}: {json.dumps(tool.name)} {args} arguments_{number}\n"
+            for number, tool in enumerate(use.tools)
+        ]
+        alternatives = " | ".join(f"bare_{number}" for number in range(len(use.tools)))
+        body = f"body: {alternatives}\n{''.join(names)}{_arguments(use)}"
+        several = use.parallel
+    else:
+        items = 'object ("," GAP? object)*' if use.parallel else "object"
+        body = f'body: GAP? "[" {items} "]"\n{_objects(use, "arguments")}'
+        several = False
+    rules = f"{HEADER}{GAP}{body}call: {marker} body\n"
+    calls = "call+" if several else "call"
+    if use.required:
+        return f"{rules}start: {calls}\n"
+    if use.answer is not None:
+        return f"{rules}start: {calls} | answer\nanswer: {nested(use.answer)}\n"
+    tags = "tag* tail" if several else "tag | tail"
+    return f"{rules}start: {tags}\ntag: head body\ntail: TEXT\n{head(_MARKER, token_of)}"
+
+
+def json_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
+    """An object as the whole answer, or a list of them."""
+    rules = HEADER + GAP + _objects(use, "arguments")
+    calls = 'object | "[" object ("," GAP? object)* "]"' if use.parallel else "object"
+    if use.required:
+        return f"{rules}start: {calls}\n"
+    if use.answer is not None:
+        return f"{rules}start: {calls} | answer\nanswer: {nested(use.answer)}\n"
+    return f"{rules}start: {calls} | PLAIN?\nPLAIN: /\\s*[^\\[{{\\s](?s:.*)/\n"
+
+
+def _objects(use: ToolUse, key: str) -> str:
+    """The rule ``object``: a call as a JSON object whose arguments are called ``key``."""
+    rules = []
+    for number, tool in enumerate(use.tools):
+        begin = f'{{"name": {json.dumps(tool.name)}, "{key}": '
+        rules.append(f'object_{number}: {json.dumps(begin)} arguments_{number} "}}"\n')
+    alternatives = " | ".join(f"object_{number}" for number in range(len(use.tools)))
+    return f"object: {alternatives}\n{''.join(rules)}{_arguments(use)}"
+
+
+def _arguments(use: ToolUse) -> str:
+    return "".join(
+        f"arguments_{number}: {_schema_rule(tool, use.required)}\n"
+        for number, tool in enumerate(use.tools)
+    )
+
+
+def _schema_rule(tool: Tool, required: bool) -> str:
+    """The arguments' JSON: of their schema where it has to be, of any object otherwise."""
+    if not (tool.strict or required):
+        return json_rule(_ANY_OBJECT)
+    schema = tool.parameters if "type" in tool.parameters else {"type": "object", **tool.parameters}
+    return json_rule(schema, lenient=not tool.strict)

@@ -1,0 +1,30 @@
+"""A JSON object with name and arguments, or a list of them, as the whole answer.
+
+For models whose template knows no tools: they are told of them, and of this way to call them, by a
+system message.
+"""
+
+from __future__ import annotations
+
+from trioserve.tool_parsers.arrays import ArrayParser
+from trioserve.tool_parsers.values import skip_space
+
+__all__ = ["JsonParser"]
+
+
+class JsonParser(ArrayParser):
+    """Calls at the beginning of the answer and nowhere else."""
+
+    def _start(self, text: str, position: int) -> int:
+        first = skip_space(text, position)
+        self._add_text(text[position:first])
+        if first == len(text):
+            return first
+        if text[first] not in "[{":
+            self._become(self._text)
+            return first
+        return first + self._objects(text[first], "")
+
+    def _text(self, text: str, position: int) -> int:
+        self._add_text(text[position:])
+        return len(text)
