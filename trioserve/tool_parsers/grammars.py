@@ -1,8 +1,8 @@
 """Grammars of answers with tool calls, one for each family, as Lark in llguidance's dialect.
 
 What a call consists of is fixed to the letter, as chat templates print it, but for the arguments,
-which are JSON of their schema. Where calls are optional, a lazy rule takes the text before a call up
-to its marker: from there on the answer can only be a call.
+which are JSON of their schema. Where calls are optional, a lazy rule takes the text before a call
+up to its marker: from there on the answer can only be a call.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ NO_PARAMETERS: dict[str, Any] = {
 
 @attrs.frozen
 class Tool:
-    """A function by its name. ``strict``: its arguments have to follow the schema ``parameters``."""
+    """A function by its name. ``strict``: its arguments have to follow ``parameters``, a schema."""
 
     name: str
     description: str = ""
