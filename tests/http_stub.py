@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -33,14 +34,27 @@ Step = Chunk | float | Exception
 class StubTokenizer:
     """Every character is a token, its code point the id."""
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(token) for token in ids)
+
+    def incremental_decoder(self, prompt_ids: Any, *, skip_special_tokens: bool = True) -> Any:
+        return StubDecoder()
 
     def token_bytes(self, token: int) -> bytes:
         return chr(token).encode()
 
     def token_text(self, token: int) -> str:
         return chr(token)
+
+
+class StubDecoder:
+    """Every token is a character at once."""
+
+    def push(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def flush(self) -> str:
+        return ""
 
 
 def words(text: str, *, finish: str = "stop", stop_reason: int | str | None = None) -> list[Step]:
@@ -192,6 +206,23 @@ def app_of(stub: StubEngine, **options: Any) -> App:
 def client_of(stub: StubEngine, **options: Any) -> TrioClient:
     """A client that calls the application without a socket."""
     return cast(TrioClient, app_of(stub, **options).test_client())
+
+
+async def post(stub: StubEngine, path: str, **body: Any) -> Any:
+    """The answer to a request that must succeed, decoded."""
+    response = await client_of(stub).post(path, json=body)
+    assert response.status_code == 200, await response.get_data(True)
+    return json.loads(await response.get_data(True))
+
+
+async def events(stub: StubEngine, path: str, **body: Any) -> list[Any]:
+    """The data of a stream's events, decoded; asserts that it ends as it should."""
+    response = await client_of(stub).post(path, json={**body, "stream": True})
+    assert response.status_code == 200, await response.get_data(True)
+    assert response.content_type == "text/event-stream"
+    *parts, done, rest = (await response.get_data(True)).split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
 @contextlib.asynccontextmanager

@@ -9,28 +9,21 @@ import httpx
 import openai
 import pytest
 import trio
-from http_stub import StubEngine, client_of, http_client, served, with_logprobs, words
+from http_stub import (
+    StubEngine,
+    client_of,
+    events,
+    http_client,
+    post,
+    served,
+    with_logprobs,
+    words,
+)
 
 from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
 from trioserve.stream import Chunk
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
-
-
-async def post(stub: StubEngine, path: str, **body: Any) -> Any:
-    response = await client_of(stub).post(path, json=body)
-    assert response.status_code == 200, await response.get_data(True)
-    return json.loads(await response.get_data(True))
-
-
-async def events(stub: StubEngine, path: str, **body: Any) -> list[Any]:
-    """The data of a stream's events, decoded; asserts that it ends as it should."""
-    response = await client_of(stub).post(path, json={**body, "stream": True})
-    assert response.status_code == 200, await response.get_data(True)
-    assert response.content_type == "text/event-stream"
-    *parts, done, rest = (await response.get_data(True)).split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
 async def test_chat() -> None:

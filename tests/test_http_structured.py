@@ -119,14 +119,18 @@ def test_any_text(given: dict[str, Any]) -> None:
         (
             {"structured_outputs": {"json": SCHEMA, "choice": ["a"]}},
             "structured_outputs.choice",
-            "structured_outputs.json and structured_outputs.choice both say",
+            "give exactly one of structured_outputs.json, structured_outputs.json_object,",
         ),
-        ({"structured_outputs": {}}, "structured_outputs", "structured_outputs is empty"),
-        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "is empty"),
+        ({"structured_outputs": {}}, "structured_outputs.json", "give exactly one of"),
+        (
+            {"structured_outputs": {"json_object": False}},
+            "structured_outputs.json_object",
+            "structured_outputs.json_object must be true where it is all that is given",
+        ),
         (
             {"structured_outputs": {"choice": []}},
             "structured_outputs.choice",
-            "structured_outputs.choice must hold at least one text",
+            "structured_outputs.choice: expected array of length >= 1",
         ),
         (
             {"structured_outputs": {"json": "{"}},
@@ -134,6 +138,7 @@ def test_any_text(given: dict[str, Any]) -> None:
             "structured_outputs.json is no JSON object",
         ),
         ({"json_schema": "[1]"}, "json_schema", "json_schema is no JSON object"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "length >= 1"),
         ({"regex": ""}, "regex", "regex must be a text that isn't empty"),
         (
             {"guided_regex": "a" * (MAX_GRAMMAR_CHARACTERS + 1)},

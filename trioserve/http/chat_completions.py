@@ -78,8 +78,8 @@ class ChatEndpoints:
 
 def _chat_sampling(request: ChatCompletionRequest) -> tuple[dict[str, Any], dict[str, str]]:
     """The engine's sampling fields, and which of them a chat calls something else."""
-    fields = sampling_fields(request)
-    renames = {"prompt": "messages"}
+    fields, renames = sampling_fields(request)
+    renames["prompt"] = "messages"
     if request.max_completion_tokens is not None:
         if request.max_tokens not in (None, request.max_completion_tokens):
             raise InvalidRequest(

@@ -79,6 +79,7 @@ class ChatWriter(OpenAIWriter):
 
     def start(self, streams: list[GenerationStream]) -> bytes:
         """A chunk that only says who speaks."""
+        super().start(streams)
         return self._event([ChatChunkChoice(0, Delta(role="assistant", content=""))])
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
-from trioserve.generation import Completion, GenerationStream
+from trioserve.generation import Completion, Output
+from trioserve.http.completion_logprobs import Offsets, TokenNames, output_columns, prompt_columns
 from trioserve.http.completion_schemas import (
     CompletionChoice,
     CompletionLogprobs,
@@ -15,85 +16,167 @@ from trioserve.http.completion_schemas import (
 )
 from trioserve.http.generations import total_usage
 from trioserve.http.openai_schemas import UsageReply
-from trioserve.http.openai_writer import MIN_LOGPROB, OpenAIWriter, says_nothing, usage_reply
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.http.openai_writer import (
+    OpenAIWriter,
+    prompt_logprobs_reply,
+    says_nothing,
+    usage_reply,
+)
+from trioserve.logprobs import PromptLogprobs
+from trioserve.request import Prompt, TextPrompt
+from trioserve.stream import Chunk
+from trioserve.tokenizer import Tokenizer
 
-__all__ = ["CompletionWriter", "completion_response"]
+__all__ = ["CompletionWriter", "Wanted", "completion_response"]
+
+
+@attrs.frozen(kw_only=True)
+class Wanted:
+    """What of a completion a request wants to see."""
+
+    tokenizer: Tokenizer
+    n: int = 1
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    skip_special_tokens: bool = True
+    truncated: bool = False
+    """Whether prompts may have been cut, so that a text isn't what the model saw."""
+
+    def opening(
+        self,
+        index: int,
+        prompt: Prompt,
+        prompt_ids: Sequence[int],
+        prompt_logprobs: PromptLogprobs | None,
+    ) -> CompletionChoice:
+        """A choice that holds what is told of a prompt, before any output."""
+        columns = None
+        if self.echo and self.logprobs is not None and prompt_logprobs is not None:
+            columns = prompt_columns(
+                prompt_logprobs, prompt_ids, self._names, self._offsets([], 0), self.logprobs
+            )
+        choice = CompletionChoice(index, self._echo(prompt, prompt_ids), columns, None, None)
+        if self.token_ids:
+            choice.token_ids = []
+            choice.prompt_token_ids = list(prompt_ids)
+        if self.prompt_logprobs is not None and prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs_reply(
+                prompt_logprobs, prompt_ids, self.tokenizer, num_top=self.prompt_logprobs
+            )
+        return choice
+
+    def piece(self, index: int, piece: Chunk | Output, offsets: Offsets) -> CompletionChoice:
+        """A choice that holds an output, or a piece of it."""
+        columns = None
+        if self.logprobs is not None and piece.logprobs is not None:
+            columns = output_columns(piece.logprobs, self._names, offsets, self.logprobs)
+        return CompletionChoice(
+            index,
+            piece.text,
+            columns,
+            piece.finish_reason,
+            piece.stop_reason,
+            token_ids=list(piece.token_ids) if self.token_ids else UNSET,
+        )
+
+    def offsets(self, prompt: Prompt, prompt_ids: Sequence[int]) -> Offsets:
+        """Where the tokens of an output begin, the first of them after the echo."""
+        return self._offsets(prompt_ids, len(self._echo(prompt, prompt_ids)))
+
+    @property
+    def _names(self) -> TokenNames:
+        return TokenNames(self.tokenizer, self.tokens_as_ids)
+
+    def _echo(self, prompt: Prompt, prompt_ids: Sequence[int]) -> str:
+        if not self.echo:
+            return ""
+        if isinstance(prompt, TextPrompt) and not self.truncated:
+            return prompt.text
+        return self.tokenizer.decode(prompt_ids, skip_special_tokens=self.skip_special_tokens)
+
+    def _offsets(self, prompt_ids: Sequence[int], start: int) -> Offsets:
+        decoder = self.tokenizer.incremental_decoder(
+            prompt_ids, skip_special_tokens=self.skip_special_tokens
+        )
+        return Offsets(decoder, start)
 
 
 def completion_response(
     completions: Sequence[Completion],
+    prompts: Sequence[Prompt],
+    wanted: Wanted,
     *,
     id: str,
     model: str,
     created: int,
-    echoes: Sequence[str],
 ) -> CompletionResponse:
-    """The whole answer: a choice per prompt, each after its echo."""
-    choices = [
-        CompletionChoice(
-            index=index,
-            text=echo + completion.text,
-            logprobs=_logprobs(completion.logprobs, len(echo)),
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-        )
-        for index, (completion, echo) in enumerate(zip(completions, echoes, strict=True))
-    ]
+    """The whole answer: ``wanted.n`` choices per prompt, each after its echo."""
+    choices: list[CompletionChoice] = []
+    for completion, prompt in zip(completions, prompts, strict=True):
+        ids = completion.prompt_token_ids
+        opening = wanted.opening(0, prompt, ids, completion.prompt_logprobs)
+        for output in _best(completion.outputs, wanted.n):
+            piece = wanted.piece(len(choices), output, wanted.offsets(prompt, ids))
+            choices.append(_joined(opening, piece))
     total = total_usage(completion.usage for completion in completions)
     return CompletionResponse(
         id=id, created=created, model=model, choices=choices, usage=usage_reply(total)
     )
 
 
-def _logprobs(entries: Sequence[TokenLogprob] | None, offset: int) -> CompletionLogprobs | None:
-    """The tokens column by column; the first begins at character ``offset`` of the text."""
-    if entries is None:
-        return None
-    columns = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-    for entry in entries:
-        chosen = max(entry.logprob, MIN_LOGPROB)
-        columns.text_offset.append(offset)
-        columns.token_logprobs.append(chosen)
-        columns.tokens.append(entry.text)
-        columns.top_logprobs.append(
-            {
-                entry.text: chosen,
-                **{text: max(logprob, MIN_LOGPROB) for _, logprob, text in entry.top},
-            }
+def _best(outputs: Sequence[Output], n: int) -> Sequence[Output]:
+    """All outputs, or the ``n`` with the highest mean log-probability, the best first."""
+    if len(outputs) <= n:
+        return outputs
+    return sorted(outputs, key=lambda output: output.mean_logprob, reverse=True)[:n]
+
+
+def _joined(opening: CompletionChoice, piece: CompletionChoice) -> CompletionChoice:
+    """``piece`` with what ``opening`` tells before it."""
+    piece.text = opening.text + piece.text
+    piece.prompt_token_ids = opening.prompt_token_ids
+    piece.prompt_logprobs = opening.prompt_logprobs
+    if opening.logprobs is not None and piece.logprobs is not None:
+        piece.logprobs = CompletionLogprobs(
+            opening.logprobs.text_offset + piece.logprobs.text_offset,
+            opening.logprobs.token_logprobs + piece.logprobs.token_logprobs,
+            opening.logprobs.tokens + piece.logprobs.tokens,
+            opening.logprobs.top_logprobs + piece.logprobs.top_logprobs,
         )
-        offset += len(entry.text)
-    return columns
+    else:
+        piece.logprobs = piece.logprobs or opening.logprobs
+    return piece
 
 
 @attrs.define(eq=False, kw_only=True)
 class CompletionWriter(OpenAIWriter):
-    """The events of a streamed completion."""
+    """The events of a streamed completion. A choice begins with what is told of its prompt."""
 
-    echoes: Sequence[str]
-    _offsets: list[int] = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._offsets = [len(echo) for echo in self.echoes]
-
-    def start(self, streams: list[GenerationStream]) -> bytes:
-        """The prompts, where they are to be echoed."""
-        return b"".join(
-            self._event([CompletionChoice(index, echo, None, None, None)])
-            for index, echo in enumerate(self.echoes)
-            if echo
-        )
+    prompts: Sequence[Prompt]
+    wanted: Wanted
+    _offsets: dict[int, Offsets] = attrs.field(factory=dict, init=False)
+    """Of the choices that have begun."""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """A chunk; none where a step added no text yet and nothing else."""
-        if says_nothing(chunk):
+        choice = index * self.wanted.n + chunk.index
+        opening = b""
+        if choice not in self._offsets:
+            opening = self._begin(index, choice)
+        if says_nothing(chunk, token_ids=self.wanted.token_ids):
+            return opening
+        return opening + self._event([self.wanted.piece(choice, chunk, self._offsets[choice])])
+
+    def _begin(self, index: int, choice: int) -> bytes:
+        stream, prompt = self._streams[index], self.prompts[index]
+        ids = stream.prompt_token_ids
+        self._offsets[choice] = self.wanted.offsets(prompt, ids)
+        if not self.wanted.echo and not self.wanted.token_ids:
             return b""
-        logprobs = _logprobs(chunk.logprobs, self._offsets[index])
-        self._offsets[index] += sum(len(entry.text) for entry in chunk.logprobs or ())
-        choice = CompletionChoice(
-            index, chunk.text, logprobs, chunk.finish_reason, chunk.stop_reason
-        )
-        return self._event([choice])
+        return self._event([self.wanted.opening(choice, prompt, ids, stream.prompt_logprobs)])
 
     def _response(
         self, choices: list[CompletionChoice], usage: UsageReply | UnsetType | None

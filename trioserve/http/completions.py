@@ -6,15 +6,17 @@ What comes back is put into its words by :mod:`trioserve.http.completion_writer`
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import quart
 
 from trioserve.errors import InvalidRequest
 from trioserve.http.completion_schemas import CompletionRequest
-from trioserve.http.completion_writer import CompletionWriter, completion_response
+from trioserve.http.completion_writer import CompletionWriter, Wanted, completion_response
 from trioserve.http.generations import Job
 from trioserve.http.openai_fields import (
     check_stream_options,
+    continuous_usage,
     include_usage,
     make_job,
     request_id,
@@ -40,51 +42,87 @@ class CompletionEndpoints:
         service = self._service
         request = await service.read(CompletionRequest)
         model = service.model(request.model)
-        jobs = self._completion_jobs(request)
         check_stream_options(request)
+        jobs = self._jobs(request)
+        wanted = _wanted(request, jobs[0], service)
+        prompts = [job.prompt for job in jobs]
         created = int(time.time())
-        echoes = [_echo(job.prompt, service) if request.echo else "" for job in jobs]
         response_id = request_id("cmpl", request, service)
         if request.stream:
             writer = CompletionWriter(
                 id=response_id,
                 model=model,
                 created=created,
-                echoes=echoes,
                 include_usage=include_usage(request),
+                continuous_usage=continuous_usage(request),
+                prompts=prompts,
+                wanted=wanted,
             )
             return service.stream(jobs, writer)
-        outputs = await service.complete(jobs)
+        completions = await service.complete(jobs)
         return json_response(
             completion_response(
-                outputs,
-                id=response_id,
-                model=model,
-                created=created,
-                echoes=echoes,
+                completions, prompts, wanted, id=response_id, model=model, created=created
             )
         )
 
-    def _completion_jobs(self, request: CompletionRequest) -> list[Job]:
-        if request.echo and request.logprobs is not None:
-            raise InvalidRequest(
-                "echo together with logprobs asks for the prompt's log-probabilities, which aren't "
-                "served",
-                param="echo",
-                code="unsupported_parameter",
-            )
+    def _jobs(self, request: CompletionRequest) -> list[Job]:
         prompts = _prompts(request)
         self._service.check_number_of_prompts(len(prompts), "prompt")
         base = request_id("cmpl", request, self._service)
         ids = [base] if len(prompts) == 1 else [f"{base}-{i}" for i in range(len(prompts))]
-        fields = sampling_fields(request)
-        fields["logprobs"] = request.logprobs
-        if request.max_tokens is None:
-            fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS
+        fields, renames = _sampling(request)
         return [
-            make_job(self._service, request, prompt, id, fields, {})
+            make_job(self._service, request, prompt, id, fields, renames)
             for prompt, id in zip(prompts, ids, strict=True)
         ]
+
+
+def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str]]:
+    """The engine's sampling fields, and which of them a completion calls something else."""
+    fields, renames = sampling_fields(request)
+    if request.max_tokens is None:
+        fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS
+    fields["logprobs"] = request.logprobs
+    if request.echo and request.logprobs is not None:
+        most = max(request.logprobs, request.prompt_logprobs or 0)
+        fields["prompt_logprobs"] = most
+        if most != request.prompt_logprobs:
+            renames["prompt_logprobs"] = "logprobs"
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
+        _check_best_of(request, request.best_of, n)
+        fields["n"] = request.best_of
+        renames["n"] = "best_of"
+        if request.logprobs is None:
+            fields["logprobs"] = 0  # to tell the best
+    return fields, renames
+
+
+def _check_best_of(request: CompletionRequest, best_of: int, n: int) -> None:
+    if best_of < n:
+        raise InvalidRequest(f"best_of must be at least n ({n}), got {best_of}", param="best_of")
+    if request.stream:
+        raise InvalidRequest(
+            f"best_of must be n ({n}) with stream, since the best aren't known before the end, "
+            f"got {best_of}",
+            param="best_of",
+        )
+
+
+def _wanted(request: CompletionRequest, job: Job, service: Service) -> Wanted:
+    """What the answer is to show; all jobs have the parameters of ``job``."""
+    return Wanted(
+        tokenizer=service.engine.tokenizer,
+        n=request.n or 1,
+        echo=bool(request.echo),
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        skip_special_tokens=job.params.skip_special_tokens,
+        truncated=job.params.truncate_prompt_tokens is not None,
+    )
 
 
 def _prompts(request: CompletionRequest) -> list[Prompt]:
@@ -107,11 +145,3 @@ def _prompts(request: CompletionRequest) -> list[Prompt]:
         else:
             prompts.append(TokensPrompt(tuple(item)))
     return prompts
-
-
-def _echo(prompt: Prompt, service: Service) -> str:
-    """The text of a completion's prompt."""
-    if isinstance(prompt, TextPrompt):
-        return prompt.text
-    assert isinstance(prompt, TokensPrompt)
-    return service.engine.tokenizer.decode(prompt.token_ids)

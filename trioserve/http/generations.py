@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
@@ -35,6 +36,8 @@ class Job:
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
+    traceparent: str = ""
+    tracestate: str = ""
     renames: Mapping[str, str] = attrs.field(factory=dict)
     """The engine's names of fields, to the endpoint's: errors name what the client wrote."""
 
@@ -67,7 +70,7 @@ class Generations(abc.ABC):
 
     @abc.abstractmethod
     async def receive(self) -> tuple[int, Chunk]:
-        """The next chunk, and which prompt it belongs to.
+        """The next chunk, which says of which output it is, and the prompt that it belongs to.
 
         Raises:
             trio.EndOfChannel: all generations have ended.
@@ -110,7 +113,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     if error.param is None or error.param not in names:
         return error
     name = names[error.param]
-    message = str(error).replace(error.param, name, 1)
+    message = re.sub(rf"\b{error.param}\b", lambda _: name, str(error), count=1)
     return InvalidRequest(message, param=name, code=error.code)
 
 
@@ -122,6 +125,8 @@ def _generate(engine: Engine, job: Job) -> contextlib.AbstractAsyncContextManage
         priority=job.priority,
         timeout=job.timeout,
         cache_salt=job.cache_salt,
+        traceparent=job.traceparent,
+        tracestate=job.tracestate,
     )
 
 

@@ -53,7 +53,10 @@ class StreamWriter(Protocol):
         ...
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """The events of one chunk; empty where there is nothing to tell."""
+        """The events of one chunk; empty where there is nothing to tell.
+
+        ``index`` is that of the prompt, ``chunk.index`` that of the output.
+        """
         ...
 
     def end(self, streams: list[GenerationStream]) -> bytes:
@@ -93,7 +96,7 @@ class EventStream(ResponseBody):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._record.note_usage(self._generations.usage)
+        self._record.note_streams(self._generations.streams)
         await self._generations.__aexit__(exc_type, exc_value, traceback)
 
     def __aiter__(self) -> EventStream:
@@ -116,7 +119,7 @@ class EventStream(ResponseBody):
                     return self._writer.end(self._generations.streams) + DONE
             if silence.cancelled_caught:
                 return KEEP_ALIVE
-            self._record.note_chunk(chunk)
+            self._record.note_chunk(index, chunk)
             if data := self._writer.chunk(index, chunk):
                 return data
 

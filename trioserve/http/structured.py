@@ -6,7 +6,7 @@ others like it), SGLang ``json_schema``, ``regex`` and ``ebnf``. A request may u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -112,28 +112,30 @@ class _Asked:
             raise InvalidRequest(message, param=self.name) from None
 
 
-def _structured(given: StructuredOutputs) -> Iterator[_Asked]:
+def _structured(given: StructuredOutputs) -> list[_Asked]:
     """The rules of ``structured_outputs`` that are given."""
     options = _Options(
         disable_any_whitespace=given.disable_any_whitespace,
         whitespace_pattern=given.whitespace_pattern,
         disable_additional_properties=given.disable_additional_properties,
     )
-    names = []
-    for name in ("json", "json_object", "regex", "choice", "grammar", "structural_tag"):
-        value = getattr(given, name)
-        if value is not None and value is not False:
-            names.append(name)
-            yield _Asked(f"structured_outputs.{name}", _READERS[name], value, options)
+    names = [
+        name
+        for name in ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+        if getattr(given, name) not in (None, False)
+    ]
+    if not names:
+        raise InvalidRequest(
+            "structured_outputs.json_object must be true where it is all that is given",
+            param="structured_outputs.json_object",
+        )
     for option, value in attrs.asdict(options).items():
         if value and not {"json", "json_object"}.intersection(names):
             raise _needs_json(f"structured_outputs.{option}")
-    if not names:
-        raise InvalidRequest(
-            "structured_outputs is empty: give one of json, json_object, regex, choice, grammar "
-            "and structural_tag",
-            param="structured_outputs",
-        )
+    return [
+        _Asked(f"structured_outputs.{name}", _READERS[name], getattr(given, name), options)
+        for name in names
+    ]
 
 
 def _needs_json(option: str) -> InvalidRequest:
@@ -177,8 +179,6 @@ def _grammar(name: str, value: str, options: _Options) -> Grammar:
 
 
 def _choice(name: str, value: list[str], options: _Options) -> Grammar:
-    if not value:
-        raise InvalidRequest(f"{name} must hold at least one text", param=name)
     return Grammar("choice", _json_text(value))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from trioserve.http.schemas import about, only
+from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
+from trioserve.http.schemas import Exclusive, about, only
 
 __all__ = [
     "JsonSchema",
@@ -18,7 +19,9 @@ __all__ = [
     "TextFormat",
 ]
 
-JsonText = str | dict[str, Any]
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+JsonText = _Text | dict[str, Any]
 """A JSON object, or the text of one."""
 
 
@@ -67,9 +70,13 @@ class StructuralTagFormat(
 ):
     """Free text in which tags are followed by JSON."""
 
-    structures: Annotated[list[StructuralTag] | None, about("The tags that may occur.")] = None
+    structures: Annotated[
+        Annotated[list[StructuralTag], msgspec.Meta(min_length=1)] | None,
+        about("The tags that may occur."),
+    ] = None
     triggers: Annotated[
-        list[str] | None, about("A text that begins with one of these has to be one of the tags.")
+        Annotated[list[str], msgspec.Meta(min_length=1)] | None,
+        about("A text that begins with one of these has to be one of the tags."),
     ] = None
     format: Annotated[Any, only(why="give structures and triggers")] = None
 
@@ -80,13 +87,24 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """vLLM's way to say what an output is to look like: one of six, and options of JSON."""
 
+    EXCLUSIVE: ClassVar = (
+        Exclusive(
+            ("json", "json_object", "regex", "choice", "grammar", "structural_tag"), required=True
+        ),
+    )
+
     json: Annotated[JsonText | None, about("A JSON schema, or its text.")] = None
     json_object: Annotated[bool | None, about("Whether to give a JSON object.")] = None
     regex: Annotated[
-        str | None, about("A regular expression that the whole output matches (Rust's syntax).")
+        _Text | None, about("A regular expression that the whole output matches (Rust's syntax).")
     ] = None
-    choice: Annotated[list[str] | None, about("Texts of which the output is one.")] = None
-    grammar: Annotated[str | None, about("A grammar: Lark (llguidance's dialect) or GBNF.")] = None
+    choice: Annotated[
+        Annotated[list[str], msgspec.Meta(min_length=1)] | None,
+        about("Texts of which the output is one."),
+    ] = None
+    grammar: Annotated[_Text | None, about("A grammar: Lark (llguidance's dialect) or GBNF.")] = (
+        None
+    )
     structural_tag: Annotated[
         JsonText | None,
         about("What `response_format` is for structural tags, as an object or as text."),
@@ -99,5 +117,5 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         about("Objects of the schema with properties allow no others, unless it says so."),
     ] = None
     whitespace_pattern: Annotated[
-        str | None, about("A regular expression for the white space between the parts of JSON.")
+        _Text | None, about("A regular expression for the white space between the parts of JSON.")
     ] = None
