@@ -22,6 +22,8 @@ from trioserve.http.models import ModelEndpoints
 from trioserve.http.native import NativeEndpoints
 from trioserve.http.routes import ROUTES
 from trioserve.http.service import Service
+from trioserve.http.tokens import TokenEndpoints
+from trioserve.http.utilities import UtilityEndpoints
 
 __all__ = ["App", "create_app"]
 
@@ -64,7 +66,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
     app.register_error_handler(Exception, _on_error)
 
     @app.before_request
-    def authorize() -> None:
+    async def authorize() -> None:  # A function that isn't async would run in a thread each time.
         request = cast(Request, quart.request)
         if request.url_rule is not None:
             request.record.route = request.url_rule.rule
@@ -81,6 +83,8 @@ def _add_routes(app: App, service: Service) -> None:
         ModelEndpoints(service),
         NativeEndpoints(service),
         AdminEndpoints(service),
+        TokenEndpoints(service),
+        UtilityEndpoints(service),
     ]
     for route in ROUTES:
         (view,) = [
@@ -88,7 +92,8 @@ def _add_routes(app: App, service: Service) -> None:
             for endpoint in endpoints
             if hasattr(endpoint, route.handler)
         ]
-        app.add_url_rule(route.rule, endpoint=route.handler, view_func=view, methods=[route.method])
+        for rule in route.rules:
+            app.add_url_rule(rule, endpoint=route.handler, view_func=view, methods=[route.method])
 
 
 async def _on_error(error: Exception) -> quart.Response:

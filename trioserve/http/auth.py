@@ -9,7 +9,7 @@ from trioserve.http.errors import Unauthorized
 
 __all__ = ["OPEN_PATHS", "check_key"]
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ping"})
 """What a load balancer may ask without a key."""
 
 

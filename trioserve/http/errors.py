@@ -26,6 +26,7 @@ from trioserve.errors import (
 )
 
 __all__ = [
+    "ERROR_STATUSES",
     "ErrorReply",
     "ErrorResponse",
     "ModelNotFound",
@@ -94,7 +95,26 @@ _HTTP_ERRORS = {
     405: ("method_not_allowed", "this path doesn't take this method"),
     408: ("request_timeout", "the request's body didn't come in time"),
     413: ("request_too_large", "the request's body is larger than this server takes"),
+    415: (
+        "unsupported_media_type",
+        "the body must be JSON as it is: send Content-Type: application/json and no "
+        "Content-Encoding",
+    ),
 }
+ERROR_STATUSES = {
+    400: "The request can't be served as it stands; `param` names the field",
+    401: "There is no key, or a wrong one",
+    404: "The model or the path isn't served",
+    405: "The path doesn't take this method",
+    408: "The body didn't come in time",
+    413: "The body is larger than `--max-body-size`",
+    415: "The body isn't sent as `application/json`, or is compressed",
+    429: "`--max-num-queued-reqs` requests wait already",
+    500: "The server failed, or ended the request",
+    503: "The server is shutting down, or has lost its worker",
+    504: "The request's own `timeout` ran out",
+}
+"""What the status of an error means."""
 
 
 def describe_error(error: BaseException) -> ErrorReply:

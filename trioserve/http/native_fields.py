@@ -11,6 +11,7 @@ from trioserve.errors import InvalidRequest
 from trioserve.grammar import Grammar
 from trioserve.http.generations import Job, renamed
 from trioserve.http.native_schemas import DEFAULT_NEW_TOKENS, GenerateRequest, NativeSampling
+from trioserve.http.schemas import one_or_several
 from trioserve.http.service import Service
 from trioserve.http.structured import grammar_field
 from trioserve.request import Prompt, TextPrompt, TokensPrompt
@@ -172,24 +173,15 @@ def _prompts(request: GenerateRequest) -> tuple[list[Prompt], bool]:
     if request.text is not None:
         return [TextPrompt(text) for text in request.text], True
     assert request.input_ids is not None
-    lists, listed = _lists(request.input_ids, "input_ids")
+    lists, listed = one_or_several(request.input_ids, "input_ids")
     return [TokensPrompt(tuple(ids)) for ids in lists], listed
-
-
-def _lists(given: Sequence[int | list[int]], name: str) -> tuple[list[list[int]], bool]:
-    """Lists of ids, and whether there were several: one list of ids counts as one."""
-    ids = [item for item in given if isinstance(item, int)]
-    lists = [item for item in given if isinstance(item, list)]
-    if ids and lists:
-        raise InvalidRequest(f"{name} is a list of token ids, or a list of such lists", param=name)
-    return (lists, True) if lists else ([ids], False)
 
 
 def _asked_ids(given: Sequence[int | list[int]] | None, count: int) -> Sequence[list[int] | None]:
     """The ids to report on, for each prompt."""
     if not given:
         return [None] * count
-    lists, listed = _lists(given, "token_ids_logprob")
+    lists, listed = one_or_several(given, "token_ids_logprob")
     if not listed:
         return lists * count
     _check_length(lists, count, "token_ids_logprob")

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
+import attrs
 import msgspec
 
 import trioserve
 from trioserve.http.auth import OPEN_PATHS
-from trioserve.http.errors import ErrorResponse
+from trioserve.http.errors import ERROR_STATUSES, ErrorResponse
 from trioserve.http.routes import Route
+from trioserve.http.schemas import Exclusive, exclusive_fields, struct_classes
 
-__all__ = ["build_document", "openapi_path"]
+__all__ = ["build_document", "error_statuses", "openapi_path"]
 
 _PARAMETER_PATTERN = re.compile(r"<(?:\w+:)?(\w+)>")
+_BODY_ERRORS = (400, 408, 413, 415)
+
+
+def _header(kind: str, description: str) -> dict[str, Any]:
+    return {"description": description, "schema": {"type": kind}}
+
+
+_ID_HEADER = {"X-Request-Id": _header("string", "The id that the client sent, or a new one")}
+_RETRY_HEADER = {"Retry-After": _header("integer", "Seconds to wait before another try")}
+_ERROR_HEADERS = {
+    401: {"WWW-Authenticate": _header("string", "Bearer")},
+    429: _RETRY_HEADER,
+}
+
+
+@attrs.frozen
+class _References:
+    """How the document refers to each type."""
+
+    _pairs: list[tuple[Any, Any]]
+
+    def of(self, type_: Any) -> Any:
+        return next(schema for known, schema in self._pairs if known == type_)
 
 
 def openapi_path(rule: str) -> str:
@@ -23,17 +49,32 @@ def openapi_path(rule: str) -> str:
     return _PARAMETER_PATTERN.sub(r"{\1}", rule)
 
 
+def error_statuses(route: Route, path: str) -> list[int]:
+    """Every status of an error that ``route`` can answer with at ``path``."""
+    statuses = {500, *route.errors}
+    if path not in OPEN_PATHS:
+        statuses.add(401)
+    if route.request is not None:
+        statuses.update(_BODY_ERRORS)
+    return sorted(statuses)
+
+
 def build_document(routes: Sequence[Route], *, root_path: str = "") -> dict[str, Any]:
     """The document, as JSON values."""
-    classes = _classes(routes)
+    types = _types(routes)
     schemas, components = msgspec.json.schema_components(
-        classes, ref_template="#/components/schemas/{name}"
+        types, ref_template="#/components/schemas/{name}"
     )
-    references = dict(zip(classes, schemas, strict=True))
+    for cls in struct_classes(types):
+        _add_exclusive(components[cls.__name__], exclusive_fields(cls))
+    references = _References(list(zip(types, schemas, strict=True)))
     paths: dict[str, Any] = {}
+    taken: set[str] = set()
     for route in routes:
-        operations = paths.setdefault(openapi_path(route.rule), {})
-        operations[route.method.lower()] = _operation(route, references)
+        for rule in route.rules:
+            operation = _operation(route, rule, references)
+            operation["operationId"] = _operation_id(route, rule, taken)
+            paths.setdefault(openapi_path(rule), {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "trioserve", "version": trioserve.__version__},
@@ -46,50 +87,110 @@ def build_document(routes: Sequence[Route], *, root_path: str = "") -> dict[str,
     }
 
 
-def _classes(routes: Sequence[Route]) -> list[type[msgspec.Struct]]:
-    classes: list[type[msgspec.Struct]] = [ErrorResponse]
+def _operation_id(route: Route, rule: str, taken: set[str]) -> str:
+    """The handler's name, or one made of method and path where a handler has several."""
+    id = route.handler
+    if id in taken:
+        id = route.method.lower() + re.sub(r"\W+", "_", openapi_path(rule)).rstrip("_")
+    taken.add(id)
+    return id
+
+
+def _types(routes: Sequence[Route]) -> list[Any]:
+    types: list[Any] = [ErrorResponse]
     for route in routes:
-        for cls in (route.request, route.response, route.events):
-            if isinstance(cls, type) and cls not in classes:
-                classes.append(cls)
-    return classes
+        for type_ in (route.request, route.response, route.events, route.unwell):
+            if type_ is not None and not isinstance(type_, str) and type_ not in types:
+                types.append(type_)
+    return types
 
 
-def _operation(route: Route, references: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
+def _add_exclusive(component: dict[str, Any], groups: Sequence[Exclusive]) -> None:
+    """Say in a class's schema which of its fields exclude each other."""
+    for group in groups:
+        given = [_given(name) for name in group.names]
+        rule: dict[str, Any] = {"oneOf": given}
+        if not group.required:
+            rule = {"not": {"anyOf": [{"allOf": list(pair)} for pair in combinations(given, 2)]}}
+        component.setdefault("allOf", []).append(rule)
+
+
+def _given(name: str) -> dict[str, Any]:
+    """What an object fits that has the field, and not with null."""
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+
+
+def _operation(route: Route, rule: str, references: _References) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "operationId": route.handler,
         "summary": route.summary,
-        "responses": {
-            "200": {"description": "Done", "content": _content(route, references)},
-            "default": {
-                "description": "An error",
-                "content": {"application/json": {"schema": references[ErrorResponse]}},
-            },
-        },
+        "tags": [route.group],
+        "responses": _responses(route, rule, references),
     }
-    if route.rule not in OPEN_PATHS:
+    if rule not in OPEN_PATHS:
         operation["security"] = [{}, {"key": []}]
-    names = _PARAMETER_PATTERN.findall(route.rule)
+    names = _PARAMETER_PATTERN.findall(rule)
     if names:
         operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            {
+                "name": name,
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1},
+            }
             for name in names
         ]
     if route.request is not None:
         operation["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": references[route.request]}},
+            "content": {"application/json": {"schema": references.of(route.request)}},
         }
     return operation
 
 
-def _content(route: Route, references: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
+def _responses(route: Route, rule: str, references: _References) -> dict[str, Any]:
+    responses: dict[str, Any] = {
+        "200": {
+            "description": "Done",
+            "headers": dict(_ID_HEADER),
+            "content": _content(route, references),
+        }
+    }
+    error = {"application/json": {"schema": references.of(ErrorResponse)}}
+    for status in error_statuses(route, rule):
+        responses[str(status)] = {
+            "description": ERROR_STATUSES[status],
+            "headers": {**_ID_HEADER, **_ERROR_HEADERS.get(status, {})},
+            "content": error,
+        }
+    if route.unwell is not None:
+        responses["503"] = {
+            "description": "It isn't well",
+            "headers": dict(_ID_HEADER),
+            "content": {"application/json": {"schema": references.of(route.unwell)}},
+        }
+    return responses
+
+
+def _content(route: Route, references: _References) -> dict[str, Any]:
     if isinstance(route.response, str):
-        return {route.response: {}}
-    whole = references[route.response]
+        kind = "object" if route.response == "application/json" else "string"
+        return {route.response: {"schema": {"type": kind}}}
+    whole = references.of(route.response)
     if route.batch:
         whole = {"anyOf": [whole, {"type": "array", "items": whole}]}
     content = {"application/json": {"schema": whole}}
     if route.events is not None:
-        content["text/event-stream"] = {"schema": references[route.events]}
+        content["text/event-stream"] = {
+            "schema": {
+                "type": "string",
+                "description": (
+                    "Server-sent events: the data of each is as contentSchema says, that of the "
+                    "last is [DONE]."
+                ),
+                "contentMediaType": "application/json",
+                "contentSchema": {
+                    "anyOf": [references.of(route.events), references.of(ErrorResponse)]
+                },
+            }
+        }
     return content

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import msgspec
 
@@ -13,32 +15,60 @@ from trioserve.http.chat_schemas import (
 from trioserve.http.completion_schemas import CompletionRequest, CompletionResponse
 from trioserve.http.native_schemas import GenerateRequest, GenerateResponse
 from trioserve.http.openai_schemas import ModelCard, ModelList
+from trioserve.http.utility_schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    HealthReply,
+    Load,
+    ModelInfo,
+    SchedulerLoad,
+    ServerInfo,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+    VersionReply,
+    Welcome,
+)
 
-__all__ = ["ROUTES", "HealthReply", "Route"]
+__all__ = ["GROUPS", "ROUTES", "HealthReply", "Route"]
 
+GROUPS = ("Generation", "Tokens", "Models", "The server", "Health")
+"""What routes belong to, in the order in which the documentation shows them."""
 
-class HealthReply(msgspec.Struct):
-    """``ok``, or in one word why not: ``draining`` or ``no_worker``."""
-
-    status: str
+_GENERATING = (429, 503, 504)
 
 
 @attrs.frozen(kw_only=True)
 class Route:
-    """One path. ``handler`` is the name of the method that serves it.
+    """One endpoint. ``handler`` is the name of the method that serves it.
 
-    ``response`` is a class, or the content type of what is no JSON; ``events`` is the class of a
-    stream's events where there can be one; a class in a ``batch`` may come in a list.
+    ``response`` is the type of the answer, or the content type of what is no JSON of a class;
+    ``events`` is the class of a stream's events where there can be one; a class in a ``batch`` may
+    come in a list.
     """
 
     method: str
     rule: str
     handler: str
     summary: str
+    group: str
+    peers: str = ""
+    """Whose endpoint it is."""
+    aliases: tuple[str, ...] = ()
+    """Other paths of the same endpoint."""
     request: type[msgspec.Struct] | None = None
-    response: type[msgspec.Struct] | str
+    response: Any
     events: type[msgspec.Struct] | None = None
     batch: bool = False
+    errors: tuple[int, ...] = ()
+    """Statuses of errors that not every endpoint has."""
+    unwell: type[msgspec.Struct] | None = None
+    """The class of the answer with the status 503, where that isn't an error like others."""
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """All paths, the usual one first."""
+        return (self.rule, *self.aliases)
 
 
 ROUTES = (
@@ -47,24 +77,78 @@ ROUTES = (
         rule="/v1/chat/completions",
         handler="chat_completions",
         summary="Answer a conversation",
+        group="Generation",
+        peers="OpenAI, vLLM, SGLang",
         request=ChatCompletionRequest,
         response=ChatCompletionResponse,
         events=ChatCompletionChunk,
+        errors=(404, *_GENERATING),
     ),
     Route(
         method="POST",
         rule="/v1/completions",
         handler="completions",
         summary="Continue one prompt or several",
+        group="Generation",
+        peers="OpenAI, vLLM, SGLang",
         request=CompletionRequest,
         response=CompletionResponse,
         events=CompletionResponse,
+        errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/generate",
+        handler="generate",
+        summary="Continue one prompt or several, with SGLang's fields",
+        group="Generation",
+        peers="SGLang",
+        request=GenerateRequest,
+        response=GenerateResponse,
+        events=GenerateResponse,
+        batch=True,
+        errors=_GENERATING,
+    ),
+    Route(
+        method="POST",
+        rule="/tokenize",
+        aliases=("/v1/tokenize",),
+        handler="tokenize",
+        summary="The token ids of a text, of several, or of a chat",
+        group="Tokens",
+        peers="vLLM, SGLang",
+        request=TokenizeRequest,
+        response=TokenizeResponse,
+        errors=(404,),
+    ),
+    Route(
+        method="POST",
+        rule="/detokenize",
+        aliases=("/v1/detokenize",),
+        handler="detokenize",
+        summary="The text of token ids, or of several lists of them",
+        group="Tokens",
+        peers="vLLM, SGLang",
+        request=DetokenizeRequest,
+        response=DetokenizeResponse,
+        errors=(404,),
+    ),
+    Route(
+        method="GET",
+        rule="/tokenizer_info",
+        handler="tokenizer_info",
+        summary="What the tokenizer is",
+        group="Tokens",
+        peers="vLLM",
+        response=TokenizerInfo,
     ),
     Route(
         method="GET",
         rule="/v1/models",
         handler="models",
         summary="The models that are served",
+        group="Models",
+        peers="OpenAI, vLLM, SGLang",
         response=ModelList,
     ),
     Route(
@@ -72,30 +156,74 @@ ROUTES = (
         rule="/v1/models/<path:name>",
         handler="model",
         summary="One model that is served",
+        group="Models",
+        peers="OpenAI, SGLang",
         response=ModelCard,
-    ),
-    Route(
-        method="POST",
-        rule="/generate",
-        handler="generate",
-        summary="Continue one prompt or several, with SGLang's fields",
-        request=GenerateRequest,
-        response=GenerateResponse,
-        events=GenerateResponse,
-        batch=True,
+        errors=(404,),
     ),
     Route(
         method="GET",
-        rule="/health",
-        handler="health",
-        summary="Whether new requests can be computed; 503 if not",
-        response=HealthReply,
+        rule="/model_info",
+        aliases=("/get_model_info",),
+        handler="model_info",
+        summary="What the model is",
+        group="Models",
+        peers="SGLang",
+        response=ModelInfo,
+    ),
+    Route(
+        method="GET",
+        rule="/",
+        handler="welcome",
+        summary="Who is here",
+        group="The server",
+        peers="SGLang",
+        response=Welcome,
+    ),
+    Route(
+        method="GET",
+        rule="/version",
+        handler="version",
+        summary="The server's version",
+        group="The server",
+        peers="vLLM",
+        response=VersionReply,
+    ),
+    Route(
+        method="GET",
+        rule="/server_info",
+        aliases=("/get_server_info",),
+        handler="server_info",
+        summary="The server's options, without secrets, and what computes",
+        group="The server",
+        peers="vLLM, SGLang",
+        response=ServerInfo,
+    ),
+    Route(
+        method="GET",
+        rule="/load",
+        handler="load",
+        summary="How much there is to do",
+        group="The server",
+        peers="vLLM",
+        response=Load,
+    ),
+    Route(
+        method="GET",
+        rule="/get_load",
+        handler="get_load",
+        summary="How much there is to do, for each scheduler",
+        group="The server",
+        peers="SGLang",
+        response=list[SchedulerLoad],
     ),
     Route(
         method="GET",
         rule="/metrics",
         handler="metrics",
         summary="Counters and gauges for Prometheus",
+        group="The server",
+        peers="vLLM, SGLang",
         response="text/plain",
     ),
     Route(
@@ -103,6 +231,39 @@ ROUTES = (
         rule="/openapi.json",
         handler="openapi",
         summary="This description",
+        group="The server",
+        peers="vLLM, SGLang",
         response="application/json",
+    ),
+    Route(
+        method="GET",
+        rule="/health",
+        handler="health",
+        summary="Whether new requests can be computed; 503 if not",
+        group="Health",
+        peers="vLLM, SGLang",
+        aliases=("/ping",),
+        response=HealthReply,
+        unwell=HealthReply,
+    ),
+    Route(
+        method="POST",
+        rule="/ping",
+        handler="health",
+        summary="The same, as vLLM has it",
+        group="Health",
+        peers="vLLM",
+        response=HealthReply,
+        unwell=HealthReply,
+    ),
+    Route(
+        method="GET",
+        rule="/health_generate",
+        handler="health_generate",
+        summary="Whether a token can be computed now, within 20 seconds; 503 if not",
+        group="Health",
+        peers="SGLang",
+        response=HealthReply,
+        unwell=HealthReply,
     ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import typing
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import attrs
@@ -37,8 +38,10 @@ __all__ = [
     "about",
     "exclusive_fields",
     "hint",
+    "one_or_several",
     "only",
     "parse_body",
+    "struct_classes",
 ]
 
 _INT32_MAX = 2**31 - 1
@@ -93,6 +96,21 @@ def exclusive_fields(request_type: type[msgspec.Struct]) -> tuple[Exclusive, ...
     return getattr(request_type, "EXCLUSIVE", ())
 
 
+def struct_classes(types: Iterable[Any]) -> list[type[msgspec.Struct]]:
+    """The classes that ``types`` are or name, and those that these name, in the order found."""
+    found: list[type[msgspec.Struct]] = []
+    stack = list(types)[::-1]
+    while stack:
+        type_ = stack.pop()
+        if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+            if type_ not in found:
+                found.append(type_)
+                stack += list(typing.get_type_hints(type_, include_extras=True).values())[::-1]
+        else:
+            stack += typing.get_args(type_)[::-1]
+    return found
+
+
 def about(text: str) -> msgspec.Meta:
     """Says what a field means, for ``/openapi.json`` and the documentation."""
     return msgspec.Meta(description=text)
@@ -119,6 +137,19 @@ def _shown(values: tuple[Any, ...]) -> str:
 def hint() -> msgspec.Meta:
     """Marks a field whose every value is fine, because it asks nothing of the output."""
     return msgspec.Meta(description="Accepted; it has no influence on the output.")
+
+
+def one_or_several(given: Sequence[int | list[int]], name: str) -> tuple[list[list[int]], bool]:
+    """The lists in a field that holds ids or lists of ids, and whether it holds several.
+
+    Raises:
+        InvalidRequest: ``given`` mixes the two.
+    """
+    ids = [item for item in given if isinstance(item, int)]
+    lists = [item for item in given if isinstance(item, list)]
+    if ids and lists:
+        raise InvalidRequest(f"{name} is a list of token ids, or a list of such lists", param=name)
+    return (lists, True) if lists else ([ids], False)
 
 
 def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
