@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -317,3 +317,70 @@ async def test_cancelling_leaves_a_thread_behind_and_does_not_wait_for_it() -> N
     with pytest.raises(trio.EndOfChannel):
         running.prepared.receive_nowait()
     tokenizer.gate.set()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("keep", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("backend", [text_tokenizers.byte_level(), text_tokenizers.byte_fallback()])
+def test_a_prompt_is_cut_as_the_tokenizer_s_own_truncation_does(
+    backend: tokenizers.Tokenizer, special: bool, keep: int, side: str
+) -> None:
+    reference = tokenizers.Tokenizer.from_str(backend.to_str())
+    reference.enable_truncation(keep, direction=side)
+    tokenizer = Tokenizer(backend)
+    for text in ["the stop and the top", "a", *text_tokenizers.SAMPLE]:
+        ids = tokenizer.prompt_ids(TextPrompt(text, special), keep=keep, cut_side=side)
+        assert len(ids) <= keep
+        if keep > tokenizer.backend.num_special_tokens_to_add(False):
+            assert ids == reference.encode(text, add_special_tokens=special).ids
+        assert tokenizer.prompt_ids(TextPrompt(text, special), keep=10**6) == tokenizer.encode(
+            text, add_special_tokens=special
+        )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_ids_and_chats_are_cut_too(tokenizer: Tokenizer, side: str) -> None:
+    end = slice(-3, None) if side == "left" else slice(3)
+    assert tokenizer.prompt_ids(TokensPrompt((9, 8, 7, 6)), keep=3, cut_side=side) == [
+        *(9, 8, 7, 6)[end]
+    ]
+    chat = user("one two three four")
+    whole = tokenizer.prompt_ids(chat)
+    assert len(whole) > 3
+    assert tokenizer.prompt_ids(chat, keep=3, cut_side=side) == whole[end]
+
+
+class CountingBackend:
+    """A backend that knows how many characters it was given to encode."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self.backend = backend
+        self.encoded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.encoded += sum(map(len, texts))
+        return self.backend.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_will_be_cut_off_anyway_is_not_encoded(side: str) -> None:
+    text = " ".join(map(str, range(100_000)))
+    backend = CountingBackend(text_tokenizers.byte_level())
+    tokenizer = Tokenizer(cast(tokenizers.Tokenizer, backend))
+    ids = tokenizer.prompt_ids(TextPrompt(text), keep=10, cut_side=side)
+    assert backend.encoded < 1000
+    whole = text_tokenizers.byte_level().encode(text).ids
+    assert ids == (whole[-10:] if side == "left" else whole[:10])
+
+
+@pytest.mark.parametrize("text", ["a few words", LONG])
+async def test_the_task_cuts_prompts(tokenizer: Tokenizer, text: str) -> None:
+    request = make_request(TextPrompt(text))
+    request.params = SamplingParams(truncation_side="right")
+    request.max_prompt_tokens = 3
+    assert await prepare(tokenizer, request) == [request]
+    assert request.prompt_ids == tokenizer.encode(text)[:3]

@@ -12,21 +12,31 @@ from trioserve.config import EngineConfig
 from trioserve.errors import ContextTooLong, InvalidRequest
 from trioserve.request import Prompt, TokensPrompt
 from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.stop_regex import check_stop_regex
 from trioserve.tokenizer import Tokenizer
 
-__all__ = ["check_params", "check_prompt", "sampler_params"]
+__all__ = ["check_params", "check_prompt", "max_prompt_tokens", "sampler_params"]
 
 
 def check_prompt(
-    prompt: Prompt, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    keep: int | None = None,
 ) -> None:
     """Refuse a prompt that can't fit, or that has ids which aren't the model's.
+
+    With ``keep`` it is going to be cut to as many tokens.
 
     Raises:
         ContextTooLong: it is certain to be longer than the model's context.
         InvalidRequest: an id is outside the vocabulary.
     """
     fewest = tokenizer.fewest_tokens(prompt)
+    if keep is not None:
+        fewest = min(fewest, keep)
     if fewest > max_model_len:
         # Refused before anybody spends seconds on encoding it.
         raise ContextTooLong(
@@ -38,11 +48,20 @@ def check_prompt(
         _check_ids({"prompt": prompt.token_ids}, vocab_size)
 
 
+def max_prompt_tokens(params: SamplingParams, max_model_len: int) -> int | None:
+    """The number of tokens to which a longer prompt is to be cut; None to leave it as it is."""
+    if params.truncate_prompt_tokens != -1:
+        return params.truncate_prompt_tokens
+    # A request for no tokens needs room for one as well.
+    return max(max_model_len - max(params.max_tokens or 1, 1), 1)
+
+
 def check_params(params: SamplingParams, config: EngineConfig, *, vocab_size: int) -> None:
     """Refuse what this server isn't set up for.
 
     Raises:
-        InvalidRequest: a field is past an option's bound; ``param`` names it.
+        InvalidRequest: a field is past an option's bound, or a stop regex is no good; ``param``
+            names it.
     """
     for name in ("logprobs", "prompt_logprobs"):
         asked: int | None = getattr(params, name)
@@ -57,6 +76,7 @@ def check_params(params: SamplingParams, config: EngineConfig, *, vocab_size: in
             f"got {params.n}",
             param="n",
         )
+    check_stop_regex(params.stop_regex)
     if params.extra_args and not config.logits_processors:
         raise InvalidRequest(
             "extra_args are for logits processors, and the server has none "

@@ -18,7 +18,12 @@ import attrs
 import trio
 
 from trioserve import wire
-from trioserve.admission import check_params, check_prompt, sampler_params
+from trioserve.admission import (
+    check_params,
+    check_prompt,
+    max_prompt_tokens,
+    sampler_params,
+)
 from trioserve.config import EngineConfig
 from trioserve.errors import (
     DeadlineExceeded,
@@ -227,8 +232,13 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int, salt: str
     ) -> Request:
         check_params(params, self.config, vocab_size=self.vocab_size)
+        keep = max_prompt_tokens(params, self.max_model_len)
         check_prompt(
-            prompt, self.tokenizer, max_model_len=self.max_model_len, vocab_size=self.vocab_size
+            prompt,
+            self.tokenizer,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            keep=keep,
         )
         request = Request(
             id=request_id,
@@ -238,6 +248,7 @@ class Engine:
             times=Times(arrived=trio.current_time()),
             priority=priority,
             cache_salt=salt,
+            max_prompt_tokens=keep,
         )
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
         sampler = sampler_params(params, seed, self._eos_token_ids, self.tokenizer)

@@ -191,6 +191,8 @@ class Request:
     """The caller's W3C trace context, for the span of this request."""
     tracestate: str = ""
     """What goes with ``traceparent``."""
+    max_prompt_tokens: int | None = None
+    """Cut a longer prompt to this many tokens, on the side that the parameters name."""
     prompt_ids: list[int] = attrs.field(factory=list)
     sequences: list[Sequence] = attrs.field(factory=list)
     admitted: trio.Event = attrs.field(factory=trio.Event)

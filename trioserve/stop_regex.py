@@ -17,7 +17,7 @@ then and is completed later counts.
 What may be sent
 ----------------
 ``regex`` can say where the text may end within a match (``partial=True``); from there on it is
-held back. That is all but exact: a ``\\b`` or ``$`` at the end of the text counts as it stands then.
+held back. That is all but exact: a ``\\b`` or ``$`` at the end of the text counts as it stands.
 So the last ``CONTEXT`` characters before what is held back are searched again, and of a match that
 turns up in what was sent already, that much stays sent.
 

@@ -11,6 +11,7 @@ children of the task: a long prompt holds nobody up.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import tokenizers
 import trio
@@ -103,18 +104,30 @@ class Tokenizer:
             entry.rank,
         )
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(
+        self, prompt: Prompt, *, keep: int | None = None, cut_side: str = "left"
+    ) -> list[int]:
         """The ids of a prompt of any kind, on the spot. The task gives the same.
+
+        Args:
+            prompt: text, token ids or a chat.
+            keep: the most tokens, those that the tokenizer adds included; None for all.
+            cut_side: where to cut off what is too much, ``left`` or ``right``. Special tokens that
+                the tokenizer adds stay.
 
         Raises:
             InvalidRequest: the prompt is empty or malformed, has ids that the tokenizer doesn't
                 know, or is a chat and there is no template.
         """
         if isinstance(prompt, TokensPrompt):
-            return self._checked(prompt)
+            ids = self._checked(prompt)
+            return ids if keep is None else _cut(ids, keep, cut_side)
         text, add_special_tokens = self._text(prompt)
         try:
-            ids = self.encode(text, add_special_tokens=add_special_tokens)
+            if keep is None:
+                ids = self.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                ids = self._encode_part(text, keep, cut_side, add_special_tokens)
         except Exception as error:
             # ``tokenizers`` raises plain Exceptions and TypeErrors, for lone surrogates too.
             raise InvalidRequest(
@@ -172,6 +185,22 @@ class Tokenizer:
             return len(prompt.token_ids)
         return _weight(prompt) // (_MOST_CHARACTERS_MADE_ONE * self._longest_token)
 
+    def _encode_part(
+        self, text: str, keep: int, cut_side: str, add_special_tokens: bool
+    ) -> list[int]:
+        """The first or last ``keep`` ids of ``text``, as the tokenizer's own truncation gives them.
+
+        No more of the text is encoded than so many tokens can stand for. Usually that is a hundred
+        times as much as they do stand for, so what the cut makes of a word doesn't show.
+        """
+        text = _cut(text, (keep + 1) * _MOST_CHARACTERS_MADE_ONE * self._longest_token, cut_side)
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
+        if not add_special_tokens:
+            return _cut(encoding.ids, keep, cut_side)
+        num_added = self.backend.num_special_tokens_to_add(False)
+        encoding.truncate(max(keep - num_added, 0), direction=cut_side)
+        return self.backend.post_process(encoding).ids[:keep]
+
     def _decode_with_special(self, ids: Sequence[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=False)
 
@@ -215,7 +244,7 @@ class Tokenizer:
                 for group in groups:
                     nursery.start_soon(self._prepare_in_thread, group, submit, limiter)
                 for request in here:
-                    await _hand_on(request, self._ids_or_error(request.prompt), submit)
+                    await _hand_on(request, self._ids_or_error(request), submit)
 
     async def _prepare_in_thread(
         self,
@@ -226,21 +255,28 @@ class Tokenizer:
         async with limiter:
             wanted = [request for request in requests if _is_wanted(request)]
             results = await trio.to_thread.run_sync(
-                self._all_ids_or_errors,
-                [request.prompt for request in wanted],
-                abandon_on_cancel=True,
+                self._all_ids_or_errors, wanted, abandon_on_cancel=True
             )
         for request, result in zip(wanted, results, strict=True):
             await _hand_on(request, result, submit)
 
-    def _all_ids_or_errors(self, prompts: Sequence[Prompt]) -> list[IdsOrError]:
-        return [self._ids_or_error(prompt) for prompt in prompts]
+    def _all_ids_or_errors(self, requests: Sequence[Request]) -> list[IdsOrError]:
+        return [self._ids_or_error(request) for request in requests]
 
-    def _ids_or_error(self, prompt: Prompt) -> IdsOrError:
+    def _ids_or_error(self, request: Request) -> IdsOrError:
+        keep, side = request.max_prompt_tokens, request.params.truncation_side
         try:
-            return self.prompt_ids(prompt)
+            return self.prompt_ids(request.prompt, keep=keep, cut_side=side)
         except InvalidRequest as error:
             return error
+
+
+_Cuttable = TypeVar("_Cuttable", str, list[int])
+
+
+def _cut(whole: _Cuttable, keep: int, side: str) -> _Cuttable:
+    """``keep`` items of ``whole``, cut off on the left or on the right."""
+    return whole[:keep] if side == "right" else whole[max(len(whole) - keep, 0) :]
 
 
 def _param(prompt: Prompt) -> str:
