@@ -14,6 +14,7 @@ import httpx
 import trio
 from quart_trio.testing import TrioClient
 
+from trioserve.chat import ChatTemplate
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine import Engine
 from trioserve.errors import Draining
@@ -33,6 +34,14 @@ Step = Chunk | float | Exception
 
 class StubTokenizer:
     """Every character is a token, its code point the id."""
+
+    def __init__(self, chat_template: str | None = None, tokens: dict[str, int] | None = None):
+        self.chat_template = ChatTemplate(chat_template) if chat_template is not None else None
+        self.tokens = tokens or {}
+        self.special_ids = frozenset(self.tokens.values())
+
+    def token_of(self, text: str) -> int | None:
+        return self.tokens.get(text)
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(token) for token in ids)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -103,6 +104,8 @@ class ChatTemplate:
             ) from error
         tokens = {"bos_token": bos_token, "eos_token": eos_token, **special_tokens}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        """The names that the template looks at: arguments of other names change nothing."""
         self.takes_parts = _iterates_over_content(tree)
         """Whether the template looks at the parts of a content; else it is given one string."""
 

@@ -65,6 +65,10 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def token_of(self, text: str) -> int | None:
+        """The id of the token that is spelled ``text``, a special or added one too."""
+        return self.backend.token_to_id(text)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids`` as a whole."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
