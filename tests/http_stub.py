@@ -182,7 +182,7 @@ class StubEngine:
             params=call.params,
             stream=Stream(StreamBudget(1 << 20, 1 << 20)),
             times=Times(arrived=trio.current_time()),
-            prompt_ids=_prompt_ids(call.prompt),
+            prompt_ids=_prompt_ids(call.prompt)[-max(call.params.truncate_prompt_tokens or 0, 0) :],
             num_cached_tokens=1,
             prompt_logprobs=self.prompt_logprobs(call),
         )
