@@ -120,7 +120,7 @@ async def test_sampling_fields_reach_the_engine() -> None:
     assert call.params.stop_token_ids == (3, 4)
     assert call.params.stop == ("a", "b")
     expected = {"priority": 3, "cache_salt": "salt", "timeout": 12.5, "request_id": "cmpl-mine"}
-    assert call.options == expected
+    assert call.options == {**expected, "traceparent": "", "tracestate": ""}
 
 
 async def test_the_models_defaults_fill_in() -> None:
