@@ -1,10 +1,10 @@
-"""The nursery: tokenizer, scheduler, detokenizer and the worker's supervisor under one parent.
+"""The nursery: the engine's tasks and the worker's supervisor under one parent.
 
 ::
 
-    Engine.generate ──▶ tokenizer ──▶ scheduler ══▶ worker
-                                        │   ▲
-    GenerationStream ◀── detokenizer ◀──┘   ╚══════ worker
+    Engine.generate ──▶ tokenizer ──▶ preparation ──▶ scheduler ══▶ worker
+                                                        │   ▲
+    GenerationStream ◀────────────── detokenizer ◀──────┘   ╚══════ worker
 
 Each single arrow is a memory channel, each double one an nng socket. Nothing else is owned here: a
 request belongs to its caller's scope.
@@ -33,6 +33,7 @@ from trioserve.groups import holds_cancellation, sole_exception
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
 from trioserve.model_files import ModelFiles, load_tokenizer_from, locate, open_model
+from trioserve.preparation import Preparation
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.sampling import SamplingParams
 from trioserve.scheduler import Scheduler
@@ -180,6 +181,7 @@ async def run_engine(
 ) -> AsyncIterator[Engine]:
     """The nursery itself, over any kind of worker; :func:`open_engine` gives it the real one."""
     to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
+    to_preparation, preparation_inbox = trio.open_memory_channel[Request](math.inf)
     to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
     to_detokenizer, detokenizer_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
     engine: Engine | None = None
@@ -190,6 +192,7 @@ async def run_engine(
         assert engine is not None
         engine.on_finished(sequence, finish)
 
+    preparation = Preparation(scheduler, timeout=config.grammar_timeout)
     detokenizer = Detokenizer(model.tokenizer, scheduler.abort, on_delivered)
 
     async def guarded(run: Callable[..., Awaitable[None]], *args: Any, **kwargs: Any) -> None:
@@ -205,7 +208,8 @@ async def run_engine(
 
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(guarded, model.tokenizer.run, tokenizer_inbox, to_scheduler)
+            nursery.start_soon(guarded, model.tokenizer.run, tokenizer_inbox, to_preparation)
+            nursery.start_soon(guarded, preparation.run, preparation_inbox, to_scheduler)
             nursery.start_soon(guarded, scheduler.run, scheduler_inbox, to_detokenizer)
             nursery.start_soon(guarded, detokenizer.run, detokenizer_inbox)
             ready: wire.Ready = await nursery.start(guarded, supervisor.run, scheduler.attach)

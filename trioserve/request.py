@@ -204,6 +204,11 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens of the prompt whose KV was found in the prefix cache when it first ran."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to be computed for it."""
+        return all(sequence.state is State.FINISHED for sequence in self.sequences)
+
     def admit(self) -> None:
         """Let the caller go on: the request is in the queue. Idempotent."""
         if self.admitted.is_set():

@@ -257,7 +257,7 @@ class Tokenizer:
         limiter: trio.CapacityLimiter,
     ) -> None:
         async with limiter:
-            wanted = [request for request in requests if _is_wanted(request)]
+            wanted = [request for request in requests if not request.ended]
             results = await trio.to_thread.run_sync(
                 self._all_ids_or_errors, wanted, abandon_on_cancel=True
             )
@@ -303,22 +303,18 @@ def _all_waiting(requests: trio.MemoryReceiveChannel[Request]) -> Iterator[Reque
             return
 
 
-def _is_wanted(request: Request) -> bool:
-    return any(sequence.state is not State.FINISHED for sequence in request.sequences)
-
-
 def _start(request: Request) -> bool:
     """Mark the request as being tokenized; False if it has ended already."""
     for sequence in request.sequences:
         if sequence.state is State.CREATED:
             sequence.move_to(State.TOKENIZING)
-    return _is_wanted(request)
+    return not request.ended
 
 
 async def _hand_on(
     request: Request, result: IdsOrError, submit: trio.MemorySendChannel[Request]
 ) -> None:
-    if not _is_wanted(request):
+    if request.ended:
         return
     if isinstance(result, InvalidRequest):
         request.reject(result)

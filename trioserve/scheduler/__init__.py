@@ -55,8 +55,9 @@ class Scheduler:
         self._core: SchedulerCore | None = None
         """None until the first worker has said what it can hold."""
         self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
-        self._first_worker = trio.Event()
-        self._attached = False
+        self._worker_there = trio.Event()
+        """Set while a worker is attached."""
+        self._num_attached = 0
         self._work = trio.Event()
         """There may be something to send."""
         self._outbox: deque[wire.Message] = deque()
@@ -80,7 +81,7 @@ class Scheduler:
                 because an abort can't wait.
         """
         self._outputs = outputs
-        await self._first_worker.wait()
+        await self._worker_there.wait()
         async for request in requests:
             self._admit(request)
             # Requests that came together are admitted together, so that they share a plan.
@@ -143,9 +144,9 @@ class Scheduler:
             self._core = SchedulerCore(limits, self._observer)
         else:
             self._deliver(self._core.restart(limits))
-        self._attached = True
+        self._num_attached += 1
+        self._worker_there.set()
         self._work.set()
-        self._first_worker.set()
         # Taken before either loop runs: which of them runs first is chance.
         first_plan = self._core.next_number
         try:
@@ -155,7 +156,7 @@ class Scheduler:
         except BaseExceptionGroup as group:
             error = sole_exception(group)
         finally:
-            self._attached = False
+            self._worker_there = trio.Event()
             self._core.on_worker_lost()
             self._outbox.clear()
             for call in self._calls.values():
@@ -216,7 +217,7 @@ class Scheduler:
             EngineError: the worker says why it can't.
             WorkerLost: there is no worker, or it was lost before it answered.
         """
-        if not self._attached:
+        if not self.attached:
             raise WorkerLost(f"there is no worker to call {name!r}")
         self._num_calls += 1
         number = self._num_calls
@@ -246,7 +247,17 @@ class Scheduler:
     @property
     def attached(self) -> bool:
         """Whether a worker is there."""
-        return self._attached
+        return self._worker_there.is_set()
+
+    @property
+    def num_attached(self) -> int:
+        """Workers that have been attached since the start, the present one included."""
+        return self._num_attached
+
+    async def wait_attached(self) -> None:
+        """Wait until a worker is there."""
+        while not self.attached:
+            await self._worker_there.wait()
 
     @property
     def num_steps(self) -> int:

@@ -1,0 +1,483 @@
+"""The preparation stage: who waits for the worker's verdict, who overtakes, and what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import attrs
+import pytest
+import trio
+import trio.testing
+
+from trioserve import preparation
+from trioserve.errors import EngineError, InvalidRequest, WorkerLost
+from trioserve.grammar import Grammar
+from trioserve.preparation import MAX_CALLS, MAX_WORKERS_LOST, Preparation
+from trioserve.request import Finish, FinishReason, Request, Sequence, State, TextPrompt, Times
+from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.stream import Stream, StreamBudget
+
+Clock = trio.testing.MockClock
+TIMEOUT = 10.0
+
+
+def make_request(grammar: str | None = None, **params: Any) -> Request:
+    if grammar is not None:
+        params["grammar"] = Grammar("regex", grammar)
+    request = Request(
+        id="r",
+        prompt=TextPrompt("prompt"),
+        params=SamplingParams(**params),
+        stream=Stream(StreamBudget(1 << 20, 1 << 20)),
+        times=Times(arrived=0.0),
+        prompt_ids=[1],
+    )
+    for index in range(2):
+        request.sequences.append(
+            Sequence(request=request, index=index, sampler=SamplerParams(), state=State.TOKENIZING)
+        )
+    return request
+
+
+def leave(request: Request) -> None:
+    """What the engine does when the caller's scope is left before the request is admitted."""
+    for sequence in request.sequences:
+        sequence.finish = Finish(FinishReason.ABORT)
+        sequence.move_to(State.FINISHED)
+    request.reject(RuntimeError("nobody reads this"))
+
+
+@attrs.define(eq=False)
+class ScriptedWorker:
+    """Answers after ``seconds`` what ``verdict`` makes of the arguments; can be lost."""
+
+    verdict: Callable[[Any], Any] = lambda arguments: None
+    seconds: float = 1.0
+    num_attached: int = 0
+    calls: list[Any] = attrs.field(factory=list)
+    num_open: int = 0
+    most_open: int = 0
+    _there: trio.Event = attrs.field(factory=trio.Event)
+    _lost: trio.Event = attrs.field(factory=trio.Event)
+
+    @property
+    def attached(self) -> bool:
+        return self._there.is_set()
+
+    def come(self) -> None:
+        self.num_attached += 1
+        self._lost = trio.Event()
+        self._there.set()
+
+    def lose(self) -> None:
+        self._there = trio.Event()
+        self._lost.set()
+
+    async def wait_attached(self) -> None:
+        while not self.attached:
+            await self._there.wait()
+
+    async def call(self, name: str, arguments: object = None) -> Any:
+        assert name == "prepare"
+        if not self.attached:
+            raise WorkerLost("there is no worker")
+        self.calls.append(arguments)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            with trio.move_on_after(self.seconds):
+                await self._lost.wait()
+                raise WorkerLost("it is gone")
+            return self.verdict(arguments)
+        finally:
+            self.num_open -= 1
+
+
+@attrs.define(eq=False)
+class Running:
+    """A stage under way, with what it let through."""
+
+    stage: Preparation
+    worker: ScriptedWorker
+    requests: trio.MemorySendChannel[Request]
+    prepared: trio.MemoryReceiveChannel[Request]
+
+    def send(self, *requests: Request) -> None:
+        for request in requests:
+            self.requests.send_nowait(request)
+
+    def passed(self) -> list[Request]:
+        """Those that came through since the last look."""
+        requests = []
+        with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
+            while True:
+                requests.append(self.prepared.receive_nowait())
+        return requests
+
+    def assert_nothing_left(self) -> None:
+        assert self.worker.num_open == 0
+        assert not self.stage._open
+        assert self.stage._turns.borrowed_tokens == 0
+        assert not self.stage._suspects_turn.locked()
+
+
+@contextlib.asynccontextmanager
+async def running(worker: ScriptedWorker, *, attached: bool = True) -> AsyncIterator[Running]:
+    """The stage while the block lasts; it must then end by itself and leave nothing behind."""
+    requests, inbox = trio.open_memory_channel[Request](math.inf)
+    submit, prepared = trio.open_memory_channel[Request](math.inf)
+    stage = Preparation(worker, timeout=TIMEOUT)
+    if attached:
+        worker.come()
+    case = Running(stage, worker, requests, prepared)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stage.run, inbox, submit)
+        yield case
+        requests.close()
+    case.assert_nothing_left()
+    with pytest.raises(trio.EndOfChannel):
+        while True:
+            prepared.receive_nowait()
+
+
+async def test_requests_with_nothing_to_prepare_pass_at_once_and_overtake(
+    autojump_clock: Clock,
+) -> None:
+    async with running(ScriptedWorker(seconds=5)) as case:
+        slow, plain, fast = make_request("a+"), make_request(), make_request()
+        case.send(slow, plain, fast)
+        await trio.sleep(1)
+        assert case.passed() == [plain, fast]
+        await trio.sleep(4.5)
+        assert case.passed() == [slow]
+    assert case.worker.calls == [{"grammar": ["regex", "a+"], "extra_args": {}}]
+
+
+async def test_a_quick_grammar_overtakes_a_slow_one(autojump_clock: Clock) -> None:
+    worker = ScriptedWorker(seconds=5)
+    async with running(worker) as case:
+        slow, quick = make_request("slow"), make_request("quick")
+        case.send(slow)
+        await trio.sleep(1)
+        worker.seconds = 1
+        case.send(quick)
+        await trio.sleep(2)
+        assert case.passed() == [quick]
+
+
+@pytest.mark.parametrize("param", ["grammar", "extra_args"])
+async def test_what_the_worker_refuses_is_the_request_s_error(
+    autojump_clock: Clock, param: str
+) -> None:
+    worker = ScriptedWorker(lambda _: {"error": "there is no such thing", "param": param})
+    async with running(worker) as case:
+        first, second = make_request("(", extra_args={"bias": 1}), make_request()
+        case.send(first, second)
+        await first.admitted.wait()
+        assert case.passed() == [second]
+    assert worker.calls == [{"grammar": ["regex", "("], "extra_args": {"bias": 1}}]
+    assert isinstance(first.rejection, InvalidRequest)
+    assert (str(first.rejection), first.rejection.param) == ("there is no such thing", param)
+    assert first.ended
+
+
+async def test_equal_requests_ask_once_and_each_gets_an_error_of_its_own(
+    autojump_clock: Clock,
+) -> None:
+    worker = ScriptedWorker(
+        lambda arguments: {"error": "no", "param": "grammar"} if arguments["grammar"] else None
+    )
+    async with running(worker) as case:
+        bad = [make_request("(") for _ in range(100)]
+        good = [
+            make_request(extra_args={"a": number, "b": 2} if even else {"b": 2, "a": number})
+            for number in range(2)
+            for even in (True, False)
+        ]
+        case.send(*bad, *good)
+        await trio.sleep(5)
+        assert set(case.passed()) == set(good)
+        later = [make_request("("), make_request(extra_args={"a": 1, "b": 2})]
+        case.send(*later)
+        await trio.testing.wait_all_tasks_blocked()
+        assert case.passed() == later[1:]
+        errors = [request.rejection for request in [*bad, later[0]]]
+    assert len(worker.calls) == 3
+    assert all(isinstance(error, InvalidRequest) and str(error) == "no" for error in errors)
+    assert len(set(map(id, errors))) == 101
+
+
+async def test_another_worker_is_asked_again_for_what_was_fine(autojump_clock: Clock) -> None:
+    worker = ScriptedWorker(
+        lambda arguments: (
+            {"error": "no", "param": "grammar"} if arguments["grammar"][1] == "(" else None
+        )
+    )
+    async with running(worker) as case:
+        case.send(make_request("("), make_request("a"))
+        await trio.sleep(3)
+        worker.lose()
+        without = make_request("a")
+        case.send(without)
+        await trio.sleep(3)
+        assert len(case.passed()) == 1  # the first; the other waits for a worker
+        worker.come()
+        case.send(refused := make_request("("))
+        await trio.sleep(3)
+        assert case.passed() == [without]
+        assert refused.rejection is not None
+    assert [call["grammar"][1] for call in worker.calls] == ["(", "a", "a"]
+
+
+async def test_verdicts_that_were_not_used_for_long_are_forgotten(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "MAX_VERDICTS", 2)
+    async with running(ScriptedWorker()) as case:
+        for grammar in ["a", "b", "a", "c", "a", "b"]:
+            case.send(make_request(grammar))
+            await trio.sleep(2)
+        assert len(case.passed()) == 6
+    assert [call["grammar"][1] for call in case.worker.calls] == ["a", "b", "c", "b"]
+
+
+async def test_a_lost_worker_delays_and_time_without_one_does_not_count(
+    autojump_clock: Clock,
+) -> None:
+    worker = ScriptedWorker(seconds=6)
+    async with running(worker, attached=False) as case:
+        request, plain = make_request("a+"), make_request()
+        case.send(request)
+        await trio.sleep(100)
+        worker.come()
+        await trio.sleep(5)
+        worker.lose()
+        case.send(plain)
+        await trio.sleep(100)
+        assert case.passed() == [plain]
+        worker.come()
+        await trio.sleep(7)
+        assert case.passed() == [request]
+    assert len(worker.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [({"grammar": "a+"}, "grammar"), ({"extra_args": {"x": 1}}, "extra_args")],
+)
+async def test_what_takes_too_long_is_refused_and_may_be_tried_again(
+    autojump_clock: Clock, params: Any, param: str
+) -> None:
+    worker = ScriptedWorker(seconds=50)
+    async with running(worker) as case:
+        case.send(request := make_request(**params))
+        started = trio.current_time()
+        await request.admitted.wait()
+        assert trio.current_time() - started == pytest.approx(TIMEOUT)
+        assert isinstance(request.rejection, InvalidRequest)
+        assert request.rejection.param == param
+        assert "takes longer than 10 s" in str(request.rejection)
+        worker.seconds = 1
+        case.send(again := make_request(**params))
+        await trio.sleep(2)
+        assert case.passed() == [again]
+
+
+async def test_few_calls_at_a_time_and_waiting_for_a_turn_is_not_compiling(
+    autojump_clock: Clock,
+) -> None:
+    worker = ScriptedWorker(seconds=8)
+    async with running(worker) as case:
+        requests = [make_request(f"grammar {number}") for number in range(3 * MAX_CALLS)]
+        case.send(*requests)
+        await trio.sleep(25)
+        assert set(case.passed()) == set(requests)
+    assert worker.most_open == MAX_CALLS
+
+
+async def test_a_request_that_ends_workers_is_given_up_and_its_neighbours_are_not(
+    autojump_clock: Clock,
+) -> None:
+    worker = ScriptedWorker(seconds=1)
+
+    async def restart() -> None:
+        """Lose a worker half a second after it was asked about the poison."""
+        for _ in range(1 + MAX_WORKERS_LOST):
+            await trio.sleep(0.5)
+            while not any(call["grammar"][1] == "poison" for call in worker.calls):
+                await trio.sleep(0.1)
+            worker.calls.clear()
+            worker.lose()
+            await trio.sleep(5)
+            worker.come()
+
+    async with running(worker) as case:
+        poison, neighbour = make_request("poison"), make_request("fine")
+        case.send(poison, neighbour)
+        await restart()
+        await trio.sleep(5)
+        assert case.passed() == [neighbour]
+        assert isinstance(poison.rejection, EngineError)
+        assert "lost 3 times while it prepared the request's grammar" in str(poison.rejection)
+
+
+async def test_a_worker_that_can_not_answer_is_the_engine_s_error(autojump_clock: Clock) -> None:
+    def refuse(_: Any) -> Any:
+        raise EngineError("prepare: there is no call 'prepare'")
+
+    for verdict, reason in ((refuse, "there is no call"), (lambda _: 5, "the worker answered 5")):
+        async with running(ScriptedWorker(verdict)) as case:
+            case.send(request := make_request("a"))
+            await trio.sleep(2)
+            assert isinstance(request.rejection, EngineError)
+            assert reason in str(request.rejection)
+            case.send(make_request("a"))
+            await trio.sleep(2)
+        assert len(case.worker.calls) == 2  # not remembered
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"extra_args": {"x": object()}}, "extra_args"),
+        ({"extra_args": {"x": 2**70}}, "extra_args"),
+        ({"extra_args": {"x": "\ud800"}}, "extra_args"),
+        ({"grammar": "\ud800"}, "grammar"),
+    ],
+)
+async def test_what_can_not_be_sent_to_the_worker_is_refused(
+    autojump_clock: Clock, params: Any, param: str
+) -> None:
+    async with running(ScriptedWorker()) as case:
+        case.send(bad := make_request(**params), good := make_request())
+        await trio.testing.wait_all_tasks_blocked()
+        assert case.passed() == [good]
+    assert isinstance(bad.rejection, InvalidRequest)
+    assert bad.rejection.param == param
+    assert case.worker.calls == []
+
+
+async def in_the_call(case: Running) -> Request:
+    case.send(request := make_request("a"))
+    await trio.sleep(0.5)
+    assert case.worker.num_open == 1
+    return request
+
+
+async def without_a_worker(case: Running) -> Request:
+    case.worker.lose()
+    case.send(request := make_request("a"))
+    await trio.sleep(0.5)
+    return request
+
+
+async def waiting_for_a_turn(case: Running) -> Request:
+    case.send(*(make_request(f"other {number}") for number in range(MAX_CALLS)))
+    case.send(request := make_request("a"))
+    await trio.sleep(0.5)
+    assert case.worker.num_open == MAX_CALLS
+    return request
+
+
+async def as_a_suspect(case: Running) -> Request:
+    request = await in_the_call(case)
+    case.worker.lose()
+    await trio.sleep(0.5)
+    case.worker.come()
+    await trio.sleep(0.5)
+    assert case.worker.num_open == 1
+    return request
+
+
+async def behind_a_suspect(case: Running) -> Request:
+    case.send(make_request("b"), request := make_request("a"))
+    await trio.sleep(0.5)
+    assert case.worker.num_open == 2
+    case.worker.lose()
+    await trio.sleep(0.5)
+    case.worker.come()
+    await trio.sleep(0.5)
+    assert case.worker.num_open == 1
+    return request
+
+
+AWAITS = [in_the_call, without_a_worker, waiting_for_a_turn, as_a_suspect, behind_a_suspect]
+
+
+@pytest.mark.parametrize("reach", AWAITS)
+async def test_a_caller_that_leaves_leaves_nothing_behind(
+    autojump_clock: Clock, reach: Callable[[Running], Any]
+) -> None:
+    async with running(ScriptedWorker(seconds=3)) as case:
+        request = await reach(case)
+        leave(request)
+        await trio.testing.wait_all_tasks_blocked()
+        key = preparation._question_of(request.params).key  # type: ignore[union-attr]
+        assert key not in case.stage._open
+        num_calls = len([call for call in case.worker.calls if call["grammar"][1] == "a"])
+        if not case.worker.attached:
+            case.worker.come()
+        await trio.sleep(20)
+        case.assert_nothing_left()
+        assert request not in case.passed()
+        assert len([c for c in case.worker.calls if c["grammar"][1] == "a"]) == num_calls
+        # And whoever asks the same afterwards is answered.
+        case.send(again := make_request("a"))
+        await trio.sleep(5)
+        assert case.passed() == [again]
+
+
+async def test_one_of_two_that_leaves_changes_nothing_for_the_other(autojump_clock: Clock) -> None:
+    async with running(ScriptedWorker(seconds=3)) as case:
+        case.send(first := make_request("a"))
+        await trio.sleep(1)
+        case.send(second := make_request("a"))
+        await trio.sleep(1)
+        leave(first)
+        await trio.sleep(2)
+        assert case.passed() == [second]
+    assert len(case.worker.calls) == 1
+
+
+async def test_one_that_joins_in_the_moment_when_the_last_leaves_is_answered(
+    autojump_clock: Clock,
+) -> None:
+    async with running(ScriptedWorker(seconds=3)) as case:
+        first = await in_the_call(case)
+        leave(first)
+        case.send(second := make_request("a"))
+        await trio.sleep(4)
+        assert case.passed() == [second]
+
+
+async def test_one_that_has_ended_before_it_came_asks_nothing(autojump_clock: Clock) -> None:
+    async with running(ScriptedWorker()) as case:
+        request, plain = make_request("a"), make_request()
+        leave(request)
+        leave(plain)
+        case.send(request, plain)
+        await trio.sleep(5)
+        assert case.passed() == []
+    assert case.worker.calls == []
+
+
+@pytest.mark.parametrize("reach", AWAITS)
+async def test_the_engine_s_end_ends_the_stage_wherever_it_is(
+    autojump_clock: Clock, reach: Callable[[Running], Any]
+) -> None:
+    requests, inbox = trio.open_memory_channel[Request](math.inf)
+    submit, prepared = trio.open_memory_channel[Request](math.inf)
+    worker = ScriptedWorker(seconds=3)
+    worker.come()
+    case = Running(Preparation(worker, timeout=TIMEOUT), worker, requests, prepared)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(case.stage.run, inbox, submit)
+        request = await reach(case)
+        nursery.cancel_scope.cancel()
+    case.assert_nothing_left()
+    assert not request.admitted.is_set()
+    with pytest.raises(trio.EndOfChannel):
+        prepared.receive_nowait()

@@ -1,0 +1,263 @@
+"""The task between tokenizing and scheduling: has the worker look at what may turn out wrong.
+
+Whether a grammar can be compiled, and what the server's own logits processors think of a request's
+``extra_args``, only the worker knows. So a request that has either waits here until the worker's
+``prepare`` call has answered: it then goes on to the scheduler, or is refused. Requests with
+neither pass at once, and overtake those that wait.
+
+Equal requests ask once: they join a question that is open, and answers are remembered. A refusal is
+as good for any worker, all have the same model. That all is fine is forgotten when another worker
+comes: it would be true still, but the new worker hasn't compiled the grammar, and what isn't
+compiled beforehand would hold up the step in which the request begins. What took too long isn't
+remembered, as it may be ready by the next time.
+
+When the worker is lost, the question waits for the next one and is asked again. In case it was the
+question that ended the worker, it is asked with no other of that kind beside it, and given up when
+it has cost ``MAX_WORKERS_LOST`` more: else one request could end the engine for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections import OrderedDict
+from typing import Any, Protocol
+
+import attrs
+import msgspec
+import trio
+
+from trioserve.errors import EngineError, InvalidRequest, WorkerLost
+from trioserve.request import Request
+from trioserve.sampling import SamplingParams
+
+__all__ = ["Preparation", "PreparingWorker"]
+
+MAX_CALLS = 2
+"""Calls under way at a time: the others' time to answer doesn't run while they wait their turn."""
+MAX_VERDICTS = 1024
+MAX_WORKERS_LOST = 2
+
+
+class PreparingWorker(Protocol):
+    """What is needed of the :class:`~trioserve.scheduler.Scheduler`."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether a worker is there."""
+
+    @property
+    def num_attached(self) -> int:
+        """Workers that have been attached since the start, the present one included."""
+
+    async def wait_attached(self) -> None:
+        """Wait until a worker is there."""
+
+    async def call(self, name: str, arguments: object = None) -> Any:
+        """Have the worker answer; raises ``EngineError`` or ``WorkerLost``."""
+
+
+@attrs.define(eq=False)
+class _Question:
+    """What the worker is asked for the sake of every request in ``waiting``."""
+
+    key: bytes
+    arguments: dict[str, Any]
+    waiting: dict[Request, None] = attrs.field(factory=dict)
+    """In the order of their arrival."""
+    nursery: trio.Nursery | None = None
+    """Open while it is asked."""
+
+    @property
+    def param(self) -> str:
+        return "extra_args" if self.arguments["grammar"] is None else "grammar"
+
+
+@attrs.frozen
+class _Verdict:
+    """An answer: ``refusal`` is None if all is fine, which the ``worker``-th one said."""
+
+    refusal: InvalidRequest | None
+    worker: int
+
+
+class Preparation:
+    """Lets requests through that the worker has found fine.
+
+    Args:
+        worker: answers, and outlives its processes: the scheduler.
+        timeout: seconds that the worker has for an answer.
+    """
+
+    def __init__(self, worker: PreparingWorker, *, timeout: float) -> None:
+        self._worker = worker
+        self._timeout = timeout
+        self._open: dict[bytes, _Question] = {}
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._turns = trio.CapacityLimiter(MAX_CALLS)
+        self._suspects_turn = trio.Lock()
+
+    async def run(
+        self,
+        requests: trio.MemoryReceiveChannel[Request],
+        submit: trio.MemorySendChannel[Request],
+    ) -> None:
+        """The task: send each request on when it is fine, or reject it; drop those that have ended.
+
+        Ends when ``requests`` is closed and everything was sent on, and then closes ``submit``.
+        """
+        async with submit, trio.open_nursery() as nursery:
+            async for request in requests:
+                if request.ended:
+                    continue
+                try:
+                    question = _question_of(request.params)
+                except InvalidRequest as error:
+                    request.reject(error)
+                    continue
+                verdict = None if question is None else self._remembered(question.key)
+                if question is None or verdict is not None:
+                    await _hand_on(request, verdict.refusal if verdict else None, submit)
+                elif (asked := self._open.get(question.key)) is not None:
+                    self._join(asked, request)
+                else:
+                    self._open[question.key] = question
+                    self._join(question, request)
+                    nursery.start_soon(self._settle, question, submit)
+
+    def _remembered(self, key: bytes) -> _Verdict | None:
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            return None
+        present = self._worker.attached and verdict.worker == self._worker.num_attached
+        if verdict.refusal is None and not present:
+            return None
+        self._verdicts.move_to_end(key)
+        return verdict
+
+    async def _settle(self, question: _Question, submit: trio.MemorySendChannel[Request]) -> None:
+        """Ask, and hand the requests on that wait for the answer; stop when none waits any more."""
+        answered = False
+        error: Exception | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                question.nursery = nursery
+                for request in question.waiting:
+                    nursery.start_soon(self._watch, question, request)
+                error = await self._answer(question)
+                answered = True
+                nursery.cancel_scope.cancel()
+        finally:
+            self._close(question)
+        if answered:
+            for request in question.waiting:
+                await _hand_on(request, error, submit)
+
+    async def _watch(self, question: _Question, request: Request) -> None:
+        """Let ``request`` go when it ends before the answer comes."""
+        await request.admitted.wait()
+        del question.waiting[request]
+        if not question.waiting:
+            # At once, so that nobody joins what isn't asked any more.
+            self._close(question)
+            assert question.nursery is not None
+            question.nursery.cancel_scope.cancel()
+
+    def _join(self, question: _Question, request: Request) -> None:
+        question.waiting[request] = None
+        if question.nursery is not None:
+            question.nursery.start_soon(self._watch, question, request)
+
+    def _close(self, question: _Question) -> None:
+        if self._open.get(question.key) is question:
+            del self._open[question.key]
+
+    async def _answer(self, question: _Question) -> Exception | None:
+        """Ask until a worker answers; the error that the answer is, if it is one."""
+        try:
+            with contextlib.suppress(WorkerLost):
+                return await self._ask(question)
+            async with self._suspects_turn:
+                for _ in range(MAX_WORKERS_LOST):
+                    with contextlib.suppress(WorkerLost):
+                        return await self._ask(question)
+        except EngineError as error:
+            return error
+        return EngineError(
+            f"the worker was lost {1 + MAX_WORKERS_LOST} times while it prepared the request's "
+            f"{question.param}"
+        )
+
+    async def _ask(self, question: _Question) -> InvalidRequest | None:
+        """Ask once.
+
+        Raises:
+            WorkerLost: the worker was lost before it answered.
+            EngineError: it can't answer.
+        """
+        async with self._turns:
+            await self._worker.wait_attached()
+            number = self._worker.num_attached
+            with trio.move_on_after(self._timeout) as scope:
+                answer = await self._worker.call("prepare", question.arguments)
+        if scope.cancelled_caught:
+            return _refusal(
+                f"the request's {question.param} takes longer than {self._timeout:g} s to prepare "
+                "(--grammar-timeout)",
+                question.param,
+            )
+        refusal = _read(answer)
+        self._verdicts[question.key] = _Verdict(refusal, number)
+        self._verdicts.move_to_end(question.key)
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return refusal
+
+
+def _question_of(params: SamplingParams) -> _Question | None:
+    """What the worker has to be asked about ``params``, if anything.
+
+    Raises:
+        InvalidRequest: they can't be sent to it.
+    """
+    grammar, extra_args = params.grammar, params.extra_args
+    if grammar is None and not extra_args:
+        return None
+    encoded = []
+    as_list = None if grammar is None else [grammar.kind, grammar.text]
+    for name, value in (("grammar", as_list), ("extra_args", extra_args)):
+        try:
+            encoded.append(msgspec.msgpack.encode(value, order="deterministic"))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise _refusal(f"{name} can't be sent to the worker: {error}", name) from error
+    key = hashlib.sha256(b"".join(encoded)).digest()
+    return _Question(key, {"grammar": as_list, "extra_args": extra_args})
+
+
+def _read(answer: Any) -> InvalidRequest | None:
+    """The refusal that an answer is, None if all is fine.
+
+    Raises:
+        EngineError: it is no answer.
+    """
+    match answer:
+        case None:
+            return None
+        case {"error": str(message), "param": str(param)}:
+            return _refusal(message, param)
+    raise EngineError(f"prepare: the worker answered {answer!r}")
+
+
+def _refusal(message: str, param: str) -> InvalidRequest:
+    return InvalidRequest(message, param=param)
+
+
+async def _hand_on(
+    request: Request, error: Exception | None, submit: trio.MemorySendChannel[Request]
+) -> None:
+    if error is not None:
+        # A copy: what is raised collects a traceback, and this error is remembered.
+        request.reject(copy.copy(error))
+    elif not request.ended:
+        await submit.send(request)
