@@ -179,6 +179,8 @@ async def test_tokenizer_info() -> None:
             "vocab_size": 257,
             "model_max_length": engine.max_model_len,
             "special_tokens": {"<begin>": 256},
+            "bos_token": None,
+            "eos_token": None,
             "eos_token_ids": [7],
         }
 

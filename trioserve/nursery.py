@@ -81,10 +81,9 @@ def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
     else:
         backend = load_tokenizer_from(config.tokenizer)
     source = _chat_template(config.chat_template) or files.chat_template
-    if source is None:
-        return Tokenizer(backend)
-    template = ChatTemplate(source, bos_token=files.bos_token, eos_token=files.eos_token)
-    return Tokenizer(backend, template)
+    ends = {"bos_token": files.bos_token, "eos_token": files.eos_token}
+    template = None if source is None else ChatTemplate(source, **ends)
+    return Tokenizer(backend, template, **ends)
 
 
 def _chat_template(given: str | None) -> str | None:

@@ -44,12 +44,21 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None = None,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.chat_template = chat_template
+        self.bos_token = bos_token
+        """What the model's files name as what a text begins with, None for nothing."""
+        self.eos_token = eos_token
+        """What they name as a text's end."""
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values(), default=-1)
         """One more than the largest id that the tokenizer knows; the model's own may differ."""

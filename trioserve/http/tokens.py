@@ -84,6 +84,8 @@ class TokenEndpoints:
                 vocab_size=tokenizer.vocab_size,
                 model_max_length=engine.max_model_len,
                 special_tokens={added[id].content: id for id in sorted(tokenizer.special_ids)},
+                bos_token=tokenizer.bos_token,
+                eos_token=tokenizer.eos_token,
                 eos_token_ids=list(engine.eos_token_ids),
                 chat_template=None if template is None else template.source,
             )

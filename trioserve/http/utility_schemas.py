@@ -143,6 +143,8 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
     vocab_size: int
     model_max_length: int
     special_tokens: dict[str, int]
+    bos_token: str | None
+    eos_token: str | None
     eos_token_ids: list[int]
     chat_template: str | None
 
