@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
+import json
 from typing import Any
 
 import pytest
@@ -94,6 +96,117 @@ MISTRAL = """\
 {% endfor %}
 """
 
+HERMES_TOOLS = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- "\\n" + (tool | tojson) }}{%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}
+                {%- set tool_call = tool_call.function %}
+            {%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+            {{- tool_call.arguments | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+LLAMA3_TOOLS = """\
+{{- bos_token }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- if tools is not none %}
+    {{- "<|start_header_id|>user<|end_header_id|>\\n\\n" }}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{%- endfor %}
+    {{- "<|eot_id|>" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls|length == 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+        {{- '{"name": "' + tool_call.name + '", "parameters": ' }}
+        {{- tool_call.arguments | tojson }}
+        {{- "}<|eot_id|>" }}
+    {%- elif message.role == "tool" or message.role == "ipython" %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}
+            {{- message.content }}
+        {%- endif %}
+        {{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+MISTRAL_TOOLS = """\
+{{- bos_token }}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- for message in messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and loop.index0 == 0 %}
+            {{- "[AVAILABLE_TOOLS] " + (tools | map(attribute="function") | list | tojson) }}
+            {{- "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {{- "[INST] " + message["content"] + "[/INST]" }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- "[TOOL_CALLS] [" }}
+        {%- for tool_call in message.tool_calls %}
+            {%- set out = tool_call.function | tojson %}
+            {{- out[:-1] }}
+            {%- if not tool_call.id is defined or tool_call.id | length != 9 %}
+                {{- raise_exception("Tool call IDs should have a length of 9!") }}
+            {%- endif %}
+            {{- ', "id": "' + tool_call.id + '"}' }}
+            {%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}
+        {%- endfor %}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"] | trim + eos_token }}
+    {%- elif message["role"] == "tool" %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content | string }}
+        {{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+TEXT_TOOLS = """\
+{%- for message in messages %}
+    {%- if message['tool_calls'] %}
+        {%- for tool in message['tool_calls'] %}
+            {{- '<call>' + tool['function']['name'] + '\\n' }}
+            {{- tool['function']['arguments'] + '</call>' }}
+        {%- endfor %}
+    {%- else %}{{- '<' + message.role + '>' + message['content'] }}{%- endif %}
+{%- endfor %}
+"""
+
 PARTS = """\
 {% for message in messages %}
 {{ '<' + message['role'] + '>' }}
@@ -177,6 +290,96 @@ def test_renders_as_transformers_does(
         assert caught.value.param == "messages"
         return
     assert ours(source, prompt) == rendered_by_transformers(source, prompt)
+
+
+def calling(arguments: Any, **fields: Any) -> dict[str, Any]:
+    call = {"name": "weather", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": call}],
+        **fields,
+    }
+
+
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": '{"celsius": 5}'}
+CITY = {"city": "Köln", "days": [1, 2], "exact": True}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [HERMES_TOOLS, LLAMA3_TOOLS, MISTRAL_TOOLS, QWEN],
+    ids=["hermes", "llama3", "mistral", "qwen"],
+)
+@pytest.mark.parametrize(
+    ("sent", "arguments"),
+    [
+        (json.dumps(CITY), CITY),
+        (json.dumps(CITY, ensure_ascii=False, indent=1), CITY),
+        ("{}", {}),
+        ("", {}),
+        (None, {}),
+        (CITY, CITY),
+        ("no JSON: {", "no JSON: {"),
+        ("[1, 2]", "[1, 2]"),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+    ids=["json", "indented", "none", "empty", "null", "object", "text", "list", "deep"],
+)
+def test_tool_calls_come_as_text_and_are_printed_as_transformers_prints_objects(
+    source: str, sent: Any, arguments: Any
+) -> None:
+    call = calling(sent, content=None)
+    before = copy.deepcopy(call)
+    rendered = ours(source, chat_of(USER, call, RESULT, template_arguments={"tools": TOOLS}))
+    told = chat_of(
+        USER, calling(arguments, content=""), RESULT, template_arguments={"tools": TOOLS}
+    )
+    assert rendered == rendered_by_transformers(source, told)
+    assert "weather" in rendered
+    assert call == before
+
+
+def test_a_template_that_wants_arguments_as_text_gets_text() -> None:
+    for arguments in (json.dumps(CITY, ensure_ascii=False), CITY):
+        assert ours(TEXT_TOOLS, chat_of(USER, calling(arguments))) == (
+            f"<user>{USER['content']}<call>weather\n{json.dumps(CITY, ensure_ascii=False)}</call>"
+        )
+    loops = "{% for m in messages %}{% for c in m.tool_calls %}"
+    printing = loops + "{{ c.function.arguments }}{% endfor %}{% endfor %}"
+    assert ours(printing, chat_of(calling('{"a": 1}'))) == '{"a": 1}'
+    one_by_one = loops + (
+        "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}"
+        "{% endfor %}{% endfor %}"
+    )
+    assert ours(one_by_one, chat_of(calling('{"a": 1, "b": "x"}'))) == "a=1;b=x;"
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_tool_calls_that_are_empty_are_none(empty: Any) -> None:
+    message = {**ASSISTANT, "tool_calls": empty}
+    assert ours(LLAMA3_TOOLS, chat_of(USER, message)) == ours(
+        LLAMA3_TOOLS, chat_of(USER, ASSISTANT)
+    )
+
+
+@pytest.mark.parametrize("calls", ["x", {"a": 1}, ["x"], [{"function": "x"}]])
+def test_malformed_tool_calls_are_the_request_s_error(calls: Any) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    with pytest.raises(InvalidRequest) as caught:
+        ours(LLAMA3_TOOLS, chat_of(USER, message))
+    assert caught.value.param == "messages"
+
+
+def test_which_variables_a_template_looks_at() -> None:
+    names = {"bos_token", "custom_tools", "tools", "messages", "add_generation_prompt"}
+    # A name that is set in one branch only counts as well.
+    assert ChatTemplate(LLAMA3_TOOLS).variables == names | {"tool_call"}
+    assert ChatTemplate(QWEN).variables == {"messages", "add_generation_prompt", "enable_thinking"}
+    source = (
+        "{% set x = 1 %}{% for m in messages %}{{ x }}{{ m.tools }}{{ 'documents' }}{% endfor %}"
+    )
+    assert ChatTemplate(source).variables == {"messages"}
+    assert ChatTemplate(source).source == source
 
 
 def test_the_default_system_prompt_of_smollm2(smollm2_template: str) -> None:

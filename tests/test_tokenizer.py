@@ -221,6 +221,15 @@ async def test_bad_prompts_are_rejected_and_the_next_goes_through(
     assert not good.admitted.is_set()
 
 
+def test_a_chat_is_rendered_as_it_is_encoded(tokenizer: Tokenizer) -> None:
+    assert tokenizer.render(user("hi")) == "<s>user: hi"
+    rendered = tokenizer.encode("<s>user: hi", add_special_tokens=False)
+    assert tokenizer.prompt_ids(user("hi")) == rendered
+    with pytest.raises(InvalidRequest, match="--chat-template") as caught:
+        Tokenizer(text_tokenizers.byte_level()).render(user("hi"))
+    assert caught.value.param == "messages"
+
+
 async def test_a_chat_without_a_template_is_told_how_to_give_one() -> None:
     request = make_request(user("hi"))
     assert await prepare(Tokenizer(text_tokenizers.byte_level()), request) == []
@@ -368,7 +377,7 @@ class CountingBackend:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_what_will_be_cut_off_anyway_is_not_encoded(side: str) -> None:
-    text = " ".join(map(str, range(100_000)))
+    text = " ".join(map(str, range(20_000)))
     backend = CountingBackend(text_tokenizers.byte_level())
     tokenizer = Tokenizer(cast(tokenizers.Tokenizer, backend))
     ids = tokenizer.prompt_ids(TextPrompt(text), keep=10, cut_side=side)

@@ -1,15 +1,17 @@
 """Chat templates: a conversation in, the text that the model was trained to see out.
 
 Templates are jinja2, as transformers defines them: the same whitespace rules, the same extra
-functions and tags, the same variables. They come with models, so they run in jinja2's sandbox
+functions and tags, the same variables. Tool calls, whose arguments the OpenAI API has as JSON text,
+are handed to them as they print them. They come with models, so they run in jinja2's sandbox
 with a bound on what they may print; an error in one is the request's error, never the server's.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -105,7 +107,10 @@ class ChatTemplate:
         tokens = {"bos_token": bos_token, "eos_token": eos_token, **special_tokens}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        """The names that the template looks at: arguments of other names change nothing."""
+        """The names that the template looks at: arguments of other names change nothing.
+
+        Those that it sets itself aren't among them, unless it does so in one branch only.
+        """
         self.takes_parts = _iterates_over_content(tree)
         """Whether the template looks at the parts of a content; else it is given one string."""
 
@@ -172,11 +177,76 @@ class ChatTemplate:
                 content = "\n".join(texts)
         elif not isinstance(content, str):
             raise _refuse("a message's content must be a string or a list of text parts")
-        return {**message, "content": content}
+        printed = {**message, "content": content}
+        calls = printed.get("tool_calls")
+        if calls:
+            printed["tool_calls"] = [self._tool_call(call) for call in _items(calls)]
+        else:
+            # Templates ask whether there is the key, and clients send it empty as well.
+            printed.pop("tool_calls", None)
+        return printed
+
+    def _tool_call(self, call: Any) -> Any:
+        """A call, with its arguments in the form that the template prints."""
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            return call
+        arguments = function.get("arguments")
+        if self._prints_arguments_as_text:
+            if isinstance(arguments, Mapping):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+        elif arguments is None or isinstance(arguments, str):
+            arguments = _object_of(arguments or "")
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    @functools.cached_property
+    def _prints_arguments_as_text(self) -> bool:
+        """Whether the template puts a call's arguments out as they are, so that they must be text.
+
+        Clients send them as JSON, and most templates print them as JSON again or one by one. Tried
+        out with a conversation: an object must fail or be printed as Python writes it.
+        """
+        as_object, as_text = (
+            self._tried(arguments) for arguments in ({"probe": "x"}, '{"probe": "x"}')
+        )
+        return '{"probe": "x"}' in as_text and ("probe" not in as_object or "'probe'" in as_object)
+
+    def _tried(self, arguments: Any) -> str:
+        call = {"name": "f", "arguments": arguments}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "x"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "call00001", "type": "function", "function": call}],
+            },
+            {"role": "tool", "tool_call_id": "call00001", "name": "f", "content": "x"},
+        ]
+        try:
+            return self._render(messages, ChatPrompt(messages=()))
+        except InvalidRequest:
+            return ""
 
 
 def _refuse(reason: str) -> InvalidRequest:
     return InvalidRequest(reason, param="messages")
+
+
+def _items(calls: Any) -> Sequence[Any]:
+    if not isinstance(calls, (list, tuple)):
+        raise _refuse("a message's tool_calls must be a list")
+    return calls
+
+
+def _object_of(arguments: str) -> Any:
+    """The object that ``arguments`` are as JSON; the text itself if it is none."""
+    if not arguments.strip():
+        return {}  # how some clients write a call without arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _part_text(part: Any) -> str:

@@ -188,6 +188,19 @@ class Tokenizer:
                 spellings.append(spaced)
         return spellings
 
+    def render(self, prompt: ChatPrompt) -> str:
+        """The text that a chat becomes before it is encoded, special tokens written out.
+
+        Raises:
+            InvalidRequest: there is no chat template, or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "the model has no chat template; give it one with --chat-template",
+                param="messages",
+            )
+        return self.chat_template.render(prompt)
+
     def fewest_tokens(self, prompt: Prompt) -> int:
         """A number of tokens that ``prompt`` has at least, known without encoding it.
 
@@ -231,12 +244,7 @@ class Tokenizer:
         """The text to encode, and whether the tokenizer is to add its special tokens to it."""
         if isinstance(prompt, TextPrompt):
             return prompt.text, prompt.add_special_tokens
-        if self.chat_template is None:
-            raise InvalidRequest(
-                "the model has no chat template; give it one with --chat-template",
-                param="messages",
-            )
-        return self.chat_template.render(prompt), False  # a template writes them itself
+        return self.render(prompt), False  # a template writes them itself
 
     async def run(
         self,
