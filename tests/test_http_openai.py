@@ -11,6 +11,7 @@ import pytest
 import trio
 from http_stub import (
     StubEngine,
+    StubTokenizer,
     client_of,
     events,
     http_client,
@@ -168,10 +169,12 @@ async def test_tools_that_are_not_to_be_used() -> None:
 
 
 async def test_messages_reach_the_template_as_they_are() -> None:
-    stub = StubEngine()
+    template = "{{ messages }}{{ tools }}{{ enable_thinking }}"
+    stub = StubEngine(tokenizer=StubTokenizer(template))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "42", "name": "f"},
         {"role": "user"},
     ]

@@ -57,28 +57,12 @@ def token_of(with_marks: bool) -> Callable[[str], int | None]:
     return vocabulary(with_marks)[0].token_to_id
 
 
-def _objects(key: str) -> Callable[..., list[str]]:
-    return lambda *calls: [f'{{"name": "{name}", "{key}": {each}}}' for name, each in calls]
+def written(family: str) -> Write:
+    return lambda *calls: FAMILIES[family].write(calls)
 
 
-def hermes(*calls: tuple[str, str]) -> str:
-    return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in _objects("arguments")(*calls))
-
-
-def llama3(*calls: tuple[str, str]) -> str:
-    return "; ".join(_objects("parameters")(*calls))
-
-
-def mistral(*calls: tuple[str, str]) -> str:
-    return f"[TOOL_CALLS][{', '.join(_objects('arguments')(*calls))}]"
-
-
-def in_json(*calls: tuple[str, str]) -> str:
-    objects = _objects("arguments")(*calls)
-    return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"
-
-
-WAYS: dict[str, Write] = {"hermes": hermes, "llama3": llama3, "mistral": mistral, "json": in_json}
+WAYS = {family: written(family) for family in FAMILIES}
+llama3, mistral = WAYS["llama3"], WAYS["mistral"]
 families = pytest.mark.parametrize("family", WAYS)
 vocabularies = pytest.mark.parametrize("with_marks", [False, True], ids=["spelled", "tokens"])
 

@@ -1,6 +1,7 @@
 """``/v1/chat/completions``: from a request's fields to a job for the engine.
 
-What comes back is put into its words by :mod:`trioserve.http.chat_writer`.
+What comes back is read by :mod:`trioserve.http.chat_answer` and put into its words by
+:mod:`trioserve.http.chat_writer`.
 """
 
 from __future__ import annotations
@@ -8,24 +9,37 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
+import attrs
 import quart
+import trio
 
 from trioserve.errors import InvalidRequest
+from trioserve.grammar import Grammar
+from trioserve.http.chat_answer import ReaderOptions, hidden_tokens, opens_reasoning
+from trioserve.http.chat_format import ChatFormat
+from trioserve.http.chat_prompt import chat_prompt
 from trioserve.http.chat_schemas import ChatCompletionRequest
-from trioserve.http.chat_writer import ChatWriter, chat_response
-from trioserve.http.generations import Job
+from trioserve.http.chat_tools import tool_use
+from trioserve.http.chat_writer import ChatWriter, WantedChat, chat_response
+from trioserve.http.generations import Job, renamed
 from trioserve.http.openai_fields import (
     check_stream_options,
+    continuous_usage,
     include_usage,
     make_job,
     request_id,
     sampling_fields,
 )
 from trioserve.http.service import Service, json_response
+from trioserve.lark import lark_of
+from trioserve.reasoning import after_reasoning
 from trioserve.request import ChatPrompt
+from trioserve.tool_parsers import ToolUse
 
 __all__ = ["ChatEndpoints"]
+
+_END_OF_PROMPT = 1000
+"""Characters at the end of a prompt among which an open mark is looked for."""
 
 
 class ChatEndpoints:
@@ -33,47 +47,113 @@ class ChatEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._format = ChatFormat.of(service.engine.tokenizer, service.config)
 
     async def chat_completions(self) -> quart.Response:
         """``POST /v1/chat/completions``."""
         service = self._service
         request = await service.read(ChatCompletionRequest)
         model = service.model(request.model)
-        job = self._chat_job(request)
         check_stream_options(request)
+        use = tool_use(request, self._format)
+        prompt = chat_prompt(request, self._format, use)
+        options = self._reader_options(request, prompt, use)
+        job = await self._job(request, options)
+        wanted = self._wanted(request, job, options)
         created = int(time.time())
-        tokenizer = service.engine.tokenizer
         if request.stream:
             writer = ChatWriter(
                 id=job.request_id,
                 model=model,
                 created=created,
-                tokenizer=tokenizer,
                 include_usage=include_usage(request),
+                continuous_usage=continuous_usage(request),
+                wanted=wanted,
             )
             return service.stream([job], writer)
         (completion,) = await service.complete([job])
-        return json_response(
-            chat_response(completion, model=model, created=created, tokenizer=tokenizer)
+        return json_response(chat_response(completion, wanted, model=model, created=created))
+
+    def _reader_options(
+        self, request: ChatCompletionRequest, prompt: ChatPrompt, use: ToolUse | None
+    ) -> ReaderOptions:
+        marks = self._format.marks(with_tools=use is not None)
+        hidden = None
+        if request.skip_special_tokens is not False and self._format.hides(marks):
+            hidden = hidden_tokens(self._format, marks)
+        return ReaderOptions(
+            format=self._format,
+            prompt=prompt,
+            use=use,
+            separate_reasoning=request.separate_reasoning is not False,
+            include_reasoning=request.include_reasoning is not False,
+            hidden=hidden,
         )
 
-    def _chat_job(self, request: ChatCompletionRequest) -> Job:
-        if request.tools and request.tool_choice != "none":
-            raise InvalidRequest(
-                'tools isn\'t served: leave it out or give tool_choice "none"',
-                param="tools",
-                code="unsupported_parameter",
-            )
+    async def _job(self, request: ChatCompletionRequest, options: ReaderOptions) -> Job:
         fields, renames = _chat_sampling(request)
-        messages = tuple(msgspec.to_builtins(message) for message in request.messages)
-        prompt = ChatPrompt(
-            messages=messages,
-            add_generation_prompt=_add_generation_prompt(request),
-            continue_final_message=bool(request.continue_final_message),
-            template_arguments=request.chat_template_kwargs or {},
-        )
+        if self._format.hides(self._format.marks(with_tools=options.use is not None)):
+            fields["skip_special_tokens"] = False
+        try:
+            await self._constrain(options, fields, renames)
+        except InvalidRequest as error:
+            raise renamed(error, renames) from error
         id = request_id("chatcmpl", request, self._service)
-        return make_job(self._service, request, prompt, id, fields, renames)
+        return make_job(self._service, request, options.prompt, id, fields, renames)
+
+    async def _constrain(
+        self, options: ReaderOptions, fields: dict[str, Any], renames: dict[str, str]
+    ) -> None:
+        """Make one grammar of what the answer is to look like, its tools, and its reasoning."""
+        format, use = self._format, options.use
+        given: Grammar | None = fields.get("grammar")
+        if given is None and (use is None or use.is_free):
+            return
+        lark = None if given is None else lark_of(given)
+        if use is not None:
+            if given is None:
+                renames["grammar"] = "tools"
+            assert format.family is not None
+            use = attrs.evolve(use, answer=lark)
+            lark = format.family.grammar(use, format.tokenizer.token_of, format.template)
+        elif not format.reasons:
+            return
+        assert lark is not None
+        if format.reasons:
+            inside = await self._opens_reasoning(options.prompt)
+            lark = after_reasoning(lark, format.tokenizer.token_of, inside=inside)
+        fields["grammar"] = Grammar("grammar", lark)
+
+    async def _opens_reasoning(self, prompt: ChatPrompt) -> bool:
+        template = self._format.tokenizer.chat_template
+        if template is None:
+            return False  # Which the engine refuses by itself.
+        rendered = await trio.to_thread.run_sync(template.render, prompt, abandon_on_cancel=True)
+        return opens_reasoning(rendered[-_END_OF_PROMPT:], prompt)
+
+    def _wanted(
+        self, request: ChatCompletionRequest, job: Job, options: ReaderOptions
+    ) -> WantedChat:
+        prompt = options.prompt
+        last = prompt.messages[-1]
+        role = "assistant" if prompt.add_generation_prompt else last["role"]
+        echo = ""
+        if request.echo and last["role"] == role:
+            content = last.get("content") or ""
+            texts = content if isinstance(content, str) else [part["text"] for part in content]
+            echo = "".join(texts)
+        return WantedChat(
+            tokenizer=self._service.engine.tokenizer,
+            options=options,
+            n=job.params.n,
+            role=role,
+            echo=echo,
+            top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
+            token_ids=bool(request.return_token_ids),
+            prompt_text=bool(request.return_prompt_text),
+            tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        )
 
 
 def _chat_sampling(request: ChatCompletionRequest) -> tuple[dict[str, Any], dict[str, str]]:
@@ -94,13 +174,3 @@ def _chat_sampling(request: ChatCompletionRequest) -> tuple[dict[str, Any], dict
     elif request.top_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     return fields, renames
-
-
-def _add_generation_prompt(request: ChatCompletionRequest) -> bool:
-    if request.add_generation_prompt is None:
-        return not request.continue_final_message
-    if request.add_generation_prompt and request.continue_final_message:
-        raise InvalidRequest(
-            "continue_final_message excludes add_generation_prompt", param="continue_final_message"
-        )
-    return request.add_generation_prompt

@@ -7,71 +7,132 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.http.openai_schemas import GenerationRequest, UsageReply
-from trioserve.http.schemas import Count, hint, only
+from trioserve.http.chat_messages import MAX_TOOLS, ChatMessage, ChatTool, ToolChoice
+from trioserve.http.openai_schemas import GenerationRequest, PromptLogprobReply, UsageReply
+from trioserve.http.schemas import Count, about, hint, only
 
-__all__ = ["ChatCompletionChunk", "ChatCompletionRequest", "ChatCompletionResponse"]
+__all__ = [
+    "AssistantMessage",
+    "ChatChoice",
+    "ChatChunkChoice",
+    "ChatCompletionChunk",
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "ChatLogprob",
+    "ChatLogprobs",
+    "ChatMessage",
+    "Delta",
+    "FunctionCall",
+    "FunctionDelta",
+    "ToolCall",
+    "ToolCallDelta",
+    "TopLogprob",
+]
 
-
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A piece of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One message of a conversation; the chat template sees every field that is given.
-
-    Fields that are null are as good as left out, but for the content.
-    """
-
-    role: Annotated[str, msgspec.Meta(min_length=1)]
-    content: str | list[TextPart] | UnsetType | None = UNSET
-    name: str | None = None
-    refusal: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
+_TEXT_ONLY = "the models that are served read and write text only"
 
 
 class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Count | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[
+        Annotated[list[ChatMessage], msgspec.Meta(min_length=1)], about("The conversation so far.")
+    ]
+    max_tokens: Annotated[
+        Count | None, about("Tokens of an answer at most; what the model's context leaves if none.")
+    ] = None
+    max_completion_tokens: Annotated[
+        Count | None, about("OpenAI's newer name of `max_tokens`; reasoning counts.")
+    ] = None
+    logprobs: Annotated[
+        bool | None, about("Tell the log-probabilities of the answer's tokens, as they came.")
+    ] = None
+    top_logprobs: Annotated[
+        Count | None, about("And those of as many most probable ones in each one's place.")
+    ] = None
 
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, hint()] = None
-    store: Annotated[Any, only(False)] = None
-    functions: Annotated[Any, only([])] = None
-    function_call: Annotated[Any, only("none", "auto")] = None
-    modalities: Annotated[Any, only(["text"])] = None
-    audio: Annotated[Any, only()] = None
-    prediction: Annotated[Any, only()] = None
-    web_search_options: Annotated[Any, only()] = None
-    reasoning_effort: Annotated[Any, only()] = None
-    include_reasoning: Annotated[Any, only(True)] = None
-    verbosity: Annotated[Any, only()] = None
-    echo: Annotated[Any, only(False)] = None
-    add_special_tokens: Annotated[Any, only(False)] = None
-    documents: Annotated[Any, only([])] = None
-    chat_template: Annotated[Any, only()] = None
-    media_io_kwargs: Annotated[Any, only({})] = None
-    mm_processor_kwargs: Annotated[Any, only({})] = None
-    return_prompt_text: Annotated[Any, only(False)] = None
-    return_assistant_tokens_mask: Annotated[Any, only(False)] = None
+    tools: Annotated[
+        Annotated[list[ChatTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        about("Functions that the model may call."),
+    ] = None
+    tool_choice: Annotated[
+        ToolChoice | None,
+        about(
+            "`none`: tools are left out of the prompt. `auto`: the model decides. `required`, or a "
+            "function: a grammar makes it call one, or this one. `auto` if there are tools."
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, about("If false, an answer has one call at most; a grammar sees to it.")
+    ] = None
+
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+        about("For the chat template; refused where that doesn't look at it."),
+    ] = None
+    include_reasoning: Annotated[
+        bool | None, about("If false, reasoning is left out of the answer.")
+    ] = None
+    separate_reasoning: Annotated[
+        bool | None, about("If false, reasoning stays in the content, marks and all: SGLang's.")
+    ] = None
+    documents: Annotated[
+        list[dict[str, Any]] | None,
+        about("For the chat template; refused where that doesn't look at them."),
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        about("More arguments for the chat template, such as `enable_thinking`."),
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, about("Let the prompt end with the beginning of an answer; true if not given.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, about("Go on with the last message instead of answering it.")
+    ] = None
+    echo: Annotated[
+        bool | None, about("Begin the content with the last message's, if it is of the same role.")
+    ] = None
+    return_prompt_text: Annotated[
+        bool | None, about("Tell the prompt as the chat template has written it.")
+    ] = None
+
+    store: Annotated[Any, only(False, why="nothing is stored")] = None
+    functions: Annotated[Any, only([], why="OpenAI has replaced it by tools")] = None
+    function_call: Annotated[
+        Any, only("none", "auto", why="OpenAI has replaced it by tool_choice")
+    ] = None
+    modalities: Annotated[Any, only(["text"], why=_TEXT_ONLY)] = None
+    audio: Annotated[Any, only(why=_TEXT_ONLY)] = None
+    use_audio_in_video: Annotated[Any, only(False, why=_TEXT_ONLY)] = None
+    max_dynamic_patch: Annotated[Any, only(why=_TEXT_ONLY)] = None
+    min_dynamic_patch: Annotated[Any, only(why=_TEXT_ONLY)] = None
+    media_io_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
+    mm_processor_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
+    prediction: Annotated[Any, only(why="outputs aren't predicted")] = None
+    web_search_options: Annotated[Any, only(why="there is no web search")] = None
+    verbosity: Annotated[Any, only(why="no chat template that is served knows it")] = None
+    task: Annotated[Any, only(why="no chat template that is served knows it")] = None
+    stream_reasoning: Annotated[
+        Any, only(True, why="reasoning is sent as it comes; see include_reasoning")
+    ] = None
+    add_special_tokens: Annotated[
+        Any, only(False, why="the chat template writes all special tokens")
+    ] = None
+    chat_template: Annotated[
+        Any, only(why="a template is a program, and nothing that a client sends is executed")
+    ] = None
+    input_ids: Annotated[
+        Any, only(why="messages are the prompt; see /v1/completions for token ids")
+    ] = None
+    return_prompt_token_ids: Annotated[
+        Any, only(False, why="return_token_ids tells those of the prompt, too")
+    ] = None
+    return_assistant_tokens_mask: Annotated[
+        Any, only(False, why="templates rarely mark the assistant's tokens")
+    ] = None
+    return_meta_info: Annotated[Any, only(False, why="/generate tells it")] = None
+    moderation: Annotated[Any, hint()] = None
 
 
 class TopLogprob(msgspec.Struct):
@@ -92,17 +153,36 @@ class ChatLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """The tokens of an answer."""
+    """The tokens of an answer, reasoning and tool calls included."""
 
     content: list[ChatLogprob]
+    refusal: None = None
+
+
+class FunctionCall(msgspec.Struct):
+    """The function that is called, and its arguments: JSON, if the model wrote it well."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the answer asks for."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """The answer."""
+    """The answer. ``reasoning`` and ``reasoning_content`` are the same, if there is any."""
 
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: str | None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -113,6 +193,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionResponse(msgspec.Struct, kw_only=True):
@@ -124,6 +205,25 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: UsageReply
+    prompt_logprobs: list[dict[str, PromptLogprobReply] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to a call's function: its name, once, and then pieces of arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to a call; the first of a call has its id and type."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: str | None = None
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
@@ -131,6 +231,9 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -141,6 +244,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
@@ -152,3 +256,5 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageReply | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -40,32 +41,50 @@ class Family:
     """A way to write tool calls.
 
     ``grammar`` takes how tools are to be used, the ids of tokens and the template's text.
-    ``example`` is a call as a model is told to write it whose template doesn't say how.
+    ``arguments`` is what a call's object has them under, ``join`` puts such objects together.
     """
 
     name: str
     parser: type[MarkedParser]
     grammar: Callable[[ToolUse, TokenOf, str], str]
-    example: str
+    arguments: str
+    join: Callable[[Sequence[str]], str]
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """An answer with ``calls``: names and arguments, these as JSON."""
+        return self.join(
+            [
+                f'{{"name": {json.dumps(name)}, "{self.arguments}": {arguments}}}'
+                for name, arguments in calls
+            ]
+        )
+
+
+def _tagged(calls: Sequence[str]) -> str:
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+def _in_array(calls: Sequence[str]) -> str:
+    return f"[{', '.join(calls)}]"
+
+
+def _one_or_array(calls: Sequence[str]) -> str:
+    return calls[0] if len(calls) == 1 else _in_array(calls)
 
 
 FAMILIES = {
     family.name: family
     for family in (
-        Family(
-            "hermes",
-            HermesParser,
-            hermes_grammar,
-            '<tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>',
-        ),
-        Family("llama3", Llama3Parser, llama3_grammar, '{"name": NAME, "parameters": ARGUMENTS}'),
+        Family("hermes", HermesParser, hermes_grammar, "arguments", _tagged),
+        Family("llama3", Llama3Parser, llama3_grammar, "parameters", "; ".join),
         Family(
             "mistral",
             MistralParser,
             mistral_grammar,
-            '[TOOL_CALLS][{"name": NAME, "arguments": ARGUMENTS}]',
+            "arguments",
+            lambda calls: "[TOOL_CALLS]" + _in_array(calls),
         ),
-        Family("json", JsonParser, json_grammar, '{"name": NAME, "arguments": ARGUMENTS}'),
+        Family("json", JsonParser, json_grammar, "arguments", _one_or_array),
     )
 }
 

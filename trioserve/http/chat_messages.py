@@ -1,0 +1,146 @@
+"""The messages and tools of a chat, as classes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.http.schemas import about, hint, only
+
+__all__ = ["ChatMessage", "ChatTool", "FunctionDefinition", "ToolChoice"]
+
+MAX_TOOLS = 128
+"""How many functions one request may describe, as in the OpenAI API."""
+
+_TEXT_ONLY = "the models that are served read and write text only"
+_FunctionName = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")
+]
+
+
+class TextPart(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"
+):
+    """A piece of a message's content."""
+
+    text: str
+
+
+class RefusalPart(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="refusal"
+):
+    """A piece of an earlier answer that refused; the template sees it as text."""
+
+    refusal: str
+
+
+class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The function of an earlier tool call."""
+
+    name: _FunctionName
+    arguments: Annotated[
+        str | dict[str, Any] | None,
+        about("JSON as text or as it is; the template sees the object, if it is one."),
+    ] = None
+
+
+class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """An earlier tool call."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: MessageFunction
+    index: Annotated[Any, hint()] = None
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One message of a conversation; the chat template sees every field that is given.
+
+    Fields that are null are as good as left out, but for the content.
+    """
+
+    role: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)],
+        about("Who speaks: system, user, assistant, tool, or what else the template knows."),
+    ]
+    content: Annotated[
+        str | list[TextPart | RefusalPart] | UnsetType | None,
+        about("What is said, as a whole or in parts."),
+    ] = UNSET
+    name: Annotated[str | None, about("Who it is; most templates don't print it.")] = None
+    refusal: Annotated[str | None, about("For the template, if it prints it.")] = None
+    reasoning: Annotated[
+        str | None, about("What came before an earlier answer; `reasoning_content` is the same.")
+    ] = None
+    reasoning_content: Annotated[
+        str | None, about("What came before an earlier answer; templates know this name.")
+    ] = None
+    tool_calls: Annotated[list[MessageToolCall] | None, about("Earlier tool calls.")] = None
+    tool_call_id: Annotated[str | None, about("The call that this message answers.")] = None
+    annotations: Annotated[Any, only([], why="there is no web search")] = None
+    audio: Annotated[Any, only(why=_TEXT_ONLY)] = None
+    function_call: Annotated[Any, only(why="OpenAI has replaced it by tool_calls")] = None
+
+
+class FunctionDefinition(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """A function that the model may call."""
+
+    name: Annotated[_FunctionName, about("How it is called.")]
+    description: Annotated[str | None, about("What it does, for the model.")] = None
+    parameters: Annotated[
+        dict[str, Any] | None, about("The JSON schema of its arguments; none if it isn't given.")
+    ] = None
+    strict: Annotated[
+        bool | None, about("Arguments have to follow the schema; a grammar sees to it.")
+    ] = None
+    defer_loading: Annotated[Any, only(False, why="there is no search over tools")] = None
+
+
+class ChatTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool: a function."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A function by its name."""
+
+    name: _FunctionName
+
+
+class ChosenTool(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"
+):
+    """The one function that has to be called."""
+
+    function: ChosenFunction
+
+
+class AllowedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One of the tools that may be called."""
+
+    function: ChosenFunction
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Which of the tools may be called, and whether one of them has to."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="allowed_tools"
+):
+    """A choice among some of the tools."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice
