@@ -236,3 +236,37 @@ def test_invalid_bytes_cost_the_same_however_many_came_before(
     last = min(seconds(500) for _ in range(3))
     # A decoder that goes over all that is undecided again is 20 times slower by now.
     assert last < 5 * first
+
+
+def decoded(backend: tokenizers.Tokenizer, ids: list[int], **options: bool) -> str:
+    decoder = Tokenizer(backend).incremental_decoder([], **options)
+    return "".join(map(decoder.push, ids)) + decoder.flush()
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [text_tokenizers.byte_level(), text_tokenizers.byte_fallback(), text_tokenizers.metaspace()],
+)
+def test_no_decoder_but_a_word_level_one_puts_spaces_between_special_tokens(
+    backend: tokenizers.Tokenizer,
+) -> None:
+    special = sorted(Tokenizer(backend).special_ids) * 2
+    whole = backend.decode(special, skip_special_tokens=False)
+    assert whole
+    assert " " not in whole
+    for spaces in (True, False):
+        options = {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}
+        assert decoded(backend, special, **options) == whole
+
+
+def test_spaces_between_special_tokens_can_be_left_out() -> None:
+    backend = text_tokenizers.words()
+    one, start = backend.token_to_id("one"), backend.token_to_id("<s>")
+    ids = [start, start, one, start, start, start, one, one]
+    keep = {"skip_special_tokens": False}
+    assert decoded(backend, ids, **keep) == backend.decode(ids, skip_special_tokens=False)
+    assert decoded(backend, ids, **keep, spaces_between_special_tokens=False) == (
+        "<s><s> one <s><s><s> one one"
+    )
+    for spaces in (True, False):
+        assert decoded(backend, ids, spaces_between_special_tokens=spaces) == "one one one"

@@ -56,7 +56,9 @@ class OutputText:
         """What a sequence's parameters ask for, with nothing taken yet."""
         params = sequence.request.params
         decoder = tokenizer.incremental_decoder(
-            sequence.request.prompt_ids, skip_special_tokens=params.skip_special_tokens
+            sequence.request.prompt_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
         return cls(
             decoder, _matcher_of(params), params.min_tokens, params.include_stop_str_in_output

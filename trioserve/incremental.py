@@ -225,6 +225,9 @@ class WindowDecoder:
     _num_delivered: int
     """How many tokens of the window have been delivered; they come first."""
     _delivered_text: str
+    _unspaced: Collection[int] = ()
+    _last: int | None = None
+    """The token that was pushed last, if it wasn't hidden."""
 
     @classmethod
     def after(
@@ -232,10 +235,12 @@ class WindowDecoder:
         prompt_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         hidden: Collection[int] = (),
+        unspaced: Collection[int] = (),
     ) -> WindowDecoder:
         """A decoder for what follows ``prompt_ids``; ``decode`` decodes a list of ids.
 
-        Tokens in ``hidden`` add nothing.
+        Tokens in ``hidden`` add nothing. Where one of the output's tokens in ``unspaced`` follows
+        another, the space that the decoder puts between them is left out.
         """
         context: list[int] = []
         for token_id in reversed(prompt_ids):
@@ -244,19 +249,22 @@ class WindowDecoder:
             if token_id not in hidden:
                 context.append(token_id)
         context.reverse()
-        return cls(decode, hidden, context, len(context), decode(context))
+        return cls(decode, hidden, context, len(context), decode(context), unspaced)
 
     def push(self, token_id: int) -> str:
         """The text that this token makes certain."""
         if token_id in self._hidden:
             return ""
+        joins = token_id in self._unspaced and self._last in self._unspaced
+        self._last = token_id
         self._window.append(token_id)
         text = self._decode(self._window)
         num_pending = len(self._window) - self._num_delivered
         unfinished = text.endswith(_REPLACEMENT) or len(text) <= len(self._delivered_text)
         if unfinished and num_pending < self.MAX_PENDING:
             return ""
-        return self._deliver(text)
+        new = self._deliver(text)
+        return new.removeprefix(" ") if joins else new
 
     def flush(self) -> str:
         """The text of the tokens that still wait."""

@@ -172,6 +172,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = attrs.field(default=False, validator=boolean)
     ignore_eos: bool = attrs.field(default=False, validator=boolean)
     skip_special_tokens: bool = attrs.field(default=True, validator=boolean)
+    spaces_between_special_tokens: bool = attrs.field(default=True, validator=boolean)
+    """Leave the spaces that a word-level tokenizer puts between special tokens too; others put none
+    there, whatever this says."""
     logprobs: int | None = attrs.field(
         default=None, validator=_optional(integer(0, "an integer of at least 0"))
     )

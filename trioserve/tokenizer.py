@@ -83,14 +83,23 @@ class Tokenizer:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def incremental_decoder(
-        self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> IncrementalDecoder:
-        """What gives the text of an output, token by token, after ``prompt_ids``."""
+        """What gives the text of an output, token by token, after ``prompt_ids``.
+
+        Only decoders that put a space between any two tokens put one between special ones, unless
+        ``spaces_between_special_tokens`` is false.
+        """
         table = self._visible_bytes if skip_special_tokens else self._bytes
         if table is not None:
             return ByteDecoder.after(prompt_ids, table)
         hidden = self.special_ids if skip_special_tokens else frozenset[int]()
-        return WindowDecoder.after(prompt_ids, self._decode_with_special, hidden)
+        unspaced = frozenset[int]() if spaces_between_special_tokens else self.special_ids
+        return WindowDecoder.after(prompt_ids, self._decode_with_special, hidden, unspaced)
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that a token adds to a text; a special token's name, none for an unknown id."""

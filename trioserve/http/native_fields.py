@@ -39,6 +39,7 @@ _SAMPLING_NAMES = {
     "include_stop_str_in_output": "no_stop_trim",
     "ignore_eos": "ignore_eos",
     "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
     "extra_args": "custom_params",
 }
 """The engine's sampling fields, and what they are called in ``sampling_params``."""

@@ -135,7 +135,10 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
     spaces_between_special_tokens: Annotated[
         bool | None,
-        about("Accepted; special tokens are put into a text as they are, never with spaces added."),
+        about(
+            "Leave the spaces between special tokens that a word-level tokenizer puts there; other "
+            "tokenizers put none, whatever this says. True if it isn't given."
+        ),
     ] = None
     custom_params: Annotated[
         Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)] | None,

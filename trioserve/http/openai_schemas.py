@@ -170,7 +170,10 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     ] = None
     spaces_between_special_tokens: Annotated[
         bool | None,
-        about("Accepted; special tokens are put into a text as they are, never with spaces added."),
+        about(
+            "Leave the spaces between special tokens that a word-level tokenizer puts there; other "
+            "tokenizers put none, whatever this says. True if it isn't given."
+        ),
     ] = None
     truncate_prompt_tokens: Annotated[
         Annotated[
