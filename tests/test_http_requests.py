@@ -154,6 +154,7 @@ async def test_wrong_types(path: str, body: Any, param: str | None, message: str
         (TEXT, {"prompt_logprobs": -1}, "prompt_logprobs"),
         (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (TEXT, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (TEXT, {"logprob_token_ids": [1], "best_of": 2}, "logprob_token_ids"),
         (TEXT, {"allowed_token_ids": []}, "allowed_token_ids"),
         (TEXT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (TEXT, {"truncation_side": "middle"}, "truncation_side"),

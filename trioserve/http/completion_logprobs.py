@@ -13,7 +13,7 @@ from trioserve.logprobs import PromptLogprobs
 from trioserve.stream import TokenLogprob
 from trioserve.tokenizer import Tokenizer
 
-__all__ = ["TokenNames", "output_columns", "prompt_columns"]
+__all__ = ["Offsets", "TokenNames", "output_columns", "prompt_columns"]
 
 
 @attrs.frozen

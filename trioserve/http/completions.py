@@ -95,7 +95,11 @@ def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str
         fields["n"] = request.best_of
         renames["n"] = "best_of"
         if request.logprobs is None:
-            fields["logprobs"] = 0  # to tell the best
+            fields["logprobs"] = 0  # to tell the best; nobody sees those of other tokens
+            if request.prompt_logprobs is None and request.logprob_token_ids:
+                raise InvalidRequest(
+                    "logprob_token_ids needs logprobs or prompt_logprobs", param="logprob_token_ids"
+                )
     return fields, renames
 
 
