@@ -41,6 +41,7 @@ from trioserve.fake_model import (
     hashed_token,
     prompt_piece,
 )
+from trioserve.groups import sole_exception
 from trioserve.sampling import SamplerParams
 
 __all__ = [
@@ -102,6 +103,7 @@ class FakeWorker:
         script: called before each step; raises :class:`WorkerDies` or :class:`StepFails`.
         calls: what it answers to a call, by name: functions of the arguments. ``prepare``, which
             asks whether it can serve a grammar, is answered with "yes" unless it is given here.
+        call_time: seconds that :func:`serve_fake` takes for a call; steps go on meanwhile.
     """
 
     num_pages: int = 256
@@ -117,6 +119,7 @@ class FakeWorker:
     computes_past_stop: bool = False
     script: Script = lambda _step, _plan: None
     calls: dict[str, Callable[[Any], Any]] = attrs.field(factory=dict)
+    call_time: float = 0.0
     num_steps: int = attrs.field(init=False, default=0)
     slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
     _next_plan: int = attrs.field(init=False, default=1)
@@ -386,21 +389,36 @@ async def serve_fake(worker: FakeWorker, link: MemoryLink) -> None:
     are run one after the other, ``worker.step_time`` for each.
     """
     try:
-        while True:
-            match await link.receive():
-                case wire.Plan() as plan:
-                    answer = worker.step(plan)
-                    await trio.sleep(worker.seconds_for(plan))
-                    await link.send(answer)
-                case wire.Reset() as reset:
-                    worker.reset(reset)
-                case wire.Call() as call:
-                    await link.send(worker.answer(call))
-                case wire.Quit():
-                    return
-                case message:
-                    raise AssertionError(f"a worker got {type(message).__name__}")
-    except (WorkerLost, WorkerDies):
-        return
+        async with trio.open_nursery() as nursery:
+            await _answer_messages(worker, link, nursery)
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        error = sole_exception(group)
+        if not isinstance(error, (WorkerLost, WorkerDies)):
+            raise error from None
     finally:
         link.close()
+
+
+async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.Nursery) -> None:
+    while True:
+        match await link.receive():
+            case wire.Plan() as plan:
+                answer = worker.step(plan)
+                await trio.sleep(worker.seconds_for(plan))
+                await link.send(answer)
+            case wire.Reset() as reset:
+                worker.reset(reset)
+            case wire.Call() as call if worker.call_time:
+                nursery.start_soon(_answer_late, worker, link, call)
+            case wire.Call() as call:
+                await link.send(worker.answer(call))
+            case wire.Quit():
+                return
+            case message:
+                raise AssertionError(f"a worker got {type(message).__name__}")
+
+
+async def _answer_late(worker: FakeWorker, link: MemoryLink, call: wire.Call) -> None:
+    await trio.sleep(worker.call_time)
+    await link.send(worker.answer(call))
