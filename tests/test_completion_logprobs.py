@@ -1,0 +1,82 @@
+"""Where in a completion's text its tokens begin, whatever the tokenizer makes of characters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import text_tokenizers
+
+from trioserve import wire
+from trioserve.generation import Completion, Output, Usage
+from trioserve.http.completion_writer import Wanted, completion_response
+from trioserve.logprobs import PromptLogprobs
+from trioserve.request import TextPrompt, TokensPrompt
+from trioserve.stream import TokenLogprob
+from trioserve.tokenizer import Tokenizer
+
+TEXTS = {
+    "byte_level": "The café two words 🌶️ 안녕하세요, <think> again!",
+    "byte_fallback": "The stop that é 你 🙂 the stop",
+    "words": "one two three stop four",
+}
+
+
+def prompt_logprobs(ids: list[int]) -> PromptLogprobs:
+    found = PromptLogprobs(1, 0)
+    count = len(ids) - 1
+    zeros = np.zeros(count, np.float32).tobytes()
+    ranks = np.ones(count, np.int32).tobytes()
+    found.add(wire.PromptPiece(slot=0, start=1, logprobs=zeros, ranks=ranks))
+    return found
+
+
+def completion(tokenizer: Tokenizer, prompt_ids: list[int], output_ids: list[int]) -> Completion:
+    """What the engine gives of a prompt and an output."""
+    decoder = tokenizer.incremental_decoder(prompt_ids)
+    text = "".join(map(decoder.push, output_ids)) + decoder.flush()
+    entries = tuple(TokenLogprob(id, 0.0, tokenizer.token_text(id)) for id in output_ids)
+    output = Output(0, text, tuple(output_ids), "length", None, entries)
+    usage = Usage(len(prompt_ids), len(output_ids), 0)
+    return Completion("id", tuple(prompt_ids), prompt_logprobs(prompt_ids), (output,), usage)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_every_token_begins_where_what_was_before_it_ends(kind: str, as_ids: bool) -> None:
+    """The reference decodes everything before a token anew, less what is part of a character."""
+    tokenizer = Tokenizer(getattr(text_tokenizers, kind)())
+    ids = tokenizer.encode(TEXTS[kind])
+    for split in range(1, len(ids)):
+        prompt_ids, output_ids = ids[:split], ids[split:]
+        echo = tokenizer.decode(prompt_ids)
+        if echo.endswith("\ufffd"):
+            continue  # a text can't end within a character
+        prompt = TokensPrompt(tuple(prompt_ids)) if as_ids else TextPrompt(echo)
+        (choice,) = completion_response(
+            [completion(tokenizer, prompt_ids, output_ids)],
+            [prompt],
+            Wanted(tokenizer=tokenizer, echo=True, logprobs=0),
+            id="id",
+            model="model",
+            created=0,
+        ).choices
+        assert choice.text == TEXTS[kind]
+        assert choice.logprobs is not None
+        for position, offset in enumerate(choice.logprobs.text_offset):
+            before = tokenizer.decode(ids[:position]).rstrip("\ufffd")
+            assert choice.text[:offset] == before
+
+
+def test_hidden_tokens_take_no_room() -> None:
+    tokenizer = Tokenizer(text_tokenizers.byte_fallback())
+    ids = tokenizer.encode("the stop")
+    assert ids[0] in tokenizer.special_ids
+    for skip, text, second in ((True, "the stop", 0), (False, "<s> the stop", 3)):
+        wanted = Wanted(
+            tokenizer=tokenizer, echo=True, logprobs=0, skip_special_tokens=skip, truncated=True
+        )
+        opening = wanted.opening(0, TextPrompt("the stop"), ids, prompt_logprobs(ids))
+        assert opening.text == text
+        assert opening.logprobs is not None
+        assert opening.logprobs.text_offset[:2] == [0, second]
+        assert opening.logprobs.tokens[0] == "<s>"
