@@ -232,16 +232,18 @@ async def test_another_worker_is_asked_again_for_what_was_fine(autojump_clock: C
     assert [call["grammar"][1] for call in worker.calls] == ["(", "a", "a"]
 
 
+@pytest.mark.parametrize(("bound", "value"), [("MAX_VERDICTS", 2), ("MAX_VERDICT_BYTES", 25)])
 async def test_verdicts_that_were_not_used_for_long_are_forgotten(
-    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
 ) -> None:
-    monkeypatch.setattr(preparation, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(preparation, bound, value)
     async with running(ScriptedWorker()) as case:
         for grammar in ["a", "b", "a", "c", "a", "b"]:
             case.send(make_request(grammar))
             await trio.sleep(2)
         assert len(case.passed()) == 6
     assert [call["grammar"][1] for call in case.worker.calls] == ["a", "b", "c", "b"]
+    assert case.stage._verdict_bytes == sum(v.num_bytes for v in case.stage._verdicts.values())
 
 
 async def test_a_lost_worker_delays_and_time_without_one_does_not_count(

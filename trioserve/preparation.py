@@ -8,8 +8,9 @@ neither pass at once, and overtake those that wait.
 Equal requests ask once: they join a question that is open, and answers are remembered. A refusal is
 as good for any worker, all have the same model. That all is fine is forgotten when another worker
 comes: it would be true still, but the new worker hasn't compiled the grammar, and what isn't
-compiled beforehand would hold up the step in which the request begins. What took too long isn't
-remembered, as it may be ready by the next time.
+compiled beforehand would hold up the step in which the request begins. For the same reason less is
+remembered here than the worker keeps. What took too long isn't remembered, as it may be ready by
+the next time.
 
 When the worker is lost, the question waits for the next one and is asked again. In case it was the
 question that ended the worker, it is asked with no other of that kind beside it, and given up when
@@ -22,6 +23,7 @@ import contextlib
 import copy
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import attrs
@@ -36,7 +38,9 @@ __all__ = ["Preparation", "PreparingWorker"]
 
 MAX_CALLS = 2
 """Calls under way at a time: the others' time to answer doesn't run while they wait their turn."""
-MAX_VERDICTS = 1024
+MAX_VERDICTS = 512
+MAX_VERDICT_BYTES = 2 << 20
+"""Of what was asked. The worker keeps twice as many grammars, of twice the length."""
 MAX_WORKERS_LOST = 2
 
 
@@ -63,6 +67,7 @@ class _Question:
     """What the worker is asked for the sake of every request in ``waiting``."""
 
     key: bytes
+    num_bytes: int
     arguments: dict[str, Any]
     waiting: dict[Request, None] = attrs.field(factory=dict)
     """In the order of their arrival."""
@@ -80,6 +85,7 @@ class _Verdict:
 
     refusal: InvalidRequest | None
     worker: int
+    num_bytes: int
 
 
 class Preparation:
@@ -88,13 +94,23 @@ class Preparation:
     Args:
         worker: answers, and outlives its processes: the scheduler.
         timeout: seconds that the worker has for an answer.
+        observe_grammar: is told of each grammar's kind, what became of it (``ok``, ``refused`` or
+            ``timeout``) and the seconds that the worker took.
     """
 
-    def __init__(self, worker: PreparingWorker, *, timeout: float) -> None:
+    def __init__(
+        self,
+        worker: PreparingWorker,
+        *,
+        timeout: float,
+        observe_grammar: Callable[[str, str, float], None] = lambda *_: None,
+    ) -> None:
         self._worker = worker
         self._timeout = timeout
+        self._observe_grammar = observe_grammar
         self._open: dict[bytes, _Question] = {}
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._verdict_bytes = 0
         self._turns = trio.CapacityLimiter(MAX_CALLS)
         self._suspects_turn = trio.Lock()
 
@@ -199,20 +215,34 @@ class Preparation:
         async with self._turns:
             await self._worker.wait_attached()
             number = self._worker.num_attached
+            started = trio.current_time()
             with trio.move_on_after(self._timeout) as scope:
                 answer = await self._worker.call("prepare", question.arguments)
         if scope.cancelled_caught:
+            self._observe(question, "timeout", started)
             return _refusal(
                 f"the request's {question.param} takes longer than {self._timeout:g} s to prepare "
                 "(--grammar-timeout)",
                 question.param,
             )
         refusal = _read(answer)
-        self._verdicts[question.key] = _Verdict(refusal, number)
-        self._verdicts.move_to_end(question.key)
-        if len(self._verdicts) > MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
+        self._observe(question, "ok" if refusal is None else "refused", started)
+        self._remember(question, _Verdict(refusal, number, question.num_bytes))
         return refusal
+
+    def _remember(self, question: _Question, verdict: _Verdict) -> None:
+        if question.key in self._verdicts:
+            self._verdict_bytes -= self._verdicts.pop(question.key).num_bytes
+        self._verdicts[question.key] = verdict
+        self._verdict_bytes += verdict.num_bytes
+        while len(self._verdicts) > MAX_VERDICTS or self._verdict_bytes > MAX_VERDICT_BYTES:
+            _, dropped = self._verdicts.popitem(last=False)
+            self._verdict_bytes -= dropped.num_bytes
+
+    def _observe(self, question: _Question, outcome: str, started: float) -> None:
+        grammar = question.arguments["grammar"]
+        if grammar is not None:
+            self._observe_grammar(grammar[0], outcome, trio.current_time() - started)
 
 
 def _question_of(params: SamplingParams) -> _Question | None:
@@ -231,8 +261,9 @@ def _question_of(params: SamplingParams) -> _Question | None:
             encoded.append(msgspec.msgpack.encode(value, order="deterministic"))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise _refusal(f"{name} can't be sent to the worker: {error}", name) from error
-    key = hashlib.sha256(b"".join(encoded)).digest()
-    return _Question(key, {"grammar": as_list, "extra_args": extra_args})
+    whole = b"".join(encoded)
+    arguments = {"grammar": as_list, "extra_args": extra_args}
+    return _Question(hashlib.sha256(whole).digest(), len(whole), arguments)
 
 
 def _read(answer: Any) -> InvalidRequest | None:
