@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 
 from trioserve import wire
-from trioserve.fake_model import draw
+from trioserve.fake_model import TokenFunction, draw, hashed_token, prompt_piece
+from trioserve.logprobs import PromptLogprobs
 from trioserve.request import (
     Finish,
     FinishReason,
@@ -21,7 +22,7 @@ from trioserve.request import (
 )
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler import Limits, SchedulerCore
-from trioserve.stream import Stream, StreamBudget
+from trioserve.stream import Stream, StreamBudget, TokenLogprob
 from trioserve.testing import FakeWorker
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "make_limits",
     "make_request",
     "reference",
+    "reference_logprobs",
+    "sometimes_nothing",
     "worker",
 ]
 
@@ -111,6 +114,28 @@ def reference(worker: FakeWorker, sequence: Sequence) -> list[int]:
         if sequence.sampler.is_stop(token, len(output)):
             break
     return output
+
+
+def reference_logprobs(worker: FakeWorker, request: Request) -> list[TokenLogprob]:
+    """What ``request`` has to be told of its prompt's tokens."""
+    wanted = request.prompt_logprobs
+    assert wanted is not None
+    whole = PromptLogprobs(wanted.start, wanted.num_top, wanted.token_ids)
+    tokens, sampler = request.prompt_ids, request.sequences[0].sampler
+    if wanted.start < len(tokens):
+        whole.add(prompt_piece(0, tokens, wanted.start, len(tokens), sampler, worker.vocab_size))
+    return whole.entries(tokens)
+
+
+def sometimes_nothing(vocab_size: int, seed: int) -> TokenFunction:
+    """Like :func:`hashed_token`, but with ``seed`` there is now and then no token to draw."""
+    token = hashed_token(7 * vocab_size)
+
+    def maybe(context: list[int], sampler: SamplerParams) -> int:
+        drawn = token(context, sampler)
+        return -1 if sampler.seed == seed and drawn >= 6 * vocab_size else drawn % vocab_size
+
+    return maybe
 
 
 @attrs.define(eq=False)
