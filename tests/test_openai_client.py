@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -104,6 +105,89 @@ def test_a_completion_and_the_same_completion_streamed(client: openai.OpenAI) ->
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in whole.choices]
+
+
+def test_several_completions(client: openai.OpenAI) -> None:
+    """One request at a time, so that rounding is the same however its output is asked for."""
+    options: dict[str, Any] = {
+        **{"model": MODEL, "prompt": "Once upon a time", "n": 3, "seed": 5},
+        **{"temperature": 0.9, "max_tokens": 8, "logprobs": 1},
+    }
+    whole = client.completions.create(**options)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert len({choice.text for choice in whole.choices}) == 3
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 24
+
+    texts, counts = ["", "", ""], []
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    for chunk in client.completions.create(
+        **options, stream=True, extra_body={"stream_options": usage}
+    ):
+        assert chunk.usage is not None
+        counts.append(chunk.usage.completion_tokens)
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    assert counts == sorted(counts)
+    assert counts[-1] == 24
+
+    def mean(choice: Any) -> float:
+        values = choice.logprobs.token_logprobs
+        return float(sum(values) / len(values))
+
+    best = client.completions.create(**{**options, "n": 1, "best_of": 3})
+    assert [each.text for each in best.choices] == [max(whole.choices, key=mean).text]
+    assert best.usage == whole.usage
+
+
+def test_several_completions_of_several_prompts(client: openai.OpenAI) -> None:
+    prompts = ["Once upon a time", "The capital of France is"]
+    reply = client.completions.create(
+        model=MODEL, prompt=prompts, n=2, max_tokens=4, seed=1, echo=True
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    starts = [choice.text.startswith(prompts[choice.index // 2]) for choice in reply.choices]
+    assert starts == [True] * 4
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (9, 16)
+
+
+def test_a_prompt_and_its_log_probabilities(client: openai.OpenAI) -> None:
+    prompt = "The capital of France is Paris 🙂"
+    options: dict[str, Any] = {"model": MODEL, "prompt": prompt, "temperature": 0, "logprobs": 2}
+    scored = client.completions.create(
+        **options, echo=True, max_tokens=3, extra_body={"return_token_ids": True}
+    )
+    (choice,) = scored.choices
+    columns = choice.logprobs
+    assert columns is not None
+    assert choice.text.startswith(prompt)
+    count = scored.usage.prompt_tokens  # type: ignore[union-attr]
+    ids = choice.model_extra["prompt_token_ids"]  # type: ignore[index]
+    assert len(ids) == count
+    values, tops, offsets = columns.token_logprobs, columns.top_logprobs, columns.text_offset
+    assert values is not None
+    assert tops is not None
+    assert offsets is not None
+    assert (values[0], tops[0]) == (None, None)
+    assert all(value <= 0 for value in values[1:])
+    # The chosen tokens of a greedy output are the best ones, bit for bit.
+    assert all(
+        value == max(top.values()) for value, top in zip(values[count:], tops[count:], strict=True)
+    )
+    pieces = [choice.text[a:b] for a, b in zip(offsets, [*offsets[1:], None], strict=True)]
+    assert "".join(pieces) == choice.text
+    assert pieces[:3] == ["The", " capital", " of"]
+    # Prompts that are computed alone, echoed by their ids, have the same.
+    alone = client.completions.create(
+        **{**options, "prompt": ids}, echo=True, max_tokens=0, extra_body={"prompt_logprobs": 0}
+    ).choices[0]
+    assert alone.text == prompt
+    assert alone.logprobs is not None
+    assert alone.logprobs.token_logprobs == pytest.approx(values[:count], abs=0.05)
+    entries = alone.model_extra["prompt_logprobs"]  # type: ignore[index]
+    assert [entry and list(entry) for entry in entries] == [None, *([str(id)] for id in ids[1:])]
 
 
 def test_sampling_stop_and_logprobs(client: openai.OpenAI) -> None:
