@@ -46,7 +46,7 @@ class StubTokenizer:
     def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(token) for token in ids)
 
-    def incremental_decoder(self, prompt_ids: Any, *, skip_special_tokens: bool = True) -> Any:
+    def incremental_decoder(self, prompt_ids: Any, **options: bool) -> Any:
         return StubDecoder()
 
     def token_bytes(self, token: int) -> bytes:

@@ -360,6 +360,7 @@ async def test_fields_of_all_three_reach_the_engine() -> None:
     assert third.params.grammar == Grammar("choice", '["a"]')
     assert third.options["request_id"] == "cmpl-mine"
     assert fourth.options["cache_salt"] == "salt"
+    assert not fourth.params.spaces_between_special_tokens
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ class Wanted:
     token_ids: bool = False
     tokens_as_ids: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     truncated: bool = False
     """Whether prompts may have been cut, so that a text isn't what the model saw."""
 
@@ -55,8 +56,12 @@ class Wanted:
         """A choice that holds what is told of a prompt, before any output."""
         columns = None
         if self.echo and self.logprobs is not None and prompt_logprobs is not None:
+            decoder = self.tokenizer.incremental_decoder(
+                [], skip_special_tokens=self.skip_special_tokens
+            )
+            offsets = Offsets(decoder, 0)
             columns = prompt_columns(
-                prompt_logprobs, prompt_ids, self._names, self._offsets([], 0), self.logprobs
+                prompt_logprobs, prompt_ids, self._names, offsets, self.logprobs
             )
         choice = CompletionChoice(index, self._echo(prompt, prompt_ids), columns, None, None)
         if self.token_ids:
@@ -84,7 +89,12 @@ class Wanted:
 
     def offsets(self, prompt: Prompt, prompt_ids: Sequence[int]) -> Offsets:
         """Where the tokens of an output begin, the first of them after the echo."""
-        return self._offsets(prompt_ids, len(self._echo(prompt, prompt_ids)))
+        decoder = self.tokenizer.incremental_decoder(
+            prompt_ids,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+        )
+        return Offsets(decoder, len(self._echo(prompt, prompt_ids)))
 
     @property
     def _names(self) -> TokenNames:
@@ -96,12 +106,6 @@ class Wanted:
         if isinstance(prompt, TextPrompt) and not self.truncated:
             return prompt.text
         return self.tokenizer.decode(prompt_ids, skip_special_tokens=self.skip_special_tokens)
-
-    def _offsets(self, prompt_ids: Sequence[int], start: int) -> Offsets:
-        decoder = self.tokenizer.incremental_decoder(
-            prompt_ids, skip_special_tokens=self.skip_special_tokens
-        )
-        return Offsets(decoder, start)
 
 
 def completion_response(

@@ -125,6 +125,7 @@ def _wanted(request: CompletionRequest, job: Job, service: Service) -> Wanted:
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         skip_special_tokens=job.params.skip_special_tokens,
+        spaces_between_special_tokens=job.params.spaces_between_special_tokens,
         truncated=job.params.truncate_prompt_tokens is not None,
     )
 

@@ -24,13 +24,8 @@ _SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
     *("presence_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "max_tokens"),
     *("min_tokens", "stop", "stop_regex", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-    *(
-        "spaces_between_special_tokens",
-        "prompt_logprobs",
-        "logprob_token_ids",
-        "truncate_prompt_tokens",
-        "truncation_side",
-    ),
+    *("spaces_between_special_tokens", "prompt_logprobs", "logprob_token_ids"),
+    *("truncate_prompt_tokens", "truncation_side"),
 )
 _OTHER_NAMES = {
     "include_stop_str_in_output": ("include_stop_str_in_output", "no_stop_trim"),
