@@ -17,7 +17,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.scheduling import make_request, reference
+from tests.scheduling import make_request, reference, reference_logprobs, sometimes_nothing
 from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.errors import (
@@ -53,14 +53,14 @@ class House:
     workers: list[FakeWorker] = attrs.field(factory=list)
 
     def send(self, *args: Any, **kwargs: Any) -> Sequence:
-        """Send a request into the scheduler, as the tokenizer would."""
+        """Send a request into the scheduler, as the tokenizer would; its first sequence."""
         request = make_request(*args, arrived=trio.current_time(), **kwargs)
-        (sequence,) = request.sequences
-        sequence.move_to(State.TOKENIZING)
-        self.delivered[sequence] = []
-        self.ended[sequence] = trio.Event()
+        for sequence in request.sequences:
+            sequence.move_to(State.TOKENIZING)
+            self.delivered[sequence] = []
+            self.ended[sequence] = trio.Event()
         self.requests.send_nowait(request)
-        return sequence
+        return request.sequences[0]
 
     async def finish(self, *sequences: Sequence) -> None:
         """Wait for the ends of ``sequences``."""
@@ -80,6 +80,9 @@ class House:
         delivered = self.delivered[output.sequence]
         delivered += output.token_ids
         assert delivered == output.sequence.output_ids[: len(delivered)]
+        request = output.sequence.request
+        if request.prompt_logprobs is not None and output.token_ids:
+            assert request.prompt_logprobs.stop >= len(request.prompt_ids)
         if output.finish is not None:
             assert output.finish is output.sequence.finish
             ended.set()
@@ -451,6 +454,10 @@ async def test_a_call_to_a_worker_that_is_lost(autojump_clock: Clock) -> None:
 # ---- everything at once
 
 
+UNLUCKY = 2
+"""The seed of requests that may come to where there is no token to draw."""
+
+
 def make_random_worker(rng: random.Random, shape: dict[str, int]) -> Callable[[], FakeWorker]:
     """Workers that die, fail and take their time at random."""
 
@@ -464,6 +471,7 @@ def make_random_worker(rng: random.Random, shape: dict[str, int]) -> Callable[[]
         return FakeWorker(
             **shape,
             vocab_size=50,
+            token=sometimes_nothing(50, UNLUCKY),
             step_time=lambda _: rng.choice([0.0, 0.001, STEP]),
             computes_past_stop=rng.random() < 0.5,
             script=script,
@@ -495,31 +503,46 @@ async def test_a_day_in_the_life(autojump_clock: Clock, seed: int) -> None:
             for _ in range(rng.randint(1, 6)):
                 await trio.sleep(rng.expovariate(1 / (10 * STEP)))
                 prompt = [1] * rng.randint(1, room // 2) + [rng.randrange(3)]
-                sequence = house.send(
+                first = house.send(
                     prompt,
-                    max_tokens=rng.randint(1, room - len(prompt)),
+                    max_tokens=rng.randint(0, room - len(prompt)),
                     stop=[rng.randrange(50)],
-                    seed=rng.randrange(2),
+                    seed=rng.randrange(3),
                     priority=rng.randrange(3),
+                    n=rng.choice([1, 1, 2, 5]),
+                    prompt_logprobs=rng.choice([None, 0, 2]),
                 )
-                sequences.append(sequence)
+                mine = first.request.sequences
+                sequences.extend(mine)
                 if rng.random() < 0.3:
                     await trio.sleep(rng.expovariate(1 / (5 * STEP)))
-                    house.scheduler.abort(sequence, ABORT)
-                else:
-                    await house.finish(sequence)
+                    leaving = mine if rng.random() < 0.5 else rng.choices(mine)
+                    for sequence in leaving:
+                        house.scheduler.abort(sequence, ABORT)
+                await house.finish(*mine)
 
         async with trio.open_nursery() as nursery:
             for _ in range(15):
                 nursery.start_soon(client)
         await house.finish(*sequences)
         for sequence in sequences:
-            expected = reference(house.workers[0], sequence)
-            assert sequence.finish is not None
-            if sequence.finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
-                assert house.delivered[sequence] == expected
-            else:
-                assert house.delivered[sequence] == expected[: len(sequence.output_ids)]
+            assert_right(house, sequence)
         await trio.sleep(5)
         statistics = house.scheduler.statistics()
         assert statistics.num_waiting == statistics.num_running == statistics.pages_held == 0
+
+
+def assert_right(house: House, sequence: Sequence) -> None:
+    """It has the tokens of the unbatched reference, as far as it came, and so has its prompt."""
+    expected = reference(house.workers[0], sequence)
+    request = sequence.request
+    assert sequence.finish is not None
+    ended_well = sequence.finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
+    if ended_well:
+        assert house.delivered[sequence] == expected
+    else:
+        assert house.delivered[sequence] == expected[: len(sequence.output_ids)]
+    if request.prompt_logprobs is not None:
+        entries = request.prompt_logprobs.entries(request.prompt_ids)
+        due = reference_logprobs(house.workers[0], request)
+        assert entries == due if ended_well else entries == due[: len(entries)]
