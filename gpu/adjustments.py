@@ -40,7 +40,7 @@ class Adjuster(Protocol):
         ...
 
     def adjusts(self, slot: Slot) -> bool:
-        """Whether the slot's draws are adjusted at all."""
+        """Whether the slot's draws are adjusted at all: asked once, when it is opened."""
         ...
 
     def needs_last_token(self, slot: Slot) -> bool:
@@ -50,7 +50,9 @@ class Adjuster(Protocol):
     def adjustment(self, logits: torch.Tensor, slots: Sequence[Slot]) -> Adjustment:
         """What to do to ``logits`` [S, vocab_size] float32, which aren't changed.
 
-        Rows of slots without adjustments, and of those that have stopped, are left as they are.
+        Each slot's tokens are those before the one to be drawn. All are known, unless the slot
+        doesn't need the last one. Rows of slots without adjustments, and of those that have
+        stopped, are left as they are.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
+from gpu.adjustments import Adjuster
 from gpu.attention import CacheShape
 from gpu.attention.cuda import CudaAttention
 from gpu.attention.kv_cache import FP8, KvCache
@@ -71,9 +72,15 @@ def attention_limits(
 
 
 def assemble(
-    loader: KernelLoader, model: Decoder, limits: ServingLimits, timeline: Timeline
+    loader: KernelLoader,
+    model: Decoder,
+    limits: ServingLimits,
+    timeline: Timeline,
+    adjuster: Adjuster | None = None,
 ) -> tuple[CudaExecutor, SlotTable]:
     """An executor for ``model``, and the slots whose block tables it reads.
+
+    ``adjuster`` says what is done to logits before a token is drawn; nothing if it is None.
 
     Raises:
         ValueError: the kernels aren't made for the model's shape.
@@ -127,6 +134,8 @@ def assemble(
         buffer=buffer,
         slots=slots,
         timeline=timeline,
+        max_rows=max_rows,
         max_tokens=max_tokens,
+        adjuster=adjuster,
     )
     return executor, slots

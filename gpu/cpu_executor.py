@@ -7,13 +7,18 @@ from collections.abc import Sequence
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from gpu.adjustments import Adjuster, NoAdjuster
 from gpu.attention import Attention
 from gpu.executor import Drawn, Submission, in_layout_order, step_layout
+from gpu.extras import SlotExtras
 from gpu.models.decoder import Decoder
-from gpu.sampler import Sampler, SamplerRow, UnusableLogits
+from gpu.prompt_logprobs import PromptSpan, in_rows, logprobs_of, prompt_piece, score_prompt
+from gpu.sampler import Sampler, SamplerRow
 from gpu.slots import Row, Slot, SlotTable
+from trioserve.wire import PromptPiece
 
 __all__ = ["CpuExecutor"]
 
@@ -22,12 +27,18 @@ class CpuExecutor:
     """:class:`gpu.executor.Executor` over a model, its KV cache and the torch sampler."""
 
     def __init__(
-        self, model: Decoder, attention: Attention, sampler: Sampler, slots: SlotTable
+        self,
+        model: Decoder,
+        attention: Attention,
+        sampler: Sampler,
+        slots: SlotTable,
+        adjuster: Adjuster | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
         self._sampler = sampler
         self._slots = slots
+        self._extras = SlotExtras(adjuster or NoAdjuster())
         self._step_ended_ns = time.perf_counter_ns()
 
     @property
@@ -36,7 +47,12 @@ class CpuExecutor:
         return None
 
     def open(self, slot: Slot) -> None:
-        """See :meth:`gpu.executor.Executor.open`: everything is read from the slots themselves."""
+        """See :meth:`gpu.executor.Executor.open`."""
+        self._extras.open(slot)
+
+    def close(self, number: int) -> None:
+        """See :meth:`gpu.executor.Executor.close`."""
+        self._extras.close(number)
 
     def submit(self, rows: Sequence[Row]) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
@@ -61,35 +77,56 @@ class CpuExecutor:
         tokens = np.concatenate([row.slot.tokens[row.start : row.end] for row in ordered])
         self._attention.begin(layout)
         hidden = self._model.forward(torch.from_numpy(tokens.astype(np.int64)), self._attention)
+        prompts = [
+            self._piece(span, hidden)
+            for span in self._extras.prompt_spans(ordered, layout.query_start[:-1])
+        ]
         if not sampling:
-            return _nothing()
+            return attrs.evolve(_nothing(), prompts=prompts)
         last = {id(row): end - 1 for row, end in zip(ordered, layout.query_start[1:], strict=True)}
         sampled_from = torch.tensor([last[id(row)] for row in sampling])
         logits = self._model.logits(hidden.index_select(0, sampled_from))
-        return self._sample(logits, sampling)
+        return self._sample(logits, sampling, prompts)
 
-    def _sample(self, logits: torch.Tensor, rows: list[Row]) -> Drawn:
+    def _piece(self, span: PromptSpan, hidden: torch.Tensor) -> PromptPiece:
+        scores = score_prompt(span, hidden, self._model.logits, self._sampler.vocab_size)
+        return prompt_piece(span, [score.numpy() for score in scores])
+
+    def _sample(self, logits: torch.Tensor, rows: list[Row], prompts: list[PromptPiece]) -> Drawn:
         asked = [
             SamplerRow(row.slot.sampler, row.slot.tokens, row.slot.prompt_length) for row in rows
         ]
-        try:
-            sampled = self._sampler.sample(logits, asked)
-        except UnusableLogits as error:
-            unusable = np.zeros(len(rows), dtype=np.int32)
-            unusable[error.row] = -1
-            return attrs.evolve(_nothing(), tokens=unusable)
+        adjustment = self._extras.adjustment(logits, rows) if self._extras.adjusts(rows) else None
+        named = self._named(logits, rows)  # before the sampler overwrites the logits
+        sampled = self._sampler.sample(logits, asked, adjustment)
         return Drawn(
             tokens=sampled.tokens.numpy().astype(np.int32),
             logprobs=None if sampled.logprobs is None else sampled.logprobs.numpy(),
             top=sampled.top,
+            named=named,
+            prompts=prompts,
             step_us=0,
             idle_us=0,
         )
+
+    def _named(self, logits: torch.Tensor, rows: list[Row]) -> list[npt.NDArray[np.float32]] | None:
+        named = self._extras.named_ids(rows)
+        if not named:
+            return None
+        values = logprobs_of(logits, np.array(list(named)), named.values())
+        return in_rows(len(rows), named, values.numpy())
 
 
 @attrs.frozen
 class _Finished:
     _drawn: Drawn
+
+    @property
+    def deferred(self) -> bool:
+        return False
+
+    def sample(self) -> None:
+        raise AssertionError("a step on the CPU is finished at once")
 
     def wait(self) -> Drawn:
         return self._drawn

@@ -4,6 +4,11 @@ A step is one upload, the forward pass, the sampler, and a copy of what was draw
 none of its results: the next step's input tokens are gathered from the device's own history, so it
 can be queued before this one has ended. Steps of rows of one token replay CUDA graphs, forward and
 sampling apart; steps with longer rows are launched one kernel after the other.
+
+Where logits are adjusted before the draw, the sampler is launched behind the graph of the forward
+pass: it is four launches, queued while the device computes, and a graph of its own for them would
+have to copy every mask to where it was captured. If an adjustment needs a token that is still on
+the device, the step is deferred (see :mod:`gpu.executor`).
 """
 
 from __future__ import annotations
@@ -11,20 +16,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from gpu.adjustments import Adjuster, NoAdjuster
 from gpu.attention import StepLayout
 from gpu.attention.cuda import CudaAttention
-from gpu.device_sampler import DeviceSampler, top_lists
+from gpu.cuda_step import CudaStep, CudaSubmission, Replay
+from gpu.device_sampler import DeviceSampler
 from gpu.device_state import DeviceState
-from gpu.executor import Drawn, Submission, in_layout_order, step_layout
+from gpu.executor import Submission, in_layout_order, step_layout
+from gpu.extras import SlotExtras
 from gpu.graphs import Capturer, GraphLadder, ladder, sharing_ladder
 from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
 from gpu.models.decoder import Decoder
+from gpu.prompt_logprobs import PromptSpan, logprobs_of, score_prompt
 from gpu.slots import Row, Slot, SlotTable
 from gpu.step_buffer import StepBuffer
 from gpu.timeline import Ending, Timeline
@@ -51,14 +58,6 @@ def executor_regions(max_rows: int, max_tokens: int) -> dict[str, int]:
     }
 
 
-@attrs.frozen
-class _Replay:
-    """The graphs that a step replays."""
-
-    graphs: GraphLadder
-    size: int
-
-
 class CudaExecutor:
     """:class:`gpu.executor.Executor` over kernels.
 
@@ -76,7 +75,9 @@ class CudaExecutor:
         buffer: StepBuffer,
         slots: SlotTable,
         timeline: Timeline,
+        max_rows: int,
         max_tokens: int,
+        adjuster: Adjuster | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -86,7 +87,12 @@ class CudaExecutor:
         self._slots = slots
         self._timeline = timeline
         self._gather = GatherTokens(loader, history=state.history)
+        self._extras = SlotExtras(adjuster or NoAdjuster())
         self._tokens = torch.zeros(max_tokens, dtype=torch.int64, device=loader.device)
+        # Of the step that is being computed; a graph leaves them where others find them.
+        self._logits = torch.empty(
+            max_rows, sampler.vocab_size, dtype=torch.float32, device=loader.device
+        )
         self._plain = GraphLadder()
         self._sharing = GraphLadder()
 
@@ -99,29 +105,21 @@ class CudaExecutor:
         """See :meth:`gpu.executor.Executor.open`."""
         self._state.open(slot)
         self._sampler.open(slot.number, slot.sampler, slot.prompt_length)
+        self._extras.open(slot)
+
+    def close(self, number: int) -> None:
+        """See :meth:`gpu.executor.Executor.close`."""
+        self._extras.close(number)
 
     def submit(self, rows: Sequence[Row]) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
         if not rows:
-            return _Submission(self._timeline.skip_step(), np.zeros(0, np.int64), [])
-        ordered = in_layout_order(rows)
-        layout = step_layout(ordered, self._slots)
-        with torch.inference_mode():
-            replay = self._pack_attention(layout)
-            places = self._pack_rows(ordered, layout, replay)
-            self._state.pack(ordered, self._slots)
-            self._timeline.begin_step()
-            self._buffer.upload()
-            self._state.copy_large()
-            if replay is not None:
-                self._replay(replay)
-            else:
-                self._launch(len(layout.positions), len(places))
-            sampling = [row for row in rows if row.samples]
-            asked = [row.slot.sampler.logprobs for row in sampling]
-            order = np.array([places[row.slot.number] for row in sampling], dtype=np.int64)
-            ending = self._timeline.end_step(self._outputs(order, asked))
-        return _Submission(ending, order, asked)
+            return CudaSubmission(CudaStep(), self._end, self._timeline.skip_step())
+        sampling = [row for row in rows if row.samples]
+        submission = CudaSubmission(self._begin(rows, sampling), self._end)
+        if not self._extras.waits(sampling):
+            submission.sample()
+        return submission
 
     def capture(
         self, capturer: Capturer, max_rows: int, progress: Callable[[int, int], None]
@@ -150,8 +148,8 @@ class CudaExecutor:
                     capturer,
                     sizes,
                     prepare=functools.partial(self._prepare_padded, shares=shares),
-                    forward=lambda size: self._model.logits(self._forward(size)),
-                    sample=self._sample,
+                    forward=lambda size: self._head(self._forward(size)),
+                    sample=self._draw,
                     on_captured=count,
                 )
 
@@ -159,26 +157,77 @@ class CudaExecutor:
         """Set the launches of a captured step, and have a step of nothing but padding for it."""
         self._attention.begin_padded(size, shares=shares)
         self._attention.pack_padded(_EMPTY_LAYOUT, size, None)
-        self._pack_rows([], _EMPTY_LAYOUT, _Replay(self._plain, size))
+        self._pack_rows([], _EMPTY_LAYOUT, Replay(self._plain, size))
         self._state.pack([], self._slots)
         self._buffer.upload()
 
-    def _pack_attention(self, layout: StepLayout) -> _Replay | None:
+    def _begin(self, rows: Sequence[Row], sampling: list[Row]) -> CudaStep:
+        """Queue the forward pass of ``rows``, and what is reported of it besides a draw."""
+        ordered = in_layout_order(rows)
+        layout = step_layout(ordered, self._slots)
+        spans = self._extras.prompt_spans(ordered, layout.query_start[:-1])
+        adjusted = self._extras.adjusts(sampling)
+        # A graph gives no hidden states, and no logits side by side if some rows don't sample.
+        replayable = not spans and not (adjusted and len(sampling) < len(rows))
+        with torch.inference_mode():
+            replay = self._pack_attention(layout, replayable)
+            place_of = self._pack_rows(ordered, layout, replay)
+            self._state.pack(ordered, self._slots)
+            self._timeline.begin_step()
+            self._buffer.upload()
+            self._state.copy_large()
+            places = np.array([place_of[row.slot.number] for row in sampling], dtype=np.int64)
+            reports: list[torch.Tensor] = []
+            if replay is not None:
+                replay.graphs.replay_forward(replay.size)
+            else:
+                hidden = self._forward(len(layout.positions))
+                reports += self._score(spans, hidden)
+                if sampling:
+                    last = self._buffer["sampled_from"][: len(sampling)]
+                    self._head(hidden.index_select(0, last))
+            named = self._extras.named_ids(sampling)
+            if named:
+                reports.append(logprobs_of(self._logits, places[list(named)], named.values()))
+        return CudaStep(
+            rows=sampling,
+            places=places,
+            replay=replay,
+            adjusted=adjusted,
+            spans=spans,
+            named=named,
+            reports=reports,
+        )
+
+    def _end(self, step: CudaStep) -> Ending:
+        """Queue the draws of ``step``, and its end."""
+        with torch.inference_mode():
+            if step.adjusted:
+                self._draw_adjusted(step)
+            elif step.replay is not None:
+                self._timeline.before_outputs()
+                step.replay.graphs.replay_sampling(step.replay.size)
+            elif step.rows:
+                self._timeline.before_outputs()
+                self._draw(len(step.rows), self._logits[: len(step.rows)])
+            return self._timeline.end_step(step.outputs(self._sampler.outputs))
+
+    def _pack_attention(self, layout: StepLayout, replayable: bool) -> Replay | None:
         """Pack what attention needs, for the graphs that fit the step; None if none does."""
         num_rows = len(layout.slots)
-        if layout.num_decode_rows == num_rows:
+        if replayable and layout.num_decode_rows == num_rows:
             size = self._sharing.size_for(num_rows)
             shared = None if size is None else self._attention.find_shared(layout, size)
             graphs = self._plain if shared is None else self._sharing
             size = graphs.size_for(num_rows)
             if size is not None:
                 self._attention.pack_padded(layout, size, shared)
-                return _Replay(graphs, size)
+                return Replay(graphs, size)
         self._attention.begin(layout)
         return None
 
     def _pack_rows(
-        self, ordered: Sequence[Row], layout: StepLayout, replay: _Replay | None
+        self, ordered: Sequence[Row], layout: StepLayout, replay: Replay | None
     ) -> dict[int, int]:
         """Pack whose tokens are gathered and which rows sample: the place of each of these.
 
@@ -197,19 +246,6 @@ class CudaExecutor:
         put("sampled_from", last)
         return {slot: place for place, slot in enumerate(numbers.tolist()) if slot >= 0}
 
-    def _replay(self, replay: _Replay) -> None:
-        replay.graphs.replay_forward(replay.size)
-        self._timeline.before_outputs()
-        replay.graphs.replay_sampling(replay.size)
-
-    def _launch(self, num_tokens: int, num_sampling: int) -> None:
-        hidden = self._forward(num_tokens)
-        if num_sampling:
-            last = hidden.index_select(0, self._buffer["sampled_from"][:num_sampling])
-            logits = self._model.logits(last)
-            self._timeline.before_outputs()
-            self._sample(num_sampling, logits)
-
     def _forward(self, num_tokens: int) -> torch.Tensor:
         """The hidden states of a step's tokens, whose launches attention has been set for."""
         self._state.scatter()
@@ -217,38 +253,30 @@ class CudaExecutor:
         self._gather.launch(self._buffer["token_slots"], self._buffer["positions"], tokens)
         return self._model.forward(tokens, self._attention)
 
-    def _sample(self, num_rows: int, logits: torch.Tensor) -> None:
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits that follow from ``hidden`` [R, E], in the first R rows of all there are."""
+        return self._model.logits(hidden, self._logits[: len(hidden)])
+
+    def _score(self, spans: list[PromptSpan], hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Five tensors of each span."""
+        logits, vocab_size = self._model.logits, self._sampler.vocab_size
+        return [each for span in spans for each in score_prompt(span, hidden, logits, vocab_size)]
+
+    def _draw(self, num_rows: int, logits: torch.Tensor) -> None:
         slots, lengths = self._buffer["sampling_slots"], self._buffer["lengths"]
         self._sampler.launch(logits, slots[:num_rows], lengths[:num_rows])
 
-    def _outputs(self, places: npt.NDArray[np.int64], asked: list[int]) -> list[torch.Tensor]:
-        """What of the sampler's outputs is to be copied to the host."""
-        if not asked:
-            return []
-        count, outputs = int(places.max()) + 1, self._sampler.outputs
-        wanted = [outputs.tokens]
-        if max(asked) >= 0:
-            wanted += [outputs.logprobs, outputs.top_ids, outputs.top_values]
-        return [output[:count] for output in wanted]
-
-
-@attrs.frozen
-class _Submission:
-    """A step that has been queued: where each row that samples finds its outputs."""
-
-    _ending: Ending
-    _places: npt.NDArray[np.int64]
-    _asked: list[int]
-
-    def wait(self) -> Drawn:
-        """See :meth:`gpu.executor.Submission.wait`."""
-        finished = self._ending.wait()
-        outputs = [output[self._places] for output in finished.outputs]
-        reports = len(outputs) > 1
-        return Drawn(
-            tokens=outputs[0] if outputs else np.zeros(0, np.int32),
-            logprobs=outputs[1] if reports else None,
-            top=top_lists(outputs[2], outputs[3], self._asked) if reports else None,
-            step_us=finished.step_us,
-            idle_us=finished.idle_us,
+    def _draw_adjusted(self, step: CudaStep) -> None:
+        """The same for rows that all sample, with what their adjuster makes of their logits."""
+        num_rows = len(step.rows)
+        logits = self._logits[:num_rows]
+        in_place = [step.rows[i] for i in np.argsort(step.places)]
+        adjustment = self._extras.adjustment(logits, in_place)
+        self._timeline.before_outputs()
+        self._sampler.launch(
+            logits,
+            self._buffer["sampling_slots"][:num_rows],
+            self._buffer["lengths"][:num_rows],
+            bias=adjustment.bias,
+            bitmask=adjustment.bitmask,
         )

@@ -23,6 +23,7 @@ from gpu.kernels.sampling import (
     Tiling,
 )
 from gpu.sampler import LOWEST_TEMPERATURE, TopLogprobs
+from gpu.upload import staged, upload
 from trioserve.sampling import SamplerParams
 
 __all__ = ["DeviceSampler", "SamplerOutputs", "scratch_bytes", "top_lists"]
@@ -138,10 +139,10 @@ class DeviceSampler:
         in ``params`` are passed over.
         """
         bias = sorted((id, value) for id, value in params.logit_bias.items() if self._knows(id))
-        bias_ids = self._upload(np.array([id for id, _ in bias], dtype=np.int32))
-        bias_values = self._upload(np.array([value for _, value in bias], dtype=np.float64))
+        bias_ids = upload(np.array([id for id, _ in bias], dtype=np.int32), self._device)
+        bias_values = upload(np.array([value for _, value in bias], dtype=np.float64), self._device)
         stop = sorted({id for id in params.stop_ids if self._knows(id)})
-        stop_ids = self._upload(np.array(stop, dtype=np.int32))
+        stop_ids = upload(np.array(stop, dtype=np.int32), self._device)
         record = np.zeros(1, dtype=SLOT_RECORD)
         record["repetition_penalty"] = params.repetition_penalty
         record["inverse_repetition_penalty"] = 1 / params.repetition_penalty
@@ -163,7 +164,8 @@ class DeviceSampler:
         record["logprobs"] = params.logprobs
         record["num_bias"] = len(bias)
         record["num_stop"] = len(stop)
-        self._records[slot].copy_(self._staged(record.view(np.uint8)), non_blocking=True)
+        record_bytes = staged(record.view(np.uint8), self._device)
+        self._records[slot].copy_(record_bytes, non_blocking=True)
         self._lists[slot] = (bias_ids, bias_values, stop_ids)
 
     def launch(
@@ -186,28 +188,37 @@ class DeviceSampler:
             slots: [R] int32, an open slot each, or -1 for a row of padding, whose outputs are left
                 as they are.
             lengths: [R] int32, how many tokens the slot has so far.
-            bias: [R, vocab_size] float32, contiguous, added after step 4.
+            bias: [R, vocab_size] float32, contiguous, added in step 5.
             bitmask: [R, ceil(vocab_size / 32)] int32, contiguous, applied after ``bias``: token t
                 may be drawn if bit t % 32 of word t // 32 is set.
+
+        Raises:
+            ValueError: a bias or a bitmask of another form.
         """
         assert logits.dtype == torch.float32
         assert logits.stride(1) == 1
         assert logits.shape[1] == self.vocab_size
         assert len(logits) <= self._max_rows
         assert len(logits) == len(slots) == len(lengths)
+        _check("bias", bias, (len(logits), self.vocab_size), torch.float32)
+        _check("bitmask", bitmask, (len(logits), -(-self.vocab_size // 32)), torch.int32)
         self._kernels.launch(logits, slots, lengths, bias=bias, bitmask=bitmask)
 
     def _knows(self, token: int) -> bool:
         return 0 <= token < self.vocab_size
 
-    def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return self._staged(array).to(self._device, non_blocking=True)
 
-    def _staged(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        """Where a copy to the device may start: out of ordinary memory it would wait for the step
-        that is in the stream. torch keeps pinned memory until the copy is done."""
-        host = torch.from_numpy(array)
-        return host.pin_memory() if self._device.type == "cuda" else host
+def _check(
+    name: str, tensor: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Whoever makes a mask isn't the sampler, and a kernel reads whatever it is pointed to."""
+    if tensor is None:
+        return
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"a {name} of {tuple(tensor.shape)} {tensor.dtype}: {shape} {dtype}, contiguous, is "
+            "wanted"
+        )
 
 
 def _marks_stride(vocab_size: int) -> int:

@@ -17,6 +17,7 @@ from gpu.kernels import KernelLoader
 from gpu.kernels.scatter_updates import ScatterUpdates
 from gpu.slots import PlanError, Row, Slot, SlotTable
 from gpu.step_buffer import StepBuffer
+from gpu.upload import staged
 
 __all__ = ["DeviceState"]
 
@@ -113,10 +114,8 @@ class DeviceState:
     def copy_large(self) -> None:
         """Copy what found no place in the step buffer. Not to be captured."""
         for first, numbers in self._large:
-            staged = torch.from_numpy(numbers)
-            if self._arena.device.type == "cuda":
-                staged = staged.pin_memory()  # torch keeps it until the copy is done
-            self._arena[first : first + len(numbers)].copy_(staged, non_blocking=True)
+            source = staged(numbers, self._arena.device)
+            self._arena[first : first + len(numbers)].copy_(source, non_blocking=True)
         self._large.clear()
 
     def scatter(self) -> None:

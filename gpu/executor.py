@@ -1,7 +1,9 @@
 """The seam between the runner, which keeps the slots, and what computes on a device.
 
 The runner may submit another step before it has waited for the last one, so a row's newest token
-may not be on the host yet: an executor keeps it where it was drawn and takes it from there.
+may not be on the host yet: an executor keeps it where it was drawn and takes it from there. Only a
+mask that depends on that token can't be made without it. The step is then deferred: its forward
+pass is computed, and the draw waits for the token.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy.typing as npt
 from gpu.attention import StepLayout
 from gpu.sampler import TopLogprobs
 from gpu.slots import Row, Slot, SlotTable
+from trioserve.wire import PromptPiece
 
 __all__ = [
     "Drawn",
@@ -30,12 +33,16 @@ __all__ = [
 class Drawn:
     """What one step drew for its S rows that sample, in the order in which they were submitted.
 
-    ``top`` has S entries, empty where not asked for.
+    ``top`` and ``named`` have S entries, empty where not asked for, or are None if nobody asked.
     """
 
-    tokens: npt.NDArray[np.int32]  # [S]; -1 where the logits left no token to draw
+    tokens: npt.NDArray[np.int32]  # [S]; -1 where there was no token to draw
     logprobs: npt.NDArray[np.float32] | None  # [S], NaN where not asked for; None if nobody asked
-    top: list[TopLogprobs] | None  # None if nobody asked
+    top: list[TopLogprobs] | None
+    named: list[npt.NDArray[np.float32]] | None = None
+    """Raw log-probabilities of each row's ``logprob_token_ids``."""
+    prompts: list[PromptPiece] = attrs.field(factory=list)
+    """Of the rows that computed prompt tokens whose log-probabilities are wanted."""
     step_us: int
     """From the step's start on the device to its end."""
     idle_us: int
@@ -44,6 +51,16 @@ class Drawn:
 
 class Submission(Protocol):
     """A step that has been handed to the device."""
+
+    @property
+    def deferred(self) -> bool:
+        """Whether nothing is drawn before :meth:`sample` is called; no step may follow till then.
+
+        A row's mask needs its last token, which the step before draws.
+        """
+
+    def sample(self) -> None:
+        """Draw in a deferred step, now that all tokens before are known in the slots."""
 
     def wait(self) -> Drawn:
         """Wait for the step's end. To be called once, for one step after the other in order."""
@@ -61,6 +78,9 @@ class Executor(Protocol):
 
     def open(self, slot: Slot) -> None:
         """A slot is new, or has its tokens and parameters again; its number may have been used."""
+
+    def close(self, number: int) -> None:
+        """The slot with that number is closed. It may never have been opened here."""
 
     def submit(self, rows: Sequence[Row]) -> Submission:
         """Compute ``rows``, of which each has at least one token, and draw for those that sample.

@@ -49,12 +49,13 @@ class Linear:
             return product
         return F.linear(x, self._weight, self._bias)
 
-    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+    def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The same product as float32, for logits, whose small differences matter.
 
         On a GPU these are the product's own sums, which otherwise would be rounded to the dtype of
-        x and widened again by another pass over them.
+        x and widened again by another pass over them. ``out`` [T, out] float32 is written to, if
+        given.
         """
         if self._sums_in_float32:
-            return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
-        return self(x).float()
+            return torch.mm(x, self._weight.t(), out_dtype=torch.float32, out=out)
+        return self(x).float() if out is None else out.copy_(self(x))

@@ -3,6 +3,9 @@
 A plan may be submitted before the result of the one before it has been taken. What its rows compute
 is known all the same, because a row that samples gets exactly one token. Only whether that token
 ends its sequence is not: such a row is then computed once for nothing, and gives no token.
+
+A plan whose masks need the tokens of the one before is submitted all the same, but its draws are
+deferred until that one is finished; only then another plan is accepted.
 """
 
 from __future__ import annotations
@@ -16,19 +19,27 @@ import numpy as np
 
 from gpu.executor import Drawn, Executor, Submission
 from gpu.slots import PlanError, Row, SlotTable
-from trioserve.wire import Plan, StepResult, from_floats, from_ints
+from trioserve.wire import Plan, StepResult, from_floats, from_ints, ints
 
 __all__ = ["Runner"]
 
 
-@attrs.frozen
+@attrs.define
 class _Pending:
     """A plan that has been submitted, and where the tokens go that it draws."""
 
     number: int
     rows: list[Row]
-    positions: dict[int, int]  # slot number -> position of the token that its row draws
     submission: Submission
+    positions: dict[int, int] = attrs.field(factory=dict)
+    """Slot number -> position of the token that its row draws; empty while that is deferred."""
+    error: Exception | None = None
+    """What went wrong when its deferred draws were to begin."""
+
+    def make_room(self) -> None:
+        """The draws have begun: each slot gets a token that isn't known yet."""
+        sampling = (row.slot for row in self.rows if row.samples)
+        self.positions = {slot.number: slot.extend() for slot in sampling}
 
 
 class Runner:
@@ -57,6 +68,14 @@ class Runner:
         return len(self._pending)
 
     @property
+    def accepts(self) -> bool:
+        """Whether a plan may be submitted: none while the draws of the last one are deferred.
+
+        If they still are when it is the oldest, :meth:`finish` says at once what went wrong.
+        """
+        return not (self._pending and self._pending[-1].submission.deferred)
+
+    @property
     def next_result(self) -> int:
         """The number of the plan that :meth:`finish` is about."""
         return self._pending[0].number
@@ -69,7 +88,11 @@ class Runner:
     def reset(self, next_plan: int) -> None:
         """Forget every slot, plan and failure; the next plan is number ``next_plan``."""
         while self._pending:
-            self._pending.popleft().submission.wait()
+            submission = self._pending.popleft().submission
+            if not submission.deferred:
+                submission.wait()
+        for slot in self._slots:
+            self._executor.close(slot.number)
         self._slots.clear()
         self._next_plan = next_plan
         self._refuses = self._spoiled = False
@@ -85,7 +108,7 @@ class Runner:
         return self.finish()
 
     def submit(self, plan: Plan) -> None:
-        """Check a plan and hand it to the executor.
+        """Check a plan and hand it to the executor, which :attr:`accepts` it.
 
         After an exception every plan is refused until :meth:`reset`.
 
@@ -94,10 +117,13 @@ class Runner:
         """
         if self._refuses:
             raise PlanError("an earlier plan failed and no Reset has come since")
+        assert self.accepts
         self._refuses = True
         if self._next_plan is not None and plan.number != self._next_plan:
             raise PlanError(f"plan {plan.number} came where {self._next_plan} was due")
         rows = self._slots.apply(plan)
+        for number in ints(plan.closed).tolist():
+            self._executor.close(number)
         for opened in plan.opened:
             self._executor.open(self._slots[opened.slot])
         active = [row for row in rows if row.count]
@@ -107,8 +133,10 @@ class Runner:
         submission = self._executor.submit(active)
         for row in active:
             row.slot.computed = row.end
-        positions = {row.slot.number: row.slot.extend() for row in active if row.samples}
-        self._pending.append(_Pending(plan.number, rows, positions, submission))
+        pending = _Pending(plan.number, rows, submission)
+        if not submission.deferred:
+            pending.make_room()
+        self._pending.append(pending)
         self._next_plan = plan.number + 1
         self._refuses = False
 
@@ -118,18 +146,17 @@ class Runner:
         After an exception every plan is refused until :meth:`reset`.
 
         Raises:
-            PlanError: one of the plan's rows has no token to draw, or an earlier plan failed.
+            PlanError: an earlier plan failed.
         """
         pending = self._pending.popleft()
         refused, self._refuses = self._refuses, True
-        drawn = pending.submission.wait()
-        if self._spoiled:
+        spoiled, self._spoiled = self._spoiled, True
+        if pending.error is not None:
+            raise pending.error
+        drawn = None if pending.submission.deferred else pending.submission.wait()
+        if spoiled or drawn is None:
             raise PlanError("the plan before this one failed")
-        self._spoiled = True
         tokens = dict(zip(pending.positions, drawn.tokens.tolist(), strict=True))
-        for slot, token in tokens.items():
-            if token < 0:
-                raise PlanError(f"slot {slot}: the model's logits leave no token to draw", slot)
         # What was drawn after a stop was drawn for nothing.
         giving = [row.slot.number in tokens and not row.slot.stopped for row in pending.rows]
         for row, gives in zip(pending.rows, giving, strict=True):
@@ -138,7 +165,20 @@ class Runner:
                 row.slot.settle(pending.positions[number], tokens[number])
         self.num_steps += 1
         self._refuses, self._spoiled = refused, False
+        self._draw_deferred()
         return _result(pending, giving, drawn)
+
+    def _draw_deferred(self) -> None:
+        """Begin the draws that waited for the tokens which have just been settled."""
+        if self.accepts:
+            return
+        pending = self._pending[-1]
+        try:
+            pending.submission.sample()
+        except Exception as error:  # it is that plan's, not this one's
+            pending.error = error
+        else:
+            pending.make_room()
 
 
 def _result(pending: _Pending, giving: Sequence[bool], drawn: Drawn) -> StepResult:
@@ -154,15 +194,23 @@ def _result(pending: _Pending, giving: Sequence[bool], drawn: Drawn) -> StepResu
         offsets=from_ints(np.cumsum([0, *giving])),
         tokens=from_ints(drawn.tokens[order]),
         logprobs=from_floats(logprobs[order]),
+        prompts=drawn.prompts,
         step_us=drawn.step_us,
         idle_us=drawn.idle_us,
     )
-    if drawn.top is None or not order:
-        return result
-    entries = [drawn.top[index] for index in order]
-    return attrs.evolve(
-        result,
-        top_offsets=from_ints(np.cumsum([0, *(len(ids) for ids, _ in entries)])),
-        top_ids=from_ints(np.concatenate([ids for ids, _ in entries])),
-        top_logprobs=from_floats(np.concatenate([values for _, values in entries])),
-    )
+    if drawn.top is not None and order:
+        entries = [drawn.top[index] for index in order]
+        result = attrs.evolve(
+            result,
+            top_offsets=from_ints(np.cumsum([0, *(len(ids) for ids, _ in entries)])),
+            top_ids=from_ints(np.concatenate([ids for ids, _ in entries])),
+            top_logprobs=from_floats(np.concatenate([values for _, values in entries])),
+        )
+    if drawn.named is not None and order:
+        named = [drawn.named[index] for index in order]
+        result = attrs.evolve(
+            result,
+            ids_offsets=from_ints(np.cumsum([0, *map(len, named)])),
+            ids_logprobs=from_floats(np.concatenate(named)),
+        )
+    return result

@@ -1,9 +1,9 @@
 """Logits to tokens, in the order of operations that :mod:`trioserve.sampling` writes down.
 
 Everything works on whole batches. A batch of plain greedy rows costs one argmax; rows with a
-temperature alone cost a few elementwise passes and no sort. ``top_k`` and ``top_p`` both come down
-to one threshold per row, found among the largest few values where those suffice and in a full sort
-only where they don't. Penalties, biases and masks touch only the tokens that they name.
+temperature alone cost a few elementwise passes and no sort; for what cuts a distribution see
+:mod:`gpu.truncation`. Penalties, biases and masks touch only the tokens that they name, and an
+adjustment only the rows that it changes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from gpu.adjustments import Adjustment
 from gpu.philox import Purpose, uniforms
+from gpu.truncation import BLOCK, block_sums, drop_below, truncate
 from trioserve.sampling import SamplerParams
 
 __all__ = [
@@ -26,30 +27,13 @@ __all__ = [
     "Sampler",
     "SamplerRow",
     "TopLogprobs",
-    "UnusableLogits",
 ]
 
 TopLogprobs = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """Token ids and their log-probabilities, most probable first."""
 
-# How many of the largest values are looked at, in turn, before all of them are sorted.
-_FEW = (128, 2048)
-# Tokens in a block of the draw's first stage. Part of what a seed means: it never changes.
-_BLOCK = 128
 # Below this every other token's probability is 0 in float32 anyway, and 1 / temperature overflows.
 LOWEST_TEMPERATURE = 1e-30
-
-
-class UnusableLogits(Exception):
-    """A row has no token to draw: its logits hold NaN, or nothing is left unmasked.
-
-    Attributes:
-        row: the index of that row.
-    """
-
-    def __init__(self, row: int) -> None:
-        super().__init__(f"row {row}: the logits hold NaN or leave no token to draw")
-        self.row = row
 
 
 @attrs.define
@@ -69,9 +53,10 @@ class SamplerRow:
 class Sampled:
     """What was drawn for R rows.
 
-    ``tokens`` is [R] int64 on the logits' device. ``logprobs`` is [R] float32, NaN where not asked
-    for, or None if no row asked. ``top`` has R entries, empty where not asked for, or is None if no
-    row asked; tokens of probability 0 are left out of it.
+    ``tokens`` is [R] int64 on the logits' device, -1 for a row with no token to draw: its logits
+    hold NaN, or nothing is left unmasked. Such a row has no log-probabilities. ``logprobs`` is [R]
+    float32, NaN where not asked for, or None if no row asked. ``top`` has R entries, empty where
+    not asked for, or is None if no row asked; tokens of probability 0 are left out of it.
     """
 
     tokens: Tensor
@@ -94,24 +79,26 @@ class Sampler:
         self.processed_logprobs = processed_logprobs
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Sequence[SamplerRow], adjustment: Adjustment | None = None
+    ) -> Sampled:
         """Draw one token for every row.
 
         Args:
             logits: [R, vocab_size], float32 or a narrower float; overwritten.
             rows: R rows.
-
-        Raises:
-            UnusableLogits: a row has no token to draw.
+            adjustment: of the R rows, what is done to their logits in step 5.
         """
         params = [row.params for row in rows]
         asking = [i for i, p in enumerate(params) if p.logprobs >= 0]
         logits = logits.float().contiguous()
         reported = logits[asking] if asking and not self.processed_logprobs else None
         self._adjust(logits, rows)
+        if adjustment is not None:
+            _apply(logits, adjustment)
         best = _argmax(logits)
         peaks = logits.gather(1, best[:, None])
-        _handle_infinite_peaks(logits, peaks)
+        unusable = _handle_infinite_peaks(logits, peaks)
         random = [i for i, p in enumerate(params) if p.temperature > 0]
         if asking and reported is None:
             reported = logits[asking]
@@ -130,6 +117,8 @@ class Sampler:
                 for k, i in enumerate(asking):
                     if i in of_random:
                         reported[k] = weights[of_random[i]].log()
+        if unusable:
+            tokens = tokens.index_fill(0, self._index(unusable), -1)
         if reported is None:
             return Sampled(tokens)
         return _with_logprobs(tokens, reported, asking, params)
@@ -198,6 +187,22 @@ class _Touched:
         )
 
 
+def _apply(logits: Tensor, adjustment: Adjustment) -> None:
+    """Step 5: what the logits processors and the masks want, in place."""
+    if adjustment.bias is not None:
+        logits.add_(adjustment.bias)
+    if adjustment.bitmask is None:
+        return
+    words = adjustment.bitmask.cpu().numpy()
+    masked = np.flatnonzero((words != -1).any(axis=1))
+    # Unpacking bits byte by byte is what NumPy does fastest.
+    octets = words[masked].astype("<i4", copy=False).view(np.uint8)
+    allowed = np.unpackbits(octets, axis=1, bitorder="little", count=logits.shape[1])
+    banned = torch.from_numpy(allowed == 0).to(logits.device)
+    for row, tokens in zip(masked.tolist(), banned, strict=True):
+        logits[row].masked_fill_(tokens, -torch.inf)
+
+
 def _argmax(logits: Tensor) -> Tensor:
     """[R] int64: the first largest logit of each row; a NaN counts as the largest."""
     if logits.device.type == "cpu":
@@ -206,23 +211,27 @@ def _argmax(logits: Tensor) -> Tensor:
     return logits.argmax(dim=1)
 
 
-def _handle_infinite_peaks(logits: Tensor, peaks: Tensor) -> None:
+def _handle_infinite_peaks(logits: Tensor, peaks: Tensor) -> list[int]:
     """Make rows whose largest logit is +inf finite (their +inf tokens share all probability).
 
-    Raises:
-        UnusableLogits: a row's largest logit is NaN or -inf.
+    Returns the rows that have no token to draw, whose largest logit is NaN or -inf; all their
+    logits are 0 now, so that they don't disturb the others.
     """
+    unusable: list[int] = []
     if bool(peaks.isfinite().all()):
-        return
+        return unusable
     for i in (~peaks.isfinite()).nonzero()[:, 0].tolist():
-        if peaks[i] != torch.inf:
-            raise UnusableLogits(i)
-        logits[i] = torch.where(logits[i] == torch.inf, 0.0, -torch.inf)
+        if peaks[i] == torch.inf:
+            logits[i] = torch.where(logits[i] == torch.inf, 0.0, -torch.inf)
+        else:
+            logits[i] = 0.0
+            unusable.append(i)
         peaks[i] = 0.0
+    return unusable
 
 
 def _weights(logits: Tensor, peaks: Tensor, params: list[SamplerParams]) -> Tensor:
-    """Steps 6 to 9: [n, V] probabilities up to a factor per row, 1 for the most probable token.
+    """Steps 7 to 10: [n, V] probabilities up to a factor per row, 1 for the most probable token.
 
     Args:
         logits: [n, V] float32, overwritten.
@@ -236,111 +245,15 @@ def _weights(logits: Tensor, peaks: Tensor, params: list[SamplerParams]) -> Tens
     weights = scaled.exp()
     cut = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1]
     if cut:
-        _truncate(scaled, weights, params, cut)
+        truncate(scaled, weights, params, cut)
     if any(p.min_p > 0 for p in params):
         least = torch.tensor([p.min_p for p in params], device=device)
-        _drop_below(weights, weights, least)
+        drop_below(weights, weights, least)
     return weights
 
 
-def _truncate(scaled: Tensor, weights: Tensor, params: list[SamplerParams], cut: list[int]) -> None:
-    """Steps 7 and 8: zero the weights that top_k and top_p drop in the rows ``cut``, in place."""
-    rows, vocab_size = scaled.shape
-    device = scaled.device
-    top_k = torch.tensor([min(p.top_k, vocab_size) for p in params], device=device)
-    top_k[top_k <= 0] = vocab_size
-    top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)
-    totals = _block_sums(weights).sum(dim=1)
-    threshold = torch.full((rows,), -torch.inf, device=device)
-    ties = torch.full((rows,), vocab_size, device=device)
-    pending = torch.tensor(cut, device=device)
-    for width in (*(few for few in _FEW if few < vocab_size), vocab_size):
-        everything = len(pending) == rows
-        values = _largest(scaled if everything else scaled[pending], width)
-        found = _find_cut(values, vocab_size, totals[pending], top_k[pending], top_p[pending])
-        threshold[pending] = found.threshold
-        ties[pending] = found.ties
-        pending = pending[~found.sure]
-        if not len(pending):
-            break
-    _drop_below(weights, scaled, threshold)
-    for i in (ties < vocab_size).nonzero()[:, 0].tolist():
-        equal = (scaled[i] == threshold[i]).nonzero()[:, 0]
-        weights[i, equal[int(ties[i]) :]] = 0.0
-
-
-def _drop_below(weights: Tensor, values: Tensor, least: Tensor) -> None:
-    """Zero the weights [n, V] whose ``values`` are below their row's ``least`` [n], in place."""
-    # A comparison straight to float and a product are a tenth of masked_fill_'s time on a CPU.
-    weights.mul_(torch.ge(values, least[:, None], out=torch.empty_like(values)))
-
-
-def _largest(x: Tensor, width: int) -> Tensor:
-    """The ``width`` largest values of each row of ``x`` [n, V], descending."""
-    if width < x.shape[1]:
-        return x.topk(width, dim=1).values
-    if x.device.type == "cpu":
-        # NumPy sorts values alone with vector instructions; torch always carries indices along.
-        return torch.from_numpy(np.sort(x.numpy(), axis=1)).flip(1)
-    return x.sort(dim=1, descending=True).values
-
-
-@attrs.frozen
-class _Cut:
-    """For each row: keep what is above ``threshold`` and the first ``ties`` tokens equal to it.
-
-    A row that isn't ``sure`` needs more values than were given.
-    """
-
-    threshold: Tensor
-    ties: Tensor
-    sure: Tensor
-
-
-def _find_cut(
-    values: Tensor, vocab_size: int, totals: Tensor, top_k: Tensor, top_p: Tensor
-) -> _Cut:
-    """Where top_k and top_p cut, from the largest values alone.
-
-    Args:
-        values: [n, W] scaled logits, descending, the first being 0.
-        totals: [n] float64, the sum of exp over the whole row.
-        top_k: [n], from 1 to the vocabulary's size, which means off.
-        top_p: [n] float64, above 0; 1 means off.
-    """
-    width = values.shape[1]
-    complete = width == vocab_size
-    last = values[:, -1]
-    kth = values.gather(1, top_k.clamp(max=width)[:, None] - 1)[:, 0]
-    k_on, p_on = top_k < vocab_size, top_p < 1
-
-    kept_by_k = (values >= kth[:, None]) | ~k_on[:, None]
-    mass = torch.where(kept_by_k, values.exp().double(), 0.0).cumsum(dim=1)
-    whole = mass[:, -1] if complete else torch.where(k_on, mass[:, -1], totals)
-    before = (mass < (top_p * whole)[:, None]).sum(dim=1)
-    reached = before < width
-    pth = values.gather(1, before.clamp(max=width - 1)[:, None])[:, 0]
-
-    threshold = torch.where(p_on, pth, kth)
-    wanted = before + 1 - (values > threshold[:, None]).sum(dim=1)
-    present = (values == threshold[:, None]).sum(dim=1)
-    ends_inside = (last < threshold) | complete
-    ties = torch.where(p_on & ~((present == wanted) & ends_inside), wanted, vocab_size)
-    # Values equal to the last one may go on outside of `values`, and would count for top_p's whole.
-    k_sure = ~k_on | ((top_k <= width) & (~p_on | (kth > last)))
-    sure = (k_sure & (~p_on | reached)) | complete
-    return _Cut(threshold, ties, sure)
-
-
-def _block_sums(weights: Tensor) -> Tensor:
-    """[n, ceil(V / _BLOCK)] float64: the sums of successive blocks of each row."""
-    padding = -weights.shape[1] % _BLOCK
-    padded = functional.pad(weights, (0, padding)) if padding else weights
-    return padded.view(len(weights), -1, _BLOCK).sum(dim=2).double()
-
-
 def _draw(weights: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Step 10: two exponential races, between the blocks of the vocabulary and within the winner.
+    """Step 11: two exponential races, between the blocks of the vocabulary and within the winner.
 
     A race gives every candidate an exponential number of rate 1, divided by its weight; the
     smallest wins, with a probability proportional to its weight. Racing by blocks first costs a
@@ -353,10 +266,10 @@ def _draw(weights: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     Returns:
         [n] int64 tokens, each of a weight above 0.
     """
-    sums = _block_sums(weights)
+    sums = block_sums(weights)
     blocks = np.arange(sums.shape[1])
     block = _race(sums, rows, Purpose.BLOCK, blocks)
-    ids = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    ids = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)
     vocab_size = weights.shape[1]
     inside = weights.gather(1, ids.clamp(max=vocab_size - 1)).double()
     inside.masked_fill_(ids >= vocab_size, 0.0)
@@ -383,7 +296,7 @@ def _race(
 def _with_logprobs(
     tokens: Tensor, reported: Tensor, asking: list[int], params: list[SamplerParams]
 ) -> Sampled:
-    """The result with the log-probabilities of the rows ``asking``.
+    """The result with the log-probabilities of the rows ``asking``, where they have a token.
 
     Args:
         reported: [len(asking), V], logits of the distributions to report on.
@@ -391,16 +304,17 @@ def _with_logprobs(
     asked = torch.tensor(asking, device=tokens.device)
     normalizers = reported.logsumexp(dim=1)
     logprobs = torch.full(tokens.shape, torch.nan, device=tokens.device)
-    chosen = reported.gather(1, tokens[asked][:, None])[:, 0]
-    logprobs[asked] = chosen - normalizers
+    drawn = tokens[asked]
+    chosen = reported.gather(1, drawn.clamp(min=0)[:, None])[:, 0]
+    logprobs[asked] = torch.where(drawn >= 0, chosen - normalizers, torch.nan)
     nothing = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
     top: list[TopLogprobs] = [nothing] * len(params)
     most = min(max(params[i].logprobs for i in asking), reported.shape[1])
     if most > 0:
         least = reported.topk(most, dim=1).values
-        for k, i in enumerate(asking):
+        for k, (i, token) in enumerate(zip(asking, drawn.tolist(), strict=True)):
             count = min(params[i].logprobs, most)
-            if count > 0:
+            if count > 0 and token >= 0:
                 top[i] = _top_logprobs(reported[k], least[k, count - 1], normalizers[k], count)
     return Sampled(tokens, logprobs, top)
 

@@ -42,9 +42,11 @@ class Slot:
     prompt_length: int
     computed: int
     sampler: SamplerParams
+    prompt_logprobs_from: int = -1
+    """Position of the first prompt token whose log-probability is wanted; -1 if none is."""
     num_pages: int = 0
     stopped: bool = False
-    """Its last token is a stop id: nothing more is to be computed."""
+    """Its last token is a stop id, or there was none to draw: nothing more is to be computed."""
     _buffer: npt.NDArray[np.int32]
     _length: int
 
@@ -62,9 +64,12 @@ class Slot:
         return self._length - 1
 
     def settle(self, position: int, token: int) -> None:
-        """The token at ``position`` is known now: notice whether it ends the sequence."""
+        """The token at ``position`` is known now: notice whether it ends the sequence.
+
+        A negative one says that there was none to draw, which ends it too.
+        """
         self._buffer[position] = token
-        self.stopped = self.sampler.is_stop(token, position + 1 - self.prompt_length)
+        self.stopped = token < 0 or self.sampler.is_stop(token, position + 1 - self.prompt_length)
 
 
 @attrs.frozen(kw_only=True)
@@ -149,6 +154,8 @@ class SlotTable:
             raise PlanError(f"slot {number} is opened with lengths that don't fit", number)
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             raise PlanError(f"slot {number} has a token outside the vocabulary", number)
+        if 0 <= opened.prompt_logprobs_from <= opened.computed:
+            raise PlanError(f"slot {number} wants log-probabilities of what is computed", number)
         if number >= len(self.block_tables):
             missing = max(number + 1, 2 * len(self.block_tables)) - len(self.block_tables)
             self.block_tables = np.pad(self.block_tables, ((0, missing), (0, 0)))
@@ -160,6 +167,7 @@ class SlotTable:
             prompt_length=opened.prompt_length,
             computed=opened.computed,
             sampler=opened.sampler,
+            prompt_logprobs_from=opened.prompt_logprobs_from,
             buffer=buffer,
             length=len(tokens),
         )

@@ -9,6 +9,7 @@ import attrs
 import safetensors.torch
 import torch
 
+from gpu.adjustments import Adjuster, Adjustment
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu_executor import CpuExecutor
@@ -39,12 +40,17 @@ class RecordingSampler(Sampler):
 
     seen: dict[tuple[int, ...], torch.Tensor]
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplerRow],
+        adjustment: Adjustment | None = None,
+    ) -> Sampled:
         if not hasattr(self, "seen"):
             self.seen = {}
         for row, values in zip(rows, logits, strict=True):
             self.seen[tuple(int(token) for token in row.tokens)] = values.clone()
-        return super().sample(logits, rows)
+        return super().sample(logits, rows, adjustment)
 
 
 def make_attention(model: Decoder, *, page_size: int, num_pages: int) -> TorchCpuAttention:
@@ -70,6 +76,7 @@ def make_runner(
     num_pages: int = 64,
     max_num_batched_tokens: int = 256,
     sampler_class: type[RecordingSampler] = RecordingSampler,
+    adjuster: Adjuster | None = None,
 ) -> tuple[Runner, RecordingSampler]:
     """A runner for ``model``, and its sampler."""
     sampler = sampler_class(model.config.vocab_size, model.device)
@@ -80,7 +87,7 @@ def make_runner(
         vocab_size=model.config.vocab_size,
     )
     attention = make_attention(model, page_size=page_size, num_pages=num_pages)
-    executor = CpuExecutor(model, attention, sampler, slots)
+    executor = CpuExecutor(model, attention, sampler, slots, adjuster)
     return Runner(executor, slots, max_num_batched_tokens=max_num_batched_tokens), sampler
 
 
@@ -117,6 +124,7 @@ class PlanMaker:
         *,
         prompt_length: int | None = None,
         shared_pages: Sequence[int] = (),
+        prompt_logprobs_from: int = -1,
     ) -> None:
         """Open ``slot`` in the next plan; ``shared_pages`` hold its first tokens already."""
         computed = len(shared_pages) * self._page_size
@@ -130,6 +138,7 @@ class PlanMaker:
             computed=computed,
             pages=from_ints(shared_pages),
             sampler=params,
+            prompt_logprobs_from=prompt_logprobs_from,
         )
         self._opened.append(opened)
 

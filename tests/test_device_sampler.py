@@ -114,6 +114,24 @@ def test_what_the_kernels_are_not_made_for_is_refused(
         sampler(**changes)
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("bias", torch.zeros(2, 300)),
+        ("bias", torch.zeros(1, 300, dtype=torch.float64)),
+        ("bias", torch.zeros(1, 600)[:, ::2]),
+        ("bitmask", torch.zeros(1, 9, dtype=torch.int32)),
+        ("bitmask", torch.zeros(1, 10, dtype=torch.int64)),
+    ],
+)
+def test_masks_that_the_kernels_would_misread_are_refused(name: str, tensor: torch.Tensor) -> None:
+    drawing = sampler()
+    drawing.open(0, SamplerParams(), 0)
+    zeros = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"a {name} of .* is wanted"):
+        drawing.launch(torch.zeros(1, 300), zeros, zeros, **{name: tensor})
+
+
 def test_scratch_bytes_are_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     for name in ("empty", "zeros"):

@@ -31,25 +31,43 @@ SECONDS = 30
 class DeferredExecutor:
     """Draws ``100 * slot + position`` for every row, once :meth:`complete` lets a step end.
 
-    Like a GPU it doesn't look at the tokens on the host, of which the last may be unknown.
+    Like a GPU it doesn't look at the tokens on the host, of which the last may be unknown, but for
+    the slots in ``needing``: it draws their last token and 1, and defers a step till that is known.
     """
 
     completions: int = attrs.field(factory=lambda: os.eventfd(0, os.EFD_SEMAPHORE))
     unusable: set[tuple[int, int]] = attrs.field(factory=set)
     opened: list[int] = attrs.field(factory=list)
+    closed: list[int] = attrs.field(factory=list)
     submitted: list[list[tuple[int, int, int]]] = attrs.field(factory=list)
+    needing: set[int] = attrs.field(factory=set)
+    begun: list[str] = attrs.field(factory=list)
     error: Exception | None = None
+    sampling_error: Exception | None = None
 
     def open(self, slot: Slot) -> None:
         self.opened.append(slot.number)
+
+    def close(self, number: int) -> None:
+        self.closed.append(number)
 
     def submit(self, rows: Sequence[Row]) -> DeferredSubmission:
         if self.error is not None:
             raise self.error
         self.submitted.append([(row.slot.number, row.start, row.count) for row in rows])
-        drawing = [(row.slot.number, row.end) for row in rows if row.samples]
-        tokens = [-1 if at in self.unusable else 100 * at[0] + at[1] for at in drawing]
-        return DeferredSubmission(self.completions, tokens)
+        self.begun.append("forward")
+        submission = DeferredSubmission(self, [row for row in rows if row.samples])
+        waits = (row.slot for row in submission.rows if row.slot.number in self.needing)
+        if all(slot.tokens[-1] >= 0 for slot in waits):
+            submission.sample()
+        return submission
+
+    def draw(self, row: Row) -> int:
+        if (row.slot.number, row.end) in self.unusable:
+            return -1
+        if row.slot.number in self.needing:
+            return int(row.slot.tokens[-1]) + 1
+        return 100 * row.slot.number + row.end
 
     def complete(self, steps: int = 1) -> None:
         """Let so many more steps end."""
@@ -58,11 +76,23 @@ class DeferredExecutor:
 
 @attrs.define
 class DeferredSubmission:
-    completions: int
-    tokens: list[int]
+    executor: DeferredExecutor
+    rows: list[Row]
+    tokens: list[int] | None = None
+
+    @property
+    def deferred(self) -> bool:
+        return self.tokens is None
+
+    def sample(self) -> None:
+        if self.executor.sampling_error is not None:
+            raise self.executor.sampling_error
+        self.executor.begun.append("draw")
+        self.tokens = [self.executor.draw(row) for row in self.rows]
 
     def wait(self) -> Drawn:
-        os.eventfd_read(self.completions)
+        assert self.tokens is not None
+        os.eventfd_read(self.executor.completions)
         return Drawn(
             tokens=np.array(self.tokens, dtype=np.int32),
             logprobs=None,
@@ -91,6 +121,11 @@ def maker() -> PlanMaker:
         raise AssertionError("these tests submit and finish")
 
     return PlanMaker(no_step)
+
+
+def fail(_: object) -> Drawn:
+    """Instead of :meth:`DeferredSubmission.wait`, where the device has failed."""
+    raise RuntimeError("the device is gone")
 
 
 def given(result: wire.StepResult) -> list[list[int]]:
@@ -145,23 +180,41 @@ class TestRunner:
         assert runner.slots[0].tokens.tolist() == [7, 8, 9, 10, 4]
         assert executor.opened == [0, 0]
 
-    def test_a_row_without_a_token_spoils_the_plan_behind_it(
+    def test_a_row_without_a_token_is_its_own_affair(
         self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
     ) -> None:
         executor.unusable.add((1, 3))
         maker.open(1, [1, 2, 3])
+        maker.open(2, [1, 2])
+        runner.submit(maker.plan({1: 3, 2: 2}))
+        runner.submit(maker.plan({1: 1, 2: 1}))
+        executor.complete(3)
+        assert given(runner.finish()) == [[-1], [202]]
+        assert given(runner.finish()) == [[], [203]]
+        runner.submit(maker.plan({1: 1, 2: 1}))
+        assert given(runner.finish()) == [[], [204]]
+        assert executor.submitted[-1] == [(2, 3, 1)]
+
+    def test_a_step_that_fails_spoils_the_one_behind_it(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        maker.open(1, [1, 2, 3])
         runner.submit(maker.plan({1: 3}))
         runner.submit(maker.plan({1: 1}))
         executor.complete(2)
-        with pytest.raises(PlanError, match="slot 1: the model's logits") as caught:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(RuntimeError, match="the device is gone"),
+        ):
+            patch.setattr(DeferredSubmission, "wait", fail)
             runner.finish()
-        assert caught.value.slot == 1
         with pytest.raises(PlanError, match="the plan before this one failed"):
             runner.finish()
         with pytest.raises(PlanError, match="no Reset has come"):
             runner.submit(maker.plan({}))
         runner.reset(9)
         assert runner.num_pending == len(runner.slots) == 0
+        assert executor.closed == [1]
 
     def test_a_plan_that_is_refused_leaves_the_one_before_it(
         self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
@@ -186,6 +239,96 @@ class TestRunner:
         with pytest.raises(BlockingIOError):
             os.set_blocking(executor.completions, False)
             os.eventfd_read(executor.completions)
+
+
+class TestDeferredDraws:
+    """Slot 2 needs its last token before the next can be drawn."""
+
+    @pytest.fixture(autouse=True)
+    def needing(self, executor: DeferredExecutor, maker: PlanMaker) -> None:
+        executor.needing.add(2)
+        maker.open(2, [1, 2, 3])
+
+    def test_they_begin_when_the_step_before_is_finished(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        maker.open(1, [1, 2])
+        both = {2: 1, 1: 1}
+        runner.submit(maker.plan({2: 3, 1: 2}))
+        assert runner.accepts
+        runner.submit(maker.plan(both))
+        assert not runner.accepts
+        assert executor.begun == ["forward", "draw", "forward"]
+        executor.complete(3)
+        assert given(runner.finish()) == [[4], [102]]
+        assert executor.begun == ["forward", "draw", "forward", "draw"]
+        assert runner.accepts
+        assert runner.slots[2].tokens.tolist() == [1, 2, 3, 4, -1]
+        runner.submit(maker.plan(both))
+        assert given(runner.finish()) == [[5], [103]]
+        assert given(runner.finish()) == [[6], [104]]
+        assert runner.slots[2].tokens.tolist() == [1, 2, 3, 4, 5, 6]
+
+    def test_a_step_without_such_rows_goes_ahead(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        maker.open(1, [1, 2])
+        runner.submit(maker.plan({2: 3, 1: 2}))
+        runner.submit(maker.plan({1: 1}))
+        assert runner.accepts
+        executor.complete(3)
+        assert given(runner.finish()) == [[4], [102]]
+        runner.submit(maker.plan({2: 1}))  # its token has been known for a step
+        assert executor.begun == ["forward", "draw"] * 3
+        assert [given(runner.finish()) for _ in range(2)] == [[[103]], [[5]]]
+
+    def test_a_row_that_has_stopped_is_drawn_for_nothing(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        executor.needing.add(3)
+        maker.open(3, [1, 2, 3], SamplerParams(stop_ids=[4]))
+        runner.submit(maker.plan({3: 3}))
+        runner.submit(maker.plan({3: 1}))
+        assert not runner.accepts
+        executor.complete(2)
+        assert given(runner.finish()) == [[4]]
+        assert given(runner.finish()) == [[]]
+
+    def test_an_error_is_that_of_the_plan_whose_draws_they_are(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        runner.submit(maker.plan({2: 3}))
+        runner.submit(maker.plan({2: 1}))
+        executor.sampling_error = ValueError("no mask")
+        executor.complete()
+        assert given(runner.finish()) == [[4]]
+        assert not runner.accepts  # but its result doesn't keep anybody waiting
+        with pytest.raises(ValueError, match="no mask"):
+            runner.finish()
+        with pytest.raises(PlanError, match="no Reset has come"):
+            runner.submit(maker.plan({}))
+
+    @pytest.mark.parametrize("finish", [False, True])
+    def test_behind_a_step_that_fails_they_never_begin(
+        self,
+        executor: DeferredExecutor,
+        runner: Runner,
+        maker: PlanMaker,
+        monkeypatch: pytest.MonkeyPatch,
+        finish: bool,
+    ) -> None:
+        runner.submit(maker.plan({2: 3}))
+        runner.submit(maker.plan({2: 1}))
+        monkeypatch.setattr(DeferredSubmission, "wait", fail)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            runner.finish()
+        if finish:
+            with pytest.raises(PlanError, match="the plan before this one failed"):
+                runner.finish()
+        monkeypatch.undo()
+        runner.reset(1)
+        assert (runner.accepts, runner.num_pending) == (True, 0)
+        assert executor.begun == ["forward", "draw", "forward"]
 
 
 class TestWorker:
@@ -233,6 +376,22 @@ class TestWorker:
         assert isinstance(second, wire.StepResult)
         assert (first.number, given(first)) == (1, [[203]])
         assert (second.number, given(second)) == (2, [[204]])
+
+    def test_a_plan_waits_while_the_draws_of_the_one_before_are_deferred(
+        self, socket: pynng.Pair0, executor: DeferredExecutor, maker: PlanMaker
+    ) -> None:
+        executor.needing.add(2)
+        maker.open(2, [1, 2, 3])
+        for rows in ({2: 3}, {2: 1}, {2: 1}, {2: 1}):
+            socket.send(wire.encode(maker.plan(rows)))
+        tokens = []
+        for _ in range(4):
+            executor.complete()
+            result = wire.decode(socket.recv())
+            assert isinstance(result, wire.StepResult)
+            tokens += given(result)
+        assert tokens == [[4], [5], [6], [7]]
+        assert executor.begun == ["forward", "draw", *["forward", "draw"] * 3]
 
     def test_a_refused_plan_is_answered_after_the_one_before_it(
         self, socket: pynng.Pair0, executor: DeferredExecutor, maker: PlanMaker

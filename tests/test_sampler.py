@@ -13,7 +13,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gpu.sampler import Sampled, Sampler, SamplerRow, UnusableLogits
+from gpu.adjustments import Adjustment
+from gpu.sampler import Sampled, Sampler, SamplerRow
 from trioserve.sampling import SamplerParams
 
 Floats = npt.NDArray[np.float64]
@@ -363,26 +364,98 @@ def test_extreme_logits_never_give_a_masked_token(
         sampler = Sampler(len(logits), "cpu", processed_logprobs=processed)
         rows = [SamplerRow(params, [0], 1) for _ in range(4)]
         batch = torch.tensor(logits).repeat(4, 1)
-        try:
-            tokens = sampler.sample(batch, rows).tokens.tolist()
-        except UnusableLogits:
-            # The penalty may push the only finite logit to -inf.
-            assert repetition == 1e300
-            continue
-        for token in tokens:
+        for token in sampler.sample(batch, rows).tokens.tolist():
+            if token == -1:  # the penalty may push the only finite logit to -inf
+                assert repetition == 1e300
+                continue
             assert 0 <= token < len(logits)
             assert logits[token] > -math.inf
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_rows_without_a_token_are_named(temperature: float, bad: float) -> None:
-    logits = torch.zeros(3, 5)
+@pytest.mark.parametrize("processed", [False, True])
+def test_a_row_without_a_token_disturbs_nobody(
+    temperature: float, bad: float, processed: bool
+) -> None:
+    sampler = Sampler(50, "cpu", processed_logprobs=processed)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    params = SamplerParams(temperature=temperature, top_k=7, min_p=0.1, logprobs=3)
+    rows = [SamplerRow(params, [1] * i, 0) for i in range(4)]
+    wanted = sampler.sample(logits.clone(), rows)
     logits[1] = bad
-    rows = [SamplerRow(SamplerParams(temperature=temperature), [], 0) for _ in range(3)]
-    with pytest.raises(UnusableLogits) as caught:
-        Sampler(5, "cpu").sample(logits, rows)
-    assert caught.value.row == 1
+    logits[2] = bad
+    sampled = sampler.sample(logits, rows)
+    assert sampled.tokens.tolist() == [wanted.tokens[0], -1, -1, wanted.tokens[3]]
+    assert sampled.logprobs is not None
+    assert wanted.logprobs is not None
+    assert sampled.top is not None
+    assert wanted.top is not None
+    assert sampled.logprobs[[0, 3]].tolist() == wanted.logprobs[[0, 3]].tolist()
+    assert bool(sampled.logprobs[[1, 2]].isnan().all())
+    assert [len(ids) for ids, _ in sampled.top] == [3, 0, 0, 3]
+    for i in (0, 3):
+        assert sampled.top[i][0].tolist() == wanted.top[i][0].tolist()
+
+
+# -- step 5
+
+
+def masks(allowed: Sequence[Sequence[int] | None], vocab_size: int) -> torch.Tensor:
+    """[R, ceil(V / 32)] int32: the bits of the ids that each row allows; None for all."""
+    bits = np.zeros((len(allowed), -(-vocab_size // 32) * 32), dtype=np.uint8)
+    for row, ids in zip(bits, allowed, strict=True):
+        row[slice(None) if ids is None else list(ids)] = 1
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
+@pytest.mark.parametrize("vocab_size", [31, 32, 33, 300])
+def test_bias_and_mask_come_behind_the_penalties(vocab_size: int) -> None:
+    """Against the reference, with the two in the place that step 5 has."""
+    generator = np.random.default_rng(vocab_size)
+    logits = generator.normal(0.0, 3.0, vocab_size)
+    bias = generator.normal(0.0, 3.0, vocab_size).astype(np.float32)
+    ids = [1, 3, 5, 7, vocab_size - 1]
+    params = SamplerParams(
+        logit_bias={3: 2.0}, repetition_penalty=1.7, frequency_penalty=0.5, logprobs=vocab_size
+    )
+    x = adjusted(logits, params, PROMPT + OUTPUT, len(PROMPT)) + bias
+    x[[i for i in range(vocab_size) if i not in ids]] = -np.inf
+    wanted = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+    tokens = np.array(PROMPT + OUTPUT)
+    sampled = Sampler(vocab_size, "cpu", processed_logprobs=True).sample(
+        torch.tensor(logits, dtype=torch.float32)[None],
+        [SamplerRow(params, tokens, len(PROMPT))],
+        Adjustment(torch.from_numpy(bias)[None], masks([ids], vocab_size)),
+    )
+    assert sampled.top is not None
+    found = np.zeros(vocab_size)
+    found[sampled.top[0][0]] = np.exp(sampled.top[0][1].astype(np.float64))
+    assert np.allclose(found, wanted, atol=1e-6)
+    assert int(sampled.tokens[0]) in ids
+
+
+def test_masks_of_some_rows() -> None:
+    logits = torch.arange(40.0).repeat(4, 1)
+    rows = [SamplerRow(SamplerParams(temperature=0.0), [], 0) for _ in range(4)]
+    bitmask = masks([None, [3, 33], [], [0]], 40)
+    sampled = Sampler(40, "cpu").sample(logits, rows, Adjustment(bitmask=bitmask))
+    assert sampled.tokens.tolist() == [39, 33, -1, 0]
+
+
+def test_log_probabilities_are_those_before_the_adjustment() -> None:
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
+    params = SamplerParams(temperature=0.0, logprobs=1)
+    bias = torch.zeros(1, 40)
+    bias[0, 6] = 50.0
+    raw = logits.log_softmax(dim=1)[0]
+    row = SamplerRow(params, [], 0)
+    sampled = Sampler(40, "cpu").sample(logits, [row], Adjustment(bias))
+    assert sampled.tokens.tolist() == [6]
+    assert sampled.logprobs is not None
+    assert sampled.top is not None
+    assert float(sampled.logprobs[0]) == pytest.approx(float(raw[6]), abs=1e-5)
+    assert sampled.top[0][0].tolist() == [int(raw.argmax())]
 
 
 def test_a_token_of_weight_zero_is_never_drawn() -> None:

@@ -1,4 +1,4 @@
-// draw_tokens.cu - steps 5 to 10 of trioserve/sampling.py: one token for every row.
+// draw_tokens.cu - steps 6 to 11 of trioserve/sampling.py: one token for every row.
 //
 // From the blocks' statistics that scan_logits.cu left. A greedy row takes the first largest logit.
 // For the others, candidates.cuh finds where top_k, top_p and min_p cut, as the `end` of the kept
@@ -92,7 +92,7 @@ DEVICE u64 end_of_min_p(float min_p) {
   return end_after(kept);
 }
 
-// Steps 7 to 9: the end of the kept ranks. sums[b] becomes the mass of block b's kept tokens, and
+// Steps 8 to 10: the end of the kept ranks. sums[b] becomes the mass of block b's kept tokens, and
 // `total` that of all.
 DEVICE u64 truncate(Candidates& candidates, const SlotRecord& record, const float2* stats,
                     int vocab_size, u64& total) {
@@ -107,20 +107,20 @@ DEVICE u64 truncate(Candidates& candidates, const SlotRecord& record, const floa
     sum += candidates.sums[b];
   }
   total = sum_over_block(sum, candidates.scratch);
-  const u64 end_of_9 = end_of_min_p(record.min_p);
-  u64 end = end_of_9;
+  const u64 end_of_10 = end_of_min_p(record.min_p);
+  u64 end = end_of_10;
   if (!top_k && !top_p && record.min_p == 0.f) return end;
 
   candidates.rank_blocks(stats);
   // With both on, tokens that min_p drops count for the share of top_p.
   if (top_k && top_p) end = end_of_min_p(0.f);
 #pragma unroll 1
-  for (int step = 7; step <= 9; step++) {
-    if (step == 7 ? !top_k : step == 8 ? !top_p : end <= end_of_9 && (top_k || top_p)) continue;
-    if (step < 9) {
-      const Amount amount = step == 7 ? TOKENS : MASS;
+  for (int step = 8; step <= 10; step++) {
+    if (step == 8 ? !top_k : step == 9 ? !top_p : end <= end_of_10 && (top_k || top_p)) continue;
+    if (step < 10) {
+      const Amount amount = step == 8 ? TOKENS : MASS;
       u64 target = record.top_k, guess = end;
-      if (step == 7) {
+      if (step == 8) {
         guess = end = candidates.bound_tokens(record.top_k, end);
       } else {
         target = static_cast<u64>(ceil(record.top_p * static_cast<double>(total)));
@@ -128,9 +128,9 @@ DEVICE u64 truncate(Candidates& candidates, const SlotRecord& record, const floa
         if (!top_k) guess = candidates.guess_mass(target, end);
       }
       const u64 last = candidates.select(amount, target, end, guess);
-      end = step == 7 ? end_after(size_of(last)) : last + 1;  // top_k keeps ties
+      end = step == 8 ? end_after(size_of(last)) : last + 1;  // top_k keeps ties
     }
-    if (step == 9) end = end_of_9;
+    if (step == 10) end = end_of_10;
     total = candidates.sum_blocks(end);
   }
   return end;

@@ -4,10 +4,10 @@
 // The sampler of one step is four launches over the same Parameters, in this order:
 //   mark_tokens   note which tokens a bias, a penalty or a mask touches, and count them
 //   scan_logits   steps 2 to 4 of trioserve/sampling.py; largest and sum of each block of tokens
-//   draw_tokens   steps 5 to 10, from the blocks' statistics and the few blocks that matter
+//   draw_tokens   steps 6 to 11, from the blocks' statistics and the few blocks that matter
 //   top_logprobs  the most probable tokens of the rows that ask for them
-// Between steps 4 and 5 come an optional bias for every token (added) and an optional bitmask (a 0
-// bit is -inf), which belong to the row and not to the slot's parameters.
+// Step 5 is an optional bias for every token (added) and an optional bitmask (a 0 bit is -inf),
+// which belong to the row and not to the slot's parameters.
 #pragma once
 #include "hardware.cuh"
 

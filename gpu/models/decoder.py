@@ -101,9 +101,12 @@ class Decoder:
             h = operations.add_rms_norm(layer.down(gated), residual, norms[index + 1], eps)
         return h
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] float32 that follow from rows [R, E] of :meth:`forward`'s result."""
-        return self._head.in_float32(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits [R, V] float32 that follow from rows [R, E] of :meth:`forward`'s result.
+
+        They are written to ``out``, if given.
+        """
+        return self._head.in_float32(hidden, out)
 
 
 def _layer(config: ModelConfig, tensors: _Tensors, index: int) -> _Layer:

@@ -10,6 +10,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from gpu.adjustments import Adjuster
 from gpu.assembly import ServingLimits, assemble
 from gpu.attention import StepLayout
 from gpu.cuda_executor import CudaExecutor
@@ -50,6 +51,7 @@ class Server:
         dtype: torch.dtype = torch.bfloat16,
         graphs: bool = False,
         max_num_seqs: int = 4,
+        adjuster: Adjuster | None = None,
         **limits: Any,
     ) -> Server:
         taped = TapedLoader(loader)
@@ -75,7 +77,7 @@ class Server:
             **limits,
         }
         timeline, capturer = _timeline_and_capturer(taped)
-        executor, slots = assemble(taped, model, ServingLimits(**fields), timeline)
+        executor, slots = assemble(taped, model, ServingLimits(**fields), timeline, adjuster)
         if graphs:
             executor.capture(capturer, max_num_seqs, lambda done, total: None)
         runner = Runner(executor, slots, max_num_batched_tokens=fields["max_num_batched_tokens"])

@@ -1,0 +1,95 @@
+"""What open slots ask for besides a draw: adjusted logits, and log-probabilities of given tokens.
+
+Every step asks whether one of its rows wants any of it, so who does is kept in sets: they are empty
+where nobody does, and plain steps cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from gpu.adjustments import Adjuster, Adjustment
+from gpu.prompt_logprobs import PromptSpan
+from gpu.slots import UNKNOWN_TOKEN, Row, Slot
+
+__all__ = ["SlotExtras"]
+
+
+class SlotExtras:
+    """The slots that ask for more than a draw, and the ``adjuster`` of their logits."""
+
+    def __init__(self, adjuster: Adjuster) -> None:
+        self._adjuster = adjuster
+        self._adjusted: set[int] = set()
+        self._naming: set[int] = set()  # have logprob_token_ids
+        self._prompts: set[int] = set()  # want log-probabilities of their prompts
+
+    def open(self, slot: Slot) -> None:
+        """See :meth:`gpu.executor.Executor.open`."""
+        self._forget(slot.number)
+        self._adjuster.open(slot)
+        if self._adjuster.adjusts(slot):
+            self._adjusted.add(slot.number)
+        if slot.sampler.logprob_token_ids and slot.sampler.logprobs >= 0:
+            self._naming.add(slot.number)
+        if slot.prompt_logprobs_from >= 0:
+            self._prompts.add(slot.number)
+
+    def close(self, number: int) -> None:
+        """See :meth:`gpu.executor.Executor.close`."""
+        self._forget(number)
+        self._adjuster.close(number)
+
+    def adjusts(self, rows: Sequence[Row]) -> bool:
+        """Whether the logits of one of ``rows`` are adjusted before its draw."""
+        return bool(self._adjusted) and any(row.slot.number in self._adjusted for row in rows)
+
+    def waits(self, rows: Sequence[Row]) -> bool:
+        """Whether one of the adjustments of ``rows`` needs a token that isn't known yet."""
+        return bool(self._adjusted) and any(
+            row.slot.number in self._adjusted
+            and row.slot.tokens[-1] == UNKNOWN_TOKEN
+            and self._adjuster.needs_last_token(row.slot)
+            for row in rows
+        )
+
+    def adjustment(self, logits: Tensor, rows: Sequence[Row]) -> Adjustment:
+        """What to do to the ``logits`` [S, V] of ``rows``, whose tokens are known as needed."""
+        return self._adjuster.adjustment(logits, [row.slot for row in rows])
+
+    def named_ids(self, rows: Sequence[Row]) -> dict[int, list[int]]:
+        """Which of ``rows`` report the log-probabilities of which ids that their requests name."""
+        if not self._naming:
+            return {}
+        return {
+            i: row.slot.sampler.logprob_token_ids
+            for i, row in enumerate(rows)
+            if row.slot.number in self._naming
+        }
+
+    def prompt_spans(
+        self, rows: Sequence[Row], first_hidden: npt.NDArray[np.integer]
+    ) -> list[PromptSpan]:
+        """The prompt tokens that ``rows`` report on.
+
+        ``first_hidden[i]`` is the index of row i's first hidden state in the step.
+        """
+        spans: list[PromptSpan] = []
+        if not self._prompts:
+            return spans
+        for row, first in zip(rows, first_hidden, strict=True):
+            slot = row.slot
+            start = max(row.start + 1, slot.prompt_logprobs_from)
+            stop = min(row.end + 1, slot.prompt_length)
+            if slot.number in self._prompts and start < stop:
+                hidden = int(first) + start - 1 - row.start
+                spans.append(PromptSpan(slot=slot, start=start, stop=stop, first_hidden=hidden))
+        return spans
+
+    def _forget(self, number: int) -> None:
+        for numbers in (self._adjusted, self._naming, self._prompts):
+            numbers.discard(number)

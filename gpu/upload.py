@@ -1,0 +1,25 @@
+"""Small arrays on their way to the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["staged", "upload"]
+
+
+def staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """``array`` where a copy to ``device`` may start without waiting for the step in its stream.
+
+    That is pinned memory, which torch keeps until the copy is done.
+    """
+    host = torch.from_numpy(array)
+    return host.pin_memory() if device.type == "cuda" else host
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy of ``array`` on ``device``, in the order of the current stream."""
+    return staged(array, device).to(device, non_blocking=True)

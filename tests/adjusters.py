@@ -1,0 +1,73 @@
+"""An :class:`gpu.adjustments.Adjuster` for tests, whose masks depend on the last token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from gpu.adjustments import Adjustment
+from gpu.slots import Slot
+from trioserve.sampling import SamplerParams
+
+__all__ = ["CLASSES", "ToyAdjuster", "chained", "follows"]
+
+CLASSES = 7
+
+
+def follows(token: int, last: int) -> bool:
+    """Whether a chained sequence may have ``token`` behind ``last``."""
+    return token % CLASSES == (3 * last + 1) % CLASSES
+
+
+def chained(params: SamplerParams, **changes: Any) -> SamplerParams:
+    """``params`` of a sequence each of whose tokens must :func:`follows` the one before."""
+    return attrs.evolve(params, extra_args={"chain": True, **changes})
+
+
+@attrs.define
+class ToyAdjuster:
+    """Reads ``extra_args``.
+
+    ``chain``: only tokens that :func:`follows` the last; ``length``: after so many tokens of output
+    nothing may follow; ``bias``: added to the logits of even tokens.
+    """
+
+    vocab_size: int
+    log: list[str] = attrs.field(factory=list)
+    """What was opened and closed."""
+
+    def open(self, slot: Slot) -> None:
+        self.log.append(f"open {slot.number}")
+
+    def close(self, number: int) -> None:
+        self.log.append(f"close {number}")
+
+    def adjusts(self, slot: Slot) -> bool:
+        return bool(slot.sampler.extra_args)
+
+    def needs_last_token(self, slot: Slot) -> bool:
+        return "chain" in slot.sampler.extra_args
+
+    def adjustment(self, logits: torch.Tensor, slots: Sequence[Slot]) -> Adjustment:
+        assert logits.shape == (len(slots), self.vocab_size)
+        bias = np.zeros(logits.shape, dtype=np.float32)
+        allowed = np.ones((len(slots), -(-self.vocab_size // 32) * 32), dtype=np.uint8)
+        for row, slot in enumerate(slots):
+            args = slot.sampler.extra_args
+            bias[row, ::2] = args.get("bias", 0.0)
+            if "chain" in args and not slot.stopped:
+                tokens = slot.tokens.tolist()
+                assert min(tokens) >= 0, "an adjustment was made before its token was known"
+                if len(tokens) - slot.prompt_length >= args.get("length", 1000):
+                    allowed[row] = 0
+                ids = np.arange(allowed.shape[1])
+                allowed[row] &= ids % CLASSES == (3 * tokens[-1] + 1) % CLASSES
+        bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+        return Adjustment(
+            bias=torch.from_numpy(bias).to(logits.device),
+            bitmask=torch.from_numpy(bits).to(logits.device),
+        )
