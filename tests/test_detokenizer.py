@@ -298,6 +298,13 @@ async def test_a_stop_regex_that_takes_too_long_is_the_request_s_error() -> None
     assert case.delivered == case.aborts
 
 
+def test_outputs_share_the_time_for_stop_regexes() -> None:
+    case = delivery(stop_regex="x", sequences=3)
+    case.give(letters("a"), index=1)
+    budgets = {id(sequence.delivery._matcher._budget) for sequence in case.request.sequences}
+    assert len(budgets) == 1
+
+
 def test_sequences_are_decoded_apart_and_the_stream_ends_with_the_last() -> None:
     case = delivery(sequences=2, stop="!")
     case.give(letters("你")[:2], index=0)

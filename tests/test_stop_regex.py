@@ -15,7 +15,9 @@ from trioserve.stop_regex import (
     MAX_MATCH_CHARACTERS,
     SEARCH_SECONDS,
     SECONDS_AT_FIRST,
+    SECONDS_PER_PIECE,
     RegexStopMatcher,
+    SearchBudget,
     check_stop_regex,
 )
 from trioserve.stop_strings import StopMatcher
@@ -68,6 +70,10 @@ def reference(
     return text, None
 
 
+def matcher_of(stops: list[str], patterns: list[str], *, include: bool = False) -> RegexStopMatcher:
+    return RegexStopMatcher(stops, patterns, SearchBudget(), include=include)
+
+
 def run(
     matcher: RegexStopMatcher | StopMatcher, pieces: list[str], armed_from: int = 0
 ) -> tuple[str, str | None]:
@@ -96,7 +102,7 @@ def test_the_earliest_token_with_a_match_in_the_whole_text_wins(
 ) -> None:
     assume(not any(map(may_be_empty, patterns)))
     check_stop_regex(patterns)
-    matcher = RegexStopMatcher(stops, patterns, include=include)
+    matcher = matcher_of(stops, patterns, include=include)
     text, stop = run(matcher, pieces, armed_from)
     expected = reference(pieces, stops, patterns, include=include, armed_from=armed_from)
     if expected[1] is not None and (include or any("$" in pattern for pattern in patterns)):
@@ -111,7 +117,7 @@ def test_the_earliest_token_with_a_match_in_the_whole_text_wins(
 def test_regexes_of_plain_letters_are_stop_strings(
     pieces: list[str], stops: list[str], include: bool, armed_from: int, as_regex: bool
 ) -> None:
-    ours = RegexStopMatcher([] if as_regex else stops, stops if as_regex else [], include=include)
+    ours = matcher_of([] if as_regex else stops, stops if as_regex else [], include=include)
     expected = run(StopMatcher(stops, include=include), pieces, armed_from)
     assert run(ours, pieces, armed_from) == expected
 
@@ -121,33 +127,33 @@ def sent_after_each(matcher: RegexStopMatcher, pieces: list[str]) -> list[str]:
 
 
 def test_what_may_become_a_match_is_held_back_and_nothing_else() -> None:
-    matcher = RegexStopMatcher([], [r"\n\d+\."])
+    matcher = matcher_of([], [r"\n\d+\."])
     pieces = ["one", "\n", "1", "2", " two\n", "3", ".x"]
     assert sent_after_each(matcher, pieces) == [
         *("one", "one", "one", "one", "one\n12 two", "one\n12 two", "one\n12 two")
     ]
-    assert RegexStopMatcher([], ["a+"], include=True).feed("xaab") == ("xaa", "a+")
+    assert matcher_of([], ["a+"], include=True).feed("xaab") == ("xaa", "a+")
 
 
 def test_the_first_to_end_wins_and_a_stop_string_before_a_regex() -> None:
-    assert RegexStopMatcher(["long stop"], ["st"]).feed("a long stop") == ("a long ", "st")
-    assert RegexStopMatcher(["stop"], ["st.p"]).feed("a stop") == ("a ", "stop")
-    assert RegexStopMatcher(["op"], ["stop"]).feed("a stop") == ("a ", "stop")
+    assert matcher_of(["long stop"], ["st"]).feed("a long stop") == ("a long ", "st")
+    assert matcher_of(["stop"], ["st.p"]).feed("a stop") == ("a ", "stop")
+    assert matcher_of(["op"], ["stop"]).feed("a stop") == ("a ", "stop")
 
 
 def test_an_assertion_at_the_text_s_end_is_found_even_so() -> None:
     # At the end of "so" the pattern can't match and doesn't say that it may: "so" is sent.
-    matcher = RegexStopMatcher([], [r"so\Bme"])
+    matcher = matcher_of([], [r"so\Bme"])
     assert matcher.feed("so") == ("so", None)
     assert matcher.feed("me") == ("", r"so\Bme")
 
 
 def test_a_match_has_a_longest_length() -> None:
-    matcher = RegexStopMatcher([], ["(?s)<.*>"])
+    matcher = matcher_of([], ["(?s)<.*>"])
     inside = "<" + "x" * (MAX_MATCH_CHARACTERS - 2)
     assert matcher.feed(inside) == ("", None)
     assert matcher.feed(">") == ("", "(?s)<.*>")
-    matcher = RegexStopMatcher([], ["(?s)<.*>"])
+    matcher = matcher_of([], ["(?s)<.*>"])
     assert matcher.feed(inside) == ("", None)
     assert matcher.feed("yz") == ("<", None)
     for _ in range(200):
@@ -157,7 +163,7 @@ def test_a_match_has_a_longest_length() -> None:
 
 
 def test_a_text_that_was_cut_off_has_no_new_beginning() -> None:
-    matcher = RegexStopMatcher([], ["^x", "(?<!-)y"])
+    matcher = matcher_of([], ["^x", "(?<!-)y"])
     for _ in range(5000):
         assert matcher.feed("x" if _ else "-")[1] is None
     for _ in range(300):
@@ -198,7 +204,7 @@ def test_usual_patterns_pass() -> None:
 
 
 def test_a_pattern_that_takes_for_ever_ends_its_request_soon() -> None:
-    matcher = RegexStopMatcher([], ["(a|aa)+$b"])
+    matcher = matcher_of([], ["(a|aa)+$b"])
     started = time.perf_counter()
     with pytest.raises(InvalidRequest, match="takes too long to search for") as caught:
         matcher.feed("a" * 60 + "c")
@@ -208,7 +214,7 @@ def test_a_pattern_that_takes_for_ever_ends_its_request_soon() -> None:
 
 
 def test_searches_that_are_slow_together_end_their_request_too() -> None:
-    matcher = RegexStopMatcher([], [r"(a.*b){2}\d"])
+    matcher = matcher_of([], [r"(a.*b){2}\d"])
     pieces = 0
     with pytest.raises(InvalidRequest, match="takes too long"):
         while True:
@@ -216,3 +222,14 @@ def test_searches_that_are_slow_together_end_their_request_too() -> None:
             pieces += 1
             assert pieces < 10_000
     assert pieces > SECONDS_AT_FIRST / SEARCH_SECONDS
+
+
+def test_the_outputs_of_a_request_have_one_budget() -> None:
+    budget = SearchBudget()
+    first, second = (RegexStopMatcher([], ["(a|aa)+$b"], budget) for _ in range(2))
+    assert first.feed("a" * 20 + "c") == ("a" * 20 + "c", None)
+    spent = SECONDS_AT_FIRST + SECONDS_PER_PIECE - budget.seconds
+    assert 0 < spent < SECONDS_AT_FIRST
+    budget.seconds = -1.0
+    with pytest.raises(InvalidRequest, match="takes too long"):
+        second.feed("a")

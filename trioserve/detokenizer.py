@@ -31,9 +31,9 @@ import trio
 
 from trioserve.errors import EngineError, InvalidRequest, SlowReader
 from trioserve.incremental import IncrementalDecoder
-from trioserve.request import Finish, FinishReason, Sequence, SequenceOutput
+from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput
 from trioserve.sampling import SamplingParams
-from trioserve.stop_regex import RegexStopMatcher
+from trioserve.stop_regex import RegexStopMatcher, SearchBudget
 from trioserve.stop_strings import StopMatcher
 from trioserve.stream import Chunk
 from trioserve.tokenizer import Tokenizer
@@ -52,17 +52,23 @@ class OutputText:
     _num_tokens: int = 0
 
     @classmethod
-    def of(cls, sequence: Sequence, tokenizer: Tokenizer) -> OutputText:
-        """What a sequence's parameters ask for, with nothing taken yet."""
-        params = sequence.request.params
-        decoder = tokenizer.incremental_decoder(
-            sequence.request.prompt_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-        )
-        return cls(
-            decoder, _matcher_of(params), params.min_tokens, params.include_stop_str_in_output
-        )
+    def all_of(cls, request: Request, tokenizer: Tokenizer) -> list[OutputText]:
+        """One for each of the request's sequences, with nothing taken yet."""
+        params = request.params
+        budget = SearchBudget()
+        return [
+            cls(
+                tokenizer.incremental_decoder(
+                    request.prompt_ids,
+                    skip_special_tokens=params.skip_special_tokens,
+                    spaces_between_special_tokens=params.spaces_between_special_tokens,
+                ),
+                _matcher_of(params, budget),
+                params.min_tokens,
+                params.include_stop_str_in_output,
+            )
+            for _ in request.sequences
+        ]
 
     def take(
         self, token_ids: tuple[int, ...], finish: Finish | None
@@ -115,10 +121,12 @@ class OutputText:
         return None
 
 
-def _matcher_of(params: SamplingParams) -> StopMatcher | RegexStopMatcher | None:
+def _matcher_of(
+    params: SamplingParams, budget: SearchBudget
+) -> StopMatcher | RegexStopMatcher | None:
     include = params.include_stop_str_in_output
     if params.stop_regex:
-        return RegexStopMatcher(params.stop, params.stop_regex, include=include)
+        return RegexStopMatcher(params.stop, params.stop_regex, budget, include=include)
     return StopMatcher(params.stop, include=include) if params.stop else None
 
 
@@ -161,7 +169,7 @@ class Detokenizer:
         if sequence.delivered:
             return
         if sequence.delivery is None:
-            sequence.delivery = OutputText.of(sequence, self._tokenizer)
+            self._open(sequence.request)
         try:
             text, num_tokens, finish = sequence.delivery.take(output.token_ids, output.finish)
         except InvalidRequest as refusal:
@@ -193,6 +201,13 @@ class Detokenizer:
         self._close(sequence, finish, error)
         if error is not None:
             self._fail(sequence, error)
+
+    def _open(self, request: Request) -> None:
+        for sequence, text in zip(
+            request.sequences, OutputText.all_of(request, self._tokenizer), strict=True
+        ):
+            if not sequence.delivered:
+                sequence.delivery = text
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         """End what is left of the request with ``error``, computing nothing more for it."""

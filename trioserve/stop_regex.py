@@ -29,7 +29,7 @@ memory. So:
 - patterns are short, and their repetitions, which compiling writes out, are few;
 - a match is at most ``MAX_MATCH_CHARACTERS`` long: no more is held back, and a match's beginning is
   forgotten when more has come since. A pattern sees at least ``CONTEXT`` characters before it;
-- a search ends after ``SEARCH_SECONDS``, and an output's searches together after
+- a search ends after ``SEARCH_SECONDS``, and the searches of a request's outputs together after
   ``SECONDS_AT_FIRST`` and ``SECONDS_PER_PIECE`` for each piece. (Usual ones take about 5 µs each.)
   Past these the request is refused.
 """
@@ -41,11 +41,12 @@ import math
 import time
 from collections.abc import Sequence
 
+import attrs
 import regex
 
 from trioserve.errors import InvalidRequest
 
-__all__ = ["RegexStopMatcher", "check_stop_regex"]
+__all__ = ["RegexStopMatcher", "SearchBudget", "check_stop_regex"]
 
 MAX_PATTERN_CHARACTERS = 1024
 """Of all patterns of a request together: compiling the worst of them takes 50 ms."""
@@ -55,7 +56,7 @@ MAX_MATCH_CHARACTERS = 4096
 CONTEXT = 128
 SEARCH_SECONDS = 0.02
 SECONDS_AT_FIRST = 0.1
-SECONDS_PER_PIECE = 0.001
+SECONDS_PER_PIECE = 0.0002
 
 _COUNT = regex.compile(r"(\)?)\s*\{\s*(\d+)")
 _VERBOSE = regex.compile(r"\(\?[a-zA-Z0-9-]*x")
@@ -122,17 +123,30 @@ def _too_slow(pattern: str) -> InvalidRequest:
     return _refuse(f"{pattern!r} takes too long to search for")
 
 
+@attrs.define(eq=False)
+class SearchBudget:
+    """Processor time that is left for the searches of a request."""
+
+    seconds: float = SECONDS_AT_FIRST
+
+
 class RegexStopMatcher:
     """Passes text on, up to the first match in it; a :class:`~trioserve.stop_strings.StopMatcher`.
 
     Args:
         stops: stop strings.
         patterns: stop regexes, which :func:`check_stop_regex` lets pass.
+        budget: shared by a request's outputs.
         include: whether what was found stays in the text.
     """
 
     def __init__(
-        self, stops: Sequence[str], patterns: Sequence[str], *, include: bool = False
+        self,
+        stops: Sequence[str],
+        patterns: Sequence[str],
+        budget: SearchBudget,
+        *,
+        include: bool = False,
     ) -> None:
         self._conditions: list[tuple[str, Pattern]] = [
             *((stop, regex.compile(regex.escape(stop))) for stop in stops),
@@ -145,7 +159,7 @@ class RegexStopMatcher:
         self._search_from = 0
         self._skip = [0] * len(self._conditions)
         """Before this, each condition's matches were complete too early to count."""
-        self._seconds_left = SECONDS_AT_FIRST
+        self._budget = budget
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
         """Take ``text``; give back what may be sent now, and the stop that was found.
@@ -156,7 +170,7 @@ class RegexStopMatcher:
         if not text:
             return "", None
         self._text += text
-        self._seconds_left += SECONDS_PER_PIECE
+        self._budget.seconds += SECONDS_PER_PIECE
         hold_from = len(self._text)
         found: tuple[int, int, int] | None = None
         for which in range(len(self._conditions)):
@@ -192,16 +206,16 @@ class RegexStopMatcher:
 
     def _search(self, which: int, place: int) -> regex.Match[str] | None:
         stop, pattern = self._conditions[which]
-        if self._seconds_left <= 0:
+        if self._budget.seconds <= 0:
             raise _too_slow(stop)
-        limit = min(SEARCH_SECONDS, self._seconds_left)
-        started = time.perf_counter()
+        limit = min(SEARCH_SECONDS, self._budget.seconds)
+        started = time.thread_time()
         try:
             return pattern.search(self._text, place, partial=True, timeout=limit)
         except TimeoutError:
             raise _too_slow(stop) from None
         finally:
-            self._seconds_left -= time.perf_counter() - started
+            self._budget.seconds -= time.thread_time() - started
 
     def _release(self, hold_from: int) -> str:
         hold_from = max(hold_from, len(self._text) - MAX_MATCH_CHARACTERS)
