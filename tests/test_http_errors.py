@@ -228,8 +228,10 @@ async def test_the_access_log() -> None:
         "path": TEXT,
         "status": 200,
         "request_id": "r1",
+        "n": 1,
         "prompt_tokens": 2,
         "completion_tokens": 3,
+        "cached_tokens": 1,
         "reason": "length",
     }
     assert second.pop("request_id") != "r1"

@@ -77,3 +77,5 @@ def test_the_format_follows_the_terminal(
     get_logger("trioserve.test").debug("to a person", k=1)
     line = capsys.readouterr().err
     assert line.endswith("[debug    ] to a person [trioserve.test] k=1\n")
+    get_logger("trioserve.test").info("request", path="/\x1b[2J")
+    assert capsys.readouterr().err.endswith("request [trioserve.test] path=/\\x1b[2J\n")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import trio
 from metric_samples import Watched, finish, make_request, samples, value
 
-from trioserve.errors import ContextTooLong
+from trioserve.errors import ContextTooLong, InvalidRequest
+from trioserve.grammar import Grammar
 from trioserve.metrics import Histogram, Metrics, measure_loop_lag
 from trioserve.metrics.loop_lag import INTERVAL, WINDOW, LoopLag
 from trioserve.request import FinishReason, State, Times
@@ -151,19 +153,22 @@ def test_a_refused_request_is_no_output_that_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "stage"),
+    ("states", "num_prompt", "stage"),
     [
-        ((), "tokenizing"),
-        ((State.TOKENIZING,), "tokenizing"),
-        ((State.WAITING,), "waiting"),
-        ((State.WAITING, State.PREFILL), "prefill"),
-        ((State.WAITING, State.PREFILL, State.DECODE), "decode"),
-        ((State.WAITING, State.PREFILL, State.PREEMPTED), "waiting"),
+        ((), 0, "tokenizing"),
+        ((State.TOKENIZING,), 0, "tokenizing"),
+        ((State.TOKENIZING,), 3, "preparing"),
+        ((State.WAITING,), 3, "waiting"),
+        ((State.WAITING, State.PREFILL), 3, "prefill"),
+        ((State.WAITING, State.PREFILL, State.DECODE), 3, "decode"),
+        ((State.WAITING, State.PREFILL, State.PREEMPTED), 3, "waiting"),
     ],
 )
-def test_aborts_are_counted_by_stage(states: tuple[State, ...], stage: str) -> None:
+def test_aborts_are_counted_by_stage(
+    states: tuple[State, ...], num_prompt: int, stage: str
+) -> None:
     metrics = Metrics("m")
-    (sequence,) = make_request(Times(arrived=1.0), 3, 0).sequences
+    (sequence,) = make_request(Times(arrived=1.0), num_prompt, 0).sequences
     for state in (*states, State.FINISHED):
         sequence.move_to(state)
     finish(metrics, sequence, FinishReason.ABORT)
@@ -323,6 +328,21 @@ class TestLoopLag:
         metrics.loop_lag.observe(0.0)
         assert value(metrics, "event_loop_lag_peak_seconds") == 0.0
         assert value(metrics, "event_loop_lag_seconds_sum") == 0.75
+
+
+async def test_an_engine_counts_its_grammars(autojump_clock: object) -> None:
+    def prepare(arguments: Any) -> Any:
+        kind, text = arguments["grammar"]
+        return {"error": f"no such {kind}", "param": "grammar"} if text == "(" else None
+
+    async with open_fake_engine(lambda: FakeWorker(calls={"prepare": prepare})) as engine:
+        for text in ("a+", "a+", "b+"):
+            await engine.complete("x", max_tokens=1, grammar=Grammar("regex", text))
+        with pytest.raises(InvalidRequest):
+            await engine.complete("x", max_tokens=1, grammar=Grammar("regex", "("))
+        assert engine.metrics.grammars == {("regex", "ok"): 2, ("regex", "refused"): 1}
+        assert sum(engine.metrics.grammar_seconds.counts) == 3
+        assert engine.metrics.num_rejected == 1
 
 
 async def test_an_engine_counts_where_its_requests_were_left(autojump_clock: object) -> None:

@@ -342,7 +342,11 @@ class ServerConfig:
         "info", "least important message to log", choices=LOG_LEVELS, group="log"
     )
     log_requests: bool = option(
-        False, "log the contents of requests and their outputs, too", kind=bool, group="log"
+        False,
+        "log what requests say and are answered, too: prompts, outputs and sampling fields, "
+        "up to 2000 characters each",
+        group="log",
+        kind=bool,
     )
     log_format: str = option(
         "auto",

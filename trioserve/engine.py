@@ -68,7 +68,7 @@ class Engine:
     _worker_restarts: Callable[[], int]
     _stream_budget: StreamBudget
     _seeds: random.Random
-    _on_request_end: Callable[[Request], None] = lambda _: None
+    on_request_end: Callable[[Request], None] = lambda _: None
     """Called once for each request, when nothing more will be delivered of it."""
     _open: set[Request] = attrs.field(factory=set)
     """The requests whose caller's scope is open."""
@@ -261,10 +261,12 @@ class Engine:
     def on_finished(self, sequence: Sequence, finish: Finish) -> None:
         """Nothing more will be delivered of ``sequence``: note when and why."""
         sequence.delivered = True
+        # A stop string may have ended it before its last token did: what was delivered counts.
+        sequence.finish = finish
         sequence.request.times.finished = trio.current_time()
         self.metrics.request_finished(sequence.request, sequence, finish)
         if all(sibling.delivered for sibling in sequence.request.sequences):
-            self._on_request_end(sequence.request)
+            self.on_request_end(sequence.request)
 
     @contextlib.asynccontextmanager
     async def _generation(

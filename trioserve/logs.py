@@ -16,6 +16,9 @@ import structlog
 
 __all__ = ["get_logger", "setup_logging"]
 
+# A client's text must not move the cursor of whoever reads the log at a terminal.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+
 Renderer = Callable[[Any, str, dict[str, Any]], str]
 
 
@@ -83,6 +86,23 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
 
 
+def _console_renderer() -> Renderer:
+    console = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(),
+        exception_formatter=structlog.dev.plain_traceback,
+        pad_event_to=0,
+    )
+
+    def render(_: Any, level: str, event: dict[str, Any]) -> str:
+        shown = {
+            key: value.translate(_CONTROLS) if isinstance(value, str) else value
+            for key, value in event.items()
+        }
+        return str(console(None, level, shown))
+
+    return render
+
+
 def _render_json(_: Any, level: str, event: dict[str, Any]) -> str:
     event = dict(structlog.processors.format_exc_info(None, level, event))
     return str(structlog.processors.JSONRenderer(default=str)(None, level, event))
@@ -100,12 +120,7 @@ def setup_logging(level: str = "info", log_format: str = "auto") -> None:
         formatter = _Formatter(timestamp, _render_json)
     else:
         timestamp = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
-        console = structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(),
-            exception_formatter=structlog.dev.plain_traceback,
-            pad_event_to=0,
-        )
-        formatter = _Formatter(timestamp, console)
+        formatter = _Formatter(timestamp, _console_renderer())
     handler = _StderrHandler()
     handler.setFormatter(formatter)
     root = logging.getLogger()

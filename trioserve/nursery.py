@@ -39,6 +39,7 @@ from trioserve.sampling import SamplingParams
 from trioserve.scheduler import Scheduler
 from trioserve.stream import StreamBudget
 from trioserve.tokenizer import Tokenizer
+from trioserve.tracing import open_tracing
 from trioserve.worker.supervisor import OnProgress, Supervisor, run_worker
 
 __all__ = ["LoadedModel", "open_engine", "run_engine", "start_message"]
@@ -118,6 +119,18 @@ async def open_engine(
     file of the engine remains.
     """
     config = EngineConfig.of(model, options)
+    async with open_tracing(config.otlp_traces_endpoint) as tracing:
+        async with _open_worker(config, on_progress) as engine:
+            tracing.model_name = engine.model_name
+            engine.on_request_end = tracing.request_ended
+            yield engine
+
+
+@contextlib.asynccontextmanager
+async def _open_worker(
+    config: EngineConfig, on_progress: OnProgress | None
+) -> AsyncIterator[Engine]:
+    """The engine over a worker process of its own."""
     path = await trio.to_thread.run_sync(lambda: locate(config.model, revision=config.revision))
     files = await trio.to_thread.run_sync(open_model, path)
     loaded = await trio.to_thread.run_sync(LoadedModel.load, config, files)
@@ -191,7 +204,9 @@ async def run_engine(
         assert engine is not None
         engine.on_finished(sequence, finish)
 
-    preparation = Preparation(scheduler, timeout=config.grammar_timeout)
+    preparation = Preparation(
+        scheduler, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
+    )
     detokenizer = Detokenizer(model.tokenizer, scheduler.abort, on_delivered)
 
     async def guarded(run: Callable[..., Awaitable[None]], *args: Any, **kwargs: Any) -> None:

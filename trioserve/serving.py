@@ -14,9 +14,11 @@ from __future__ import annotations
 import trio
 
 from trioserve.config import ServerConfig
+from trioserve.groups import sole_exception
 from trioserve.http import create_app
 from trioserve.http.listeners import check_address
 from trioserve.http.server import serve_app
+from trioserve.metrics import measure_loop_lag
 from trioserve.nursery import open_engine
 from trioserve.worker.supervisor import OnProgress
 
@@ -47,10 +49,21 @@ async def serve(
     # Loading takes a while: an address in use should be told before it.
     await check_address(config)
     async with open_engine(config.engine, on_progress=on_progress) as engine:
-        await serve_app(
-            create_app(engine, config),
-            config,
-            shutdown=shutdown,
-            on_drain=engine.drain,
-            task_status=task_status,
-        )
+        if config.served_model_name:
+            engine.metrics.model_name = config.served_model_name[0]
+        failure: BaseException | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(measure_loop_lag, engine.metrics.loop_lag)
+                await serve_app(
+                    create_app(engine, config),
+                    config,
+                    shutdown=shutdown,
+                    on_drain=engine.drain,
+                    task_status=task_status,
+                )
+                nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            failure = sole_exception(group)
+        if failure is not None:
+            raise failure

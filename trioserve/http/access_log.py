@@ -1,15 +1,21 @@
-"""One line per HTTP request: what was asked, how it ended, how long it took, what it used."""
+"""One line per HTTP request: who asked, how it ended, how long it took, what it used.
+
+What was asked and answered is in it only where the server was told to log that, too.
+"""
 
 from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 
 import attrs
 import trio
 
-from trioserve.generation import Usage
+from trioserve.generation import GenerationStream, Usage
+from trioserve.http.contents import Contents
 from trioserve.http.errors import CLIENT_CLOSED_REQUEST
+from trioserve.http.generations import Job, total_usage
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
 from trioserve.stream import Chunk
@@ -22,6 +28,7 @@ OTHER = "other"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 _REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
+_TRACEPARENT_PATTERN = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 _log = get_logger("trioserve.http")
 
@@ -37,12 +44,17 @@ def request_id_from(header: str | None) -> str:
 class AccessRecord:
     """What is known of one HTTP request; :meth:`write` makes the line of it.
 
-    ``reason`` is the finish reason of a generation, or why the request ended early.
+    ``reason`` is the finish reason of a generation (several, with commas between them, where its
+    outputs ended differently), or why the request ended early. ``client`` is the address that it
+    came from. ``traceparent`` and ``tracestate`` are the caller's trace context.
     """
 
     method: str
     path: str
     request_id: str
+    client: str | None = None
+    traceparent: str = ""
+    tracestate: str = ""
     started: float = attrs.field(factory=trio.current_time)
     route: str = OTHER
     status: int | None = None
@@ -50,15 +62,40 @@ class AccessRecord:
     disconnected: bool = False
     usage: Usage | None = None
     reason: str | None = None
+    contents: Contents | None = None
+    _num_outputs: int = 0
+    _queue_time: float | None = None
+    _first_token: float | None = None
 
-    def note_chunk(self, chunk: Chunk) -> None:
-        """Keep why a generation ended."""
-        if chunk.finish_reason is not None:
-            self.reason = chunk.finish_reason
+    def note_jobs(self, jobs: Sequence[Job], *, with_contents: bool) -> None:
+        """Keep how many outputs are to come, and the prompts if they may be logged."""
+        self._num_outputs += sum(job.params.n for job in jobs)
+        if with_contents:
+            self.contents = Contents(jobs)
 
-    def note_usage(self, usage: Usage) -> None:
-        """Keep the tokens used so far."""
-        self.usage = usage
+    def note_chunk(self, index: int, chunk: Chunk) -> None:
+        """Keep why an output of prompt ``index`` ended, and its text if that may be logged."""
+        if self.contents is not None:
+            self.contents.add(index, chunk)
+        reason = chunk.finish_reason
+        if reason is not None and reason not in (self.reason or "").split(","):
+            self.reason = reason if self.reason is None else f"{self.reason},{reason}"
+
+    def note_streams(self, streams: Sequence[GenerationStream]) -> None:
+        """Keep the tokens used so far, the longest time in line and when the first token came."""
+        self.usage = total_usage(stream.usage for stream in streams)
+        times = [stream.times for stream in streams]
+        self._queue_time = max(
+            (
+                each.first_scheduled - each.queued
+                for each in times
+                if each.first_scheduled is not None and each.queued is not None
+            ),
+            default=None,
+        )
+        self._first_token = min(
+            (each.first_token for each in times if each.first_token is not None), default=None
+        )
 
     def note_error(self, reason: str) -> None:
         """Keep why the request failed."""
@@ -79,11 +116,34 @@ class AccessRecord:
             "path": self.path,
             "status": status,
             "request_id": self.request_id,
-            "duration_ms": round((trio.current_time() - self.started) * 1000, 1),
+            "duration_ms": _milliseconds(trio.current_time() - self.started),
         }
+        if self.client is not None:
+            fields["client"] = self.client
+        if match := _TRACEPARENT_PATTERN.fullmatch(self.traceparent):
+            fields["trace_id"] = match[1]
+        fields |= self._generation_fields()
+        if self.reason is not None:
+            fields["reason"] = self.reason
+        if self.contents is not None:
+            fields |= self.contents.fields()
+        _log.info("request", **fields)
+
+    def _generation_fields(self) -> dict[str, object]:
+        """Sizes and times of what was generated; empty where nothing was."""
+        fields: dict[str, object] = {}
+        if self._num_outputs:
+            fields["n"] = self._num_outputs
         if self.usage is not None:
             fields["prompt_tokens"] = self.usage.prompt_tokens
             fields["completion_tokens"] = self.usage.completion_tokens
-        if self.reason is not None:
-            fields["reason"] = self.reason
-        _log.info("request", **fields)
+            fields["cached_tokens"] = self.usage.cached_tokens
+        if self._queue_time is not None:
+            fields["queue_ms"] = _milliseconds(self._queue_time)
+        if self._first_token is not None:
+            fields["first_token_ms"] = _milliseconds(self._first_token - self.started)
+        return fields
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 1)

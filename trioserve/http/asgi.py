@@ -157,12 +157,20 @@ class WebSocketConnection(TrioASGIWebsocketConnection):
 
 
 def _open_record(scope: HTTPScope | WebsocketScope, method: str) -> AccessRecord:
-    given_id = dict(scope["headers"]).get(b"x-request-id")
+    client = scope.get("client")
     return AccessRecord(
         method=method,
         path=scope["path"],
-        request_id=request_id_from(given_id.decode("latin-1") if given_id else None),
+        request_id=request_id_from(_header(scope, b"x-request-id")),
+        client=client[0] if client else None,
+        traceparent=_header(scope, b"traceparent"),
+        tracestate=_header(scope, b"tracestate"),
     )
+
+
+def _header(scope: HTTPScope | WebsocketScope, name: bytes) -> str:
+    """A header's value, with commas between the values of several; empty if there is none."""
+    return b",".join(value for key, value in scope["headers"] if key == name).decode("latin-1")
 
 
 def _start(response: Response) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import attrs
 import msgspec
 import quart
+from werkzeug.exceptions import UnsupportedMediaType
 
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
@@ -17,7 +18,7 @@ from trioserve.generation import Completion, completion_of, sampling_params
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.asgi import Request
 from trioserve.http.errors import ModelNotFound
-from trioserve.http.generations import Job, open_generations, renamed
+from trioserve.http.generations import Generations, Job, open_generations, renamed
 from trioserve.http.schemas import parse_body
 from trioserve.http.sse import EventStream, StreamWriter, stream_response
 from trioserve.sampling import SamplingParams
@@ -32,6 +33,18 @@ def json_response(value: Any, status: int = 200) -> quart.Response:
     """``value`` as a JSON response."""
     body = msgspec.json.encode(value)
     return quart.Response(body, status=status, content_type="application/json")
+
+
+def _check_media_type(request: quart.Request) -> None:
+    """Refuse a body that says it is no JSON: so no web page can send one without being asked.
+
+    A browser asks the server before it sends JSON to another site, and gets no permission here.
+    """
+    media_type = request.mimetype
+    is_json = media_type == "application/json" or media_type.endswith("+json")
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if (media_type and not is_json) or encoding != "identity":
+        raise UnsupportedMediaType
 
 
 @attrs.frozen(kw_only=True)
@@ -53,8 +66,10 @@ class Service:
 
         Raises:
             InvalidRequest: it isn't a request of this type.
-            werkzeug.exceptions.HTTPException: it is too large, or didn't come in time.
+            werkzeug.exceptions.HTTPException: it isn't sent as JSON, is too large, or didn't come
+                in time.
         """
+        _check_media_type(quart.request)
         body: bytes = await quart.request.get_data(False, False, False)
         return parse_body(request_type, body)
 
@@ -97,18 +112,29 @@ class Service:
                 f"{param} holds {count} prompts; from 1 to {limit} are served at once", param=param
             )
 
+    def _open(self, jobs: Sequence[Job]) -> Generations:
+        """The generations of ``jobs``, noted in the log's line, under the caller's trace."""
+        record = self.record
+        record.note_jobs(jobs, with_contents=self.config.log_requests)
+        if record.traceparent:
+            jobs = [
+                attrs.evolve(job, traceparent=record.traceparent, tracestate=record.tracestate)
+                for job in jobs
+            ]
+        return open_generations(self.engine, jobs)
+
     async def complete(self, jobs: Sequence[Job]) -> list[Completion]:
         """Run every job to its end; leaving it, cancelled or not, aborts what isn't finished."""
-        generations = open_generations(self.engine, jobs)
+        generations = self._open(jobs)
         chunks: list[list[Chunk]] = [[] for _ in jobs]
         record = self.record
         async with generations:
             try:
                 async for index, chunk in generations:
-                    record.note_chunk(chunk)
+                    record.note_chunk(index, chunk)
                     chunks[index].append(chunk)
             finally:
-                record.note_usage(generations.usage)
+                record.note_streams(generations.streams)
         return [
             completion_of(stream, own)
             for stream, own in zip(generations.streams, chunks, strict=True)
@@ -117,7 +143,7 @@ class Service:
     def stream(self, jobs: Sequence[Job], writer: StreamWriter) -> quart.Response:
         """A response that streams the jobs' output as ``writer`` puts it."""
         body = EventStream(
-            open_generations(self.engine, jobs),
+            self._open(jobs),
             writer,
             record=self.record,
             keep_alive_interval=self.config.keep_alive_interval,

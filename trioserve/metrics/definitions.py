@@ -413,7 +413,7 @@ _WORKER = (
         "worker",
         "grammar_compilation_seconds",
         lambda s: s.metrics.grammar_seconds,
-        "How long a request waited for its grammar",
+        "How long a worker took for that",
     ),
 )
 

@@ -29,14 +29,18 @@ __all__ = ["Metrics", "Watched"]
 DEFAULT_PREFIX = "trioserve"
 
 _STAGES = {
-    State.CREATED: "tokenizing",
-    State.TOKENIZING: "tokenizing",
     State.WAITING: "waiting",
     State.PREFILL: "prefill",
     State.DECODE: "decode",
     State.PREEMPTED: "waiting",
 }
-"""Where a sequence was when it was aborted, as one of ``ABORT_STAGES``."""
+
+
+def _stage(state: State, request: Request) -> str:
+    """Where an output was that finished in ``state``, as one of ``ABORT_STAGES``."""
+    if state in _STAGES:
+        return _STAGES[state]
+    return "preparing" if request.prompt_ids else "tokenizing"
 
 
 class Watched(Protocol):
@@ -131,7 +135,7 @@ class Metrics:
             return
         self.finished[finish.reason.value] += 1
         if finish.reason is FinishReason.ABORT and sequence.finished_in is not None:
-            self.aborts[_STAGES[sequence.finished_in]] += 1
+            self.aborts[_stage(sequence.finished_in, request)] += 1
         num_tokens = len(sequence.output_ids)
         self.request_generation_tokens.observe(num_tokens)
         first, last = request.times.first_token, sequence.last_token
@@ -163,7 +167,7 @@ class Metrics:
         Args:
             kind: a :class:`~trioserve.grammar.Grammar`'s kind.
             outcome: ``ok``, ``refused`` or ``timeout``.
-            seconds: how long the request waited for it.
+            seconds: how long it took.
         """
         self.grammars[kind, outcome] += 1
         self.grammar_seconds.observe(seconds)

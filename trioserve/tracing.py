@@ -1,0 +1,196 @@
+"""Spans of requests, by OpenTelemetry: one for each, made when it has ended, below its caller's.
+
+The names of a span's attributes are vLLM's, which are OpenTelemetry's for generative models where
+those exist. Spans leave by OTLP over HTTP in a thread of the SDK's own, in batches. A collector
+that can't be reached is told of in the log, and its spans are dropped; no request waits for it.
+
+The SDK is an extra, ``trioserve[otel]``, and is imported only where spans are asked for. What else
+it can be told (headers, certificates, sampling, the service's name) are its standard environment
+variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import urllib.parse
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from trioserve.errors import InvalidRequest
+from trioserve.groups import holds_cancellation
+from trioserve.logs import get_logger
+from trioserve.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span, Tracer
+
+__all__ = ["ENDPOINT_VARIABLE", "Tracing", "open_tracing"]
+
+ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+
+FLUSH_SECONDS = 5.0
+"""How long the collector has to take the last spans when an engine closes."""
+CANCELLED_FLUSH_SECONDS = 0.5
+"""The same where the engine's own scope was cancelled, and somebody is in a hurry."""
+
+_log = get_logger("trioserve.tracing")
+
+Attributes = dict[str, str | int | float | list[str]]
+
+
+@attrs.define(eq=False)
+class Tracing:
+    """Makes the spans. Without a tracer it makes none."""
+
+    tracer: Tracer | None = None
+    model_name: str = ""
+
+    def request_ended(self, request: Request) -> None:
+        """Make the span of ``request``, whose times are complete. Never blocks."""
+        if self.tracer is None:
+            return
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier = {"traceparent": request.traceparent, "tracestate": request.tracestate}
+        # An empty context: the parent is the caller's span, not what else this thread is tracing.
+        context = TraceContextTextMapPropagator().extract(carrier, context=Context())
+        arrived, finished = request.times.arrived, request.times.finished
+        now, clock = time.time_ns(), trio.current_time()
+        span = self.tracer.start_span(
+            "llm_request",
+            context=context,
+            kind=SpanKind.SERVER,
+            start_time=now - round((clock - arrived) * 1e9),
+        )
+        if span.is_recording():
+            span.set_attributes({**self._attributes(request), **_latencies(request)})
+            _set_status(span, request)
+        span.end(now - round((clock - (clock if finished is None else finished)) * 1e9))
+
+    def _attributes(self, request: Request) -> Attributes:
+        params, sequences = request.params, request.sequences
+        attributes: Attributes = {
+            "gen_ai.request.id": request.id,
+            "gen_ai.request.n": params.n,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.response.model": self.model_name,
+            "gen_ai.response.finish_reasons": [
+                sequence.finish.reason.value for sequence in sequences if sequence.finish
+            ],
+            "gen_ai.usage.num_sequences": len(sequences),
+            "gen_ai.usage.prompt_tokens": len(request.prompt_ids),
+            "gen_ai.usage.completion_tokens": sum(len(each.output_ids) for each in sequences),
+        }
+        if params.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = params.max_tokens
+        return attributes
+
+
+def _latencies(request: Request) -> Attributes:
+    """The times that have come, in seconds."""
+    times = request.times
+    spans = {
+        "time_in_queue": (times.queued, times.first_scheduled),
+        "time_to_first_token": (times.arrived, times.first_token),
+        "time_in_model_prefill": (times.first_scheduled, times.first_token),
+        "time_in_model_decode": (times.first_token, times.last_token),
+        "time_in_model_inference": (times.first_scheduled, times.last_token),
+        "e2e": (times.arrived, times.finished),
+    }
+    return {
+        f"gen_ai.latency.{name}": end - start
+        for name, (start, end) in spans.items()
+        if start is not None and end is not None
+    }
+
+
+def _set_status(span: Span, request: Request) -> None:
+    """Mark what failed by its error's type; a message may quote what the request said."""
+    from opentelemetry.trace import Status, StatusCode
+
+    finishes = [sequence.finish for sequence in request.sequences if sequence.finish is not None]
+    errors = [request.rejection, *(finish.error for finish in finishes)]
+    error = next((error for error in errors if error is not None), None)
+    if error is None and all(finish.reason is not FinishReason.ERROR for finish in finishes):
+        return
+    name = "error" if error is None else type(error).__name__
+    span.set_attribute("error.type", name)
+    span.set_status(Status(StatusCode.ERROR, name))
+
+
+@contextlib.asynccontextmanager
+async def open_tracing(endpoint: str | None) -> AsyncIterator[Tracing]:
+    """What makes an engine's spans, for as long as the block lasts; they are sent when it ends.
+
+    Args:
+        endpoint: the collector's URL; without a path it gets ``/v1/traces``. None for that of
+            ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, and for no spans where that isn't set.
+
+    Raises:
+        InvalidRequest: an endpoint is given, and the SDK isn't installed.
+    """
+    url = _with_path(endpoint) if endpoint else os.environ.get(ENDPOINT_VARIABLE)
+    if not url:
+        yield Tracing()
+        return
+    try:
+        provider, exporter = await trio.to_thread.run_sync(_open_provider, url)
+    except ImportError as error:
+        if endpoint:
+            raise InvalidRequest(
+                "--otlp-traces-endpoint needs OpenTelemetry's SDK: "
+                'python -m pip install "trioserve[otel]"',
+                param="otlp_traces_endpoint",
+            ) from error
+        _log.warning("no spans", needs="trioserve[otel]", because=f"{ENDPOINT_VARIABLE} is set")
+        yield Tracing()
+        return
+    limit = FLUSH_SECONDS
+    try:
+        yield Tracing(provider.get_tracer("trioserve"))
+    except BaseException as error:
+        if holds_cancellation(error):
+            limit = CANCELLED_FLUSH_SECONDS
+        raise
+    finally:
+        with trio.move_on_after(limit, shield=True) as scope:
+            await trio.to_thread.run_sync(provider.shutdown, abandon_on_cancel=True)
+        if scope.cancelled_caught:
+            _log.warning("the last spans weren't taken in time", endpoint=url, seconds=limit)
+            # What it has begun it gives up now, and then the threads end that were abandoned.
+            exporter.shutdown()
+
+
+def _with_path(endpoint: str) -> str:
+    parts = urllib.parse.urlsplit(endpoint)
+    return endpoint if parts.path not in ("", "/") else parts._replace(path="/v1/traces").geturl()
+
+
+def _open_provider(url: str) -> tuple[TracerProvider, SpanExporter]:
+    """A provider, and what it sends to ``url`` with. Imports the SDK, which takes a moment.
+
+    Raises:
+        ImportError: it isn't installed.
+    """
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create()
+    if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: "trioserve"}))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=url)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider, exporter
