@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import attrs
@@ -331,6 +332,31 @@ async def test_usage_in_every_event() -> None:
     chunks = await events(stub_of(), PATH, **body)
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 4]
     assert chunks[-1]["choices"] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("length", "elsewhere"), [(8, False), (1100, True)])
+async def test_what_is_long_to_tell_holds_up_nobody(
+    length: int, elsewhere: bool, stream: bool
+) -> None:
+    """Log-probabilities of long prompts are put into words in a thread; it says the same."""
+    threads = set()
+    stub = stub_of()
+
+    def token_text(token: int) -> str:
+        threads.add(threading.current_thread())
+        return chr(token)
+
+    stub.tokenizer.token_text = token_text  # type: ignore[method-assign]
+    body = {"prompt": "x" * length, "echo": True, "logprobs": 0, "max_tokens": 0}
+    if stream:
+        choice = joined(await events(stub, PATH, **body))[0]
+    else:
+        (choice,) = (await post(stub, PATH, **body))["choices"]
+    assert choice["text"] == "x" * length
+    assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i) for i in range(1, length))]
+    assert len(threads) == 1
+    assert (threading.main_thread() in threads) != elsewhere
 
 
 async def test_fields_of_all_three_reach_the_engine() -> None:

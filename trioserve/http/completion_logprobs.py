@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
 from trioserve.http.completion_schemas import CompletionLogprobs
-from trioserve.http.openai_writer import MIN_LOGPROB, token_name
+from trioserve.http.openai_writer import MIN_LOGPROB
 from trioserve.incremental import IncrementalDecoder
 from trioserve.logprobs import PromptLogprobs
 from trioserve.stream import TokenLogprob
-from trioserve.tokenizer import Tokenizer
 
-__all__ = ["Offsets", "TokenNames", "output_columns", "prompt_columns"]
-
-
-@attrs.frozen
-class TokenNames:
-    """How tokens are named: by their text, or as ``token_id:123``."""
-
-    tokenizer: Tokenizer
-    as_ids: bool
-
-    def name(self, token_id: int) -> str:
-        """A token's name."""
-        return token_name(token_id, self.tokenizer, as_id=self.as_ids)
-
-    def top(self, entry: TokenLogprob, num_top: int) -> dict[str, float]:
-        """The token, the best ones and those asked for; of two of one name, the more probable."""
-        named: dict[str, float] = {}
-        entries = [(entry.token_id, entry.logprob, ""), *entry.top[:num_top], *entry.asked]
-        for token_id, logprob, _ in entries:
-            name = self.name(token_id)
-            named[name] = max(logprob, MIN_LOGPROB, named.get(name, MIN_LOGPROB))
-        return named
+__all__ = ["Offsets", "output_columns", "prompt_columns"]
 
 
 @attrs.define(eq=False)
@@ -54,29 +32,41 @@ class Offsets:
 def prompt_columns(
     found: PromptLogprobs,
     prompt_ids: Sequence[int],
-    names: TokenNames,
+    name: Callable[[int], str],
     offsets: Offsets,
     num_top: int,
 ) -> CompletionLogprobs:
-    """All of a prompt's tokens; nothing comes before the first, so it has no log-probability."""
+    """All of a prompt's tokens; nothing comes before the first, so it has no log-probability.
+
+    ``name`` says how tokens are called.
+    """
     columns = CompletionLogprobs([], [None] * found.start, [], [None] * found.start)
     for token_id in prompt_ids:
         columns.text_offset.append(offsets.pass_over(token_id))
-        columns.tokens.append(names.name(token_id))
+        columns.tokens.append(name(token_id))
     for entry in found.entries(list(prompt_ids)):
         columns.token_logprobs.append(max(entry.logprob, MIN_LOGPROB))
-        columns.top_logprobs.append(names.top(entry, num_top))
+        columns.top_logprobs.append(_top(entry, name, num_top))
     return columns
 
 
 def output_columns(
-    entries: Iterable[TokenLogprob], names: TokenNames, offsets: Offsets, num_top: int
+    entries: Iterable[TokenLogprob], name: Callable[[int], str], offsets: Offsets, num_top: int
 ) -> CompletionLogprobs:
     """The tokens of an output, or of a piece of it."""
     columns = CompletionLogprobs([], [], [], [])
     for entry in entries:
         columns.text_offset.append(offsets.pass_over(entry.token_id))
-        columns.tokens.append(names.name(entry.token_id))
+        columns.tokens.append(name(entry.token_id))
         columns.token_logprobs.append(max(entry.logprob, MIN_LOGPROB))
-        columns.top_logprobs.append(names.top(entry, num_top))
+        columns.top_logprobs.append(_top(entry, name, num_top))
     return columns
+
+
+def _top(entry: TokenLogprob, name: Callable[[int], str], num_top: int) -> dict[str, float]:
+    """The token, the best ones and those asked for; of two of one name, the more probable."""
+    named = {name(entry.token_id): max(entry.logprob, MIN_LOGPROB)}
+    for token_id, logprob, _ in (*entry.top[:num_top], *entry.asked):
+        text, value = name(token_id), max(logprob, MIN_LOGPROB)
+        named[text] = max(value, named.get(text, value))
+    return named

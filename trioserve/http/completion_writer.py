@@ -8,7 +8,7 @@ import attrs
 from msgspec import UNSET, UnsetType
 
 from trioserve.generation import Completion, Output
-from trioserve.http.completion_logprobs import Offsets, TokenNames, output_columns, prompt_columns
+from trioserve.http.completion_logprobs import Offsets, output_columns, prompt_columns
 from trioserve.http.completion_schemas import (
     CompletionChoice,
     CompletionLogprobs,
@@ -20,6 +20,7 @@ from trioserve.http.openai_writer import (
     OpenAIWriter,
     prompt_logprobs_reply,
     says_nothing,
+    token_name,
     usage_reply,
 )
 from trioserve.logprobs import PromptLogprobs
@@ -61,7 +62,7 @@ class Wanted:
             )
             offsets = Offsets(decoder, 0)
             columns = prompt_columns(
-                prompt_logprobs, prompt_ids, self._names, offsets, self.logprobs
+                prompt_logprobs, prompt_ids, self._name, offsets, self.logprobs
             )
         choice = CompletionChoice(index, self._echo(prompt, prompt_ids), columns, None, None)
         if self.token_ids:
@@ -77,7 +78,7 @@ class Wanted:
         """A choice that holds an output, or a piece of it."""
         columns = None
         if self.logprobs is not None and piece.logprobs is not None:
-            columns = output_columns(piece.logprobs, self._names, offsets, self.logprobs)
+            columns = output_columns(piece.logprobs, self._name, offsets, self.logprobs)
         return CompletionChoice(
             index,
             piece.text,
@@ -96,9 +97,8 @@ class Wanted:
         )
         return Offsets(decoder, len(self._echo(prompt, prompt_ids)))
 
-    @property
-    def _names(self) -> TokenNames:
-        return TokenNames(self.tokenizer, self.tokens_as_ids)
+    def _name(self, token_id: int) -> str:
+        return token_name(token_id, self.tokenizer, as_id=self.tokens_as_ids)
 
     def _echo(self, prompt: Prompt, prompt_ids: Sequence[int]) -> str:
         if not self.echo:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import quart
 
 from trioserve.errors import InvalidRequest
@@ -23,6 +24,7 @@ from trioserve.http.openai_fields import (
     sampling_fields,
 )
 from trioserve.http.service import Service, json_response
+from trioserve.http.threads import num_logprobs, run_if_long
 from trioserve.request import Prompt, TextPrompt, TokensPrompt
 
 __all__ = ["CompletionEndpoints"]
@@ -60,11 +62,14 @@ class CompletionEndpoints:
             )
             return service.stream(jobs, writer)
         completions = await service.complete(jobs)
-        return json_response(
-            completion_response(
+
+        def answer() -> msgspec.Raw:
+            response = completion_response(
                 completions, prompts, wanted, id=response_id, model=model, created=created
             )
-        )
+            return msgspec.Raw(msgspec.json.encode(response))
+
+        return json_response(await run_if_long(num_logprobs(completions), answer))
 
     def _jobs(self, request: CompletionRequest) -> list[Job]:
         prompts = _prompts(request)

@@ -58,16 +58,16 @@ def prompt_logprobs_reply(
     for by id, whose rank isn't known. The first token has nothing before it: null.
     """
     replies: list[dict[str, PromptLogprobReply] | None] = [None] * found.start
+    text = tokenizer.token_text
     for entry in found.entries(list(prompt_ids)):
-        ranked = [
-            (entry.token_id, entry.logprob, entry.rank),
-            *((id, logprob, rank) for rank, (id, logprob, _) in enumerate(entry.top[:num_top], 1)),
-            *((id, logprob, None) for id, logprob, _ in entry.asked),
-        ]
-        reply: dict[str, PromptLogprobReply] = {}
-        for id, logprob, rank in ranked:
-            text = tokenizer.token_text(id)
-            reply.setdefault(str(id), PromptLogprobReply(max(logprob, MIN_LOGPROB), rank, text))
+        own = PromptLogprobReply(max(entry.logprob, MIN_LOGPROB), entry.rank, text(entry.token_id))
+        reply = {str(entry.token_id): own}
+        for rank, (id, logprob, _) in enumerate(entry.top[:num_top], 1):
+            if id != entry.token_id:
+                reply[str(id)] = PromptLogprobReply(max(logprob, MIN_LOGPROB), rank, text(id))
+        for id, logprob, _ in entry.asked:
+            if str(id) not in reply:
+                reply[str(id)] = PromptLogprobReply(max(logprob, MIN_LOGPROB), None, text(id))
         replies.append(reply)
     return replies
 

@@ -7,6 +7,7 @@ be entered and left in the task that serves the request.
 
 from __future__ import annotations
 
+import functools
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from quart.wrappers.response import Response, ResponseBody
 from trioserve.generation import GenerationStream
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.generations import Generations
+from trioserve.http.threads import run_if_long
 from trioserve.stream import Chunk
 
 __all__ = [
@@ -46,7 +48,10 @@ def raw_event(body: bytes) -> bytes:
 
 
 class StreamWriter(Protocol):
-    """How one endpoint puts its output into events. Pure: bytes out, no waiting."""
+    """How one endpoint puts its output into events. Pure: bytes out, no waiting.
+
+    What is long runs in a thread, but never two of its methods at once.
+    """
 
     def start(self, streams: list[GenerationStream]) -> bytes:
         """What is sent before the first chunk; may be empty."""
@@ -83,6 +88,7 @@ class EventStream(ResponseBody):
         self._writer = writer
         self._record = record
         self._keep_alive_interval = keep_alive_interval
+        self._begun: set[tuple[int, int]] = set()
         self._started = False
         self._ended = False
 
@@ -120,8 +126,22 @@ class EventStream(ResponseBody):
             if silence.cancelled_caught:
                 return KEEP_ALIVE
             self._record.note_chunk(index, chunk)
-            if data := self._writer.chunk(index, chunk):
+            weight = self._weight(index, chunk)
+            write = functools.partial(self._writer.chunk, index, chunk)
+            if data := await run_if_long(weight, write):
                 return data
+
+    def _weight(self, index: int, chunk: Chunk) -> int:
+        """How many log-probabilities there may be to tell: the prompt's with an output's first."""
+        weight = sum(1 + len(entry.top) for entry in chunk.logprobs or ())
+        output = (index, chunk.index)
+        if output in self._begun:
+            return weight
+        self._begun.add(output)
+        stream = self._generations.streams[index]
+        if stream.prompt_logprobs is None:
+            return weight
+        return weight + len(stream.prompt_token_ids) * (1 + stream.prompt_logprobs.num_top)
 
 
 def stream_response(body: EventStream) -> Response:
