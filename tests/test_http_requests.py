@@ -10,6 +10,7 @@ from http_stub import StubEngine, client_of
 
 from trioserve.errors import InvalidRequest
 from trioserve.http.chat_schemas import ChatCompletionRequest
+from trioserve.http.native_schemas import GenerateRequest
 from trioserve.http.schemas import parse_body
 
 CHAT = "/v1/chat/completions"
@@ -232,3 +233,15 @@ def test_a_field_that_is_given_as_null_is_left_out() -> None:
     fields = {name: None for name in ChatCompletionRequest.__struct_fields__ if name != "messages"}
     request = parse_body(ChatCompletionRequest, json.dumps({**MINIMAL[CHAT], **fields}).encode())
     assert request == parse_body(ChatCompletionRequest, json.dumps(MINIMAL[CHAT]).encode())
+
+
+async def test_a_whole_number_may_be_written_as_a_fraction() -> None:
+    request = parse_body(
+        GenerateRequest,
+        b'{"input_ids": [5.0, 6e1], "timeout": 1.5, "sampling_params": {"max_new_tokens": 1e2}}',
+    )
+    assert request.input_ids == [5, 60]
+    assert request.timeout == 1.5
+    for body in (b'{"input_ids": [5.5]}', b'{"input_ids": [5.0, "6"]}', b'{"input_ids": [-5.0]}'):
+        with pytest.raises(InvalidRequest):
+            parse_body(GenerateRequest, body)

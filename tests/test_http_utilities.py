@@ -14,6 +14,7 @@ from http_stub import StubEngine, client_of, http_client, served, server_config
 from quart_trio.testing import TrioClient
 
 import trioserve
+from trioserve.chat import ChatTemplate
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine import Engine
 from trioserve.http import create_app
@@ -108,16 +109,22 @@ class TestTokenize:
                 assert reply["tokens"] == list(completion.prompt_token_ids)
 
     async def test_what_the_template_is_given(self) -> None:
-        template = "{{ messages[0].content }}{{ mood }}{% for t in tools %}{{ t.name }}{% endfor %}"
-        async with serving() as (engine, client):
-            engine.tokenizer.chat_template = type(engine.tokenizer.chat_template)(template)  # type: ignore[misc]
+        template = (
+            "{{ messages[0].content }}{{ mood }}"
+            "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+        )
+        async with serving() as (engine, _):
+            engine.tokenizer.chat_template = ChatTemplate(template)
+            app = create_app(engine, server_config(tool_call_parser="hermes"))
             body = {
-                "messages": [{"role": "user", "content": "a"}],
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
                 "chat_template_kwargs": {"mood": "b"},
-                "tools": [{"name": "c"}],
+                "tools": [{"type": "function", "function": {"name": "c"}}],
             }
-            reply = await post(client, "/tokenize", body)
+            reply = await post(app.test_client(), "/tokenize", body)
             assert engine.tokenizer.decode(reply["tokens"]) == "abc"
+            reply = await post(app.test_client(), "/tokenize", {**body, "tool_choice": "none"})
+            assert engine.tokenizer.decode(reply["tokens"]) == "ab"
 
     async def test_long_texts_are_encoded_beside_the_event_loop(
         self, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import combinations
 from typing import Any
 
 import attrs
@@ -106,18 +105,28 @@ def _types(routes: Sequence[Route]) -> list[Any]:
 
 
 def _add_exclusive(component: dict[str, Any], groups: Sequence[Exclusive]) -> None:
-    """Say in a class's schema which of its fields exclude each other."""
+    """Say in a class's schema which of its fields exclude each other.
+
+    Two names of one thing are told in words alone: with a rule for each such pair, a tool that
+    makes requests out of the schema has to look at every combination of them.
+    """
     for group in groups:
-        given = [_given(name) for name in group.names]
-        rule: dict[str, Any] = {"oneOf": given}
-        if not group.required:
-            rule = {"not": {"anyOf": [{"allOf": list(pair)} for pair in combinations(given, 2)]}}
-        component.setdefault("allOf", []).append(rule)
+        for name in group.names:
+            others = ", ".join(f"`{other}`" for other in group.names if other != name)
+            field = component["properties"][name]
+            field["description"] = f"{field.get('description', '')} Excludes {others}.".strip()
+        if group.required or len(group.names) > 2:
+            component.setdefault("allOf", []).append(
+                {"anyOf": [_only_one(name, group) for name in group.names]}
+            )
 
 
-def _given(name: str) -> dict[str, Any]:
-    """What an object fits that has the field, and not with null."""
-    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+def _only_one(name: str, group: Exclusive) -> dict[str, Any]:
+    """What an object fits that gives none of the group's fields but perhaps ``name``."""
+    others = {other: {"type": "null"} for other in group.names if other != name}
+    if not group.required:
+        return {"properties": others}
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}, **others}}
 
 
 def _operation(route: Route, rule: str, references: _References) -> dict[str, Any]:
@@ -180,17 +189,20 @@ def _content(route: Route, references: _References) -> dict[str, Any]:
         whole = {"anyOf": [whole, {"type": "array", "items": whole}]}
     content = {"application/json": {"schema": whole}}
     if route.events is not None:
-        content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": (
-                    "Server-sent events: the data of each is as contentSchema says, that of the "
-                    "last is [DONE]."
-                ),
-                "contentMediaType": "application/json",
-                "contentSchema": {
-                    "anyOf": [references.of(route.events), references.of(ErrorResponse)]
-                },
-            }
-        }
+        content["text/event-stream"] = {"schema": _event(route.events, references)}
     return content
+
+
+def _event(events: type[msgspec.Struct], references: _References) -> dict[str, Any]:
+    """The schema of one event: its data is JSON, but for that of the last one."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [references.of(events), references.of(ErrorResponse)]},
+    }
+    return {
+        "type": "object",
+        "description": "A server-sent event",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+    }

@@ -71,6 +71,9 @@ StopStrings = (
 )
 """One or several, for ``stop`` and ``stop_regex``."""
 
+_WHOLE_FLOAT = ", got `float`"
+_MAX_REREAD_BYTES = 1 << 20
+"""Largest body that is read a second time, which takes Python some 50 ms."""
 _ERROR_PATTERN = re.compile(r"(?P<text>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
 _FIELD_PATTERN = re.compile(
     r"Object (?P<what>contains unknown|missing required) field `(?P<field>[^`]*)`", re.DOTALL
@@ -159,7 +162,7 @@ def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
         InvalidRequest: it isn't one; ``param`` names the field where there is one to name.
     """
     try:
-        request = _decoder(request_type).decode(body)
+        request = _decode(request_type, body)
     except msgspec.ValidationError as error:
         raise _as_invalid_request(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -167,7 +170,30 @@ def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     _check_values(request, "")
-    return typing.cast(RequestType, request)
+    return request
+
+
+def _decode(request_type: type[RequestType], body: bytes) -> RequestType:
+    try:
+        request: RequestType = _decoder(request_type).decode(body)
+        return request
+    except msgspec.ValidationError as error:
+        if _WHOLE_FLOAT not in str(error) or len(body) > _MAX_REREAD_BYTES:
+            raise
+    # JSON has one kind of number, and so has JSON Schema: 5.0 is as good an integer as 5.
+    whole = _with_whole_numbers(msgspec.json.decode(body))
+    return msgspec.convert(whole, type=request_type)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """``value`` with whole floats as integers."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_with_whole_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(item) for name, item in value.items()}
+    return value
 
 
 @functools.cache

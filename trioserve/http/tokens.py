@@ -10,16 +10,20 @@ import quart
 import trio
 
 from trioserve.errors import InvalidRequest
+from trioserve.http.chat_format import ChatFormat
+from trioserve.http.chat_prompt import chat_prompt
+from trioserve.http.chat_schemas import ChatCompletionRequest
+from trioserve.http.chat_tools import tool_use
 from trioserve.http.schemas import one_or_several
 from trioserve.http.service import Service, json_response
 from trioserve.http.utility_schemas import (
+    CHAT_FIELDS,
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
     TokenizerInfo,
 )
-from trioserve.request import ChatPrompt
 from trioserve.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 __all__ = ["TokenEndpoints"]
@@ -36,6 +40,7 @@ class TokenEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._format = ChatFormat.of(service.engine.tokenizer, service.config)
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
 
     async def tokenize(self) -> quart.Response:
@@ -43,8 +48,7 @@ class TokenEndpoints:
         service = self._service
         request = await service.read(TokenizeRequest)
         service.model(request.model)
-        tokenizer = service.engine.tokenizer
-        ids, names = await self._run(_weight(request), lambda: _tokenize(request, tokenizer))
+        ids, names = await self._run(_weight(request), lambda: _tokenize(request, self._format))
         listed = isinstance(request.prompt, list)
         counts = [len(each) for each in ids]
         return json_response(
@@ -107,12 +111,12 @@ def _weight(request: TokenizeRequest) -> int:
 
 
 def _tokenize(
-    request: TokenizeRequest, tokenizer: Tokenizer
+    request: TokenizeRequest, format: ChatFormat
 ) -> tuple[list[list[int]], list[list[str]] | None]:
     """The ids of each text and, if they are asked for, the tokens as the vocabulary has them."""
-    special = request.add_special_tokens
+    tokenizer, special = format.tokenizer, request.add_special_tokens
     if request.messages is not None:
-        texts = [_render(request, tokenizer)]
+        texts = [_render(request, format)]
         special = bool(special)
     else:
         texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
@@ -124,27 +128,20 @@ def _tokenize(
     return ids, [[name(id) or "" for id in each] for each in ids]
 
 
-def _render(request: TokenizeRequest, tokenizer: Tokenizer) -> str:
-    """The text of a chat.
+def _render(request: TokenizeRequest, format: ChatFormat) -> str:
+    """The text of a chat, as ``/v1/chat/completions`` makes it of the same fields.
 
     Raises:
         InvalidRequest: there is no chat template, or it refuses the messages.
     """
-    if tokenizer.chat_template is None:
+    template = format.tokenizer.chat_template
+    if template is None:
         raise InvalidRequest("the model has no chat template", param="messages")
-    begin_answer = request.add_generation_prompt
-    if begin_answer is None:
-        begin_answer = not request.continue_final_message
-    arguments = dict(request.chat_template_kwargs or {})
-    if request.tools is not None:
-        arguments["tools"] = request.tools
-    prompt = ChatPrompt(
-        messages=tuple(msgspec.to_builtins(message) for message in request.messages or ()),
-        add_generation_prompt=begin_answer,
-        continue_final_message=bool(request.continue_final_message),
-        template_arguments=arguments,
+    chat = ChatCompletionRequest(
+        messages=request.messages or [],
+        **{name: getattr(request, name) for name in CHAT_FIELDS},
     )
-    return tokenizer.chat_template.render(prompt)
+    return template.render(chat_prompt(chat, format, tool_use(chat, format)))
 
 
 def _check_ids(lists: Sequence[list[int]], tokenizer: Tokenizer) -> None:

@@ -5,14 +5,15 @@ Where vLLM and SGLang have different names for the same, an answer has both.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from trioserve.http.chat_schemas import ChatMessage
+from trioserve.http.chat_messages import MAX_TOOLS, ChatMessage, ChatTool, ToolChoice
 from trioserve.http.schemas import Exclusive, TokenId, about, only
 
 __all__ = [
+    "CHAT_FIELDS",
     "DetokenizeRequest",
     "DetokenizeResponse",
     "HealthReply",
@@ -28,9 +29,11 @@ __all__ = [
     "WorkerInfo",
 ]
 
-_CHAT_FIELDS = (
+CHAT_FIELDS = (
     *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"),
+    *("tool_choice", "reasoning_effort"),
 )
+"""Fields of a tokenize request that are those of a chat, and go with messages only."""
 
 
 def _text_only() -> msgspec.Meta:
@@ -42,7 +45,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     EXCLUSIVE: ClassVar = (
         Exclusive(("prompt", "messages"), required=True),
-        *(Exclusive(("prompt", name)) for name in _CHAT_FIELDS),
+        *(Exclusive(("prompt", name)) for name in CHAT_FIELDS),
     )
 
     model: Annotated[
@@ -80,15 +83,17 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         dict[str, Any] | None, about("More variables for the chat template.")
     ] = None
     tools: Annotated[
-        list[dict[str, Any]] | None, about("Tools that the template tells the model of.")
+        Annotated[list[ChatTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        about("Functions that the model may call."),
     ] = None
-
     tool_choice: Annotated[
-        Any, only("auto", why="it says nothing of the text; leave tools out to have none")
+        ToolChoice | None, about("As in a chat; `none` leaves tools out of the text.")
     ] = None
     reasoning_effort: Annotated[
-        Any, only(why="templates that know it take it from chat_template_kwargs")
+        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+        about("For the chat template; refused where that doesn't look at it."),
     ] = None
+
     chat_template: Annotated[
         Any, only(why="a template is a program; the server's own is given by --chat-template")
     ] = None

@@ -1,0 +1,128 @@
+"""Requests made out of ``/openapi.json`` by schemathesis: what it says is what happens.
+
+The same requests every time: the examples are derived from the code, not from chance.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import hypothesis
+import msgspec
+import pytest
+import schemathesis
+import trio
+from http_stub import server_config
+from hypothesis import HealthCheck, Phase
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from trioserve.errors import InvalidRequest
+from trioserve.http import create_app
+from trioserve.http.openapi import build_document, openapi_path
+from trioserve.http.routes import ROUTES
+from trioserve.http.schemas import parse_body
+from trioserve.http.server import serve_app
+from trioserve.simulation import open_fake_engine
+
+OPERATIONS = [(openapi_path(rule), route.method) for route in ROUTES for rule in route.rules]
+WITH_BODY = [(route.rule, route.method) for route in ROUTES if route.request is not None]
+RANGE = re.compile(r"must be (?!at most max_|left out where).*, got (?!.*--max)", re.DOTALL)
+"""How a value is refused that is out of its range, where that depends on nothing else."""
+SETTINGS = hypothesis.settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)
+
+
+def operation(path: str, method: str, mode: GenerationMode) -> Any:
+    """An operation of the description, as schemathesis sees it."""
+    document = build_document(ROUTES)
+    if mode is GenerationMode.POSITIVE:
+        lower_bounds(document)
+    return schemathesis.openapi.from_dict(document)[path][method]
+
+
+def lower_bounds(value: Any) -> None:
+    """Let numbers be below 200, so that more of the requests fit the model and are computed."""
+    if isinstance(value, dict):
+        if value.get("maximum") == 2**31 - 1:
+            value["maximum"] = 199
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            lower_bounds(item)
+
+
+def is_fair(response: Any, request_type: type[msgspec.Struct] | None) -> bool:
+    """Whether an answer to a request that fits is a success, or a refusal for a good reason.
+
+    Good reasons lie in several fields together, or in the model: no schema can tell them. They name
+    a field, and are found after the body has been decoded, which goes by the schema alone.
+    """
+    if response.status_code == 504:
+        return b'"timeout"' in response.request.body
+    if response.status_code != 400:
+        return response.status_code in (200, 404)
+    error = response.json()["error"]
+    assert request_type is not None
+    try:
+        parse_body(request_type, response.request.body)
+    except InvalidRequest as refusal:
+        return str(refusal).startswith("give at most one of")
+    name = re.split(r"[.\[]", error["param"])[0]
+    known = {field.name for field in msgspec.structs.fields(request_type)}
+    return name in known and RANGE.search(error["message"]) is None
+
+
+def check(url: str, path: str, method: str, mode: GenerationMode) -> Counter[int]:
+    """Count the statuses of the answers to requests of ``mode``; each has to be as described."""
+    statuses: Counter[int] = Counter()
+    request_type = next(route.request for route in ROUTES if path in map(openapi_path, route.rules))
+
+    @SETTINGS
+    @hypothesis.given(case=operation(path, method, mode).as_strategy(generation_mode=mode))
+    def run(case: Any) -> None:
+        response = case.call(base_url=url)
+        statuses[response.status_code] += 1
+        excluded = [positive_data_acceptance]  # For is_fair, which knows the reasons.
+        if response.status_code == 504:
+            excluded.append(not_a_server_error)
+        case.validate_response(response, excluded_checks=excluded)
+        if mode is GenerationMode.POSITIVE:
+            assert is_fair(response, request_type), response.text
+
+    run()
+    return statuses
+
+
+async def run_against_a_server(path: str, method: str, mode: GenerationMode) -> Counter[int]:
+    config = server_config()
+    async with open_fake_engine(max_model_len=1000) as engine, trio.open_nursery() as nursery:
+        (url,) = await nursery.start(serve_app, create_app(engine, config), config)
+        statuses = await trio.to_thread.run_sync(check, url, path, method, mode)
+        nursery.cancel_scope.cancel()
+    return statuses
+
+
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+async def test_requests_that_fit_the_description(path: str, method: str) -> None:
+    statuses = await run_against_a_server(path, method, GenerationMode.POSITIVE)
+    if path == "/v1/models/{name}":
+        assert set(statuses) == {404}  # Nobody guesses the name.
+    else:
+        assert statuses[200] >= min(5, statuses.total())
+
+
+@pytest.mark.parametrize(("path", "method"), WITH_BODY)
+async def test_requests_that_do_not_fit(path: str, method: str) -> None:
+    statuses = await run_against_a_server(path, method, GenerationMode.NEGATIVE)
+    assert set(statuses) <= {400, 415}
+    assert statuses.total() >= 12
