@@ -195,6 +195,13 @@ async def test_no_token_to_draw_ends_a_stream_with_one_error(
         await settle(engine)
 
 
+async def test_a_fake_worker_keeps_to_the_tokens_that_are_allowed(autojump_clock: Clock) -> None:
+    async with open_fake_engine() as engine:
+        allowed = {3, 50, 99}
+        completion = await engine.complete(PROMPT, max_tokens=30, allowed_token_ids=list(allowed))
+        assert set(completion.token_ids) == allowed
+
+
 async def test_fields_that_this_server_cannot_serve_are_refused_by_name(
     autojump_clock: Clock,
 ) -> None:

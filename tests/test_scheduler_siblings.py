@@ -314,7 +314,7 @@ def test_no_token_to_draw_is_the_end_of_one_request_alone(
         ({"allowed_token_ids": [1, 2], "bad_words": ["x"]}, "allowed_token_ids"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"extra_args": {"a": 1}}, "extra_args"),
-        ({"min_tokens": 3}, "min_tokens"),
+        ({"min_tokens": 3, "stop": [9]}, "min_tokens"),
     ],
 )
 def test_a_request_that_masks_everything_is_told_by_what(params: Any, name: str) -> None:
@@ -326,3 +326,11 @@ def test_a_request_that_masks_everything_is_told_by_what(params: Any, name: str)
     assert isinstance(error, InvalidRequest)
     assert error.param == name
     assert sequence.output_ids == []
+
+
+def test_min_tokens_mask_nothing_where_nothing_would_stop() -> None:
+    bench = Bench.make(worker(token=lambda *_: -1))
+    sequence = bench.submit(PROMPT, min_tokens=3)
+    bench.drain()
+    assert sequence.finish is not None
+    assert isinstance(sequence.finish.error, EngineError)

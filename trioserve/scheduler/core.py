@@ -31,7 +31,7 @@ from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceO
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import Computation, Line
 from trioserve.scheduler.draft import Draft, InFlight
-from trioserve.scheduler.endings import ending, no_token_error
+from trioserve.scheduler.endings import ending, ending_without_token
 from trioserve.scheduler.integrity import check_core
 from trioserve.scheduler.limits import Limits, prompt_logprobs_for, resolve_max_tokens
 from trioserve.scheduler.memory import Memory
@@ -284,14 +284,19 @@ class SchedulerCore:
             if sequence.state is State.FINISHED:
                 continue
             computation.computed += count
-            if samples:
-                outputs += self._accept(sequence, results, offsets[index], now)
+            if not samples:
+                continue
+            token_index = offsets[index]
+            if results.tokens[token_index] < 0 or sequence.max_tokens == 0:
+                outputs += self._finish_all(sequence.request, ending_without_token(sequence))
+            else:
+                outputs.append(self._accept(sequence, results, token_index, now))
         self._rejoin()
         return outputs
 
     def _accept(
         self, sequence: Sequence, results: Results, index: int, now: float
-    ) -> list[SequenceOutput]:
+    ) -> SequenceOutput:
         """Append token ``index`` of ``results`` to the output, and see whether it is the last.
 
         A stop id is part of the output's tokens; the detokenizer leaves it out of the text.
@@ -299,11 +304,6 @@ class SchedulerCore:
         token = results.tokens[index]
         request = sequence.request
         params = request.params
-        if sequence.max_tokens == 0:
-            return self._finish_all(request, Finish(FinishReason.LENGTH))
-        if token < 0:
-            error = no_token_error(params)
-            return self._finish_all(request, Finish(FinishReason.ERROR, error=error))
         sequence.output_ids.append(token)
         self.counters.num_tokens_sampled += 1
         times = request.times
@@ -318,7 +318,7 @@ class SchedulerCore:
         logprobs = None
         if params.logprobs is not None:
             logprobs = (results.logprob(index, params),)
-        return [SequenceOutput(sequence, (token,), logprobs, finish)]
+        return SequenceOutput(sequence, (token,), logprobs, finish)
 
     # ---- failures
 

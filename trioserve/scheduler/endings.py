@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from trioserve.errors import EngineError, InvalidRequest
 from trioserve.request import Finish, FinishReason, Sequence
-from trioserve.sampling import SamplingParams
 
-__all__ = ["ending", "no_token_error"]
+__all__ = ["ending", "ending_without_token"]
 
 
 def ending(sequence: Sequence) -> Finish | None:
@@ -18,14 +17,24 @@ def ending(sequence: Sequence) -> Finish | None:
     return Finish(FinishReason.LENGTH) if num_output == sequence.max_tokens else None
 
 
-def no_token_error(params: SamplingParams) -> InvalidRequest | EngineError:
-    """Why there was no token to draw: what the request masks, or else the model's own numbers."""
+def ending_without_token(sequence: Sequence) -> Finish:
+    """How ``sequence`` and its siblings end where its last row gave no token, or none was wanted.
+
+    What the request masks is to blame, if it masks anything, or else the model's own numbers.
+    """
+    if sequence.max_tokens == 0:
+        return Finish(FinishReason.LENGTH)
+    return Finish(FinishReason.ERROR, error=_no_token_error(sequence))
+
+
+def _no_token_error(sequence: Sequence) -> InvalidRequest | EngineError:
+    params = sequence.request.params
     masks = {
         "grammar": params.grammar is not None,
         "allowed_token_ids": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
         "extra_args": bool(params.extra_args),
-        "min_tokens": params.min_tokens > 0,
+        "min_tokens": params.min_tokens > 0 and bool(sequence.sampler.stop_ids),
     }
     for name, is_used in masks.items():
         if is_used:
