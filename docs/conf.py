@@ -18,6 +18,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "metrics_table",
     "options_table",
 ]
 exclude_patterns = ["_build", "_ext"]

@@ -199,7 +199,7 @@ def test_tokens_and_steps() -> None:
     assert value(metrics, "iteration_tokens_total_sum") == 17
 
 
-def test_a_token_costs_about_a_microsecond_at_most() -> None:
+def test_a_token_costs_less_than_a_microsecond() -> None:
     metrics = Metrics("m")
     request = make_request(Times(arrived=1.0, first_token=1.5), 3, 0)
     (sequence,) = request.sequences
@@ -210,8 +210,7 @@ def test_a_token_costs_about_a_microsecond_at_most() -> None:
         for _ in range(2000):
             metrics.observe_tokens(sequence, 1, 1.52)
         best = min(best, (time.perf_counter() - start) / 2000)
-    # Twice and more what it takes, because whoever measures time shares the machine.
-    assert best < 2.5e-6
+    assert best < 1e-6
 
 
 def test_grammars() -> None:

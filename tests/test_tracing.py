@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -96,6 +97,9 @@ async def test_a_span_says_what_vllms_says(autojump_clock: object) -> None:
         "time_in_model_inference": pytest.approx(4),
         "e2e": pytest.approx(6),
     }
+    page = (Path(__file__).parent.parent / "docs" / "observability.md").read_text("utf-8")
+    for name in span.attributes or {}:
+        assert f"`{name}`" in page or f"`.{name.rpartition('.')[2]}`" in page
     assert span.start_time is not None
     assert span.end_time is not None
     assert (span.end_time - span.start_time) / 1e9 == pytest.approx(6)

@@ -1,0 +1,72 @@
+"""The directives ``metrics-table`` and ``dashboard-table``: what is measured, read at build time.
+
+The first is made from :mod:`trioserve.metrics`, the second from the Grafana dashboard itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from trioserve.metrics.definitions import COMMON_LABELS, DEFINITIONS, GROUPS, Definition
+
+DASHBOARD = Path(__file__).parent.parent / "grafana" / "trioserve.json"
+
+
+def metrics_lines() -> Iterator[str]:
+    """A Markdown section with a table for every group of metrics."""
+    for group, title in GROUPS.items():
+        yield f"### {title}"
+        yield ""
+        yield "| Metric | Type | Labels | Meaning |"
+        yield "| --- | --- | --- | --- |"
+        yield from (_row(definition) for definition in DEFINITIONS if definition.group == group)
+        yield ""
+
+
+def _row(definition: Definition) -> str:
+    labels = ", ".join(f"`{label}`" for label in definition.labels)
+    if not definition.common:
+        labels += ", without " + " and ".join(f"`{label}`" for label in COMMON_LABELS)
+    cells = (f"`{definition.exposed_name}`", definition.kind, labels, f"{definition.help}.")
+    return "| " + " | ".join(cells) + " |"
+
+
+def dashboard_lines() -> Iterator[str]:
+    """A Markdown table of the dashboard's panels, with what each of them says of itself."""
+    dashboard: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    yield "| Panel | What it shows |"
+    yield "| --- | --- |"
+    for panel in dashboard["panels"]:
+        if panel["type"] != "row":
+            yield f"| {panel['title']} | {panel['description']} |"
+
+
+class MetricsTable(SphinxDirective):
+    """``metrics-table``; it has no arguments."""
+
+    def run(self) -> list[nodes.Node]:
+        """The nodes of the tables."""
+        return self.parse_text_to_nodes("\n".join(metrics_lines()), allow_section_headings=True)
+
+
+class DashboardTable(SphinxDirective):
+    """``dashboard-table``; it has no arguments."""
+
+    def run(self) -> list[nodes.Node]:
+        """The nodes of the table."""
+        self.env.note_dependency(str(DASHBOARD))
+        return self.parse_text_to_nodes("\n".join(dashboard_lines()))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directives with Sphinx."""
+    app.add_directive("metrics-table", MetricsTable)
+    app.add_directive("dashboard-table", DashboardTable)
+    return {"parallel_read_safe": True}
