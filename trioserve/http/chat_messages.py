@@ -25,7 +25,7 @@ class TextPart(
 ):
     """A piece of a message's content."""
 
-    text: str
+    text: Annotated[str, about("What is said.")]
 
 
 class RefusalPart(
@@ -33,13 +33,13 @@ class RefusalPart(
 ):
     """A piece of an earlier answer that refused; the template sees it as text."""
 
-    refusal: str
+    refusal: Annotated[str, about("Why the answer was refused.")]
 
 
 class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of an earlier tool call."""
 
-    name: _FunctionName
+    name: Annotated[_FunctionName, about("Which function was called.")]
     arguments: Annotated[
         str | dict[str, Any] | None,
         about("JSON as text or as it is; the template sees the object, if it is one."),
@@ -49,9 +49,9 @@ class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """An earlier tool call."""
 
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: MessageFunction
+    id: Annotated[str | None, about("The name that the tool's answer refers to.")] = None
+    type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
+    function: Annotated[MessageFunction, about("What was called, and with what.")]
     index: Annotated[Any, hint()] = None
 
 
@@ -103,14 +103,14 @@ class FunctionDefinition(
 class ChatTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A tool: a function."""
 
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
+    type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
+    function: Annotated[FunctionDefinition, about("What may be called, and with what.")]
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A function by its name."""
 
-    name: _FunctionName
+    name: Annotated[_FunctionName, about("That of one of the tools.")]
 
 
 class ChosenTool(
@@ -118,21 +118,26 @@ class ChosenTool(
 ):
     """The one function that has to be called."""
 
-    function: ChosenFunction
+    function: Annotated[ChosenFunction, about("Which one.")]
 
 
 class AllowedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One of the tools that may be called."""
 
-    function: ChosenFunction
-    type: Literal["function"] = "function"
+    function: Annotated[ChosenFunction, about("Which one.")]
+    type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
 
 
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Which of the tools may be called, and whether one of them has to."""
 
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
+    mode: Annotated[
+        Literal["auto", "required"], about("`required` if one of them has to be called.")
+    ]
+    tools: Annotated[
+        Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)],
+        about("Those that may be called; the prompt shows the others, too."),
+    ]
 
 
 class AllowedToolsChoice(
@@ -140,7 +145,7 @@ class AllowedToolsChoice(
 ):
     """A choice among some of the tools."""
 
-    allowed_tools: AllowedTools
+    allowed_tools: Annotated[AllowedTools, about("Which they are.")]
 
 
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice

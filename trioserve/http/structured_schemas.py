@@ -54,7 +54,7 @@ class JsonSchemaFormat(
 ):
     """JSON that follows a schema."""
 
-    json_schema: JsonSchema
+    json_schema: Annotated[JsonSchema, about("The schema, and what it is called.")]
 
 
 class StructuralTag(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
