@@ -18,6 +18,7 @@ from trioserve import (
     TokensPrompt,
     wire,
 )
+from trioserve.errors import WorkerLost
 from trioserve.grammar import Grammar
 from trioserve.preparation import MAX_WORKERS_LOST
 from trioserve.sampling import SamplerParams
@@ -187,6 +188,30 @@ async def test_a_worker_that_dies_while_it_compiles_delays_the_request(
         assert completion.usage.completion_tokens == 3
         assert len(workers) == 2
         await settle(engine)
+
+
+async def test_between_two_workers_there_is_none_to_call(autojump_clock: Clock) -> None:
+    workers: list[FakeWorker] = []
+
+    def make() -> FakeWorker:
+        def die_in_the_first(step: int, plan: wire.Plan) -> None:
+            if len(workers) == 1 and step == 5:
+                raise WorkerDies
+
+        workers.append(FakeWorker(step_time=0.1, script=die_in_the_first))
+        return workers[-1]
+
+    async with open_fake_engine(make) as engine, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: engine.complete(PROMPT, max_tokens=30))
+        with trio.fail_after(10):
+            while engine.healthy:
+                await trio.sleep(0.01)
+        with pytest.raises(WorkerLost, match="there is no worker to call 'prepare'"):
+            await engine.call_worker("prepare")
+        with trio.fail_after(10):
+            while not engine.healthy:
+                await trio.sleep(0.01)
+        assert await engine.call_worker("prepare") is None
 
 
 async def test_a_grammar_that_ends_workers_does_not_end_the_engine(autojump_clock: Clock) -> None:

@@ -230,6 +230,8 @@ async def test_another_worker_is_asked_again_for_what_was_fine(autojump_clock: C
         assert case.passed() == [without]
         assert refused.rejection is not None
     assert [call["grammar"][1] for call in worker.calls] == ["(", "a", "a"]
+    assert len(case.stage._verdicts) == 2
+    assert case.stage._verdict_bytes == sum(v.num_bytes for v in case.stage._verdicts.values())
 
 
 @pytest.mark.parametrize(("bound", "value"), [("MAX_VERDICTS", 2), ("MAX_VERDICT_BYTES", 25)])
@@ -444,12 +446,15 @@ async def test_one_of_two_that_leaves_changes_nothing_for_the_other(autojump_clo
     assert len(case.worker.calls) == 1
 
 
+@pytest.mark.parametrize("ticks", range(8))
 async def test_one_that_joins_in_the_moment_when_the_last_leaves_is_answered(
-    autojump_clock: Clock,
+    autojump_clock: Clock, ticks: int
 ) -> None:
     async with running(ScriptedWorker(seconds=3)) as case:
         first = await in_the_call(case)
         leave(first)
+        for _ in range(ticks):
+            await trio.lowlevel.checkpoint()
         case.send(second := make_request("a"))
         await trio.sleep(4)
         assert case.passed() == [second]

@@ -141,6 +141,23 @@ def test_the_first_to_end_wins_and_a_stop_string_before_a_regex() -> None:
     assert matcher_of(["op"], ["stop"]).feed("a stop") == ("a ", "stop")
 
 
+def test_the_earliest_beginning_of_a_match_is_held_back() -> None:
+    matcher = matcher_of([], ["abxy", "xz"])
+    assert matcher.feed("-abx") == ("-", None)
+    assert matcher.feed("-") == ("abx-", None)
+
+
+def test_matches_that_came_too_early_do_not_hide_later_ones() -> None:
+    matcher = matcher_of([], ["x"])
+    assert matcher.feed("x" * 1000, armed=False) == ("x" * 1000, None)
+    assert matcher.feed("yx") == ("y", "x")
+
+
+def test_what_was_sent_is_not_sent_again() -> None:
+    matcher = matcher_of([], [r"so\Bme"])
+    assert [matcher.feed(piece)[0] for piece in ("so", "m", "x")] == ["so", "", "mx"]
+
+
 def test_an_assertion_at_the_text_s_end_is_found_even_so() -> None:
     # At the end of "so" the pattern can't match and doesn't say that it may: "so" is sent.
     matcher = matcher_of([], [r"so\Bme"])

@@ -203,11 +203,9 @@ class Detokenizer:
             self._fail(sequence, error)
 
     def _open(self, request: Request) -> None:
-        for sequence, text in zip(
-            request.sequences, OutputText.all_of(request, self._tokenizer), strict=True
-        ):
-            if not sequence.delivered:
-                sequence.delivery = text
+        texts = OutputText.all_of(request, self._tokenizer)
+        for sequence, text in zip(request.sequences, texts, strict=True):
+            sequence.delivery = text
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         """End what is left of the request with ``error``, computing nothing more for it."""

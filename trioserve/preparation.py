@@ -119,7 +119,7 @@ class Preparation:
         requests: trio.MemoryReceiveChannel[Request],
         submit: trio.MemorySendChannel[Request],
     ) -> None:
-        """The task: send each request on when it is fine, or reject it; drop those that have ended.
+        """The task: send each request on when it is fine, or reject it; forget those that ended.
 
         Ends when ``requests`` is closed and everything was sent on, and then closes ``submit``.
         """
@@ -290,5 +290,5 @@ async def _hand_on(
     if error is not None:
         # A copy: what is raised collects a traceback, and this error is remembered.
         request.reject(copy.copy(error))
-    elif not request.ended:
+    else:
         await submit.send(request)
