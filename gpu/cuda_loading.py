@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
+from gpu.adjustments import Adjuster
 from gpu.assembly import ServingLimits, assemble, attention_limits, cache_shape
 from gpu.attention import CacheShape
 from gpu.attention.kv_cache import bytes_per_page
@@ -53,17 +54,23 @@ def load_on_gpu(
     dtype: torch.dtype,
     device: torch.device,
     on_progress: OnProgress,
+    adjuster: Adjuster,
 ) -> Loaded:
     """Load a model on ``device``; see :func:`load_model`."""
     try:
         gpu = CudaDevice(device)
     except KernelBuildError as error:
         raise ModelLoadError(f"the GPU can't be used: {error}") from error
-    return load_model(gpu, start, files, dtype, on_progress)
+    return load_model(gpu, start, files, dtype, on_progress, adjuster)
 
 
 def load_model(
-    gpu: Gpu, start: Start, files: ModelFiles, dtype: torch.dtype, on_progress: OnProgress
+    gpu: Gpu,
+    start: Start,
+    files: ModelFiles,
+    dtype: torch.dtype,
+    on_progress: OnProgress,
+    adjuster: Adjuster | None = None,
 ) -> Loaded:
     """Load a model and give it all that it may have of the GPU's memory.
 
@@ -73,6 +80,7 @@ def load_model(
         files: of the model.
         dtype: bfloat16 or float16.
         on_progress: called often, with a stage, how much of it is done and of how much.
+        adjuster: says what is done to logits before a token is drawn; nothing if it is None.
 
     Raises:
         ModelLoadError: the model can't be served so; one line says why and what to do.
@@ -100,7 +108,7 @@ def load_model(
     )
     limits = attrs.evolve(limits, num_pages=num_pages)
     with _explaining(lambda: cache_doesnt_fit(num_pages)):
-        executor, slots = assemble(gpu.loader, model, limits, gpu.timeline())
+        executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster)
     if not start.enforce_eager:
         with _explaining(lambda: GRAPHS_DONT_FIT):
             executor.capture(

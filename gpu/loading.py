@@ -12,25 +12,31 @@ import torch
 
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
+from gpu.constraints import Constraints
 from gpu.cpu_executor import CpuExecutor
 from gpu.devices import choose_device, choose_dtype
 from gpu.executor import Executor
+from gpu.grammar_cache import GrammarCache
+from gpu.grammars import GrammarError, GrammarVocabulary
 from gpu.memory import choose_num_pages
 from gpu.models import build_model
+from gpu.processors import Processors, load_processors
 from gpu.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.sampler import Sampler
 from gpu.slots import SlotTable
 from gpu.weights import load_weights
 from trioserve.errors import ModelLoadError
+from trioserve.logits_processors import ProcessorContext
 from trioserve.machine import Machine
 from trioserve.model_files import ModelConfig, ModelFiles, open_model
 from trioserve.sampling import SamplerParams
 from trioserve.wire import OpenSlot, Plan, Ready, Start, from_ints
 
-__all__ = ["Loaded", "OnProgress", "choose_max_model_len", "load", "warm_up"]
+__all__ = ["Loaded", "OnProgress", "Serving", "choose_max_model_len", "load", "warm_up"]
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
+MAX_MASK_THREADS = 8
 WARM_UP_TOKENS = 16
 
 OnProgress = Callable[[str, int, int], None]
@@ -47,7 +53,16 @@ class Loaded:
     device_name: str
 
 
-def load(start: Start, on_progress: OnProgress) -> tuple[Runner, Ready]:
+@attrs.frozen(kw_only=True)
+class Serving:
+    """A loaded model that is ready for plans, and what the engine is told of it."""
+
+    runner: Runner
+    constraints: Constraints
+    ready: Ready
+
+
+def load(start: Start, on_progress: OnProgress) -> Serving:
     """Load a model within the limits of ``start`` and run one prompt through it.
 
     ``on_progress`` is called often.
@@ -66,12 +81,13 @@ def load(start: Start, on_progress: OnProgress) -> tuple[Runner, Ready]:
         max_model_len=choose_max_model_len(start.max_model_len, files.config),
         max_num_batched_tokens=start.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type],
     )
+    constraints = _load_constraints(start, files, device)
     if device.type == "cuda":
         from gpu.cuda_loading import load_on_gpu  # needs CuPy
 
-        loaded = load_on_gpu(start, files, dtype, device, on_progress)
+        loaded = load_on_gpu(start, files, dtype, device, on_progress, constraints)
     else:
-        loaded = _load_on_cpu(start, files, dtype, on_progress)
+        loaded = _load_on_cpu(start, files, dtype, on_progress, constraints)
     on_progress("warm-up", 0, 1)
     room = min(loaded.num_pages * start.page_size, start.max_model_len)
     num_tokens = min(WARM_UP_TOKENS, room, start.max_num_batched_tokens)
@@ -83,7 +99,7 @@ def load(start: Start, on_progress: OnProgress) -> tuple[Runner, Ready]:
     runner = Runner(
         loaded.executor, loaded.slots, max_num_batched_tokens=start.max_num_batched_tokens
     )
-    return runner, Ready(
+    ready = Ready(
         model_checksum=files.checksum(),
         device=device.type,
         device_name=loaded.device_name,
@@ -95,10 +111,37 @@ def load(start: Start, on_progress: OnProgress) -> tuple[Runner, Ready]:
         max_num_seqs=start.max_num_seqs,
         max_num_batched_tokens=start.max_num_batched_tokens,
     )
+    return Serving(runner=runner, constraints=constraints, ready=ready)
+
+
+def _load_constraints(start: Start, files: ModelFiles, device: torch.device) -> Constraints:
+    """Grammars and the user's logits processors. Without a usable tokenizer there are none."""
+    context = ProcessorContext(
+        vocab_size=files.config.vocab_size,
+        max_num_seqs=start.max_num_seqs,
+        device=str(device),
+        model=start.model,
+    )
+    processors = Processors(load_processors(start.logits_processors, context))
+    vocabulary: GrammarVocabulary | GrammarError
+    try:
+        vocabulary = GrammarVocabulary.of(files, start.tokenizer)
+    except GrammarError as error:
+        vocabulary = error
+    return Constraints(
+        files.config.vocab_size,
+        GrammarCache(vocabulary),
+        processors,
+        num_threads=min(max(int(Machine().cores()), 1), MAX_MASK_THREADS),
+    )
 
 
 def _load_on_cpu(
-    start: Start, files: ModelFiles, dtype: torch.dtype, on_progress: OnProgress
+    start: Start,
+    files: ModelFiles,
+    dtype: torch.dtype,
+    on_progress: OnProgress,
+    constraints: Constraints,
 ) -> Loaded:
     if start.kv_cache_dtype != "auto":
         raise ModelLoadError(
@@ -135,7 +178,7 @@ def _load_on_cpu(
         vocab_size=config.vocab_size,
     )
     return Loaded(
-        executor=CpuExecutor(model, attention, sampler, slots),
+        executor=CpuExecutor(model, attention, sampler, slots, constraints),
         slots=slots,
         num_pages=num_pages,
         device_name=Machine().cpu_name(),
@@ -197,3 +240,5 @@ def warm_up(
     )
     Runner(executor, slots, max_num_batched_tokens=sum(prompt_lengths)).step(plan)
     slots.clear()
+    for each in opened:
+        executor.close(each.slot)

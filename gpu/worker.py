@@ -4,10 +4,14 @@ A plan that arrives while another one computes is handed to the device behind it
 when it is told to quit, or when its standard input ends: whoever started it holds the other end,
 and its death closes it. Signals that ask it to end are ignored, because service managers send them
 to every process at once, and the engine still needs its worker while it drains.
+
+``prepare`` is answered by a thread whenever it is ready, all other calls in their turn.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import select
@@ -23,17 +27,22 @@ import pynng
 import torch
 
 from gpu import loading
+from gpu.background import Background
+from gpu.constraints import Constraints
 from gpu.kernels.device import KernelLaunchError
 from gpu.runner import Runner
 from gpu.slots import PlanError
 from trioserve import wire
 from trioserve.errors import ModelLoadError
+from trioserve.grammar import Grammar
 
 __all__ = ["Worker", "run"]
 
 SEND_MS = 10_000
 PROGRESS_INTERVAL = 0.1
 EXIT_PARENT_GONE = 3
+PREPARING_THREADS = 2
+"""The engine asks for no more at a time. The steps want the processor too."""
 
 _log = logging.getLogger("gpu.worker")
 
@@ -52,6 +61,13 @@ class Worker:
             "statistics": lambda runner, _: _statistics(runner),
         }
         self._last_progress = -PROGRESS_INTERVAL
+        self._background = Background[wire.Reply](PREPARING_THREADS, "prepare")
+        self._constraints: Constraints | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread may be at work."""
+        return self._background.busy
 
     def run(self) -> None:
         """Talk until told to quit."""
@@ -67,13 +83,15 @@ class Worker:
             start = self._receive()
             if not isinstance(start, wire.Start):
                 raise wire.WireError(f"{type(start).__name__} came where Start was due")
-            self.serve(self._load(start))
+            self.serve(*self._load(start))
         except Quit:
             return
+        finally:
+            self._background.close()
 
-    def _load(self, start: wire.Start) -> Runner:
+    def _load(self, start: wire.Start) -> tuple[Runner, Constraints]:
         try:
-            runner, ready = loading.load(start, self._report_progress)
+            serving = loading.load(start, self._report_progress)
         except Exception as error:
             known = isinstance(error, ModelLoadError)
             if not known:
@@ -83,8 +101,8 @@ class Worker:
             # A message is lost if its socket closes too soon: stay until the engine has heard.
             while True:
                 self._receive()
-        self._send(ready)
-        return runner
+        self._send(serving.ready)
+        return serving.runner, serving.constraints
 
     def _report_progress(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
@@ -92,24 +110,28 @@ class Worker:
             self._last_progress = now
             self._send(wire.Progress(stage=stage, done=done, total=total))
 
-    def serve(self, runner: Runner) -> NoReturn:
+    def serve(self, runner: Runner, constraints: Constraints | None = None) -> NoReturn:
         """Take messages and results as they come; a message first, since it may be the next plan.
 
         A plan that reaches the device before the one in front of it ends leaves no gap between
-        the two.
+        the two. Without ``constraints`` there is nothing to prepare.
         """
+        self._constraints = constraints
         waiting = select.poll()
         waiting.register(self._socket.recv_fd, select.POLLIN)
+        waiting.register(self._background.descriptor, select.POLLIN)
         if runner.completions is not None:
             waiting.register(runner.completions, select.POLLIN)
         while True:
-            if not runner.num_pending:
-                self._handle(runner, self._receive())
-            elif runner.completions is None:
+            self._send_prepared()
+            if runner.num_pending and (runner.completions is None or not runner.accepts):
                 self._finish(runner)
-            elif message := self._message_before(waiting):
-                self._handle(runner, message)
-            else:
+                continue
+            ready = {descriptor for descriptor, _ in waiting.poll()}
+            if self._socket.recv_fd in ready:
+                with contextlib.suppress(pynng.TryAgain):  # nng's descriptor may be ahead
+                    self._handle(runner, self._receive(block=False))
+            elif runner.completions in ready:
                 self._finish(runner)
 
     def _handle(self, runner: Runner, message: wire.Message) -> None:
@@ -118,6 +140,9 @@ class Worker:
                 self._submit(runner, message)
             case wire.Reset():
                 runner.reset(message.next_plan)
+            case wire.Call(name="prepare") if self._constraints is not None:
+                prepare = functools.partial(_prepare, self._constraints)
+                self._background.start(functools.partial(_reply, message, prepare))
             case wire.Call():
                 self._send(self._answer(runner, message))
             case _:
@@ -145,13 +170,11 @@ class Worker:
         function = self._calls.get(call.name)
         if function is None:
             return wire.Reply(number=call.number, error=f"this worker knows no call {call.name!r}")
-        try:
-            arguments = msgspec.msgpack.decode(call.arguments) if call.arguments else None
-            result = msgspec.msgpack.encode(function(runner, arguments))
-        except Exception as error:
-            _log.exception("the call %r failed", call.name)
-            return wire.Reply(number=call.number, error=_one_line(error))
-        return wire.Reply(number=call.number, result=result)
+        return _reply(call, functools.partial(function, runner))
+
+    def _send_prepared(self) -> None:
+        for reply in self._background.take():
+            self._send(reply)
 
     def _send(self, message: wire.Message) -> None:
         self._socket.send(wire.encode(message))
@@ -163,16 +186,24 @@ class Worker:
             raise Quit
         return message
 
-    def _message_before(self, ready: select.poll) -> wire.Message | None:
-        """The next message, or None if a step has ended before there is one."""
-        while True:
-            descriptors = {descriptor for descriptor, _ in ready.poll()}
-            if self._socket.recv_fd in descriptors:
-                try:
-                    return self._receive(block=False)
-                except pynng.TryAgain:  # nng's descriptor may be ahead of its queue
-                    continue
-            return None
+
+def _reply(call: wire.Call, function: Callable[[Any], Any]) -> wire.Reply:
+    """The answer of ``function`` to the call's arguments, or how it failed."""
+    try:
+        arguments = msgspec.msgpack.decode(call.arguments) if call.arguments else None
+        result = msgspec.msgpack.encode(function(arguments))
+    except Exception as error:
+        _log.exception("the call %r failed", call.name)
+        return wire.Reply(number=call.number, error=_one_line(error))
+    return wire.Reply(number=call.number, result=result)
+
+
+def _prepare(constraints: Constraints, arguments: Any) -> dict[str, str] | None:
+    """The call ``prepare``: null, or what is wrong with the request's grammar or arguments."""
+    grammar = arguments["grammar"]
+    return constraints.prepare(
+        None if grammar is None else Grammar(*grammar), arguments["extra_args"]
+    )
 
 
 def _failure(plan: int, error: Exception) -> wire.Failure:
@@ -226,4 +257,9 @@ def run(url: str) -> None:
         recv_buffer_size=wire.BUFFERED_MESSAGES,
         send_buffer_size=wire.BUFFERED_MESSAGES,
     ) as socket:
-        Worker(socket).run()
+        worker = Worker(socket)
+        worker.run()
+    if worker.busy:
+        # A thread that compiles a grammar can't be stopped, and nobody waits for it any more.
+        logging.shutdown()
+        os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,10 +21,12 @@ import torch
 from gpu.__main__ import examine
 from gpu.loading import choose_max_model_len
 from tests.plans import GREEDY, PlanMaker, load_tiny, make_runner
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, tiny_tokenizer
 from trioserve import wire
 from trioserve.errors import ModelLoadError
+from trioserve.grammar import Grammar
 from trioserve.model_files import RopeScaling, open_model
+from trioserve.sampling import SamplerParams
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 60.0
@@ -155,6 +158,60 @@ def test_conversation(folder: Path, peer: Peer) -> None:
 
     peer.send(wire.Quit())
     assert peer.process.wait(DEADLINE) == 0
+
+
+def call(number: int, name: str, arguments: object) -> wire.Call:
+    return wire.Call(number=number, name=name, arguments=msgspec.msgpack.encode(arguments))
+
+
+def prepare(number: int, kind: str, text: str) -> wire.Call:
+    return call(number, "prepare", {"grammar": [kind, text], "extra_args": {}})
+
+
+SLOW, HOPELESS = (
+    json.dumps({"allOf": [{"pattern": f".*a{{{i}}}.*b"} for i in range(1, patterns)]})
+    for patterns in (13, 30)
+)
+"""Takes processor time that quadruples with every pattern: half a second, and hours."""
+
+
+def test_steps_go_on_while_a_grammar_is_compiled(folder: Path, peer: Peer) -> None:
+    peer.receive()
+    ready, _ = peer.load(start_message(folder))
+    assert isinstance(ready, wire.Ready)
+    maker = PlanMaker(peer.step)
+    maker.open(0, PROMPT)
+    maker.step({0: 10})
+    peer.send(prepare(1, "json_schema", SLOW))
+    peer.send(prepare(2, "json_schema", SLOW + " "))
+    peer.send(prepare(3, "regex", "[ab]{3}"))  # waits for a thread
+    for number in range(4, 12):
+        maker.step({0: 1})
+        assert peer.call(number, "ping", number).result == msgspec.msgpack.encode(number)
+    results = {}
+    while len(results) < 3:  # with nothing else to do
+        reply = peer.receive()
+        assert isinstance(reply, wire.Reply)
+        assert not reply.error
+        results[reply.number] = msgspec.msgpack.decode(reply.result)
+    for number in (1, 2):
+        assert results[number]["param"] == "grammar"
+        assert "Unable to determine if regex is empty" in results[number]["error"]
+    assert results[3] is None
+
+    # What is compiled is followed, and ends with an end-of-sequence id.
+    params = SamplerParams(temperature=5.0, stop_ids=[2], grammar=Grammar("regex", "[ab]{3}"))
+    maker.open(1, PROMPT, params)
+    tokens = [*maker.step({1: 10})[1], *(maker.step({1: 1})[1][0] for _ in range(3))]
+    assert tiny_tokenizer().decode(tokens[:3], skip_special_tokens=False).strip("ab") == ""
+    assert tokens[3] == 2
+
+    peer.send(prepare(90, "json_schema", HOPELESS))
+    time.sleep(0.2)  # so that it has begun
+    began = time.monotonic()
+    peer.send(wire.Quit())
+    assert peer.process.wait(DEADLINE) == 0
+    assert time.monotonic() - began < 3.0
 
 
 def ints_of(column: bytes) -> list[int]:

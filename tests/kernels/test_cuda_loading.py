@@ -144,11 +144,12 @@ def test_from_start_to_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(cuda_loading, "CudaDevice", lambda device: gpu)
     monkeypatch.setattr("gc.freeze", lambda: None)  # good for a worker, not for this process
-    runner, ready = loading.load(start(folder, dtype="auto"), lambda stage, done, total: None)
+    serving = loading.load(start(folder, dtype="auto"), lambda stage, done, total: None)
+    ready = serving.ready
     assert (ready.device, ready.device_name, ready.dtype) == ("cuda", "made up", "bfloat16")
     assert (ready.max_num_seqs, ready.max_num_batched_tokens) == (3, 60)
     assert (ready.page_size, ready.max_model_len, ready.vocab_size) == (16, 128, 300)
-    maker = PlanMaker(runner.step, page_size=16, num_pages=ready.num_pages)
+    maker = PlanMaker(serving.runner.step, page_size=16, num_pages=ready.num_pages)
     maker.number = 41  # whatever was run while loading, any number may come first
     maker.open(2, [5, 6, 7])
     assert len(maker.step({2: 3})[2]) == 1
