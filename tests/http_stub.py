@@ -182,18 +182,22 @@ class StubEngine:
             params=call.params,
             stream=Stream(StreamBudget(1 << 20, 1 << 20)),
             times=Times(arrived=trio.current_time()),
-            prompt_ids=_prompt_ids(call.prompt)[-max(call.params.truncate_prompt_tokens or 0, 0) :],
+            prompt_ids=_prompt_ids(call.prompt, self.tokenizer)[
+                -max(call.params.truncate_prompt_tokens or 0, 0) :
+            ],
             num_cached_tokens=1,
             prompt_logprobs=self.prompt_logprobs(call),
         )
 
 
-def _prompt_ids(prompt: Prompt) -> list[int]:
+def _prompt_ids(prompt: Prompt, tokenizer: StubTokenizer) -> list[int]:
     if isinstance(prompt, TokensPrompt):
         return list(prompt.token_ids)
     if isinstance(prompt, TextPrompt):
         return [ord(character) for character in prompt.text]
     assert isinstance(prompt, ChatPrompt)
+    if tokenizer.chat_template is not None:
+        return [ord(character) for character in tokenizer.chat_template.render(prompt)]
     return [0] * len(prompt.messages)
 
 
