@@ -83,6 +83,31 @@ async def test_during_prefill(tiny: Path) -> None:
         await leave_when(engine, prompt, lambda state: state is State.PREFILL)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_several_outputs_in_every_stage(tiny: Path, depth: int) -> None:
+    """The first of them computes the prompt while the others wait for its pages."""
+    options = {"max_num_batched_tokens": 16, "max_plans_in_flight": depth, "max_num_seqs": 3}
+    async with engine_that_ends_clean(tiny, **options) as engine:
+        prompt = [3 + number % 250 for number in range(200)]
+        states = list(State)
+        for stage in (State.TOKENIZING, State.WAITING, State.PREFILL, State.DECODE):
+            # A stage that is over by the time that anybody looks is left in the next one.
+            at_least = states[states.index(stage) :]
+            await leave_when(
+                engine,
+                prompt,
+                at_least.__contains__,
+                n=5,
+                max_tokens=2000,
+                prompt_logprobs=1,
+                cache_salt=stage.value,
+            )
+            await assert_idle(engine)
+        async with engine.generate(prompt, n=5, max_tokens=2000, ignore_eos=True) as stream:
+            while (await stream.receive()).index != 2:
+                pass
+
+
 async def test_during_decode(tiny: Path) -> None:
     async with engine_that_ends_clean(tiny) as engine:
         await leave_when(engine, [3, 4], lambda state: state is State.DECODE, max_tokens=2000)
