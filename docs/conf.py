@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "metrics_table",
+    "api_tables",
     "options_table",
 ]
 exclude_patterns = ["_build", "_ext"]

@@ -1,0 +1,267 @@
+"""Directives whose tables are made of the routes and their classes.
+
+``api-endpoints`` lists the endpoints, ``api-fields`` the fields of requests, ``api-answers`` those
+of answers.
+
+Nothing in them is written by hand: a field's meaning is what its class says of it, and whether it
+is served, accepted without influence or refused is what decoding a request goes by.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal
+
+import attrs
+import msgspec
+from docutils import nodes
+from peers import peers_of
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from trioserve.http.openai_schemas import GenerationRequest
+from trioserve.http.openapi import openapi_path
+from trioserve.http.routes import GROUPS, ROUTES, Route
+from trioserve.http.schemas import struct_classes
+
+__all__ = [
+    "Field",
+    "answer_lines",
+    "endpoint_lines",
+    "field_lines",
+    "fields_of",
+    "request_classes",
+]
+
+HINT = "Accepted; it has no influence on the output."
+_SIMPLE = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}
+
+
+@attrs.frozen
+class Field:
+    """What there is to say of a field. ``refused`` is why, where only ``accepted`` is served."""
+
+    name: str
+    kind: str
+    meaning: str
+    required: bool
+    accepted: str = ""
+    refused: str = ""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it does something."""
+        return not self.accepted and self.meaning != HINT
+
+
+def request_classes() -> list[type[msgspec.Struct]]:
+    """Every class that a request may hold."""
+    return struct_classes(route.request for route in ROUTES if route.request is not None)
+
+
+def fields_of(cls: type[msgspec.Struct]) -> list[Field]:
+    """The fields of a class, in its order."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = [
+        _field(field.name, hints[field.name], field.required)
+        for field in msgspec.structs.fields(cls)
+    ]
+    config = cls.__struct_config__
+    if config.tag_field is not None:
+        kind = f'`"{config.tag}"`'
+        fields.insert(0, Field(config.tag_field, kind, "Says which kind this is.", required=True))
+    return fields
+
+
+def _field(name: str, annotation: Any, required: bool) -> Field:
+    meaning = accepted = refused = ""
+    for meta in getattr(annotation, "__metadata__", ()):
+        meaning = meaning or meta.description or ""
+        if meta.extra and "only" in meta.extra:
+            accepted, refused = meta.extra["shown"], meta.extra["why"]
+    return Field(name, type_text(annotation), meaning, required, accepted, refused)
+
+
+def type_text(annotation: Any) -> str:
+    """A type in words; ``null`` is left out, because it always means "not given"."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return type_text(arguments[0]) + _range(annotation.__metadata__)
+    if origin in (typing.Union, UnionType):
+        kinds = [type_text(item) for item in arguments if item not in (NoneType, msgspec.UnsetType)]
+        return " or ".join(dict.fromkeys(kinds))
+    if origin is list:
+        return f"list of {type_text(arguments[0])}"
+    if origin is dict:
+        return "object"
+    if origin is tuple:
+        return "[" + ", ".join(map(type_text, arguments)) + "]"
+    if origin is Literal:
+        return " or ".join(f'`"{value}"`' for value in arguments)
+    if annotation in _SIMPLE:
+        return _SIMPLE[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    return "null"
+
+
+def _range(metadata: Sequence[msgspec.Meta]) -> str:
+    texts = []
+    for meta in metadata:
+        for word, bound in (("from", meta.ge), ("above", meta.gt), ("to", meta.le)):
+            if bound is not None and abs(bound) < 2**31 - 1:
+                texts.append(f" {word} {bound:g}")
+    return "".join(texts)
+
+
+def endpoint_lines() -> Iterator[str]:
+    """A table of the endpoints, group by group."""
+    yield "| Endpoint | What it does | As in |"
+    yield "| --- | --- | --- |"
+    for group in GROUPS:
+        yield f"| **{group}** | | |"
+        for route in ROUTES:
+            if route.group == group:
+                paths = "<br>".join(
+                    f"`{route.method} {openapi_path(rule)}`" for rule in route.rules
+                )
+                yield f"| {paths} | {route.summary} | {route.peers} |"
+
+
+def field_lines() -> Iterator[str]:
+    """A section for each request, then one for each class that requests hold."""
+    shown: list[type[msgspec.Struct]] = [GenerationRequest]
+    shared = [route for route in ROUTES if _shares_fields(route)]
+    titles = [f"`{route.method} {route.rule}`" for route in shared]
+    yield f"### Fields of both {' and '.join(titles)}"
+    yield ""
+    names = tuple(route.request.__name__ for route in shared if route.request is not None)
+    yield from _tables(fields_of(GenerationRequest), names)
+    for route in ROUTES:
+        if route.request is None:
+            continue
+        yield f"### `{route.method} {route.rule}`"
+        yield ""
+        fields = fields_of(route.request)
+        if route in shared:
+            own = {field.name for field in fields_of(GenerationRequest)}
+            fields = [field for field in fields if field.name not in own]
+        yield from _tables(fields, (route.request.__name__,))
+        shown.append(route.request)
+    for cls in request_classes():
+        if cls not in shown:
+            yield f"### {cls.__name__}"
+            yield ""
+            yield _paragraphs(cls)
+            yield ""
+            yield from _tables(fields_of(cls), (cls.__name__,))
+
+
+def answer_lines() -> Iterator[str]:
+    """A section for each class that answers and events are made of."""
+    types = [type_ for route in ROUTES for type_ in (route.response, route.events)]
+    asked = request_classes()
+    for cls in struct_classes(types):
+        if cls in asked:
+            continue
+        yield f"### {cls.__name__}"
+        yield ""
+        yield _paragraphs(cls)
+        yield ""
+        yield from _where(cls)
+        yield "| Field | Value |"
+        yield "| --- | --- |"
+        for field in fields_of(cls):
+            yield _row(f"`{field.name}`", field.kind)
+        yield ""
+
+
+def _where(cls: type[msgspec.Struct]) -> Iterator[str]:
+    """Which endpoints answer with a class, and which send events of it."""
+    for text, routes in (
+        ("The answer of", [route for route in ROUTES if route.response == cls]),
+        ("An event of", [route for route in ROUTES if route.events == cls]),
+    ):
+        if routes:
+            names = (f"`{route.method} {openapi_path(route.rule)}`" for route in routes)
+            yield f"{text} {', '.join(names)}."
+            yield ""
+
+
+def _shares_fields(route: Route) -> bool:
+    return route.request is not None and issubclass(route.request, GenerationRequest)
+
+
+def _paragraphs(cls: type) -> str:
+    """A class's own words as Markdown."""
+    text = inspect.getdoc(cls) or ""
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")
+
+
+def _tables(fields: Sequence[Field], class_names: tuple[str, ...]) -> Iterator[str]:
+    """What is served, what is accepted and does nothing, and what is refused, and why."""
+    served = [field for field in fields if field.is_served]
+    refused = [field for field in fields if field.accepted]
+    hints = [field for field in fields if field.meaning == HINT]
+    if served:
+        yield "| Field | Value | Meaning | Of |"
+        yield "| --- | --- | --- | --- |"
+        for field in served:
+            name = f"`{field.name}`" + (" (required)" if field.required else "")
+            peers = ", ".join(peers_of(class_names, field.name))
+            yield _row(name, field.kind, field.meaning, peers)
+        yield ""
+    if hints:
+        names = ", ".join(f"`{field.name}`" for field in hints)
+        yield f"Accepted, whatever they say, because they ask nothing of the output: {names}."
+        yield ""
+    if refused:
+        yield "Known and refused:"
+        yield ""
+        yield "| Field | Accepted | Why nothing else | Of |"
+        yield "| --- | --- | --- | --- |"
+        for field in refused:
+            peers = ", ".join(peers_of(class_names, field.name))
+            why = field.refused[:1].upper() + field.refused[1:] + "." if field.refused else ""
+            yield _row(f"`{field.name}`", f"`{field.accepted}`", why, peers)
+        yield ""
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+class Endpoints(SphinxDirective):
+    """``api-endpoints``; it has no arguments."""
+
+    def run(self) -> list[nodes.Node]:
+        """The nodes of the table."""
+        return self.parse_text_to_nodes("\n".join(endpoint_lines()))
+
+
+class Answers(SphinxDirective):
+    """``api-answers``; it has no arguments."""
+
+    def run(self) -> list[nodes.Node]:
+        """The nodes of the sections."""
+        return self.parse_text_to_nodes("\n".join(answer_lines()), allow_section_headings=True)
+
+
+class Fields(SphinxDirective):
+    """``api-fields``; it has no arguments."""
+
+    def run(self) -> list[nodes.Node]:
+        """The nodes of the sections."""
+        return self.parse_text_to_nodes("\n".join(field_lines()), allow_section_headings=True)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directives with Sphinx."""
+    app.add_directive("api-answers", Answers)
+    app.add_directive("api-endpoints", Endpoints)
+    app.add_directive("api-fields", Fields)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,137 @@
+"""Which fields of requests the other servers have, by the names of our classes.
+
+OpenAI's are those of its reference; vLLM's and SGLang's were read from their sources of July and
+August 2026, together with those that vLLM had before (``guided_json`` and others).
+"""
+
+from __future__ import annotations
+
+__all__ = ["peers_of"]
+
+_NAMES = {
+    "ChatCompletionRequest": {
+        "OpenAI": (
+            "audio frequency_penalty function_call functions logit_bias logprobs "
+            "max_completion_tokens max_tokens messages metadata modalities model moderation n "
+            "parallel_tool_calls prediction presence_penalty prompt_cache_key "
+            "prompt_cache_retention reasoning_effort response_format safety_identifier seed "
+            "service_tier stop store stream stream_options temperature tool_choice tools "
+            "top_logprobs top_p user verbosity web_search_options"
+        ),
+        "vLLM": (
+            "add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt "
+            "chat_template chat_template_kwargs continue_final_message documents "
+            "ec_transfer_params echo frequency_penalty guided_choice guided_decoding_backend "
+            "guided_grammar guided_json guided_json_object guided_regex "
+            "guided_whitespace_pattern ignore_eos include_reasoning include_stop_str_in_output "
+            "kv_transfer_params length_penalty logit_bias logits_processors logprob_token_ids "
+            "logprobs max_completion_tokens max_tokens media_io_kwargs messages min_p "
+            "min_tokens mm_processor_kwargs model n parallel_tool_calls presence_penalty "
+            "priority prompt_logprobs reasoning_effort repetition_detection repetition_penalty "
+            "request_id response_format return_assistant_tokens_mask return_prompt_text "
+            "return_token_ids return_token_offsets return_tokens_as_token_ids "
+            "routed_experts_prompt_start seed session_id skip_special_tokens "
+            "spaces_between_special_tokens stop stop_token_ids stream stream_interval "
+            "stream_options structured_outputs temperature thinking_token_budget tool_choice "
+            "tools top_k top_logprobs top_p truncate_prompt_tokens truncation_side "
+            "use_beam_search user vllm_xargs"
+        ),
+        "SGLang": (
+            "bootstrap_host bootstrap_port bootstrap_room cache_salt chat_template_kwargs "
+            "continue_final_message custom_logit_processor custom_params data_parallel_rank "
+            "disagg_prefill_dp_rank ebnf extra_key frequency_penalty ignore_eos images_config "
+            "input_ids logit_bias logprobs lora_path max_completion_tokens max_dynamic_patch "
+            "max_tokens messages min_dynamic_patch min_p min_tokens model n no_stop_trim "
+            "parallel_tool_calls presence_penalty priority reasoning_effort regex "
+            "repetition_penalty response_format return_cached_tokens_details "
+            "return_hidden_states return_meta_info return_prompt_token_ids "
+            "return_routed_experts rid routed_dp_rank routed_experts_start_len seed "
+            "separate_reasoning session_id session_params skip_special_tokens stop stop_regex "
+            "stop_token_ids stream stream_options stream_reasoning task temperature tool_choice "
+            "tools top_k top_logprobs top_p use_audio_in_video user"
+        ),
+    },
+    "CompletionRequest": {
+        "OpenAI": (
+            "best_of echo frequency_penalty logit_bias logprobs max_tokens model n "
+            "presence_penalty prompt seed stop stream stream_options suffix temperature top_p "
+            "user"
+        ),
+        "vLLM": (
+            "add_special_tokens allowed_token_ids bad_words best_of cache_salt "
+            "ec_transfer_params echo frequency_penalty guided_choice guided_decoding_backend "
+            "guided_grammar guided_json guided_json_object guided_regex "
+            "guided_whitespace_pattern ignore_eos include_stop_str_in_output kv_transfer_params "
+            "length_penalty logit_bias logits_processors logprob_token_ids logprobs max_tokens "
+            "min_p min_tokens model n presence_penalty priority prompt prompt_embeds "
+            "prompt_logprobs repetition_detection repetition_penalty request_id response_format "
+            "return_token_ids return_token_offsets return_tokens_as_token_ids "
+            "routed_experts_prompt_start seed session_id skip_special_tokens "
+            "spaces_between_special_tokens stop stop_token_ids stream stream_interval "
+            "stream_options structured_outputs suffix temperature thinking_token_budget top_k "
+            "top_p truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs"
+        ),
+        "SGLang": (
+            "best_of bootstrap_host bootstrap_port bootstrap_room cache_salt custom_labels "
+            "custom_logit_processor custom_params data_parallel_rank disagg_prefill_dp_rank "
+            "ebnf echo extra_key frequency_penalty ignore_eos images_config json_schema "
+            "logit_bias logprobs lora_path max_tokens min_p min_tokens model n no_stop_trim "
+            "presence_penalty priority prompt regex repetition_penalty response_format "
+            "return_cached_tokens_details return_hidden_states return_routed_experts rid "
+            "routed_dp_rank routed_experts_start_len seed session_id session_params "
+            "skip_special_tokens stop stop_regex stop_token_ids stream stream_options suffix "
+            "temperature top_k top_p user"
+        ),
+    },
+    "GenerateRequest": {
+        "SGLang": (
+            "audio_data background bootstrap_host bootstrap_pair_key bootstrap_port "
+            "bootstrap_room conversation_id custom_labels custom_logit_processor decode_tp_size "
+            "disagg_prefill_dp_rank encoder_urls external_trace_header extra_key image_data "
+            "image_max_dynamic_patch images_config input_embeds input_ids log_metrics "
+            "logprob_start_len lora_id lora_path max_dynamic_patch min_dynamic_patch mm_hashes "
+            "modalities multi_item_delimiter_indices no_logs positional_embed_overrides "
+            "priority received_time require_reasoning return_bytes return_entropy "
+            "return_hidden_states return_indexer_topk return_logprob return_prompt_token_ids "
+            "return_routed_experts return_sampling_mask return_text_in_logprobs rid "
+            "routed_dp_rank routed_experts_start_len routing_key sampling_params session_id "
+            "session_params stream text token_ids_logprob top_logprobs_num use_audio_in_video "
+            "video_data video_max_dynamic_patch"
+        ),
+    },
+    "NativeSampling": {
+        "SGLang": (
+            "custom_params ebnf frequency_penalty ignore_eos json_schema logit_bias "
+            "max_new_tokens min_new_tokens min_p n no_stop_trim presence_penalty regex "
+            "repetition_penalty sampling_seed skip_special_tokens spaces_between_special_tokens "
+            "stop stop_regex stop_token_ids stream_interval structural_tag temperature top_k "
+            "top_p"
+        ),
+    },
+    "TokenizeRequest": {
+        "vLLM": (
+            "add_generation_prompt add_special_tokens chat_template chat_template_kwargs "
+            "continue_final_message media_io_kwargs messages mm_processor_kwargs model prompt "
+            "return_token_strs tools"
+        ),
+        "SGLang": (
+            "add_special_tokens chat_template_kwargs continue_final_message messages model "
+            "prompt reasoning_effort tool_choice tools"
+        ),
+    },
+    "DetokenizeRequest": {
+        "vLLM": ("model tokens"),
+        "SGLang": ("model skip_special_tokens tokens"),
+    },
+}
+"""For each class and each server, the names that its request has there."""
+
+
+def peers_of(class_names: tuple[str, ...], field: str) -> list[str]:
+    """The servers whose requests, of one of the classes, have ``field``."""
+    found = []
+    for server in ("OpenAI", "vLLM", "SGLang"):
+        names = (_NAMES.get(name, {}).get(server, "") for name in class_names)
+        if any(field in text.split() for text in names):
+            found.append(server)
+    return found

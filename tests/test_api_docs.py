@@ -1,0 +1,101 @@
+"""docs/api.md lists every endpoint and every field, with what it means or why it is refused."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from trioserve.http.errors import ERROR_STATUSES
+from trioserve.http.openapi import openapi_path
+from trioserve.http.routes import GROUPS, ROUTES
+from trioserve.http.schemas import struct_classes
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "api.md").read_text()
+OWN = {"timeout"}
+"""Fields of generating requests that no peer has."""
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the directives."""
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    return importlib.import_module("api_tables")
+
+
+def test_every_field_of_a_request_says_what_it_means(tables: Any) -> None:
+    classes = tables.request_classes()
+    assert len(classes) > 10
+    silent = [
+        f"{cls.__name__}.{field.name}"
+        for cls in classes
+        for field in tables.fields_of(cls)
+        if not (field.refused if field.accepted else field.meaning)
+    ]
+    assert not silent
+
+
+def test_every_field_is_in_a_table(tables: Any) -> None:
+    sections = re.split(r"^### ", "\n".join(tables.field_lines()), flags=re.MULTILINE)
+    texts = {section.split("\n")[0]: section for section in sections[1:]}
+    (shared,) = [text for title, text in texts.items() if title.startswith("Fields of both")]
+    titles = {route.request: f"`{route.method} {route.rule}`" for route in ROUTES}
+    for cls in tables.request_classes():
+        text = texts[titles.get(cls, cls.__name__)]
+        for field in tables.fields_of(cls):
+            name = f"`{field.name}`"
+            assert name in text or (cls in titles and name in shared), (cls.__name__, name)
+    answers = "\n".join(tables.answer_lines())
+    for cls in struct_classes([route.response for route in ROUTES]):
+        for name in msgspec.structs.fields(cls):
+            assert f"`{name.name}`" in answers
+
+
+def test_every_endpoint_is_in_the_table(tables: Any) -> None:
+    text = "\n".join(tables.endpoint_lines())
+    for route in ROUTES:
+        assert route.group in GROUPS
+        assert route.peers
+        for rule in route.rules:
+            assert f"`{route.method} {openapi_path(rule)}`" in text
+    for directive in ("api-endpoints", "api-fields", "api-answers"):
+        assert f"```{{{directive}}}" in PAGE
+
+
+def test_every_field_has_a_peer_or_is_our_own(tables: Any) -> None:
+    for route in ROUTES:
+        if route.request is None:
+            continue
+        names = ("ChatCompletionRequest", "CompletionRequest")
+        kind = route.request.__name__
+        for field in msgspec.structs.fields(route.request):
+            peers = tables.peers_of(names if kind in names else (kind,), field.name)
+            assert bool(peers) != (field.name in OWN), (kind, field.name)
+
+
+@pytest.mark.parametrize("status", sorted(ERROR_STATUSES))
+def test_every_status_of_an_error_is_explained(status: int) -> None:
+    assert f"| {status} | " in PAGE
+
+
+def test_types_in_words(tables: Any) -> None:
+    from trioserve.http.native_schemas import GenerateRequest, NativeSampling
+
+    words = {
+        f"{cls.__name__}.{field.name}": field.kind
+        for cls in (GenerateRequest, NativeSampling)
+        for field in tables.fields_of(cls)
+    }
+    assert words["GenerateRequest.text"] == "text or list of text"
+    assert words["GenerateRequest.stream"] == "true or false"
+    link = "[NativeSampling](#nativesampling)"
+    assert words["GenerateRequest.sampling_params"] == f"{link} or list of {link}"
+    assert words["NativeSampling.n"] == "integer from 1 to 128"
+    assert words["NativeSampling.top_p"] == "number above 0 to 1"
+    assert words["NativeSampling.max_new_tokens"] == "integer from 0"
+    assert words["NativeSampling.json_schema"] == "text or object"
