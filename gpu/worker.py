@@ -117,9 +117,10 @@ class Worker:
         the two. Without ``constraints`` there is nothing to prepare.
         """
         self._constraints = constraints
-        waiting = select.poll()
-        waiting.register(self._socket.recv_fd, select.POLLIN)
-        waiting.register(self._background.descriptor, select.POLLIN)
+        idle, waiting = select.poll(), select.poll()
+        for poll in (idle, waiting):
+            poll.register(self._socket.recv_fd, select.POLLIN)
+            poll.register(self._background.descriptor, select.POLLIN)
         if runner.completions is not None:
             waiting.register(runner.completions, select.POLLIN)
         while True:
@@ -127,7 +128,9 @@ class Worker:
             if runner.num_pending and (runner.completions is None or not runner.accepts):
                 self._finish(runner)
                 continue
-            ready = {descriptor for descriptor, _ in waiting.poll()}
+            # A step's end counts while the step is pending.
+            poll = waiting if runner.num_pending else idle
+            ready = {descriptor for descriptor, _ in poll.poll()}
             if self._socket.recv_fd in ready:
                 with contextlib.suppress(pynng.TryAgain):  # nng's descriptor may be ahead
                     self._handle(runner, self._receive(block=False))
