@@ -64,6 +64,27 @@ def test_logprobs_only_for_who_asked() -> None:
         )
 
 
+def test_a_worker_is_idle_only_while_there_is_work() -> None:
+    bench = Bench.make(worker())
+
+    def step() -> None:
+        assert bench.plan() is not None
+        bench.results = [attrs.evolve(result, step_us=3, idle_us=10) for result in bench.results]
+        bench.result()
+
+    bench.submit([1, 2, 3], max_tokens=3)
+    for idle_us in (0, 10, 20):
+        step()
+        assert bench.core.statistics().idle_us == idle_us
+    # The line is empty now, and the time until somebody comes is nobody's loss.
+    step()
+    bench.submit([1, 2, 3], max_tokens=2)
+    for idle_us in (20, 30):
+        step()
+        assert bench.core.statistics().idle_us == idle_us
+    assert bench.core.statistics().step_us == 18
+
+
 def test_an_observer_hears_of_steps_and_tokens() -> None:
     heard: list[tuple[Any, ...]] = []
 

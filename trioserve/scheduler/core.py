@@ -68,6 +68,8 @@ class SchedulerCore:
         self._observer = observer
         self._has_worker = True
         self._num_arrivals = 0
+        self._has_work = False
+        """Whether somebody wanted to be computed when the newest result had been taken."""
         self._num_failures = 0
 
     # ---- requests come and go
@@ -271,7 +273,7 @@ class SchedulerCore:
         self.memory.acknowledge(plan.number)
         self._num_failures = 0
         num_tokens = sum(count for _, count, _ in plan.rows)
-        self.counters.count_step(result, num_tokens)
+        self.counters.count_step(result, num_tokens, had_work=self._has_work)
         if self._observer is not None and num_tokens:
             self._observer.observe_step(num_tokens)
 
@@ -292,6 +294,7 @@ class SchedulerCore:
             else:
                 outputs.append(self._accept(sequence, results, token_index, now))
         self._rejoin()
+        self._has_work = bool(self.running or self.waiting)
         return outputs
 
     def _accept(

@@ -41,14 +41,19 @@ class Counters:
     step_us: int = 0
     """Microseconds that workers spent in steps."""
     idle_us: int = 0
-    """Microseconds that workers waited between steps."""
+    """Microseconds that workers waited between steps while there was something to compute."""
 
-    def count_step(self, result: wire.StepResult, num_tokens: int) -> None:
-        """A plan that computed ``num_tokens`` tokens has been acknowledged by ``result``."""
+    def count_step(self, result: wire.StepResult, num_tokens: int, *, had_work: bool) -> None:
+        """A plan that computed ``num_tokens`` tokens has been acknowledged by ``result``.
+
+        ``had_work`` says whether somebody wanted to be computed when the step before it had ended:
+        only then has the worker lost the time in between.
+        """
         self.num_steps += 1
         self.num_tokens_computed += num_tokens
         self.step_us += result.step_us
-        self.idle_us += result.idle_us
+        if had_work:
+            self.idle_us += result.idle_us
 
 
 @attrs.frozen(kw_only=True)
