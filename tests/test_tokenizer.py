@@ -16,6 +16,7 @@ import trio.testing
 from tests import text_tokenizers
 from trioserve.chat import ChatTemplate
 from trioserve.errors import InvalidRequest
+from trioserve.prompt_size import characters_of, characters_of_contents
 from trioserve.request import (
     ChatPrompt,
     Prompt,
@@ -245,8 +246,9 @@ async def test_a_chat_without_a_template_is_told_how_to_give_one() -> None:
         TokensPrompt((3, 2, 1)),
         user("short"),
         user([{"type": "text", "text": LONG}]),
+        ChatPrompt(messages=({"role": "user"},), template_arguments={"tools": [{"x": LONG}]}),
     ],
-    ids=["short", "special", "long", "tokens", "chat", "long-chat"],
+    ids=["short", "special", "long", "tokens", "chat", "long-chat", "long-tools"],
 )
 async def test_the_task_gives_what_prompt_ids_gives(tokenizer: Tokenizer, prompt: Prompt) -> None:
     request = make_request(prompt, sequences=2)
@@ -282,6 +284,29 @@ async def test_long_prompts_hold_up_nobody_and_are_few_at_once() -> None:
         running.requests.close()
         rest = [request async for request in running.prepared]
     assert sorted(map(id, rest)) == sorted(map(id, long_ones))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        TextPrompt(LONG),
+        user(LONG),
+        user([{"type": "text", "text": LONG}]),
+        ChatPrompt(messages=({"role": "user"},), template_arguments={"tools": [{"x": LONG}]}),
+        ChatPrompt(messages=({"role": "assistant", "tool_calls": [{"arguments": LONG}]},)),
+        ChatPrompt(messages=({"role": LONG},)),
+    ],
+)
+def test_whatever_is_long_in_a_prompt_is_counted(prompt: Prompt) -> None:
+    assert len(LONG) <= characters_of(prompt) < len(LONG) + 100
+    assert characters_of(user("short")) < 50
+
+
+@pytest.mark.parametrize("odd", [None, 5, "text", [[["x"]]], {"role": None, "content": [3, None]}])
+def test_the_size_of_a_malformed_chat_is_a_number(odd: Any) -> None:
+    prompt = ChatPrompt(messages=(odd,))
+    assert 0 < characters_of(prompt) < 60
+    assert 0 < characters_of_contents(prompt) < 60
 
 
 def finish(requests: Sequence[Request]) -> None:

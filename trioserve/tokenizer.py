@@ -19,6 +19,7 @@ import trio
 from trioserve.chat import ChatTemplate
 from trioserve.errors import InvalidRequest
 from trioserve.incremental import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
+from trioserve.prompt_size import characters_of, characters_of_contents
 from trioserve.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt
 from trioserve.stream import TokenLogprob
 
@@ -27,9 +28,6 @@ __all__ = ["Tokenizer"]
 INLINE_CHARACTERS = 2000
 MAX_THREADS = 2
 """Few, because a batch is spread over the cores anyway, and the worker wants them too."""
-_MESSAGE_CHARACTERS = 20
-"""What a message weighs besides its content: the role and the template's markers."""
-
 _MOST_CHARACTERS_MADE_ONE = 4
 MAX_BAD_WORD_CHARACTERS = 8192
 """They are encoded on the spot, when a request comes in: about 4 ms."""
@@ -218,7 +216,7 @@ class Tokenizer:
         """
         if isinstance(prompt, TokensPrompt):
             return len(prompt.token_ids)
-        return _weight(prompt) // (_MOST_CHARACTERS_MADE_ONE * self._longest_token)
+        return characters_of_contents(prompt) // (_MOST_CHARACTERS_MADE_ONE * self._longest_token)
 
     def _encode_part(
         self, text: str, keep: int, cut_side: str, add_special_tokens: bool
@@ -356,7 +354,7 @@ def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:
     alone: list[list[Request]] = []
     room = INLINE_CHARACTERS
     for request in requests:
-        weight = _weight(request.prompt)
+        weight = characters_of(request.prompt)
         if weight <= room:
             room -= weight
             here.append(request)
@@ -365,22 +363,3 @@ def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:
         else:
             alone.append([request])
     return here, [together, *alone] if together else alone
-
-
-def _weight(prompt: Prompt) -> int:
-    """About how many characters there are to render and encode. Never raises."""
-    if isinstance(prompt, TokensPrompt):
-        return 0
-    if isinstance(prompt, TextPrompt):
-        return len(prompt.text)
-    return sum(_content_weight(message) for message in prompt.messages)
-
-
-def _content_weight(message: object) -> int:
-    content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, str):
-        return _MESSAGE_CHARACTERS + len(content)
-    if isinstance(content, (list, tuple)):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        return _MESSAGE_CHARACTERS + sum(len(text) for text in texts if isinstance(text, str))
-    return _MESSAGE_CHARACTERS
