@@ -5,7 +5,7 @@ function of yours makes of everything before them. It is strict: a plan that bre
 :mod:`trioserve.wire` raises. In place of keys and values its pages hold the tokens themselves, each
 with a digest of everything before it. A token is made only of what is read back through the
 sequence's block table, so a page that was recycled too early, shared wrongly or never computed
-fails the test.
+fails the test. Log-probabilities are functions of the tokens, too (:func:`fake_logprobs`).
 
 Everything waits by trio's clock, so a test under ``trio.testing.MockClock(autojump_threshold=0)``
 takes no time. The scheduler by itself, on such a worker::
@@ -42,6 +42,7 @@ from trioserve.fake_model import (
     prompt_piece,
 )
 from trioserve.groups import sole_exception
+from trioserve.memory_link import MemoryLink, memory_link_pair
 from trioserve.sampling import SamplerParams
 
 __all__ = [
@@ -330,56 +331,6 @@ def _digests(tokens: Ints, start: int) -> npt.NDArray[np.uint64]:
     terms = (tokens.astype(np.uint64) + np.uint64(1)) * weights
     sums: npt.NDArray[np.uint64] = np.cumsum(terms, dtype=np.uint64)
     return sums
-
-
-@attrs.define(eq=False)
-class MemoryLink:
-    """One end of a link (:class:`trioserve.worker.Link`) over memory channels.
-
-    Messages are encoded and decoded as on a socket.
-    """
-
-    _to_peer: trio.MemorySendChannel[bytes]
-    _from_peer: trio.MemoryReceiveChannel[bytes]
-
-    async def send(self, message: wire.Message) -> None:
-        """Send ``message``; the buffer has no bound.
-
-        Raises:
-            WorkerLost: an end is closed.
-        """
-        await trio.lowlevel.checkpoint()
-        self.send_nowait(message)
-
-    def send_nowait(self, message: wire.Message) -> None:
-        """The same without a checkpoint."""
-        try:
-            self._to_peer.send_nowait(wire.encode(message))
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise WorkerLost("the link is closed") from None
-
-    async def receive(self) -> wire.Message:
-        """The next message; what was sent before a close is still received.
-
-        Raises:
-            WorkerLost: an end is closed.
-        """
-        try:
-            return wire.decode(await self._from_peer.receive())
-        except (trio.EndOfChannel, trio.ClosedResourceError):
-            raise WorkerLost("the link is closed") from None
-
-    def close(self) -> None:
-        """Both ends notice. Idempotent."""
-        self._to_peer.close()
-        self._from_peer.close()
-
-
-def memory_link_pair() -> tuple[MemoryLink, MemoryLink]:
-    """Two ends of a link: the engine's and the worker's."""
-    to_worker, from_engine = trio.open_memory_channel[bytes](math.inf)
-    to_engine, from_worker = trio.open_memory_channel[bytes](math.inf)
-    return MemoryLink(to_worker, from_worker), MemoryLink(to_engine, from_engine)
 
 
 async def serve_fake(worker: FakeWorker, link: MemoryLink) -> None:

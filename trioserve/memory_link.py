@@ -1,0 +1,63 @@
+"""A link without a socket, between an engine and a fake worker of the same program."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import trio
+
+from trioserve import wire
+from trioserve.errors import WorkerLost
+
+__all__ = ["MemoryLink", "memory_link_pair"]
+
+
+@attrs.define(eq=False)
+class MemoryLink:
+    """One end of a link (:class:`trioserve.worker.Link`) over memory channels.
+
+    Messages are encoded and decoded as on a socket.
+    """
+
+    _to_peer: trio.MemorySendChannel[bytes]
+    _from_peer: trio.MemoryReceiveChannel[bytes]
+
+    async def send(self, message: wire.Message) -> None:
+        """Send ``message``; the buffer has no bound.
+
+        Raises:
+            WorkerLost: an end is closed.
+        """
+        await trio.lowlevel.checkpoint()
+        self.send_nowait(message)
+
+    def send_nowait(self, message: wire.Message) -> None:
+        """The same without a checkpoint."""
+        try:
+            self._to_peer.send_nowait(wire.encode(message))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise WorkerLost("the link is closed") from None
+
+    async def receive(self) -> wire.Message:
+        """The next message; what was sent before a close is still received.
+
+        Raises:
+            WorkerLost: an end is closed.
+        """
+        try:
+            return wire.decode(await self._from_peer.receive())
+        except (trio.EndOfChannel, trio.ClosedResourceError):
+            raise WorkerLost("the link is closed") from None
+
+    def close(self) -> None:
+        """Both ends notice. Idempotent."""
+        self._to_peer.close()
+        self._from_peer.close()
+
+
+def memory_link_pair() -> tuple[MemoryLink, MemoryLink]:
+    """Two ends of a link: the engine's and the worker's."""
+    to_worker, from_engine = trio.open_memory_channel[bytes](math.inf)
+    to_engine, from_worker = trio.open_memory_channel[bytes](math.inf)
+    return MemoryLink(to_worker, from_worker), MemoryLink(to_engine, from_engine)
