@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import logging
 import math
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import attrs
 import pytest
 import trio
 from http_stub import server_config
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from otlp_collector import collecting
 
 from trioserve import Engine, InvalidRequest, tracing
 from trioserve.errors import ContextTooLong
@@ -179,48 +178,6 @@ async def test_the_header_of_a_request_reaches_its_span(autojump_clock: object) 
     assert span.context is not None
     assert f"{span.context.trace_id:032x}" == TRACE_ID
     assert dict(span.context.trace_state) == {"vendor": "1"}
-
-
-class Collector:
-    """An OTLP collector on a free port. ``status`` is its answer; it may ``hang`` until the end."""
-
-    def __init__(self, *, status: int = 200, hang: bool = False) -> None:
-        self.requests: list[tuple[str, str | None, ExportTraceServiceRequest]] = []
-        self.released = threading.Event()
-        collector = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                message = ExportTraceServiceRequest.FromString(body)
-                collector.requests.append((self.path, self.headers["X-Key"], message))
-                if hang:
-                    collector.released.wait(10)
-                self.send_response(status)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self.released.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-@contextlib.contextmanager
-def collecting(**options: Any) -> Iterator[Collector]:
-    collector = Collector(**options)
-    try:
-        yield collector
-    finally:
-        collector.close()
 
 
 async def send_one_span(endpoint: str | None) -> None:
