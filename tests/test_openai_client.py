@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,11 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
+import jsonschema
 import openai
 import psutil
+import pydantic
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -213,6 +216,113 @@ def test_sampling_stop_and_logprobs(client: openai.OpenAI) -> None:
     entries = first.logprobs.content or []
     assert len(entries) == answers[0].usage.completion_tokens  # type: ignore[union-attr]
     assert all(len(entry.top_logprobs) == 3 and entry.logprob <= 0 for entry in entries)
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": "The weather in a city", "parameters": WEATHER},
+    }
+    for name in ("weather_now", "weather_tomorrow")
+]
+
+
+@pytest.mark.parametrize("named", [None, "weather_tomorrow"])
+def test_tools_that_have_to_be_called(client: openai.OpenAI, named: str | None) -> None:
+    """The model is told of tools in words, as its template knows none, and a grammar holds it."""
+    options: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": TOOLS,
+        "tool_choice": "required"
+        if named is None
+        else {"type": "function", "function": {"name": named}},
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 80,
+    }
+    whole = client.chat.completions.create(**options).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    (call,) = whole.message.tool_calls
+    assert call.function.name in ((named,) if named else ("weather_now", "weather_tomorrow"))
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+    with client.chat.completions.stream(**options) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls"
+    assert not streamed.message.content
+    assert streamed.message.tool_calls is not None
+    assert streamed.message.tool_calls[0].function.name == call.function.name
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+
+    messages = [
+        *options["messages"],
+        whole.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "It rains."},
+    ]
+    more = {"tool_choice": "auto", "messages": messages, "max_tokens": 5}
+    answer = client.chat.completions.create(**{**options, **more}).choices[0]
+    assert answer.message.content or answer.message.tool_calls
+
+
+def test_a_tool_whose_schema_is_none(client: openai.OpenAI) -> None:
+    function = {"name": "f", "parameters": {"type": "nonsense"}, "strict": True}
+    with pytest.raises(openai.BadRequestError, match="nonsense") as bad:
+        client.chat.completions.create(
+            model=MODEL,
+            messages=CAPITAL,  # type: ignore[arg-type]
+            tools=[{"type": "function", "function": function}],  # type: ignore[typeddict-item]
+        )
+    assert bad.value.param == "tools"
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Paris", "London"]
+    large: bool
+    rivers: Annotated[list[Literal["Seine", "Thames"]], pydantic.Field(max_length=2)]
+
+
+def test_an_answer_parsed_into_a_class(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=CAPITAL,  # type: ignore[arg-type]
+        response_format=City,
+        temperature=0,
+        max_tokens=100,
+    )
+    assert isinstance(answer.choices[0].message.parsed, City)
+
+
+def test_several_answers(client: openai.OpenAI) -> None:
+    options: Any = {
+        "model": MODEL,
+        "messages": CAPITAL,
+        "n": 3,
+        "seed": 5,
+        "temperature": 1.0,
+        "max_tokens": 8,
+    }
+    whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) == 3
+    assert whole.usage.completion_tokens <= 24
+    for choice in whole.choices:
+        data = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
+        assert data.decode(errors="replace").startswith(choice.message.content)
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert len(set(streamed)) == 3
 
 
 def test_errors_are_those_that_the_client_knows(server: Server, client: openai.OpenAI) -> None:

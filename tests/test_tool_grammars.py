@@ -148,7 +148,7 @@ def test_names_before_arguments_as_newer_mistral_models_write_them(with_marks: b
 @families
 @vocabularies
 def test_calls_or_an_answer_of_a_format(family: str, with_marks: bool) -> None:
-    answer = lark_of(Grammar("json_schema", '{"type": "integer"}'))
+    answer = lark_of(Grammar("json_schema", '{"type": "integer"}'), token_of(with_marks))
     lark = grammar(family, ToolUse(tools=TOOLS, answer=answer), with_marks)
     assert fits(lark, "42", with_marks)
     assert fits(lark, WAYS[family](GOOD), with_marks)
@@ -179,34 +179,41 @@ def test_calls_behind_reasoning(family: str, with_marks: bool) -> None:
 
 
 TAG = {
-    "structures": [{"begin": "<f=1>", "schema": {"type": "integer"}, "end": "</f>"}],
-    "triggers": ["<f"],
+    "structures": [
+        {"begin": "<f=1>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<tool_call>", "schema": {"type": "boolean"}, "end": "</tool_call>"},
+    ],
+    "triggers": ["<f", "<tool_call>"],
 }
 
 
+@vocabularies
 @pytest.mark.parametrize(
     ("kind", "text", "good", "bad"),
     [
         ("json_schema", '{"type": "integer"}', "12", "x"),
-        ("json_schema", "true", "[1]", "x"),
         ("regex", r"a/b\d+\n?c\/", "a/b12\nc/", "a/b"),
         ("choice", '["yes\\n", "no"]', "yes\n", "maybe"),
         ("grammar", 'root ::= "a" | "b" root', "bba", "c"),
         ("grammar", 'start: "a" B\nB: /b+/', "abb", "a"),
         ("structural_tag", json.dumps(TAG), "so <f=1>12</f> it is", "so <f=2>"),
+        ("structural_tag", json.dumps(TAG), "so <tool_call>true</tool_call>", "<tool_call>1"),
     ],
 )
-def test_grammars_of_every_kind_behind_reasoning(kind: str, text: str, good: str, bad: str) -> None:
-    alone = lark_of(Grammar(kind, text))
-    behind = after_reasoning(alone, token_of(False), inside=False)
+def test_grammars_of_every_kind_behind_reasoning(
+    kind: str, text: str, good: str, bad: str, with_marks: bool
+) -> None:
+    alone = lark_of(Grammar(kind, text), token_of(with_marks))
+    behind = after_reasoning(alone, token_of(with_marks), inside=False)
     for lark in (alone, behind):
-        assert fits(lark, good, False)
-        assert not fits(lark, bad, False)
-    assert fits(behind, f"<think>Hm.</think>\n{good}", False)
-    assert not fits(behind, f"<think>Hm.</think>\n{bad}", False)
+        assert fits(lark, good, with_marks)
+        assert not fits(lark, bad, with_marks)
+    assert fits(behind, f"<think>Hm.</think>\n{good}", with_marks)
+    assert not fits(behind, f"<think>Hm.</think>\n{bad}", with_marks)
 
 
 def test_a_text_that_is_not_of_its_kind() -> None:
-    with pytest.raises(InvalidRequest, match="choice") as refused:
-        lark_of(Grammar("choice", "no JSON"))
-    assert refused.value.param == "grammar"
+    for kind, text in (("choice", "no JSON"), ("json_schema", "true"), ("structural_tag", "{}")):
+        with pytest.raises(InvalidRequest, match=kind) as refused:
+            lark_of(Grammar(kind, text), token_of(False))
+        assert refused.value.param == "grammar"

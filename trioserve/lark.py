@@ -7,7 +7,7 @@ one don't meet those of another.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from llguidance.gbnf_to_lark import any_to_lark
@@ -39,12 +39,12 @@ def literal(text: str, token_of: TokenOf) -> str:
     return spelled if id is None else f"(<[{id}]> | {spelled})"
 
 
-def head(text: str, token_of: TokenOf) -> str:
-    """Rules for ``head``: any text up to the first ``text``, and that."""
+def head(text: str, token_of: TokenOf, *, name: str = "head") -> str:
+    """The rule ``name``: any text up to the first ``text``, and that. It needs :data:`TEXT`."""
     spelled = json.dumps(text, ensure_ascii=False)
     id = token_of(text)
     token = "" if id is None else f" | TEXT <[{id}]>"
-    return f"head: spelled_head{token}\nspelled_head[lazy]: TEXT {spelled}\n{TEXT}"
+    return f"{name}: spelled_{name}{token}\nspelled_{name}[lazy]: TEXT {spelled}\n"
 
 
 def json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:
@@ -66,27 +66,29 @@ def nested(lark: str) -> str:
     return "%lark {\n" + lark.removeprefix(HEADER) + "\n}"
 
 
-def lark_of(grammar: Grammar) -> str:
+def lark_of(grammar: Grammar, token_of: TokenOf) -> str:
     """``grammar`` as a Lark grammar whatever its kind, for one that is to contain it.
 
     Raises:
         InvalidRequest: its text isn't of its kind.
     """
     try:
-        return HEADER + _RULES[grammar.kind](grammar.text)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return HEADER + _RULES[grammar.kind](grammar.text, token_of)
+    except Exception as error:
+        # Of a text that isn't what it should be, parsers raise whatever Python raises there.
         reason = f"{type(error).__name__}: {error}"
         raise InvalidRequest(
             f"grammar can't be read as a {grammar.kind}: {reason}", param="grammar"
         ) from error
 
 
-def _of_json_schema(text: str) -> str:
-    schema = json.loads(text)
-    return f"start: {'%json ' + text if isinstance(schema, dict) else json_rule({})}\n"
+def _of_json_schema(text: str, token_of: TokenOf) -> str:
+    if not isinstance(json.loads(text), dict):
+        raise ValueError("the schema isn't an object")
+    return f"start: %json {text}\n"
 
 
-def _of_regex(text: str) -> str:
+def _of_regex(text: str, token_of: TokenOf) -> str:
     return "start: PATTERN\nPATTERN: /" + _escaped_slashes(text) + "/\n"
 
 
@@ -102,42 +104,37 @@ def _escaped_slashes(pattern: str) -> str:
     return "".join(result)
 
 
-def _of_grammar(text: str) -> str:
+def _of_grammar(text: str, token_of: TokenOf) -> str:
     return str(any_to_lark(text)).removeprefix(HEADER)
 
 
-def _of_choice(text: str) -> str:
-    return "start: " + " | ".join(json.dumps(str(choice)) for choice in json.loads(text)) + "\n"
+def _of_choice(text: str, token_of: TokenOf) -> str:
+    # One lexeme: as alternatives of a rule, thousands of choices would be slow.
+    choices = " | ".join(json.dumps(str(choice)) for choice in json.loads(text))
+    return f"start: CHOICE\nCHOICE: {choices}\n"
 
 
-def _of_structural_tag(text: str) -> str:
+def _of_structural_tag(text: str, token_of: TokenOf) -> str:
     """Free text in which what begins with a trigger is one of the structures."""
     tag = json.loads(text)
     rules, names = [], []
     for number, structure in enumerate(tag["structures"]):
-        begin = str(structure["begin"])
-        trigger = _trigger_of(begin, tag["triggers"])
+        begin, end = str(structure["begin"]), str(structure["end"])
+        trigger = max(filter(begin.startswith, tag["triggers"]), key=len)
         names.append(f"tag_{number}")
-        rules.append(f"head_{number}[lazy]: TEXT {json.dumps(trigger)}\n")
-        rest = begin[len(trigger) :]
+        rules.append(head(trigger, token_of, name=f"head_{number}"))
+        rest = begin.removeprefix(trigger)
         parts = [
             f"head_{number}",
             *([json.dumps(rest)] if rest else []),
             "%json " + json.dumps(structure["schema"]),
-            *([json.dumps(structure["end"])] if structure["end"] else []),
+            *([literal(end, token_of)] if end else []),
         ]
         rules.append(f"tag_{number}: {' '.join(parts)}\n")
     return f"start: ({' | '.join(names)})* tail\ntail: TEXT\n{TEXT}{''.join(rules)}"
 
 
-def _trigger_of(begin: str, triggers: Sequence[str]) -> str:
-    for trigger in triggers:
-        if trigger and begin.startswith(trigger):
-            return trigger
-    raise ValueError(f"{begin!r} begins with none of the triggers")
-
-
-_RULES: dict[str, Callable[[str], str]] = {
+_RULES: dict[str, Callable[[str, TokenOf], str]] = {
     "json_schema": _of_json_schema,
     "regex": _of_regex,
     "grammar": _of_grammar,

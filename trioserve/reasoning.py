@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.lark import GAP, HEADER, TokenOf, head, literal, nested
+from trioserve.lark import GAP, HEADER, TEXT, TokenOf, head, literal, nested
 
 __all__ = [
     "CLOSE",
@@ -142,6 +142,6 @@ def after_reasoning(answer: str, token_of: TokenOf, *, inside: bool) -> str:
     """
     first = "head" if inside else f"({literal(OPEN, token_of)} head)?"
     return (
-        f"{HEADER}start: {first} GAP? answer\n{head(CLOSE, token_of)}{GAP}"
+        f"{HEADER}start: {first} GAP? answer\n{head(CLOSE, token_of)}{TEXT}{GAP}"
         f"answer: {nested(answer)}\n"
     )

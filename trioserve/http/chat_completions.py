@@ -31,6 +31,7 @@ from trioserve.http.openai_fields import (
     sampling_fields,
 )
 from trioserve.http.service import Service, json_response
+from trioserve.http.threads import num_logprobs, run_if_long
 from trioserve.lark import lark_of
 from trioserve.reasoning import after_reasoning
 from trioserve.request import ChatPrompt
@@ -72,7 +73,11 @@ class ChatEndpoints:
             )
             return service.stream([job], writer)
         (completion,) = await service.complete([job])
-        return json_response(chat_response(completion, wanted, model=model, created=created))
+        response = await run_if_long(
+            num_logprobs([completion]),
+            lambda: chat_response(completion, wanted, model=model, created=created),
+        )
+        return json_response(response)
 
     def _reader_options(
         self, request: ChatCompletionRequest, prompt: ChatPrompt, use: ToolUse | None
@@ -109,7 +114,7 @@ class ChatEndpoints:
         given: Grammar | None = fields.get("grammar")
         if given is None and (use is None or use.is_free):
             return
-        lark = None if given is None else lark_of(given)
+        lark = None if given is None else lark_of(given, format.tokenizer.token_of)
         if use is not None:
             if given is None:
                 renames["grammar"] = "tools"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 
-from trioserve.lark import GAP, HEADER, TokenOf, head, json_rule, literal, nested
+from trioserve.lark import GAP, HEADER, TEXT, TokenOf, head, json_rule, literal, nested
 from trioserve.tool_parsers.tools import Tool, ToolUse
 
 __all__ = ["hermes_grammar", "json_grammar", "llama3_grammar", "mistral_grammar"]
@@ -30,7 +30,7 @@ def hermes_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
     if use.answer is not None:
         return f"{rules}start: {calls} | answer\nanswer: {nested(use.answer)}\n"
     tags = "tag* tail" if use.parallel else "tag | tail"
-    return f"{rules}start: {tags}\ntag: head {body}\ntail: TEXT\n{head(_TOOL_CALL, token_of)}"
+    return f"{rules}start: {tags}\ntag: head {body}\ntail: TEXT\n{TEXT}{head(_TOOL_CALL, token_of)}"
 
 
 def llama3_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
@@ -70,7 +70,7 @@ def mistral_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
     if use.answer is not None:
         return f"{rules}start: {calls} | answer\nanswer: {nested(use.answer)}\n"
     tags = "tag* tail" if several else "tag | tail"
-    return f"{rules}start: {tags}\ntag: head body\ntail: TEXT\n{head(_MARKER, token_of)}"
+    return f"{rules}start: {tags}\ntag: head body\ntail: TEXT\n{TEXT}{head(_MARKER, token_of)}"
 
 
 def json_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
