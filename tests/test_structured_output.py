@@ -37,7 +37,7 @@ def generated_schemas(count: int) -> list[dict[str, Any]]:
 
     @seed(2)
     @settings(
-        max_examples=3 * count,
+        max_examples=count + count // 2,
         phases=[Phase.generate],
         deadline=None,
         database=None,
@@ -91,15 +91,20 @@ async def test_a_thousand_schemas(folder: Path) -> None:
     assert len({completion.text for completion in completions}) > NUM_SCHEMAS / 2
 
 
-async def test_schemas_through_preemption(folder: Path) -> None:
-    wanted = generated_schemas(100)[:32]
-    grammars = [Grammar("json_schema", json.dumps(schema)) for schema in wanted]
-    small = {"block_size": 4, "num_gpu_blocks_override": 60, "max_model_len": 200}
-    async with open_tiny_engine(folder, max_num_seqs=16, **small) as engine:
-        preempted = await complete_all(engine, grammars)
-        assert engine.statistics().scheduler.num_preemptions > 0
+async def test_grammars_through_preemption(folder: Path) -> None:
+    schemas = sorted(generated_schemas(60), key=lambda schema: len(json.dumps(schema)))[-24:]
+    pattern = "([a-z]{2,9} ){6}x"
+    grammars = [
+        *(Grammar("json_schema", json.dumps(schema)) for schema in schemas),
+        *[Grammar("regex", pattern)] * 12,
+    ]
+    small = {"block_size": 4, "num_gpu_blocks_override": 40, "max_model_len": 160}
+    async with open_tiny_engine(folder, max_num_seqs=12, **small) as engine:
+        completions = await complete_all(engine, grammars, max_tokens=150)
+        assert engine.statistics().scheduler.num_preemptions > 5
         await assert_idle(engine)
-    check(wanted, preempted)
+    check(schemas, completions[:24])
+    assert all(regex.fullmatch(pattern, each.text) for each in completions[24:])
 
 
 CASES: list[tuple[str, str, str]] = [
