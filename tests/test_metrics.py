@@ -358,3 +358,38 @@ async def test_an_engine_counts_where_its_requests_were_left(autojump_clock: obj
         assert aborts == {"prefill": 1, "waiting": 1, "decode": 1}
         assert engine.metrics.finished == {"abort": 3}
         assert engine.metrics.prompt_tokens == 4
+
+
+async def test_an_engine_counts_who_leaves_while_a_grammar_is_prepared(
+    autojump_clock: object,
+) -> None:
+    async with open_fake_engine(lambda: FakeWorker(call_time=5.0)) as engine:
+        with trio.move_on_after(1):
+            await engine.complete("x", max_tokens=1, grammar=Grammar("regex", "a"))
+        assert engine.metrics.aborts == {"preparing": 1}
+
+
+async def test_an_engine_counts_a_prompt_of_several_outputs_once(autojump_clock: object) -> None:
+    async with open_fake_engine(lambda: FakeWorker(step_time=1.0)) as engine:
+        await engine.complete("hello", max_tokens=4, n=3)
+        metrics = engine.metrics
+        assert (metrics.prompt_tokens, metrics.generation_tokens) == (5, 12)
+        assert metrics.finished == {"length": 3}
+        assert sum(metrics.time_to_first_token.counts) == 1
+        assert (sum(metrics.inter_token_latency.counts), metrics.inter_token_latency.total) == (
+            9,
+            9,
+        )
+        for histogram in (metrics.e2e_latency, metrics.request_prompt_tokens, metrics.request_n):
+            assert sum(histogram.counts) == 1
+        assert sum(metrics.request_generation_tokens.counts) == 3
+
+
+async def test_an_engine_counts_a_prompt_without_an_output(autojump_clock: object) -> None:
+    async with open_fake_engine() as engine:
+        completion = await engine.complete("hello", max_tokens=0)
+        assert completion.usage.completion_tokens == 0
+        metrics = engine.metrics
+        assert (metrics.prompt_tokens, metrics.generation_tokens) == (5, 0)
+        assert metrics.finished == {"length": 1}
+        assert sum(metrics.time_to_first_token.counts) == 0
