@@ -199,7 +199,8 @@ async def _complete_all(
     started = trio.current_time()
     produced = 0
     # More than the engine's queue takes would be refused, and fewer would leave it idle.
-    largest = max((each or sampling_params(sampling)).n for each in params) if params else 1
+    common = sampling_params(sampling)
+    largest = max(((each or common).n for each in params), default=1)
     room = trio.CapacityLimiter(max(engine.config.max_num_queued_reqs // largest, 1))
     failure: Exception | None = None
 
