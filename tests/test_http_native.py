@@ -240,17 +240,23 @@ def asked(call: Call) -> list[Step]:
     return [Chunk("a", (97,), logprobs=(entry,), finish_reason="stop")]
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize(
     ("start", "expected"),
     [
         (0, [[None, 98], [-1, 99], [-2, 100], [-3, 101]]),
         (1, [[None, 99], [-2, 100], [-3, 101]]),
         (3, [[None, 101]]),
+        (4, []),
         (-1, []),
         (None, []),
     ],
 )
-async def test_logprobs_of_the_prompt(start: int | None, expected: list[Any]) -> None:
+async def test_logprobs_of_the_prompt(
+    start: int | None, expected: list[Any], long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if long:  # Put into words in a thread.
+        monkeypatch.setattr("trioserve.http.threads.LONG", 0)
     stub = StubEngine(script=asked, prompt_logprobs=prompt_logprobs)
     fields = {
         "text": "bcde",

@@ -9,9 +9,10 @@ from __future__ import annotations
 import quart
 
 from trioserve.http.native_fields import read_batch
-from trioserve.http.native_schemas import GenerateRequest
+from trioserve.http.native_schemas import GenerateRequest, GenerateResponse
 from trioserve.http.native_writer import NativeWriter
 from trioserve.http.service import Service, json_response
+from trioserve.http.threads import num_logprobs, run_if_long
 
 __all__ = ["NativeEndpoints"]
 
@@ -37,9 +38,13 @@ class NativeEndpoints:
         if request.stream:
             return service.stream(batch.jobs, writer)
         completions = await service.complete(batch.jobs)
-        replies = [
-            reply
-            for index, whole in enumerate(completions)
-            for reply in writer.replies(index, whole)
-        ]
+
+        def all_replies() -> list[GenerateResponse]:
+            return [
+                reply
+                for index, whole in enumerate(completions)
+                for reply in writer.replies(index, whole)
+            ]
+
+        replies = await run_if_long(num_logprobs(completions), all_replies)
         return json_response(replies if batch.listed else replies[0])

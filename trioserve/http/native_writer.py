@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
-import trio
 
 from trioserve.generation import Completion, GenerationStream, Usage
 from trioserve.http.native_fields import NativeBatch
@@ -63,7 +63,7 @@ class NativeWriter:
     eos_token_ids: Sequence[int]
     with_text: bool
     with_prompt_ids: bool
-    _started: float = attrs.field(factory=trio.current_time)
+    _started: float = attrs.field(factory=time.monotonic)
     _so_far: dict[tuple[int, int], _SoFar] = attrs.field(factory=dict)
     _known_inputs: dict[int, _Inputs] = attrs.field(factory=dict)
     _streams: list[GenerationStream] = attrs.field(factory=list)
@@ -131,7 +131,7 @@ class NativeWriter:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=len(token_ids),
             cached_tokens=usage.cached_tokens,
-            e2e_latency=trio.current_time() - self._started,
+            e2e_latency=time.monotonic() - self._started,
         )
         params = job.params
         if params.logprobs is not None:
@@ -160,7 +160,7 @@ class NativeWriter:
 
     def _find_inputs(self, index: int, ids: list[int], logprobs: PromptLogprobs | None) -> _Inputs:
         start = self.batch.starts[index]
-        if start is None or logprobs is None:
+        if start is None or logprobs is None or start >= len(ids):
             return _Inputs(ids, [], [], [])
         # There, the first token reported has no log-probability, even where one comes before it.
         entries = logprobs.entries(ids)[max(start + 1 - logprobs.start, 0) :]
