@@ -35,6 +35,7 @@ from gpu.model_kernels import model_kernels
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.operations.cuda_ops import CudaOperations
+from gpu.prompt_logprobs import peak_bytes
 from gpu.weights import expected_tensors, load_weights
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
@@ -203,6 +204,9 @@ def _measure(
         activations = gpu.peak_of(
             lambda: warm_up(executor, slots, [length] * num_rows, limits.page_size)
         )
+    # Prompts are reported on when the activations of the forward pass are free again.
+    scoring = peak_bytes(model.config.vocab_size, limits.max_num_batched_tokens)
+    activations = max(activations, scoring)
     held = free - gpu.memory()[0] - num_pages * bytes_per_page(_cache_shape(model, limits))
     on_progress("memory", 1, 1)
     return held + activations, activations

@@ -22,7 +22,15 @@ from gpu.slots import Slot
 from gpu.upload import upload
 from trioserve.wire import PromptPiece, from_floats, from_ints
 
-__all__ = ["SLICE_BYTES", "PromptSpan", "in_rows", "logprobs_of", "prompt_piece", "score_prompt"]
+__all__ = [
+    "SLICE_BYTES",
+    "PromptSpan",
+    "in_rows",
+    "logprobs_of",
+    "peak_bytes",
+    "prompt_piece",
+    "score_prompt",
+]
 
 SLICE_BYTES = 64 << 20
 """Logits that exist at a time."""
@@ -104,6 +112,15 @@ def logprobs_of(
         part = logits.index_select(0, where[i : i + size])
         parts.append(_of_ids(part, part.logsumexp(dim=1, keepdim=True), wanted[i : i + size]))
     return torch.cat(parts)
+
+
+def peak_bytes(vocab_size: int, num_tokens: int) -> int:
+    """What reporting on ``num_tokens`` allocates at a time, at most, besides the reports.
+
+    That is a slice of logits, and for the keys of its parts or its exponentials less than twice
+    as much.
+    """
+    return 3 * 4 * vocab_size * min(num_tokens, _rows_in_a_slice(vocab_size))
 
 
 def in_rows(

@@ -71,15 +71,20 @@ def test_a_product_in_float32(dtype: torch.dtype, with_bias: bool) -> None:
     product = linear.in_float32(x)
     assert product.dtype == torch.float32
     assert torch.equal(product, linear(x).float())
+    out = torch.empty(5, 24)[:3]
+    assert linear.in_float32(x, out).data_ptr() == out.data_ptr()
+    assert torch.equal(out, product)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_product_in_float32_beyond_the_cpu(dtype: torch.dtype) -> None:
     """The meta device has torch's product with a dtype of its own for the result, as a GPU has."""
     linear = Linear(torch.empty(24, 40, dtype=dtype, device="meta"))
-    product = linear.in_float32(torch.empty(3, 40, dtype=dtype, device="meta"))
-    assert product.dtype == torch.float32
-    assert product.shape == (3, 24)
+    x, out = torch.empty(3, 40, dtype=dtype, device="meta"), torch.empty(3, 24, device="meta")
+    for product in (linear.in_float32(x), linear.in_float32(x, out)):
+        assert product.dtype == torch.float32
+        assert product.shape == (3, 24)
+    assert product is out
 
 
 class CountingOperations:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu import prompt_logprobs
-from gpu.prompt_logprobs import PromptSpan, in_rows, logprobs_of, prompt_piece, score_prompt
+from gpu.prompt_logprobs import (
+    PromptSpan,
+    in_rows,
+    logprobs_of,
+    peak_bytes,
+    prompt_piece,
+    score_prompt,
+)
 from gpu.slots import SlotTable
 from trioserve.sampling import SamplerParams
 from trioserve.wire import OpenSlot, Plan, PromptPiece, floats, from_ints, ints
@@ -111,6 +123,48 @@ def test_a_vocabulary_larger_than_a_slice_goes_token_by_token(
     piece = score(span, head)
     assert head.rows == [1, 1, 1]
     check(piece, span, head, top=1)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors made under it at a time; operations' own scratch isn't seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._holders: Counter[int] = Counter()
+        self._sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._sizes and func.is_view:
+                    continue  # of something that was there before
+                self._holders[storage.data_ptr()] += 1
+                self._sizes[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(tensor, self._release, storage.data_ptr())
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return result
+
+    def _release(self, address: int) -> None:
+        self._holders[address] -= 1
+        if not self._holders[address]:
+            del self._sizes[address]
+
+
+@pytest.mark.parametrize("top", [0, 5])
+def test_no_more_is_allocated_than_is_said(monkeypatch: pytest.MonkeyPatch, top: int) -> None:
+    rows = 8
+    monkeypatch.setattr(prompt_logprobs, "SLICE_BYTES", rows * 4 * VOCAB)
+    monkeypatch.setattr(prompt_logprobs, "_TOP_BYTES", {"cpu": rows * VOCAB})
+    head, span = Head(), span_of(prompt_logprobs=top)
+    with LiveBytes() as live:
+        scores = score_prompt(span, head.hidden, head, VOCAB)
+    reports = 3 * sum(score.nbytes for score in scores) + 4096  # in parts, joined; small change
+    assert rows * 4 * VOCAB < live.peak <= peak_bytes(VOCAB, STATES) + reports
+    assert peak_bytes(VOCAB, STATES) == 3 * rows * 4 * VOCAB
+    assert peak_bytes(VOCAB, 3) == 3 * 3 * 4 * VOCAB
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 2 * 4 * VOCAB, 64 << 20])
