@@ -155,7 +155,9 @@ def test_several_outputs_from_ordinary_code(folder: Path, model: Reference) -> N
     with LLM(str(folder), num_threads=1, **options) as llm:
         prompts = [PROMPT[:length] for length in (10, 30, 50)]
         completions = llm.generate(prompts, n=3, max_tokens=8, seed=4, progress=False, **ASKED)
-        single = llm.generate(prompts[0], max_tokens=8, seed=4, ignore_eos=True, progress=False)
+        # What isn't a sampling parameter is handed on, too.
+        common: dict[str, Any] = {"ignore_eos": True, "progress": False, "cache_salt": "another"}
+        single = llm.generate(prompts[0], max_tokens=8, seed=4, **common)
     assert [len(completion.outputs) for completion in completions] == [3, 3, 3]
     assert single[0].token_ids == completions[0].outputs[0].token_ids
     for prompt, completion in zip(prompts, completions, strict=True):

@@ -20,7 +20,7 @@ import trio
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.errors import EngineError
-from trioserve.generation import Completion, PromptLike, sampling_params
+from trioserve.generation import Completion, PromptLike
 from trioserve.nursery import open_engine
 from trioserve.sampling import SamplingParams
 
@@ -199,7 +199,7 @@ async def _complete_all(
     started = trio.current_time()
     produced = 0
     # More than the engine's queue takes would be refused, and fewer would leave it idle.
-    common = sampling_params(sampling)
+    common = SamplingParams(n=sampling.get("n", 1))
     largest = max(((each or common).n for each in params), default=1)
     room = trio.CapacityLimiter(max(engine.config.max_num_queued_reqs // largest, 1))
     failure: Exception | None = None
