@@ -22,7 +22,6 @@ import attrs
 import trio
 
 from trioserve.errors import InvalidRequest
-from trioserve.groups import holds_cancellation
 from trioserve.logs import get_logger
 from trioserve.request import FinishReason, Request
 
@@ -38,7 +37,7 @@ ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 FLUSH_SECONDS = 5.0
 """How long the collector has to take the last spans when an engine closes."""
 CANCELLED_FLUSH_SECONDS = 0.5
-"""The same where the engine's own scope was cancelled, and somebody is in a hurry."""
+"""The same where the engine's own scope was cancelled, or interrupted: somebody is in a hurry."""
 
 _log = get_logger("trioserve.tracing")
 
@@ -159,7 +158,7 @@ async def open_tracing(endpoint: str | None) -> AsyncIterator[Tracing]:
     try:
         yield Tracing(provider.get_tracer("trioserve"))
     except BaseException as error:
-        if holds_cancellation(error):
+        if not isinstance(error, Exception):
             limit = CANCELLED_FLUSH_SECONDS
         raise
     finally:

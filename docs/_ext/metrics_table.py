@@ -14,7 +14,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from trioserve.metrics.definitions import COMMON_LABELS, DEFINITIONS, GROUPS, Definition
+from trioserve.metrics.definition import COMMON_LABELS, Definition
+from trioserve.metrics.definitions import DEFINITIONS, GROUPS
 
 DASHBOARD = Path(__file__).parent.parent / "grafana" / "trioserve.json"
 

@@ -1,16 +1,17 @@
 """What an engine tells Prometheus: vLLM's names, types and labels, under a prefix of one's choice.
 
 ``histogram`` and ``recorder`` count, in plain Python objects, so that observing a token costs well
-under a microsecond. ``definitions`` is the one table of all metrics, each with how it is read;
-``exposition`` turns it into Prometheus' samples when somebody scrapes. ``loop_lag`` is the task
-that measures how late the event loop is.
+under a microsecond. ``definitions`` is the one table of all metrics, each with how it is read, in
+the terms of ``definition``; ``exposition`` turns it into Prometheus' samples when somebody scrapes.
+``loop_lag`` is the task that measures how late the event loop is.
 """
 
 from __future__ import annotations
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from trioserve.metrics.definitions import DEFINITIONS, Definition
+from trioserve.metrics.definition import Definition
+from trioserve.metrics.definitions import DEFINITIONS
 from trioserve.metrics.histogram import Histogram
 from trioserve.metrics.loop_lag import measure_loop_lag
 from trioserve.metrics.recorder import Metrics

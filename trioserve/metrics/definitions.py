@@ -6,24 +6,19 @@ can't tell different stories. Names, types and labels are vLLM's where it has th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
-
-import attrs
-
 from trioserve.grammar import GRAMMAR_KINDS
-from trioserve.metrics.histogram import Histogram
+from trioserve.metrics.definition import (
+    Definition,
+    Scrape,
+    counter,
+    engine_counter,
+    engine_gauge,
+    gauge,
+    histogram,
+)
 from trioserve.request import FinishReason
-from trioserve.scheduler.statistics import SchedulerStatistics
-from trioserve.statistics import EngineStatistics
 
-if TYPE_CHECKING:
-    from trioserve.metrics.recorder import Metrics, Watched
-
-__all__ = ["ABORT_STAGES", "COMMON_LABELS", "DEFINITIONS", "GROUPS", "Definition", "Scrape"]
-
-COMMON_LABELS = ("model_name", "engine")
-"""On every metric but those of HTTP, which isn't the engine's."""
+__all__ = ["ABORT_STAGES", "DEFINITIONS", "GROUPS"]
 
 ABORT_STAGES = ("tokenizing", "preparing", "waiting", "prefill", "decode")
 
@@ -40,90 +35,6 @@ GROUPS = {
 """The title of every group of metrics, in the order in which the documentation shows them."""
 
 
-@attrs.frozen
-class Scrape:
-    """What metrics are read from, at one moment."""
-
-    metrics: Metrics
-    watched: Watched | None
-    _statistics: EngineStatistics | None
-
-    @property
-    def engine(self) -> Watched:
-        """The engine that is watched."""
-        assert self.watched is not None
-        return self.watched
-
-    @property
-    def statistics(self) -> EngineStatistics:
-        """That engine's."""
-        assert self._statistics is not None
-        return self._statistics
-
-    @property
-    def scheduler(self) -> SchedulerStatistics:
-        """The scheduler's part of the statistics."""
-        return self.statistics.scheduler
-
-    @property
-    def num_deferred(self) -> int:
-        """Requests on their way to the scheduler's queue."""
-        return self.statistics.num_tokenizing
-
-
-Value = float | Histogram
-Samples = Iterable[tuple[tuple[str, ...], Value]]
-
-
-@attrs.frozen(kw_only=True)
-class Definition:
-    """One metric. ``name`` is without the prefix and, for a counter, without ``_total``.
-
-    ``labels`` come after :data:`COMMON_LABELS`, unless ``common`` is false. ``read`` gives a value
-    for each combination of their values. One with ``watching`` is there only while an engine runs.
-    """
-
-    name: str
-    kind: str
-    help: str
-    group: str
-    labels: tuple[str, ...] = ()
-    common: bool = True
-    watching: bool = False
-    read: Callable[[Scrape], Samples] = attrs.field(repr=False)
-
-    @property
-    def all_labels(self) -> tuple[str, ...]:
-        """The labels' names, in the order of their values."""
-        return (*COMMON_LABELS, *self.labels) if self.common else self.labels
-
-    @property
-    def exposed_name(self) -> str:
-        """The name as a query writes it, without the prefix and a histogram's suffixes."""
-        return f"{self.name}_total" if self.kind == "counter" else self.name
-
-
-def _single(kind: str, *, watching: bool = False) -> Callable[..., Definition]:
-    def define(group: str, name: str, read: Callable[[Scrape], Value], help: str) -> Definition:
-        return Definition(
-            name=name,
-            kind=kind,
-            help=help,
-            group=group,
-            watching=watching,
-            read=lambda scrape: [((), read(scrape))],
-        )
-
-    return define
-
-
-_counter = _single("counter")
-_engine_counter = _single("counter", watching=True)
-_gauge = _single("gauge")
-_engine_gauge = _single("gauge", watching=True)
-_histogram = _single("histogram")
-
-
 def _cache_config(scrape: Scrape) -> dict[str, object]:
     config, ready = scrape.engine.config, scrape.engine.ready
     return {
@@ -138,13 +49,13 @@ def _cache_config(scrape: Scrape) -> dict[str, object]:
 
 
 _REQUESTS = (
-    _engine_gauge(
+    engine_gauge(
         "requests",
         "num_requests_running",
         lambda s: s.scheduler.num_running,
         "Outputs being computed",
     ),
-    _engine_gauge(
+    engine_gauge(
         "requests",
         "num_requests_waiting",
         lambda s: s.scheduler.num_waiting + s.num_deferred,
@@ -175,20 +86,20 @@ _REQUESTS = (
         labels=("stage",),
         read=lambda s: [((stage,), s.metrics.aborts[stage]) for stage in ABORT_STAGES],
     ),
-    _counter(
+    counter(
         "requests",
         "request_rejections",
         lambda s: s.metrics.num_rejected,
         "Requests that couldn't be served and were refused before they waited in line",
     ),
-    _engine_counter(
+    engine_counter(
         "requests",
         "num_preemptions",
         lambda s: s.scheduler.num_preemptions,
         "Outputs that lost their pages to others",
     ),
-    _histogram("requests", "request_params_n", lambda s: s.metrics.request_n, "`n` of a request"),
-    _histogram(
+    histogram("requests", "request_params_n", lambda s: s.metrics.request_n, "`n` of a request"),
+    histogram(
         "requests",
         "request_params_max_tokens",
         lambda s: s.metrics.request_max_tokens,
@@ -197,61 +108,61 @@ _REQUESTS = (
 )
 
 _LATENCY = (
-    _histogram(
+    histogram(
         "latency",
         "time_to_first_token_seconds",
         lambda s: s.metrics.time_to_first_token,
         "From a request's arrival to its first token",
     ),
-    _histogram(
+    histogram(
         "latency",
         "inter_token_latency_seconds",
         lambda s: s.metrics.inter_token_latency,
         "Between two tokens of an output; one observation for each token but the first",
     ),
-    _histogram(
+    histogram(
         "latency",
         "request_time_per_output_token_seconds",
         lambda s: s.metrics.time_per_output_token,
         "The mean of that over an output; one observation for each output",
     ),
-    _histogram(
+    histogram(
         "latency",
         "e2e_request_latency_seconds",
         lambda s: s.metrics.e2e_latency,
         "From a request's arrival to the end of its last output",
     ),
-    _histogram(
+    histogram(
         "latency",
         "request_queue_time_seconds",
         lambda s: s.metrics.queue_time,
         "A request's time in line, until its first step",
     ),
-    _histogram(
+    histogram(
         "latency",
         "request_prefill_time_seconds",
         lambda s: s.metrics.prefill_time,
         "From a request's first step to its first token",
     ),
-    _histogram(
+    histogram(
         "latency",
         "request_decode_time_seconds",
         lambda s: s.metrics.decode_time,
         "From a request's first token to its last",
     ),
-    _histogram(
+    histogram(
         "latency",
         "request_inference_time_seconds",
         lambda s: s.metrics.inference_time,
         "From a request's first step to its last token",
     ),
-    _histogram(
+    histogram(
         "latency",
         "event_loop_lag_seconds",
         lambda s: s.metrics.loop_lag.histogram,
         "How late the server's event loop was, measured ten times a second",
     ),
-    _gauge(
+    gauge(
         "latency",
         "event_loop_lag_peak_seconds",
         lambda s: s.metrics.loop_lag.peak,
@@ -260,7 +171,7 @@ _LATENCY = (
 )
 
 _TOKENS = (
-    _counter(
+    counter(
         "tokens",
         "prompt_tokens",
         lambda s: s.metrics.prompt_tokens,
@@ -277,40 +188,40 @@ _TOKENS = (
             (("local_cache_hit",), s.metrics.cached_prompt_tokens),
         ],
     ),
-    _counter(
+    counter(
         "tokens",
         "prompt_tokens_cached",
         lambda s: s.metrics.cached_prompt_tokens,
         "Tokens of prompts that were found in the prefix cache",
     ),
-    _counter(
+    counter(
         "tokens", "generation_tokens", lambda s: s.metrics.generation_tokens, "Tokens generated"
     ),
-    _histogram(
+    histogram(
         "tokens",
         "iteration_tokens_total",
         lambda s: s.metrics.iteration_tokens,
         "Tokens computed in one step, of prompts and outputs together",
     ),
-    _histogram(
+    histogram(
         "tokens",
         "request_prompt_tokens",
         lambda s: s.metrics.request_prompt_tokens,
         "Tokens of a request's prompt",
     ),
-    _histogram(
+    histogram(
         "tokens",
         "request_prefill_kv_computed_tokens",
         lambda s: s.metrics.request_prefill_tokens,
         "Tokens of a request's prompt that had to be computed",
     ),
-    _histogram(
+    histogram(
         "tokens",
         "request_generation_tokens",
         lambda s: s.metrics.request_generation_tokens,
         "Tokens of an output",
     ),
-    _histogram(
+    histogram(
         "tokens",
         "request_max_num_generation_tokens",
         lambda s: s.metrics.request_most_generation_tokens,
@@ -319,7 +230,7 @@ _TOKENS = (
 )
 
 _CACHE = (
-    _engine_gauge(
+    engine_gauge(
         "cache",
         "kv_cache_usage_perc",
         lambda s: s.scheduler.pages_held / max(s.scheduler.pages_total, 1),
@@ -338,17 +249,17 @@ _CACHE = (
             (("free",), s.scheduler.pages_free),
         ],
     ),
-    _engine_counter(
+    engine_counter(
         "cache",
         "prefix_cache_queries",
         lambda s: s.scheduler.prefix_cache_queries,
         "Tokens looked up in the prefix cache",
     ),
-    _engine_counter(
+    engine_counter(
         "cache", "prefix_cache_hits", lambda s: s.scheduler.prefix_cache_hits, "Tokens found there"
     ),
-    _counter("cache", "mm_cache_queries", lambda _: 0, "Media looked up; none is served"),
-    _counter("cache", "mm_cache_hits", lambda _: 0, "Media found; none is served"),
+    counter("cache", "mm_cache_queries", lambda _: 0, "Media looked up; none is served"),
+    counter("cache", "mm_cache_hits", lambda _: 0, "Media found; none is served"),
     Definition(
         name="cache_config_info",
         kind="gauge",
@@ -364,26 +275,26 @@ _CACHE = (
 )
 
 _WORKER = (
-    _engine_counter("worker", "worker_steps", lambda s: s.scheduler.num_steps, "Steps computed"),
-    _engine_counter(
+    engine_counter("worker", "worker_steps", lambda s: s.scheduler.num_steps, "Steps computed"),
+    engine_counter(
         "worker",
         "worker_step_seconds",
         lambda s: s.scheduler.step_us / 1e6,
         "Time that the device computed steps",
     ),
-    _engine_counter(
+    engine_counter(
         "worker",
         "worker_idle_seconds",
         lambda s: s.scheduler.idle_us / 1e6,
         "Time that the device waited between steps while there was work",
     ),
-    _engine_gauge(
+    engine_gauge(
         "worker",
         "worker_plans_in_flight",
         lambda s: s.scheduler.plans_in_flight,
         "Steps sent whose results haven't come",
     ),
-    _engine_counter(
+    engine_counter(
         "worker",
         "worker_restarts",
         lambda s: s.statistics.worker_restarts,
@@ -409,7 +320,7 @@ _WORKER = (
             for outcome in GRAMMAR_OUTCOMES
         ],
     ),
-    _histogram(
+    histogram(
         "worker",
         "grammar_compilation_seconds",
         lambda s: s.metrics.grammar_seconds,
@@ -430,7 +341,7 @@ _HTTP = (
             for (method, route, status), count in sorted(s.metrics.http_responses.items())
         ],
     ),
-    _engine_gauge(
+    engine_gauge(
         "http",
         "stream_bytes",
         lambda s: s.statistics.stream_bytes,

@@ -14,7 +14,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from trioserve.metrics.definitions import DEFINITIONS, Definition, Scrape, Value
+from trioserve.metrics.definition import Definition, Scrape, Value
+from trioserve.metrics.definitions import DEFINITIONS
 from trioserve.metrics.histogram import Histogram
 
 if TYPE_CHECKING:
