@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -193,6 +195,28 @@ def test_a_prompt_and_its_log_probabilities(client: openai.OpenAI) -> None:
     assert [entry and list(entry) for entry in entries] == [None, *([str(id)] for id in ids[1:])]
 
 
+def test_completions_that_follow_a_rule(client: openai.OpenAI) -> None:
+    def complete(**extra: Any) -> str:
+        reply = client.completions.create(
+            model=MODEL, prompt="The year is", max_tokens=40, seed=1, extra_body=extra
+        )
+        return reply.choices[0].text
+
+    assert re.fullmatch("(19|20)[0-9]{2}", complete(regex="(19|20)[0-9]{2}"))
+    assert complete(structured_outputs={"choice": ["red", "blue"]}) in ("red", "blue")
+    schema = {
+        "type": "object",
+        "properties": {"year": {"type": "integer", "minimum": 1900, "maximum": 2100}},
+        "required": ["year"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "year", "schema": schema}}
+    assert 1900 <= json.loads(complete(response_format=wanted))["year"] <= 2100
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(regex="(")
+    assert caught.value.param == "regex"
+
+
 def test_sampling_stop_and_logprobs(client: openai.OpenAI) -> None:
     answers = [
         client.chat.completions.create(
@@ -272,6 +296,24 @@ def test_tools_that_have_to_be_called(client: openai.OpenAI, named: str | None) 
     more = {"tool_choice": "auto", "messages": messages, "max_tokens": 5}
     answer = client.chat.completions.create(**{**options, **more}).choices[0]
     assert answer.message.content or answer.message.tool_calls
+
+
+PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text(), re.S)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["tools", "reasoning"])
+def test_the_programs_of_the_page_on_tools(
+    server: Server, program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = program.replace("http://localhost:8000", server.url).replace('"none"', '"secret"')
+    exec(compile(program, "tools.md", "exec"), {})
+    first, *rest = capsys.readouterr().out.splitlines()
+    if first.startswith("weather"):
+        jsonschema.validate(ast.literal_eval(first.removeprefix("weather ")), WEATHER)
+        assert rest
+    else:
+        assert first == "reasoning: None"
+        assert isinstance(json.loads(" ".join(rest).removeprefix("answer:"))["prime"], bool)
 
 
 def test_a_tool_whose_schema_is_none(client: openai.OpenAI) -> None:
