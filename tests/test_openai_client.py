@@ -217,28 +217,6 @@ def test_completions_that_follow_a_rule(client: openai.OpenAI) -> None:
     assert caught.value.param == "regex"
 
 
-def test_completions_that_follow_a_rule(client: openai.OpenAI) -> None:
-    def complete(**extra: Any) -> str:
-        reply = client.completions.create(
-            model=MODEL, prompt="The year is", max_tokens=40, seed=1, extra_body=extra
-        )
-        return reply.choices[0].text
-
-    assert re.fullmatch("(19|20)[0-9]{2}", complete(regex="(19|20)[0-9]{2}"))
-    assert complete(structured_outputs={"choice": ["red", "blue"]}) in ("red", "blue")
-    schema = {
-        "type": "object",
-        "properties": {"year": {"type": "integer", "minimum": 1900, "maximum": 2100}},
-        "required": ["year"],
-        "additionalProperties": False,
-    }
-    wanted = {"type": "json_schema", "json_schema": {"name": "year", "schema": schema}}
-    assert 1900 <= json.loads(complete(response_format=wanted))["year"] <= 2100
-    with pytest.raises(openai.BadRequestError) as caught:
-        complete(regex="(")
-    assert caught.value.param == "regex"
-
-
 def test_sampling_stop_and_logprobs(client: openai.OpenAI) -> None:
     answers = [
         client.chat.completions.create(
