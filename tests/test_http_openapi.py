@@ -6,9 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from http_stub import StubEngine, app_of
+import msgspec
+import pytest
+from http_stub import StubEngine, app_of, client_of
 
-from trioserve.http.openapi import openapi_path
+from trioserve.http.openapi import build_document, error_statuses, openapi_path
+from trioserve.http.routes import ROUTES, Route
+from trioserve.http.schemas import Exclusive, struct_classes
 
 
 async def document(**options: Any) -> Any:
@@ -60,9 +64,95 @@ async def test_it_says_what_is_not_served() -> None:
     assert chat["required"] == ["messages"]
     assert chat["properties"]["length_penalty"]["enum"] == [None, 1.0]
     assert chat["properties"]["store"]["enum"] == [None, False]
+    assert "Excludes `" in chat["properties"]["custom_params"]["description"]
     operation = described["paths"]["/v1/chat/completions"]["post"]
     assert set(operation["responses"]["200"]["content"]) == {
         "application/json",
         "text/event-stream",
     }
     assert "security" not in described["paths"]["/health"]["get"]
+
+
+async def test_every_path_that_wants_a_key_says_so() -> None:
+    client = client_of(StubEngine(), api_key=("key",))
+    response = await client.get("/openapi.json", headers={"Authorization": "Bearer key"})
+    described = json.loads(await response.get_data(True))
+    assert len(described["paths"]) > 20
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            response = await client.open(path.format(name="x"), method=method.upper())
+            refused = response.status_code == 401
+            assert refused == ("security" in operation) == ("401" in operation["responses"])
+
+
+async def test_every_operation_has_a_name_of_its_own() -> None:
+    described = await document()
+    names = [
+        operation["operationId"]
+        for operations in described["paths"].values()
+        for operation in operations.values()
+    ]
+    assert len(set(names)) == len(names)
+    assert {"tokenize", "post_v1_tokenize", "health", "get_ping", "post_ping"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("path", "statuses"),
+    [
+        ("/generate", [400, 401, 408, 413, 415, 429, 500, 503, 504]),
+        ("/v1/completions", [400, 401, 404, 408, 413, 415, 429, 500, 503, 504]),
+        ("/tokenize", [400, 401, 404, 408, 413, 415, 500]),
+        ("/v1/models/<path:name>", [401, 404, 500]),
+        ("/health", [500]),
+    ],
+)
+def test_statuses(path: str, statuses: list[int]) -> None:
+    (route,) = [route for route in ROUTES if path == route.rule]
+    assert error_statuses(route, path) == statuses
+
+
+class Part(msgspec.Struct):
+    """Held by another."""
+
+    EXCLUSIVE = (Exclusive(("a", "b"), required=True), Exclusive(("c", "d")))
+
+    a: int | None = None
+    b: int | None = None
+    c: int | None = None
+    d: int | None = None
+
+
+class Whole(msgspec.Struct):
+    """Holds others."""
+
+    EXCLUSIVE = (Exclusive(("x", "y", "z")),)
+
+    parts: list[Part] | None = None
+    x: int | None = None
+    y: int | None = None
+    z: int | None = None
+
+
+def test_what_excludes_each_other() -> None:
+    import jsonschema
+
+    assert struct_classes([list[Whole]]) == [Whole, Part]
+    route = Route(
+        method="POST", rule="/x", handler="x", summary="", group="", request=Whole, response=Whole
+    )
+    described = build_document([route])
+    schema = {**described, "$ref": "#/components/schemas/Whole"}
+    for value, fits in (
+        ({}, True),
+        ({"x": 1}, True),
+        ({"y": 1, "x": None}, True),
+        ({"x": 1, "z": 2}, False),
+        ({"parts": [{"a": 1}, {"b": 2, "a": None}]}, True),
+        ({"parts": [{}]}, False),
+        ({"parts": [{"a": 1, "b": 2}]}, False),
+        ({"parts": [{"a": None}]}, False),
+        ({"parts": [{"a": 1, "c": 1, "d": 2}]}, True),  # Told in words alone.
+    ):
+        assert jsonschema.Draft202012Validator(schema).is_valid(value) == fits, value
+    text = described["components"]["schemas"]["Part"]["properties"]["d"]["description"]
+    assert text == "Excludes `c`."
