@@ -15,12 +15,12 @@ from trioserve import InvalidRequest
 
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_masks_that_leave_no_token(tmp_path: Path, depth: int) -> None:
-    stop, word = 2, 270
+    stop, letter = 2, 9
     async with open_tiny_engine(make_tiny("llama2", tmp_path), max_plans_in_flight=depth) as engine:
         lengths: list[int] = []
         masks: list[dict[str, Any]] = [
             {"allowed_token_ids": [stop], "stop_token_ids": [stop], "min_tokens": 3},
-            {"allowed_token_ids": [word], "bad_words": [engine.tokenizer.decode([word])]},
+            {"allowed_token_ids": [letter], "bad_words": [engine.tokenizer.decode([letter])]},
         ]
 
         async def run_beside() -> None:
