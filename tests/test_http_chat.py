@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -42,6 +43,16 @@ CALLS = (
     'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
     '<tool_call>{"name": "search"}</tool_call>'
 )
+
+
+def encode_deep(body: Any) -> bytes:
+    """JSON of what is nested more deeply than Python likes."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10 * limit)
+    try:
+        return json.dumps(body).encode()
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def said(text: str, *, size: int = 4, finish: str = "stop", index: int = 0) -> list[Step]:
@@ -227,6 +238,24 @@ class TestToolChoice:
     async def test_what_does_not_fit(self, body: dict[str, Any], param: str | None) -> None:
         error = await refusal(engine(CALLS), **body)
         assert error["param"] == (param or "tools[0].function.name")
+
+    async def test_what_is_nested_too_deeply(self) -> None:
+        """Around the depth that can just be read, and not written: no failure of the server's."""
+        for template in (HERMES, "{{ messages }}"):
+            statuses = set()
+            for depth in range(440, 500, 2):
+                schema: dict[str, Any] = {"type": "object"}
+                for _ in range(depth):
+                    schema = {"type": "object", "properties": {"a": schema}}
+                function = {"name": "f", "parameters": schema}
+                tools = [{"type": "function", "function": function}]
+                body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+                text = encode_deep(body)
+                response = await client_of(engine("", template)).post(
+                    CHAT, data=text, headers={"Content-Type": "application/json"}
+                )
+                statuses.add(response.status_code)
+            assert statuses == {200, 400}
 
     async def test_a_way_to_write_calls_that_is_not_known(self) -> None:
         error = await refusal(engine("", "{{ tools }}<|tool|>"), tools=TOOLS)

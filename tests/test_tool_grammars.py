@@ -24,7 +24,7 @@ SCHEMA = {
     "additionalProperties": False,
     "$defs": {"days": {"type": "integer"}},
 }
-TOOLS = (Tool("weather", "", SCHEMA, strict=True), Tool("search"), Tool("loose", "", SCHEMA))
+TOOLS = (Tool("weather", SCHEMA, strict=True), Tool("search"), Tool("loose", SCHEMA))
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 SPECIAL = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
 GOOD = ("weather", '{"city": "Köln {", "days": 3}')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import attrs
 
@@ -20,7 +20,7 @@ from trioserve.reasoning import OPEN, ReasoningSplitter, is_open
 from trioserve.request import ChatPrompt
 from trioserve.tool_parsers import ArgumentsDelta, TextDelta, ToolCallStart, ToolParser, ToolUse
 
-__all__ = ["AnswerReader", "ReaderOptions", "opens_reasoning"]
+__all__ = ["AnswerReader", "ReaderOptions", "hidden_tokens", "opens_reasoning"]
 
 _TAIL_TOKENS = 32
 """How many tokens the opening mark at the end of a prompt has at most, by far."""
@@ -63,9 +63,12 @@ class ReaderOptions:
         return AnswerReader(splitter, parser, self.include_reasoning, self.hidden)
 
 
-def hidden_tokens(format: ChatFormat, marks: Collection[str]) -> re.Pattern[str] | None:
-    """What matches the text of every special token but ``marks``."""
+def hidden_tokens(format: ChatFormat, *, with_tools: bool) -> re.Pattern[str] | None:
+    """What matches the special tokens that are no marks; None where marks can be seen anyway."""
+    if not format.hides_marks(with_tools=with_tools):
+        return None
     texts = {format.tokenizer.token_text(id) for id in format.tokenizer.special_ids}
+    marks = format.marks(with_tools=with_tools)
     hidden = sorted(texts.difference(marks, [""]), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, hidden))) if hidden else None
 

@@ -49,6 +49,10 @@ class ChatEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._format = ChatFormat.of(service.engine.tokenizer, service.config)
+        self._hidden = {
+            with_tools: hidden_tokens(self._format, with_tools=with_tools)
+            for with_tools in (False, True)
+        }
 
     async def chat_completions(self) -> quart.Response:
         """``POST /v1/chat/completions``."""
@@ -56,10 +60,14 @@ class ChatEndpoints:
         request = await service.read(ChatCompletionRequest)
         model = service.model(request.model)
         check_stream_options(request)
-        use = tool_use(request, self._format)
-        prompt = chat_prompt(request, self._format, use)
-        options = self._reader_options(request, prompt, use)
-        job = await self._job(request, options)
+        try:
+            use = tool_use(request, self._format)
+            prompt = chat_prompt(request, self._format, use)
+            options = self._reader_options(request, prompt, use)
+            job = await self._job(request, options)
+        except RecursionError:
+            # Of schemas and arguments that could just be read, and can't be written.
+            raise InvalidRequest("the body is nested too deeply") from None
         wanted = self._wanted(request, job, options)
         created = int(time.time())
         if request.stream:
@@ -82,22 +90,19 @@ class ChatEndpoints:
     def _reader_options(
         self, request: ChatCompletionRequest, prompt: ChatPrompt, use: ToolUse | None
     ) -> ReaderOptions:
-        marks = self._format.marks(with_tools=use is not None)
-        hidden = None
-        if request.skip_special_tokens is not False and self._format.hides(marks):
-            hidden = hidden_tokens(self._format, marks)
+        shows_all = request.skip_special_tokens is False
         return ReaderOptions(
             format=self._format,
             prompt=prompt,
             use=use,
             separate_reasoning=request.separate_reasoning is not False,
             include_reasoning=request.include_reasoning is not False,
-            hidden=hidden,
+            hidden=None if shows_all else self._hidden[use is not None],
         )
 
     async def _job(self, request: ChatCompletionRequest, options: ReaderOptions) -> Job:
         fields, renames = _chat_sampling(request)
-        if self._format.hides(self._format.marks(with_tools=options.use is not None)):
+        if self._format.hides_marks(with_tools=options.use is not None):
             fields["skip_special_tokens"] = False
         try:
             await self._constrain(options, fields, renames)
@@ -116,7 +121,7 @@ class ChatEndpoints:
             return
         lark = None if given is None else lark_of(given, format.tokenizer.token_of)
         if use is not None:
-            if given is None:
+            if given is None or use.required:
                 renames["grammar"] = "tools"
             assert format.family is not None
             use = attrs.evolve(use, answer=lark)

@@ -62,7 +62,8 @@ class ChatFormat:
             marks.extend(self.family.parser.markers)
         return marks
 
-    def hides(self, marks: Collection[str]) -> bool:
-        """Whether some of ``marks`` are special tokens, which a text is usually without."""
+    def hides_marks(self, *, with_tools: bool) -> bool:
+        """Whether some of the marks are special tokens, which a text is usually without."""
         special = self.tokenizer.special_ids
+        marks = self.marks(with_tools=with_tools)
         return any(self.tokenizer.token_of(mark) in special for mark in marks)

@@ -84,11 +84,10 @@ def instructions(tools: list[ChatTool], use: ToolUse, family: Family) -> str:
 
 def _tool(tool: ChatTool) -> Tool:
     function = tool.function
-    description = function.description or ""
     strict = bool(function.strict)
     if function.parameters is None:
-        return Tool(function.name, description, strict=strict)
-    return Tool(function.name, description, function.parameters, strict)
+        return Tool(function.name, strict=strict)
+    return Tool(function.name, function.parameters, strict)
 
 
 def _chosen(tools: tuple[Tool, ...], names: list[str], param: str) -> tuple[Tool, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -22,7 +21,6 @@ class Tool:
     """A function by its name. ``strict``: its arguments have to follow ``parameters``, a schema."""
 
     name: str
-    description: str = ""
     parameters: dict[str, Any] = attrs.field(factory=lambda: dict(NO_PARAMETERS))
     strict: bool = False
 
@@ -54,9 +52,3 @@ class ToolUse:
     def is_strict(self) -> bool:
         """Whether the arguments of some function have to follow their schema."""
         return any(tool.strict for tool in self.tools)
-
-    @staticmethod
-    def with_names(tools: Iterable[Tool], names: Iterable[str]) -> tuple[Tool, ...]:
-        """Those of ``tools`` that are called one of ``names``."""
-        wanted = set(names)
-        return tuple(tool for tool in tools if tool.name in wanted)
