@@ -23,6 +23,7 @@ from peers import peers_of
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from trioserve.http.errors import ErrorResponse
 from trioserve.http.openai_schemas import GenerationRequest
 from trioserve.http.openapi import openapi_path
 from trioserve.http.routes import GROUPS, ROUTES, Route
@@ -30,6 +31,7 @@ from trioserve.http.schemas import struct_classes
 
 __all__ = [
     "Field",
+    "answer_classes",
     "answer_lines",
     "endpoint_lines",
     "field_lines",
@@ -161,22 +163,24 @@ def field_lines() -> Iterator[str]:
             yield from _tables(fields_of(cls), (cls.__name__,))
 
 
+def answer_classes() -> list[type[msgspec.Struct]]:
+    """Every class that an answer or an event may hold."""
+    types = [type_ for route in ROUTES for type_ in (route.response, route.events)]
+    return struct_classes([*types, ErrorResponse])
+
+
 def answer_lines() -> Iterator[str]:
     """A section for each class that answers and events are made of."""
-    types = [type_ for route in ROUTES for type_ in (route.response, route.events)]
-    asked = request_classes()
-    for cls in struct_classes(types):
-        if cls in asked:
-            continue
+    for cls in answer_classes():
         yield f"### {cls.__name__}"
         yield ""
         yield _paragraphs(cls)
         yield ""
         yield from _where(cls)
-        yield "| Field | Value |"
-        yield "| --- | --- |"
+        yield "| Field | Value | Meaning |"
+        yield "| --- | --- | --- |"
         for field in fields_of(cls):
-            yield _row(f"`{field.name}`", field.kind)
+            yield _row(f"`{field.name}`", field.kind, field.meaning)
         yield ""
 
 

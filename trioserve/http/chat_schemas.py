@@ -138,123 +138,161 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
 class TopLogprob(msgspec.Struct):
     """A token that could have been."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
+    token: Annotated[str, about("Its text.")]
+    logprob: Annotated[float, about("The natural logarithm of its probability.")]
+    bytes: Annotated[list[int], about("Its bytes, since a token may be a part of a character.")]
 
 
 class ChatLogprob(msgspec.Struct):
     """A token of the answer, and those that could have been in its place."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
+    token: Annotated[str, about("Its text.")]
+    logprob: Annotated[float, about("The natural logarithm of its probability.")]
+    bytes: Annotated[list[int], about("Its bytes, since a token may be a part of a character.")]
+    top_logprobs: Annotated[list[TopLogprob], about("The most probable tokens in its place.")]
 
 
 class ChatLogprobs(msgspec.Struct):
     """The tokens of an answer, reasoning and tool calls included."""
 
-    content: list[ChatLogprob]
-    refusal: None = None
+    content: Annotated[list[ChatLogprob], about("One entry for each token.")]
+    refusal: Annotated[None, about("Always null.")] = None
 
 
 class FunctionCall(msgspec.Struct):
     """The function that is called, and its arguments: JSON, if the model wrote it well."""
 
-    name: str
-    arguments: str
+    name: Annotated[str, about("The function's name.")]
+    arguments: Annotated[str, about("JSON as the model wrote it.")]
 
 
 class ToolCall(msgspec.Struct):
     """A call that the answer asks for."""
 
-    id: str
-    function: FunctionCall
-    type: str = "function"
+    id: Annotated[str, about("The name that the tool's answer refers to.")]
+    function: Annotated[FunctionCall, about("What to call, and with what.")]
+    type: Annotated[str, about("Always `function`.")] = "function"
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
     """The answer. ``reasoning`` and ``reasoning_content`` are the same, if there is any."""
 
-    role: str = "assistant"
-    content: str | None
-    refusal: str | None = None
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    role: Annotated[str, about("Who speaks.")] = "assistant"
+    content: Annotated[
+        str | None, about("What is said; null where the answer is tool calls alone.")
+    ]
+    refusal: Annotated[str | None, about("Always null.")] = None
+    reasoning: Annotated[
+        str | UnsetType, about("What the model wrote before its answer, without the marks.")
+    ] = UNSET
+    reasoning_content: Annotated[str | UnsetType, about("The same, by its older name.")] = UNSET
+    tool_calls: Annotated[
+        list[ToolCall] | UnsetType, about("Tools that the model wants called.")
+    ] = UNSET
 
 
 class ChatChoice(msgspec.Struct):
     """One answer of a chat completion."""
 
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    index: Annotated[int, about("The number of the output, from 0.")]
+    message: Annotated[AssistantMessage, about("The answer.")]
+    logprobs: Annotated[ChatLogprobs | None, about("Log-probabilities, where they are asked for.")]
+    finish_reason: Annotated[str, about("`stop`, `length`, `tool_calls`, or `abort`.")]
+    stop_reason: Annotated[
+        int | str | None,
+        about("The stop string or stop token that ended it; null for the model's own end."),
+    ]
+    token_ids: Annotated[
+        list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
+    ] = UNSET
 
 
 class ChatCompletionResponse(msgspec.Struct, kw_only=True):
     """The answer to a chat completion that isn't streamed."""
 
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageReply
-    prompt_logprobs: list[dict[str, PromptLogprobReply] | None] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_text: str | UnsetType = UNSET
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    object: Annotated[str, about("Always `chat.completion`.")] = "chat.completion"
+    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    model: Annotated[str, about("The name that the model is served under.")]
+    choices: Annotated[list[ChatChoice], about("The answers, `n` of them.")]
+    usage: Annotated[UsageReply, about("Tokens that were used.")]
+    prompt_logprobs: Annotated[
+        list[dict[str, PromptLogprobReply] | None] | UnsetType,
+        about("For each token of the prompt, log-probabilities by token id; null for the first."),
+    ] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType, about("The prompt as the model saw it, where it is asked for.")
+    ] = UNSET
+    prompt_text: Annotated[
+        str | UnsetType, about("The prompt as the chat template wrote it, where it is asked for.")
+    ] = UNSET
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):
     """What a chunk adds to a call's function: its name, once, and then pieces of arguments."""
 
-    name: str | None = None
-    arguments: str | None = None
+    name: Annotated[str | None, about("The function's name, in the first part.")] = None
+    arguments: Annotated[str | None, about("What is added to the arguments' JSON.")] = None
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
     """What a chunk adds to a call; the first of a call has its id and type."""
 
-    index: int
-    function: FunctionDelta
-    id: str | None = None
-    type: str | None = None
+    index: Annotated[int, about("The number of the call, from 0.")]
+    function: Annotated[FunctionDelta, about("What is added to its function.")]
+    id: Annotated[str | None, about("The call's id, in its first part.")] = None
+    type: Annotated[str | None, about("`function`, in its first part.")] = None
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
     """What a chunk adds to the answer."""
 
-    role: str | None = None
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+    role: Annotated[str | None, about("Who speaks, in the first event.")] = None
+    content: Annotated[str | None, about("What is added to the text.")] = None
+    reasoning: Annotated[str | None, about("What is added to the reasoning.")] = None
+    reasoning_content: Annotated[str | None, about("The same, by its older name.")] = None
+    tool_calls: Annotated[list[ToolCallDelta] | None, about("What is added to calls.")] = None
 
 
 class ChatChunkChoice(msgspec.Struct):
     """One answer's part in a chunk of a stream."""
 
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    index: Annotated[int, about("The number of the output, from 0.")]
+    delta: Annotated[Delta, about("What is added to the answer.")]
+    logprobs: Annotated[
+        ChatLogprobs | None, about("Log-probabilities, where they are asked for.")
+    ] = None
+    finish_reason: Annotated[
+        str | None,
+        about("Why it ended, in its last event: `stop`, `length`, `tool_calls`, or `abort`."),
+    ] = None
+    stop_reason: Annotated[
+        int | str | UnsetType | None,
+        about("The stop string or stop token that ended it; null for the model's own end."),
+    ] = UNSET
+    token_ids: Annotated[
+        list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
+    ] = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     """One event of a streamed chat completion."""
 
-    id: str
-    object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: UsageReply | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_text: str | UnsetType = UNSET
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    object: Annotated[str, about("Always `chat.completion.chunk`.")] = "chat.completion.chunk"
+    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    model: Annotated[str, about("The name that the model is served under.")]
+    choices: Annotated[
+        list[ChatChunkChoice],
+        about("One answer's part; none in the last event, which has the usage."),
+    ]
+    usage: Annotated[
+        UsageReply | UnsetType | None,
+        about("Tokens used so far, where `stream_options` asks for them."),
+    ] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType, about("The prompt as the model saw it, where it is asked for.")
+    ] = UNSET
+    prompt_text: Annotated[
+        str | UnsetType, about("The prompt as the chat template wrote it, where it is asked for.")
+    ] = UNSET

@@ -71,31 +71,49 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
 class CompletionLogprobs(msgspec.Struct):
     """The tokens of a completion, column by column; null for a prompt's first token."""
 
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+    text_offset: Annotated[list[int], about("Where each token's text begins.")]
+    token_logprobs: Annotated[list[float | None], about("The log-probability of each.")]
+    tokens: Annotated[list[str], about("The text of each.")]
+    top_logprobs: Annotated[
+        list[dict[str, float] | None],
+        about("For each, the most probable tokens in its place, with their log-probabilities."),
+    ]
 
 
 class CompletionChoice(msgspec.Struct):
     """One completion, or what an event of a stream adds to it."""
 
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptLogprobReply] | None] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    index: Annotated[int, about("The number of the output, from 0.")]
+    text: Annotated[str, about("The text, or what is added to it.")]
+    logprobs: Annotated[
+        CompletionLogprobs | None, about("Log-probabilities, where they are asked for.")
+    ]
+    finish_reason: Annotated[str | None, about("`stop`, `length`, or `abort`.")]
+    stop_reason: Annotated[
+        int | str | None,
+        about("The stop string or stop token that ended it; null for the model's own end."),
+    ]
+    token_ids: Annotated[
+        list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
+    ] = UNSET
+    prompt_logprobs: Annotated[
+        list[dict[str, PromptLogprobReply] | None] | UnsetType,
+        about("For each token of the prompt, log-probabilities by token id; null for the first."),
+    ] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType, about("The prompt as the model saw it, where it is asked for.")
+    ] = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
     """The answer to a completion, or one event of its stream."""
 
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageReply | UnsetType | None = UNSET
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    object: Annotated[str, about("Always `text_completion`.")] = "text_completion"
+    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    model: Annotated[str, about("The name that the model is served under.")]
+    choices: Annotated[
+        list[CompletionChoice],
+        about("The outputs: `n` for each prompt, one prompt after the other."),
+    ]
+    usage: Annotated[UsageReply | UnsetType | None, about("Tokens that were used.")] = UNSET

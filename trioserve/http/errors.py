@@ -8,6 +8,7 @@ stream ends.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import attrs
 import msgspec
@@ -49,16 +50,18 @@ class Unauthorized(TrioserveError):
 class ErrorDetail(msgspec.Struct, kw_only=True):
     """What went wrong."""
 
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
+    message: Annotated[str, msgspec.Meta(description="What is wrong, for people.")]
+    type: Annotated[str, msgspec.Meta(description="What kind of error it is.")]
+    param: Annotated[str | None, msgspec.Meta(description="The field, as the client wrote it.")] = (
+        None
+    )
+    code: Annotated[str | None, msgspec.Meta(description="What is wrong, for programs.")] = None
 
 
 class ErrorResponse(msgspec.Struct):
     """The body of every error."""
 
-    error: ErrorDetail
+    error: Annotated[ErrorDetail, msgspec.Meta(description="What went wrong.")]
 
 
 @attrs.frozen(kw_only=True)

@@ -303,9 +303,11 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class NativeFinish(msgspec.Struct):
     """Why an output ended: ``stop`` with what matched, or ``length`` with the length."""
 
-    type: str
-    matched: int | str | UnsetType = UNSET
-    length: int | UnsetType = UNSET
+    type: Annotated[str, about("`stop`, `length`, or `abort`.")]
+    matched: Annotated[int | str | UnsetType, about("The stop string or token that ended it.")] = (
+        UNSET
+    )
+    length: Annotated[int | UnsetType, about("How many tokens it has.")] = UNSET
 
 
 NativeLogprob = tuple[float | None, int, str | None]
@@ -321,18 +323,34 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     ``token_ids`` the tokens that were asked for.
     """
 
-    id: str
-    finish_reason: NativeFinish | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    e2e_latency: float
-    input_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
-    output_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
-    input_top_logprobs: list[NativeLogprobs] | UnsetType = UNSET
-    output_top_logprobs: list[NativeLogprobs] | UnsetType = UNSET
-    input_token_ids_logprobs: list[NativeLogprobs] | UnsetType = UNSET
-    output_token_ids_logprobs: list[NativeLogprobs] | UnsetType = UNSET
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    finish_reason: Annotated[NativeFinish | None, about("Why it ended; null while it goes on.")]
+    prompt_tokens: Annotated[int, about("Tokens of the prompt.")]
+    completion_tokens: Annotated[int, about("Tokens of this output.")]
+    cached_tokens: Annotated[int, about("Tokens of the prompt that were in the prefix cache.")]
+    e2e_latency: Annotated[float, about("Seconds since the request arrived.")]
+    input_token_logprobs: Annotated[
+        list[NativeLogprob] | UnsetType, about("The prompt's tokens, from `logprob_start_len` on.")
+    ] = UNSET
+    output_token_logprobs: Annotated[
+        list[NativeLogprob] | UnsetType, about("The output's tokens.")
+    ] = UNSET
+    input_top_logprobs: Annotated[
+        list[NativeLogprobs] | UnsetType,
+        about("The most probable tokens at each position of the prompt."),
+    ] = UNSET
+    output_top_logprobs: Annotated[
+        list[NativeLogprobs] | UnsetType,
+        about("The most probable tokens at each position of the output."),
+    ] = UNSET
+    input_token_ids_logprobs: Annotated[
+        list[NativeLogprobs] | UnsetType,
+        about("Those of `token_ids_logprob` at each position of the prompt."),
+    ] = UNSET
+    output_token_ids_logprobs: Annotated[
+        list[NativeLogprobs] | UnsetType,
+        about("Those of `token_ids_logprob` at each position of the output."),
+    ] = UNSET
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
@@ -342,8 +360,13 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     ``prompt_token_ids`` comes with the whole output only.
     """
 
-    text: str
-    output_ids: list[int]
-    meta_info: MetaInfo
-    index: int | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    text: Annotated[str, about("The text so far.")]
+    output_ids: Annotated[list[int], about("Its tokens.")]
+    meta_info: Annotated[MetaInfo, about("What goes with it.")]
+    index: Annotated[int | UnsetType, about("Which output it is, where the answer is a list.")] = (
+        UNSET
+    )
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType,
+        about("The prompt's tokens, where they are asked for, with the whole output."),
+    ] = UNSET

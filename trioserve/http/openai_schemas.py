@@ -320,40 +320,42 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 class PromptLogprobReply(msgspec.Struct):
     """A token of a prompt, or one that could have been there; rank 1 is the most probable."""
 
-    logprob: float
-    rank: int | None
-    decoded_token: str
+    logprob: Annotated[float, about("The natural logarithm of its probability.")]
+    rank: Annotated[int | None, about("1 for the most probable token.")]
+    decoded_token: Annotated[str, about("Its text.")]
 
 
 class PromptTokensDetails(msgspec.Struct):
     """Where the prompt's tokens came from."""
 
-    cached_tokens: int
+    cached_tokens: Annotated[int, about("Tokens of the prompt that were in the prefix cache.")]
 
 
 class UsageReply(msgspec.Struct):
     """What a request used."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens: Annotated[int, about("Tokens of the prompt.")]
+    completion_tokens: Annotated[int, about("Tokens that were produced.")]
+    total_tokens: Annotated[int, about("Both together.")]
+    prompt_tokens_details: Annotated[
+        PromptTokensDetails, about("Where the prompt's tokens came from.")
+    ]
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
     """A model that is served."""
 
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "trioserve"
-    root: str
-    parent: str | None = None
-    max_model_len: int
+    id: Annotated[str, about("The name.")]
+    object: Annotated[str, about("Always `model`.")] = "model"
+    created: Annotated[int, about("When the server began, in Unix seconds.")]
+    owned_by: Annotated[str, about("Always `trioserve`.")] = "trioserve"
+    root: Annotated[str, about("The model that has the name.")]
+    parent: Annotated[str | None, about("Always null.")] = None
+    max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
 
 
 class ModelList(msgspec.Struct):
     """The models that are served."""
 
-    data: list[ModelCard]
-    object: str = "list"
+    data: Annotated[list[ModelCard], about("One for each name.")]
+    object: Annotated[str, about("Always `list`.")] = "list"

@@ -107,10 +107,13 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
     ``max_model_len`` is how many tokens prompt and output may have together.
     """
 
-    count: int | list[int]
-    max_model_len: int
-    tokens: list[int | list[int]]
-    token_strs: list[str | list[str]] | None = None
+    count: Annotated[int | list[int], about("How many tokens there are.")]
+    max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
+    tokens: Annotated[list[int | list[int]], about("Their ids.")]
+    token_strs: Annotated[
+        list[str | list[str]] | None,
+        about("The tokens as they stand in the vocabulary, where they are asked for."),
+    ] = None
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -137,50 +140,50 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 class DetokenizeResponse(msgspec.Struct, kw_only=True):
     """The text, or a list of texts: ``prompt`` is vLLM's name for it, ``text`` SGLang's."""
 
-    prompt: str | list[str]
-    text: str | list[str]
+    prompt: Annotated[str | list[str], about("The text, by vLLM's name.")]
+    text: Annotated[str | list[str], about("The same, by SGLang's.")]
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
     """What the tokenizer is. Names are those of Hugging Face's ``tokenizer_config.json``."""
 
-    tokenizer_class: str
-    vocab_size: int
-    model_max_length: int
-    special_tokens: dict[str, int]
-    bos_token: str | None
-    eos_token: str | None
-    eos_token_ids: list[int]
-    chat_template: str | None
+    tokenizer_class: Annotated[str, about("What runs it, and its kind.")]
+    vocab_size: Annotated[int, about("Tokens in the vocabulary.")]
+    model_max_length: Annotated[int, about("Most tokens of prompt and output together.")]
+    special_tokens: Annotated[dict[str, int], about("Ids of special tokens by their text.")]
+    bos_token: Annotated[str | None, about("The token at a text's beginning.")]
+    eos_token: Annotated[str | None, about("The token at a text's end.")]
+    eos_token_ids: Annotated[list[int], about("Tokens that end an output.")]
+    chat_template: Annotated[str | None, about("The chat template, if there is one.")]
 
 
 class VersionReply(msgspec.Struct):
     """The server's version."""
 
-    version: str
+    version: Annotated[str, about("The server's version.")]
 
 
 class Welcome(msgspec.Struct, kw_only=True):
     """Who is here, and where everything is described."""
 
-    name: str
-    version: str
-    description: str
+    name: Annotated[str, about("Always `trioserve`.")]
+    version: Annotated[str, about("The server's version.")]
+    description: Annotated[str, about("Where everything is described.")]
 
 
 class HealthReply(msgspec.Struct):
     """``ok``, or why not: ``draining``, ``no_worker``, ``busy`` or ``timeout``."""
 
-    status: str
+    status: Annotated[str, about("One word.")]
 
 
 class SchedulerLoad(msgspec.Struct, kw_only=True):
     """A scheduler's load: requests there are, those that wait, and tokens held in the KV cache."""
 
-    dp_rank: int
-    num_reqs: int
-    num_waiting_reqs: int
-    num_tokens: int
+    dp_rank: Annotated[int, about("Always 0.")]
+    num_reqs: Annotated[int, about("Outputs that run or wait.")]
+    num_waiting_reqs: Annotated[int, about("Outputs that wait.")]
+    num_tokens: Annotated[int, about("Tokens of the KV cache that are held.")]
 
 
 class Load(msgspec.Struct, kw_only=True):
@@ -190,47 +193,49 @@ class Load(msgspec.Struct, kw_only=True):
     KV cache are held by those that run.
     """
 
-    server_load: int
-    num_reqs: int
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_tokens: int
-    max_total_num_tokens: int
+    server_load: Annotated[int, about("Requests that are being served.")]
+    num_reqs: Annotated[int, about("Outputs that run or wait.")]
+    num_running_reqs: Annotated[int, about("Outputs that run.")]
+    num_waiting_reqs: Annotated[int, about("Outputs that wait.")]
+    num_tokens: Annotated[int, about("Tokens of the KV cache that are held.")]
+    max_total_num_tokens: Annotated[int, about("Tokens that the KV cache has room for.")]
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):
     """What computes, and its limits."""
 
-    device: str
-    device_name: str
-    dtype: str
-    num_pages: int
-    page_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    device: Annotated[str, about("`cpu` or `cuda`.")]
+    device_name: Annotated[str, about("Its name.")]
+    dtype: Annotated[str, about("The number format of weights and activations.")]
+    num_pages: Annotated[int, about("Pages of the KV cache.")]
+    page_size: Annotated[int, about("Tokens of a page.")]
+    max_num_seqs: Annotated[int, about("Most outputs that are computed together.")]
+    max_num_batched_tokens: Annotated[int, about("Most tokens that are computed in one step.")]
 
 
 class ServerInfo(msgspec.Struct, kw_only=True):
     """The server's options, without secrets, and what came of them."""
 
-    version: str
-    model: str
-    served_model_name: list[str]
-    max_model_len: int
-    max_total_num_tokens: int
-    worker: WorkerInfo
-    options: dict[str, Any]
+    version: Annotated[str, about("The server's version.")]
+    model: Annotated[str, about("The model's own name.")]
+    served_model_name: Annotated[list[str], about("The names that it is served under.")]
+    max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
+    max_total_num_tokens: Annotated[int, about("Tokens that the KV cache has room for.")]
+    worker: Annotated[WorkerInfo, about("What computes.")]
+    options: Annotated[dict[str, Any], about("All options by name.")]
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
     """What the model is, in SGLang's words."""
 
-    model_path: str
-    tokenizer_path: str
-    is_generation: bool = True
-    preferred_sampling_params: dict[str, Any]
-    weight_version: str = "default"
-    has_image_understanding: bool = False
-    has_audio_understanding: bool = False
-    max_model_len: int
-    vocab_size: int
+    model_path: Annotated[str, about("The model that was asked for.")]
+    tokenizer_path: Annotated[str, about("Where its tokenizer is from.")]
+    is_generation: Annotated[bool, about("Always true.")] = True
+    preferred_sampling_params: Annotated[
+        dict[str, Any], about("The model's own defaults of sampling.")
+    ]
+    weight_version: Annotated[str, about("Always `default`.")] = "default"
+    has_image_understanding: Annotated[bool, about("Always false.")] = False
+    has_audio_understanding: Annotated[bool, about("Always false.")] = False
+    max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
+    vocab_size: Annotated[int, about("Tokens in the vocabulary.")]
