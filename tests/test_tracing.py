@@ -22,6 +22,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from otlp_collector import collecting
 
 from trioserve import Engine, InvalidRequest, tracing
+from trioserve.cli.commands import main
 from trioserve.errors import ContextTooLong
 from trioserve.http import create_app
 from trioserve.simulation import open_fake_engine
@@ -281,6 +282,15 @@ class TestWithoutTheExtra:
         assert "--otlp-traces-endpoint needs" in message
         assert message.endswith('python -m pip install "trioserve[otel]"')
         assert "\n" not in message
+
+    def test_the_command_says_so_in_one_line_before_it_looks_for_the_model(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("trioserve.logs.setup_logging", lambda *_: None)
+        options = ["--port", "0", "--otlp-traces-endpoint", "http://x"]
+        assert main(["serve", "/no/such/model", *options]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("trioserve: --otlp-traces-endpoint needs")
 
     async def test_the_variable_alone_is_a_warning(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
