@@ -146,6 +146,10 @@ class Constraints:
         self._open.pop(number, None)
         self._processors.close(number)
 
+    def shut_down(self) -> None:
+        """End the processes that try out grammars. Nothing more is to be prepared."""
+        self._grammars.close()
+
     def adjusts(self, slot: Slot) -> bool:
         """See :meth:`gpu.adjustments.Adjuster.adjusts`."""
         return slot.number in self._open

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import llguidance
 
 from gpu.grammar_trial import GrammarTrial
-from gpu.grammars import GrammarError, GrammarVocabulary, compile_text
+from gpu.grammars import GrammarError, GrammarVocabulary, compile_text, to_llguidance
 from trioserve.grammar import Grammar
 
 __all__ = ["GrammarCache"]
@@ -43,7 +44,8 @@ class GrammarCache:
         self._lock = threading.Lock()
         self._entries: OrderedDict[Grammar, Future[llguidance.LLMatcher]] = OrderedDict()
         self._characters = 0
-        self._trials: list[GrammarTrial] = []  # those that nobody uses
+        self._trials: list[GrammarTrial] = []
+        self._idle: list[GrammarTrial] = []
         self._unusable = vocabulary if isinstance(vocabulary, GrammarError) else None
         if isinstance(vocabulary, GrammarVocabulary):
             try:
@@ -57,31 +59,35 @@ class GrammarCache:
         return len(self._entries)
 
     def prepare(self, grammar: Grammar) -> None:
-        """Have ``grammar`` compiled, and wait for it.
+        """Have ``grammar`` tried out in a process of its own and compiled, and wait for it.
 
         Raises:
             GrammarError: it isn't served.
         """
-        self._compiled(grammar)
+        self._compiled(grammar, self._try_and_compile)
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         """A matcher of its own for a sequence that has no output yet.
 
-        Compiles what isn't there any more: after many others, or in a new worker.
+        Compiles what isn't there any more, after many others or in a new worker: it must have been
+        prepared once, here or in another process.
 
         Raises:
             GrammarError: the grammar isn't served.
         """
-        return self._compiled(grammar).deep_copy()
+        return self._compiled(grammar, self._compile).deep_copy()
 
     def close(self) -> None:
-        """End the processes behind it that are idle."""
+        """End the processes behind it. What still compiles in one of them fails."""
         with self._lock:
-            trials, self._trials = self._trials, []
-        for trial in trials:
-            trial.close()
+            for trial in self._trials:
+                trial.kill()
+            for trial in self._idle:
+                trial.close()
 
-    def _compiled(self, grammar: Grammar) -> llguidance.LLMatcher:
+    def _compiled(
+        self, grammar: Grammar, compiled: Callable[[Grammar], llguidance.LLMatcher]
+    ) -> llguidance.LLMatcher:
         if self._unusable is not None:
             raise self._unusable
         with self._lock:
@@ -95,7 +101,7 @@ class GrammarCache:
                 self._entries.move_to_end(grammar)
         if mine:
             try:
-                entry.set_result(self._compile(grammar))
+                entry.set_result(compiled(grammar))
             except BaseException as error:
                 entry.set_exception(error)
                 if not isinstance(error, GrammarError):
@@ -103,15 +109,21 @@ class GrammarCache:
                     raise
         return entry.result()
 
-    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+    def _try_and_compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         with self._lock:
-            trial = self._trials.pop() if self._trials else GrammarTrial(self._vocabulary)
+            if not self._idle:
+                self._idle.append(GrammarTrial(self._vocabulary))
+                self._trials += self._idle
+            trial = self._idle.pop()
         try:
             text = trial.run(grammar)
         finally:
             with self._lock:
-                self._trials.append(trial)
+                self._idle.append(trial)
         return compile_text(text, self._tokenizer)
+
+    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+        return compile_text(to_llguidance(grammar, self._tokenizer), self._tokenizer)
 
     def _drop_oldest(self) -> None:
         """Those that are still being compiled may go too: who waits for them has them."""

@@ -80,6 +80,13 @@ class GrammarTrial:
             raise GrammarError(verdict.error)
         return verdict.text
 
+    def kill(self) -> None:
+        """End the child, if there is one, whatever another thread waits for."""
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait()
+
     def close(self) -> None:
         """End the child, if there is one."""
         process, self._process = self._process, None

@@ -88,6 +88,8 @@ class Worker:
             return
         finally:
             self._background.close()
+            if self._constraints is not None:
+                self._constraints.shut_down()
 
     def _load(self, start: wire.Start) -> tuple[Runner, Constraints]:
         try:

@@ -312,6 +312,9 @@ def test_the_cache_is_bounded_and_compiles_once(monkeypatch: pytest.MonkeyPatch)
     assert len(cache) == 1
     cache.prepare(Grammar("regex", "a"))
     assert asked[4:] == ["cccccccccc", "a"]
+    # What was prepared and isn't there any more needs no second trial.
+    assert allowed(cache.matcher(Grammar("regex", "bc"))) == set(ids_of("b"))
+    assert len(asked) == 6
     cache.close()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 import msgspec
+import psutil
 import pynng
 import pytest
 import torch
@@ -206,11 +207,15 @@ def test_steps_go_on_while_a_grammar_is_compiled(folder: Path, peer: Peer) -> No
     assert tiny_tokenizer().decode(tokens[:3], skip_special_tokens=False).strip("ab") == ""
     assert tokens[3] == 2
 
+    children = psutil.Process(peer.process.pid).children()
+    before = sum(child.cpu_times().user for child in children)
     peer.send(prepare(90, "json_schema", HOPELESS))
-    time.sleep(0.2)  # so that it has begun
-    began = time.monotonic()
+    while sum(child.cpu_times().user for child in children) < before + 0.1:
+        time.sleep(0.02)
     peer.send(wire.Quit())
+    began = time.monotonic()
     assert peer.process.wait(DEADLINE) == 0
+    assert psutil.wait_procs(children, timeout=2.0)[1] == []
     assert time.monotonic() - began < 3.0
 
 
