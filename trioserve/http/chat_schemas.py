@@ -132,7 +132,8 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         Any, only(False, why="templates rarely mark the assistant's tokens")
     ] = None
     return_meta_info: Annotated[Any, only(False, why="/generate tells it")] = None
-    moderation: Annotated[Any, hint()] = None
+    moderation: Annotated[Any, only(why="there is no moderation")] = None
+    prompt_cache_options: Annotated[Any, hint()] = None
 
 
 class TopLogprob(msgspec.Struct):
