@@ -75,7 +75,7 @@ def test_hidden_tokens_take_no_room() -> None:
         wanted = Wanted(
             tokenizer=tokenizer, echo=True, logprobs=0, skip_special_tokens=skip, truncated=True
         )
-        opening = wanted.opening(0, TextPrompt("the stop"), ids, prompt_logprobs(ids))
+        opening = wanted.opening(TextPrompt("the stop"), ids, prompt_logprobs(ids))
         assert opening.text == text
         assert opening.logprobs is not None
         assert opening.logprobs.text_offset[:2] == [0, second]

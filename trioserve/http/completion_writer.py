@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.generation import Completion, Output
@@ -48,13 +49,9 @@ class Wanted:
     """Whether prompts may have been cut, so that a text isn't what the model saw."""
 
     def opening(
-        self,
-        index: int,
-        prompt: Prompt,
-        prompt_ids: Sequence[int],
-        prompt_logprobs: PromptLogprobs | None,
+        self, prompt: Prompt, prompt_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None
     ) -> CompletionChoice:
-        """A choice that holds what is told of a prompt, before any output."""
+        """What every choice of a prompt begins with: all that is told before any output."""
         columns = None
         if self.echo and self.logprobs is not None and prompt_logprobs is not None:
             decoder = self.tokenizer.incremental_decoder(
@@ -64,7 +61,7 @@ class Wanted:
             columns = prompt_columns(
                 prompt_logprobs, prompt_ids, self._name, offsets, self.logprobs
             )
-        choice = CompletionChoice(index, self._echo(prompt, prompt_ids), columns, None, None)
+        choice = CompletionChoice(0, self._echo(prompt, prompt_ids), columns, None, None)
         if self.token_ids:
             choice.token_ids = []
             choice.prompt_token_ids = list(prompt_ids)
@@ -88,14 +85,14 @@ class Wanted:
             token_ids=list(piece.token_ids) if self.token_ids else UNSET,
         )
 
-    def offsets(self, prompt: Prompt, prompt_ids: Sequence[int]) -> Offsets:
-        """Where the tokens of an output begin, the first of them after the echo."""
+    def offsets(self, prompt_ids: Sequence[int], opening: CompletionChoice) -> Offsets:
+        """Where the tokens of an output begin, the first of them after the opening's text."""
         decoder = self.tokenizer.incremental_decoder(
             prompt_ids,
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
         )
-        return Offsets(decoder, len(self._echo(prompt, prompt_ids)))
+        return Offsets(decoder, len(opening.text))
 
     def _name(self, token_id: int) -> str:
         return token_name(token_id, self.tokenizer, as_id=self.tokens_as_ids)
@@ -121,9 +118,9 @@ def completion_response(
     choices: list[CompletionChoice] = []
     for completion, prompt in zip(completions, prompts, strict=True):
         ids = completion.prompt_token_ids
-        opening = wanted.opening(0, prompt, ids, completion.prompt_logprobs)
+        opening = wanted.opening(prompt, ids, completion.prompt_logprobs)
         for output in _best(completion.outputs, wanted.n):
-            piece = wanted.piece(len(choices), output, wanted.offsets(prompt, ids))
+            piece = wanted.piece(len(choices), output, wanted.offsets(ids, opening))
             choices.append(_joined(opening, piece))
     total = total_usage(completion.usage for completion in completions)
     return CompletionResponse(
@@ -161,6 +158,8 @@ class CompletionWriter(OpenAIWriter):
 
     prompts: Sequence[Prompt]
     wanted: Wanted
+    _openings: dict[int, CompletionChoice] = attrs.field(factory=dict, init=False)
+    """By the prompt."""
     _offsets: dict[int, Offsets] = attrs.field(factory=dict, init=False)
     """Of the choices that have begun."""
 
@@ -175,12 +174,16 @@ class CompletionWriter(OpenAIWriter):
         return opening + self._event([self.wanted.piece(choice, chunk, self._offsets[choice])])
 
     def _begin(self, index: int, choice: int) -> bytes:
-        stream, prompt = self._streams[index], self.prompts[index]
+        stream = self._streams[index]
         ids = stream.prompt_token_ids
-        self._offsets[choice] = self.wanted.offsets(prompt, ids)
+        opening = self._openings.get(index)
+        if opening is None:
+            opening = self.wanted.opening(self.prompts[index], ids, stream.prompt_logprobs)
+            self._openings[index] = opening
+        self._offsets[choice] = self.wanted.offsets(ids, opening)
         if not self.wanted.echo and not self.wanted.token_ids:
             return b""
-        return self._event([self.wanted.opening(choice, prompt, ids, stream.prompt_logprobs)])
+        return self._event([msgspec.structs.replace(opening, index=choice)])
 
     def _response(
         self, choices: list[CompletionChoice], usage: UsageReply | UnsetType | None
