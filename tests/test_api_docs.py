@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
 
+from trioserve.http.chat_schemas import ChatCompletionRequest
+from trioserve.http.completion_schemas import CompletionRequest
 from trioserve.http.errors import ERROR_STATUSES
+from trioserve.http.native_schemas import GenerateRequest, NativeSampling
 from trioserve.http.openapi import openapi_path
 from trioserve.http.routes import GROUPS, ROUTES
 from trioserve.http.schemas import struct_classes
@@ -85,18 +91,35 @@ def test_every_status_of_an_error_is_explained(status: int) -> None:
 
 
 def test_types_in_words(tables: Any) -> None:
-    from trioserve.http.native_schemas import GenerateRequest, NativeSampling
-
     words = {
         f"{cls.__name__}.{field.name}": field.kind
         for cls in (GenerateRequest, NativeSampling)
         for field in tables.fields_of(cls)
     }
-    assert words["GenerateRequest.text"] == "text or list of text"
-    assert words["GenerateRequest.stream"] == "true or false"
+    assert words["GenerateRequest.text"] == "string or list of string"
+    assert words["GenerateRequest.stream"] == "boolean"
+    ids = "list of integer (from 0)"
+    assert words["GenerateRequest.input_ids"] == f"list of (integer (from 0) or {ids})"
     link = "[NativeSampling](#nativesampling)"
     assert words["GenerateRequest.sampling_params"] == f"{link} or list of {link}"
-    assert words["NativeSampling.n"] == "integer from 1 to 128"
-    assert words["NativeSampling.top_p"] == "number above 0 to 1"
-    assert words["NativeSampling.max_new_tokens"] == "integer from 0"
-    assert words["NativeSampling.json_schema"] == "text or object"
+    assert words["NativeSampling.n"] == "integer (from 1 to 128)"
+    assert words["NativeSampling.top_p"] == "number (above 0 to 1)"
+    assert words["NativeSampling.max_new_tokens"] == "integer (from 0)"
+    assert words["NativeSampling.json_schema"] == "string or object"
+
+
+@pytest.mark.parametrize(
+    ("params", "request_type"),
+    [
+        (chat_params.CompletionCreateParamsBase, ChatCompletionRequest),
+        (text_params.CompletionCreateParamsBase, CompletionRequest),
+    ],
+)
+def test_whatever_the_openai_client_sends_is_known(
+    params: type, request_type: type[msgspec.Struct], tables: Any
+) -> None:
+    sent = {"stream", *typing.get_type_hints(params)}
+    assert len(sent) > 15
+    assert sent <= {field.name for field in msgspec.structs.fields(request_type)}
+    names = (request_type.__name__,)
+    assert all("OpenAI" in tables.peers_of(names, name) for name in sent)

@@ -33,7 +33,7 @@ WITH_BODY = [(route.rule, route.method) for route in ROUTES if route.request is 
 RANGE = re.compile(r"must be (?!at most max_|left out where).*, got (?!.*--max)", re.DOTALL)
 """How a value is refused that is out of its range, where that depends on nothing else."""
 SETTINGS = hypothesis.settings(
-    max_examples=15,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     database=None,
@@ -118,11 +118,11 @@ async def test_requests_that_fit_the_description(path: str, method: str) -> None
     if path == "/v1/models/{name}":
         assert set(statuses) == {404}  # Nobody guesses the name.
     else:
-        assert statuses[200] >= min(5, statuses.total())
+        assert statuses[200] >= min(3, statuses.total())
 
 
 @pytest.mark.parametrize(("path", "method"), WITH_BODY)
 async def test_requests_that_do_not_fit(path: str, method: str) -> None:
     statuses = await run_against_a_server(path, method, GenerationMode.NEGATIVE)
     assert set(statuses) <= {400, 415}
-    assert statuses.total() >= 12
+    assert statuses.total() >= 8

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 HINT = "Accepted; it has no influence on the output."
-_SIMPLE = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}
+_SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", Any: "anything"}
 
 
 @attrs.frozen
@@ -97,7 +97,8 @@ def type_text(annotation: Any) -> str:
         kinds = [type_text(item) for item in arguments if item not in (NoneType, msgspec.UnsetType)]
         return " or ".join(dict.fromkeys(kinds))
     if origin is list:
-        return f"list of {type_text(arguments[0])}"
+        item = type_text(arguments[0])
+        return f"list of ({item})" if " or " in item else f"list of {item}"
     if origin is dict:
         return "object"
     if origin is tuple:
@@ -116,8 +117,8 @@ def _range(metadata: Sequence[msgspec.Meta]) -> str:
     for meta in metadata:
         for word, bound in (("from", meta.ge), ("above", meta.gt), ("to", meta.le)):
             if bound is not None and abs(bound) < 2**31 - 1:
-                texts.append(f" {word} {bound:g}")
-    return "".join(texts)
+                texts.append(f"{word} {bound:g}")
+    return f" ({' '.join(texts)})" if texts else ""
 
 
 def endpoint_lines() -> Iterator[str]:

@@ -14,9 +14,9 @@ _NAMES = {
             "audio frequency_penalty function_call functions logit_bias logprobs "
             "max_completion_tokens max_tokens messages metadata modalities model moderation n "
             "parallel_tool_calls prediction presence_penalty prompt_cache_key "
-            "prompt_cache_retention reasoning_effort response_format safety_identifier seed "
-            "service_tier stop store stream stream_options temperature tool_choice tools "
-            "top_logprobs top_p user verbosity web_search_options"
+            "prompt_cache_options prompt_cache_retention reasoning_effort response_format "
+            "safety_identifier seed service_tier stop store stream stream_options temperature "
+            "tool_choice tools top_logprobs top_p user verbosity web_search_options"
         ),
         "vLLM": (
             "add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt "
