@@ -52,9 +52,9 @@ def chat_prompt(
 def template_messages(messages: Sequence[ChatMessage], format: ChatFormat) -> list[dict[str, Any]]:
     """Messages as chat templates know them.
 
-    Arguments of tool calls are objects, parts are text, ``reasoning`` has both of its names, and
-    ``developer`` is ``system`` to a template that doesn't know it. To one that doesn't know tools,
-    calls are what the model wrote, and their results are what the user says.
+    Parts are text, ``reasoning`` has both of its names, and ``developer`` is ``system`` to a
+    template that doesn't know it. To one that doesn't know tools, calls are what the model wrote,
+    and their results are what the user says.
     """
     shown: list[dict[str, Any]] = []
     names: dict[str | None, str] = {}
@@ -88,41 +88,29 @@ def _template_fields(message: ChatMessage, format: ChatFormat) -> dict[str, Any]
     reasoning = message.reasoning_content or message.reasoning
     if reasoning is not None:
         fields["reasoning"] = fields["reasoning_content"] = reasoning
-    if message.tool_calls:
-        if format.knows_tools:
-            fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
-        else:
-            del fields["tool_calls"]
-            fields["content"] = _with_calls(fields, message.tool_calls, format)
+    for call in fields.get("tool_calls", ()):
+        for name in [name for name, value in call.items() if value is None]:
+            del call[name]
+    if message.tool_calls and not format.knows_tools:
+        del fields["tool_calls"]
+        fields["content"] = _with_calls(fields, message.tool_calls, format)
     return fields
-
-
-def _template_call(call: MessageToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _arguments(call)}
-    shown = {"type": "function", "function": function}
-    return shown if call.id is None else {"id": call.id, **shown}
-
-
-def _arguments(call: MessageToolCall) -> Any:
-    """The arguments as JSON has them; as they are where a model has written no JSON."""
-    given = call.function.arguments
-    if not isinstance(given, str):
-        return given or {}
-    try:
-        return json.loads(given) if given.strip() else {}
-    except (ValueError, RecursionError):
-        return given
 
 
 def _with_calls(fields: dict[str, Any], calls: list[MessageToolCall], format: ChatFormat) -> str:
     """An earlier answer's text with its calls, as the model was told to write them."""
     family = format.family or FAMILIES["json"]
-    pairs = [
-        (call.function.name, json.dumps(_arguments(call), ensure_ascii=False)) for call in calls
-    ]
+    pairs = [(call.function.name, _arguments_text(call)) for call in calls]
     text = _text_of(fields)
     written = family.write(pairs)
     return f"{text}\n{written}" if text else written
+
+
+def _arguments_text(call: MessageToolCall) -> str:
+    given = call.function.arguments
+    if isinstance(given, str) and given.strip():
+        return given
+    return json.dumps(given or {}, ensure_ascii=False)
 
 
 def _result_text(fields: dict[str, Any], name: str | None) -> str:
