@@ -80,7 +80,10 @@ class GrammarVocabulary:
                 self.tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos_ids)
             )
         except Exception as error:  # of what is in Rust, anything may come
-            raise GrammarError(f"the tokenizer has no bytes: {_one_line(str(error))}") from error
+            raise GrammarError(
+                "grammars need the bytes of tokens, which the model's tokenizer doesn't tell: "
+                + _one_line(str(error))
+            ) from error
 
 
 def to_llguidance(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> str:

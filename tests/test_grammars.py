@@ -6,15 +6,17 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 import pytest
 import regex
+import tokenizers
 
 from gpu.grammar_cache import GrammarCache
 from gpu.grammar_trial import GrammarTrial
-from gpu.grammars import GrammarError, GrammarVocabulary
+from gpu.grammars import GrammarError, GrammarVocabulary, compile_text, to_llguidance
 from tests.grammar_vocabularies import (
     EOS,
     VOCABULARY,
@@ -24,6 +26,7 @@ from tests.grammar_vocabularies import (
     text_of,
     tokenizer,
 )
+from tests.text_tokenizers import byte_fallback, byte_level, metaspace, words
 from tests.tiny_models import VOCAB_SIZE, make_tiny, tiny_tokenizer
 from trioserve.grammar import GRAMMAR_KINDS, Grammar
 from trioserve.model_files import open_model
@@ -251,11 +254,31 @@ def test_models_without_what_a_grammar_needs(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match="nowhere"):
         GrammarVocabulary.of(files, str(tmp_path / "nowhere"))
     cache = GrammarCache(GrammarVocabulary('{"model": 1}', 300, (2,)))
-    with pytest.raises(GrammarError, match="the tokenizer has no bytes"):
+    with pytest.raises(GrammarError, match="grammars need the bytes of tokens"):
         cache.prepare(Grammar("regex", "a"))
     refused = GrammarError("why not")
     with pytest.raises(GrammarError, match="why not"):
         GrammarCache(refused).matcher(Grammar("regex", "a"))
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_tokenizers_that_tell_bytes(make: Callable[[], tokenizers.Tokenizer]) -> None:
+    backend = make()
+    mine = GrammarVocabulary(backend.to_str(), backend.get_vocab_size() + 3, (0,)).build()
+    text = "the stop é😀"
+    matcher = compile_text(to_llguidance(Grammar("regex", f" ?{text}+"), mine), mine)
+    ids = backend.encode(text, add_special_tokens=False).ids
+    for id in ids:
+        assert id in allowed(matcher)
+        assert matcher.consume_token(id)
+    assert 0 in allowed(matcher)
+    assert not matcher.consume_token(ids[0])
+
+
+@pytest.mark.parametrize("make", [metaspace, words])
+def test_tokenizers_that_do_not(make: Callable[[], tokenizers.Tokenizer]) -> None:
+    with pytest.raises(GrammarError, match=r"grammars need the bytes of tokens.*decoder type"):
+        GrammarVocabulary(make().to_str(), make().get_vocab_size(), (0,)).build()
 
 
 HOPELESS = Grammar(
@@ -281,7 +304,7 @@ def test_a_grammar_that_would_take_all_there_is(seconds: int, memory: int, reaso
 
 def test_a_tokenizer_that_the_trial_cannot_read() -> None:
     trial = GrammarTrial(GrammarVocabulary("{}", 300, (2,)))
-    with pytest.raises(GrammarError, match="the tokenizer has no bytes"):
+    with pytest.raises(GrammarError, match="grammars need the bytes of tokens"):
         trial.run(Grammar("regex", "a"))
     trial.close()
 
