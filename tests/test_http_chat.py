@@ -1,273 +1,29 @@
-"""Chats: tools, reasoning and several answers, from the request's fields to the events."""
+"""Chats over HTTP: prompts, reasoning, several answers, and what else is told of them."""
 
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
-import pytest
-from http_stub import (
-    Step,
-    StubEngine,
-    StubTokenizer,
-    client_of,
-    http_client,
-    post,
-    served,
-    with_logprobs,
+from chats import (
+    CALLS,
+    CHAT,
+    HERMES,
+    MESSAGES,
+    THINKS,
+    TOOLS,
+    WEATHER,
+    accumulated,
+    engine,
+    events,
+    refusal,
+    said,
+    whole_message,
 )
+from http_stub import Step, StubEngine, StubTokenizer, client_of, post, with_logprobs
 
 from trioserve.request import ChatPrompt
 from trioserve.stream import Chunk
-
-CHAT = "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "Hi"}]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
-SEARCH = {"type": "function", "function": {"name": "search"}}
-TOOLS = [WEATHER, SEARCH]
-HERMES = "{{ tools }}{{ messages }}<tool_call>"
-THINKS = "{{ tools }}{{ messages }}{% if enable_thinking %}<tool_call><think>{% endif %}"
-CALLS = (
-    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
-    '<tool_call>{"name": "search"}</tool_call>'
-)
-
-
-def encode_deep(body: Any) -> bytes:
-    """JSON of what is nested more deeply than Python likes."""
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(10 * limit)
-    try:
-        return json.dumps(body).encode()
-    finally:
-        sys.setrecursionlimit(limit)
-
-
-def said(text: str, *, size: int = 4, finish: str = "stop", index: int = 0) -> list[Step]:
-    """``text`` in chunks of ``size`` characters, the last of them final."""
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    chunks: list[Step] = [Chunk(piece, tuple(map(ord, piece)), index) for piece in pieces]
-    return [*chunks, Chunk("", (), index, finish_reason=finish)]
-
-
-def engine(text: str, template: str | None = HERMES, **options: Any) -> StubEngine:
-    tokens = options.pop("tokens", None)
-    return StubEngine(
-        script=lambda _: said(text, **options), tokenizer=StubTokenizer(template, tokens)
-    )
-
-
-async def events(stub: StubEngine, **body: Any) -> list[Any]:
-    """The data of a stream's events, by a real server: the test client has no room for many."""
-    async with served(stub) as url, http_client(url) as client:
-        response = await client.post(CHAT, json={**body, "stream": True})
-    assert response.status_code == 200, response.text
-    *parts, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(part.removeprefix("data: ")) for part in parts]
-
-
-async def refusal(stub: StubEngine, **body: Any) -> Any:
-    response = await client_of(stub).post(CHAT, json={"messages": MESSAGES, **body})
-    assert response.status_code == 400, await response.get_data(True)
-    return json.loads(await response.get_data(True))["error"]
-
-
-def accumulated(chunks: list[Any]) -> dict[int, dict[str, Any]]:
-    """What a client puts together of a stream, by the index of the choice."""
-    messages: dict[int, dict[str, Any]] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            message = messages.setdefault(choice["index"], {"finish_reason": None})
-            if choice["finish_reason"] is not None:
-                message["finish_reason"] = choice["finish_reason"]
-            delta = choice["delta"]
-            for name in ("role", "content", "reasoning", "reasoning_content"):
-                if name in delta:
-                    message[name] = message.get(name, "") + delta[name]
-            for part in delta.get("tool_calls", ()):
-                calls = message.setdefault("tool_calls", [])
-                if part["index"] == len(calls):
-                    assert (part["type"], part["id"][:5]) == ("function", "call_")
-                    calls.append({"name": part["function"]["name"], "arguments": ""})
-                else:
-                    assert set(part) == {"index", "function"}
-                    assert set(part["function"]) == {"arguments"}
-                calls[part["index"]]["arguments"] += part["function"]["arguments"]
-    return messages
-
-
-def whole_message(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice as :func:`accumulated` has it."""
-    message = choice["message"]
-    found = {"finish_reason": choice["finish_reason"], "role": message["role"]}
-    found["content"] = message["content"] or ""
-    found |= {name: message[name] for name in ("reasoning", "reasoning_content") if name in message}
-    if "tool_calls" in message:
-        found["tool_calls"] = [call["function"] for call in message["tool_calls"]]
-    return found
-
-
-class TestToolCalls:
-    async def test_whole(self) -> None:
-        reply = await post(engine(CALLS), CHAT, messages=MESSAGES, tools=TOOLS)
-        (choice,) = reply["choices"]
-        assert choice["finish_reason"] == "tool_calls"
-        message = choice["message"]
-        assert message["content"] == "Let me see."
-        first, second = message["tool_calls"]
-        assert first["type"] == "function"
-        assert first["id"] != second["id"]
-        assert first["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
-        assert second["function"] == {"name": "search", "arguments": "{}"}
-
-    @pytest.mark.parametrize("size", [1, 3, 1000])
-    @pytest.mark.parametrize(
-        "text", [CALLS, "No call.", CALLS[12:], CALLS[:70], "<think>\nHm.\n</think>\n\n" + CALLS]
-    )
-    async def test_a_stream_adds_up_to_the_whole(self, text: str, size: int) -> None:
-        body = {"messages": MESSAGES, "tools": TOOLS}
-        whole = await post(engine(text, THINKS), CHAT, **body)
-        chunks = await events(engine(text, THINKS, size=size), **body)
-        assert accumulated(chunks) == {0: whole_message(whole["choices"][0])}
-
-    async def test_content_is_null_where_there_are_only_calls(self) -> None:
-        reply = await post(engine(CALLS[12:]), CHAT, messages=MESSAGES, tools=TOOLS)
-        assert reply["choices"][0]["message"]["content"] is None
-
-    async def test_a_cut_call_ends_by_length(self) -> None:
-        stub = engine(CALLS[:70], finish="length")
-        reply = await post(stub, CHAT, messages=MESSAGES, tools=TOOLS)
-        (choice,) = reply["choices"]
-        assert choice["finish_reason"] == "length"
-        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Köl'
-
-    async def test_unknown_functions_are_text(self) -> None:
-        reply = await post(engine(CALLS), CHAT, messages=MESSAGES, tools=[SEARCH])
-        (choice,) = reply["choices"]
-        assert choice["message"]["content"].startswith('Let me see.\n<tool_call>\n{"name": "weat')
-        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["search"]
-
-    async def test_without_tools_calls_are_text(self) -> None:
-        for body in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-            reply = await post(engine(CALLS), CHAT, messages=MESSAGES, **body)
-            (choice,) = reply["choices"]
-            assert choice["message"] == {"role": "assistant", "content": CALLS, "refusal": None}
-            assert choice["finish_reason"] == "stop"
-
-    async def test_special_tokens_are_seen_if_they_mark_calls(self) -> None:
-        """Those that mark nothing stay hidden, unless the client wants to see them."""
-        text = '[TOOL_CALLS]search{"q": 1}<unk>'
-        tokens = {"[TOOL_CALLS]": 5, "<unk>": 6}
-        stub = engine(text, "{{ tools }}[TOOL_CALLS]", tokens=tokens, size=100)
-        stub.tokenizer.token_text = {5: "[TOOL_CALLS]", 6: "<unk>"}.__getitem__  # type: ignore[assignment]
-        for skip, content in ((None, None), (True, None), (False, "<unk>")):
-            reply = await post(stub, CHAT, messages=MESSAGES, tools=TOOLS, skip_special_tokens=skip)
-            message = reply["choices"][0]["message"]
-            assert message["content"] == content
-            assert message["tool_calls"][0]["function"]["arguments"] == '{"q": 1}'
-        await post(stub, CHAT, messages=MESSAGES)
-        seen = [not call.params.skip_special_tokens for call in stub.calls]
-        assert seen == [True, True, True, False]
-
-
-class TestToolChoice:
-    @pytest.mark.parametrize(
-        ("choice", "constrained"),
-        [
-            (None, False),
-            ("auto", False),
-            ("none", False),
-            ("required", True),
-            ({"type": "function", "function": {"name": "search"}}, True),
-        ],
-    )
-    async def test_grammars(self, choice: Any, constrained: bool) -> None:
-        stub = engine(CALLS)
-        await post(stub, CHAT, messages=MESSAGES, tools=TOOLS, tool_choice=choice)
-        grammar = stub.calls[0].params.grammar
-        assert (grammar is not None) is constrained
-        if grammar is not None:
-            assert grammar.kind == "grammar"
-            assert "search" in grammar.text
-            assert ("weather" in grammar.text) is (choice == "required")
-
-    async def test_what_else_constrains(self) -> None:
-        strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-        allowed = {"mode": "required", "tools": [SEARCH]}
-        for body in (
-            {"tools": [strict]},
-            {"tools": TOOLS, "parallel_tool_calls": False},
-            {"tools": TOOLS, "response_format": {"type": "json_object"}},
-            {
-                "tools": TOOLS,
-                "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed},
-            },
-        ):
-            stub = engine(CALLS)
-            await post(stub, CHAT, messages=MESSAGES, **body)
-            assert stub.calls[0].params.grammar is not None, body
-
-    @pytest.mark.parametrize(
-        ("body", "param"),
-        [
-            ({"tool_choice": "required"}, "tools"),
-            (
-                {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-                "tool_choice.function.name",
-            ),
-            ({"tools": [SEARCH, SEARCH]}, "tools[1].function.name"),
-            ({"tools": [{"type": "custom", "function": {"name": "x"}}]}, "tools[0].type"),
-            ({"tools": [{"type": "function"}]}, "tools[0].function"),
-            ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None),
-            ({"tools": TOOLS, "tool_choice": "search"}, "tool_choice"),
-        ],
-    )
-    async def test_what_does_not_fit(self, body: dict[str, Any], param: str | None) -> None:
-        error = await refusal(engine(CALLS), **body)
-        assert error["param"] == (param or "tools[0].function.name")
-
-    async def test_what_is_nested_too_deeply(self) -> None:
-        """Around the depth that can just be read, and not written: no failure of the server's."""
-        for template in (HERMES, "{{ messages }}"):
-            statuses = set()
-            for depth in range(440, 500, 2):
-                schema: dict[str, Any] = {"type": "object"}
-                for _ in range(depth):
-                    schema = {"type": "object", "properties": {"a": schema}}
-                function = {"name": "f", "parameters": schema}
-                tools = [{"type": "function", "function": function}]
-                body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
-                text = encode_deep(body)
-                response = await client_of(engine("", template)).post(
-                    CHAT, data=text, headers={"Content-Type": "application/json"}
-                )
-                statuses.add(response.status_code)
-            assert statuses == {200, 400}
-
-    async def test_a_way_to_write_calls_that_is_not_known(self) -> None:
-        error = await refusal(engine("", "{{ tools }}<|tool|>"), tools=TOOLS)
-        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
-        assert "--tool-call-parser" in error["message"]
-        client = client_of(engine(CALLS, "{{ tools }}<|tool|>"), tool_call_parser="hermes")
-        reply = await client.post(CHAT, json={"messages": MESSAGES, "tools": TOOLS})
-        assert (await reply.get_json())["choices"][0]["finish_reason"] == "tool_calls"
-        refused = await client_of(engine(CALLS), tool_call_parser="none").post(
-            CHAT, json={"messages": MESSAGES, "tools": TOOLS}
-        )
-        assert refused.status_code == 400
 
 
 class TestPrompts:
