@@ -214,8 +214,7 @@ def _argmax(logits: Tensor) -> Tensor:
 def _handle_infinite_peaks(logits: Tensor, peaks: Tensor) -> list[int]:
     """Make rows whose largest logit is +inf finite (their +inf tokens share all probability).
 
-    Returns the rows that have no token to draw, whose largest logit is NaN or -inf; all their
-    logits are 0 now, so that they don't disturb the others.
+    Returns the rows that have no token to draw, whose largest logit is NaN or -inf.
     """
     unusable: list[int] = []
     if bool(peaks.isfinite().all()):
@@ -224,7 +223,6 @@ def _handle_infinite_peaks(logits: Tensor, peaks: Tensor) -> list[int]:
         if peaks[i] == torch.inf:
             logits[i] = torch.where(logits[i] == torch.inf, 0.0, -torch.inf)
         else:
-            logits[i] = 0.0
             unusable.append(i)
         peaks[i] = 0.0
     return unusable

@@ -378,9 +378,9 @@ def test_extreme_logits_never_give_a_masked_token(
 def test_a_row_without_a_token_disturbs_nobody(
     temperature: float, bad: float, processed: bool
 ) -> None:
-    sampler = Sampler(50, "cpu", processed_logprobs=processed)
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
-    params = SamplerParams(temperature=temperature, top_k=7, min_p=0.1, logprobs=3)
+    sampler = Sampler(300, "cpu", processed_logprobs=processed)
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(3))
+    params = SamplerParams(temperature=temperature, top_k=200, top_p=0.9, min_p=0.1, logprobs=3)
     rows = [SamplerRow(params, [1] * i, 0) for i in range(4)]
     wanted = sampler.sample(logits.clone(), rows)
     logits[1] = bad

@@ -129,8 +129,8 @@ def test_an_adjusted_step_replays_its_forward_pass(server: Server) -> None:
 @pytest.mark.parametrize("server", [True], indirect=True)
 def test_an_adjusted_row_beside_one_that_does_not_sample(server: Server, folder: Path) -> None:
     server.maker.open(0, PROMPTS[0], chained(GREEDY))
-    server.maker.open(1, PROMPTS[1])
-    given = run(server, [{0: 12, 1: 3}, *[{1: 1, 0: 1}] * 3], ahead=True)
+    server.maker.open(1, PROMPTS[3])  # the longer one, whose logits come first
+    given = run(server, [{0: 12, 1: 20}, *[{1: 1, 0: 1}] * 3], ahead=True)
     assert [len(step[1]) for step in given] == [0] * 4
     check_greedy(Judge(folder), server.maker.slots[0].tokens, 12, 0)
 
@@ -180,7 +180,8 @@ def test_prompts_and_named_ids(server: Server, folder: Path) -> None:
     maker.open(1, PROMPTS[1], chained(asks), prompt_logprobs_from=1)
     maker.open(2, PROMPTS[2], attrs.evolve(asks, logprobs=-1), prompt_logprobs_from=1)
     results = []
-    plans = [{0: 12, 2: 9, 1: 7}, {0: 1, 1: 9}, {0: 1, 2: 12, 1: 1}, {2: 1, 1: 1, 0: 1}, {1: 1}]
+    all_three = {2: 1, 1: 1, 0: 1}
+    plans = [{0: 12, 2: 9, 1: 7}, {0: 1, 2: 1}, {0: 1, 1: 10}, {0: 1, 2: 12, 1: 1}, all_three]
     for rows in plans:
         if not server.runner.accepts or server.runner.num_pending == 2:
             results.append(server.runner.finish())
