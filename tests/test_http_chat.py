@@ -179,6 +179,16 @@ class TestReasoning:
         reply = await post(engine(" it is.</think>Yes", THINKS), CHAT, **body)
         assert reply["choices"][0]["message"]["reasoning"] == "it is."
 
+    async def test_a_prompt_that_has_ended_it(self) -> None:
+        """Then there is none in the answer, and a grammar is for all of it."""
+        template = "{{ messages[0].content }}<think>\n\n</think>\n\n"
+        stub = engine("a", template)
+        reply = await post(stub, CHAT, messages=MESSAGES, regex="a+")
+        assert reply["choices"][0]["message"]["content"] == "a"
+        grammar = stub.calls[0].params.grammar
+        assert grammar is not None
+        assert "think" not in grammar.text
+
     async def test_formats_come_after_it(self) -> None:
         body = {"messages": MESSAGES, "regex": "a+"}
         stub = engine("a", THINKS)

@@ -140,8 +140,8 @@ def after_reasoning(answer: str, token_of: TokenOf, *, inside: bool) -> str:
 
     Reasoning comes first: for sure if it is open already, where the model likes otherwise.
     """
-    first = "head" if inside else f"({literal(OPEN, token_of)} head)?"
+    first = "head GAP?" if inside else f"({literal(OPEN, token_of)} head GAP?)?"
     return (
-        f"{HEADER}start: {first} GAP? answer\n{head(CLOSE, token_of)}{TEXT}{GAP}"
+        f"{HEADER}start: {first} answer\n{head(CLOSE, token_of)}{TEXT}{GAP}"
         f"answer: {nested(answer)}\n"
     )

@@ -33,14 +33,14 @@ from trioserve.http.openai_fields import (
 from trioserve.http.service import Service, json_response
 from trioserve.http.threads import num_logprobs, run_if_long
 from trioserve.lark import lark_of
-from trioserve.reasoning import after_reasoning
+from trioserve.reasoning import CLOSE, after_reasoning
 from trioserve.request import ChatPrompt
 from trioserve.tool_parsers import ToolUse
 
 __all__ = ["ChatEndpoints"]
 
 _END_OF_PROMPT = 1000
-"""Characters at the end of a prompt among which an open mark is looked for."""
+"""Characters at the end of a prompt among which a mark is looked for."""
 
 
 class ChatEndpoints:
@@ -119,6 +119,8 @@ class ChatEndpoints:
         given: Grammar | None = fields.get("grammar")
         if given is None and (use is None or use.is_free):
             return
+        if use is None and not format.reasons:
+            return
         lark = None if given is None else lark_of(given, format.tokenizer.token_of)
         if use is not None:
             if given is None or use.required:
@@ -126,20 +128,20 @@ class ChatEndpoints:
             assert format.family is not None
             use = attrs.evolve(use, answer=lark)
             lark = format.family.grammar(use, format.tokenizer.token_of, format.template)
-        elif not format.reasons:
-            return
         assert lark is not None
         if format.reasons:
-            inside = await self._opens_reasoning(options.prompt)
-            lark = after_reasoning(lark, format.tokenizer.token_of, inside=inside)
+            end = await self._end_of_prompt(options.prompt)
+            if not end.rstrip().endswith(CLOSE):
+                inside = opens_reasoning(end, options.prompt)
+                lark = after_reasoning(lark, format.tokenizer.token_of, inside=inside)
         fields["grammar"] = Grammar("grammar", lark)
 
-    async def _opens_reasoning(self, prompt: ChatPrompt) -> bool:
+    async def _end_of_prompt(self, prompt: ChatPrompt) -> str:
         template = self._format.tokenizer.chat_template
         if template is None:
-            return False  # Which the engine refuses by itself.
+            return ""  # The engine will refuse it.
         rendered = await trio.to_thread.run_sync(template.render, prompt, abandon_on_cancel=True)
-        return opens_reasoning(rendered[-_END_OF_PROMPT:], prompt)
+        return rendered[-_END_OF_PROMPT:]
 
     def _wanted(
         self, request: ChatCompletionRequest, job: Job, options: ReaderOptions
