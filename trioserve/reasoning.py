@@ -48,11 +48,13 @@ class ReasoningSplitter:
     """Splits one output. White space next to the marks belongs to neither side.
 
     Args:
-        inside: whether the prompt has opened the reasoning already. Otherwise an output that
-            doesn't begin with the mark is all answer.
+        inside: whether the prompt has opened the reasoning already; some models open it once more.
+            Otherwise an output that doesn't begin with the mark is all answer.
     """
 
     inside: bool = False
+    _at_start: bool = True
+    """Whether the output may still begin with the mark."""
     _begun: bool = False
     """Whether something other than white space came since the last mark."""
     _past: bool = False
@@ -66,9 +68,9 @@ class ReasoningSplitter:
         """Split the next piece."""
         text, self._held = self._held + text, ""
         reasoning: list[str] = []
-        if not self.inside and not self._past:
+        if self._at_start:
             text = self._begin(text)
-        if self.inside:
+        if self.inside and not self._at_start:
             text = self._reason(text, reasoning)
         return Split("".join(reasoning), self._answer(text) if self._past else "")
 
@@ -77,7 +79,7 @@ class ReasoningSplitter:
         text, self._held = "".join(self._space) + self._held, ""
         self._space.clear()
         if self.inside:
-            return Split(reasoning=text)
+            return Split(reasoning=text if self._begun else text.lstrip())
         self._past = True
         return Split(answer=text)
 
@@ -87,17 +89,17 @@ class ReasoningSplitter:
         if not stripped:
             self._space.append(text)
             return ""
-        if stripped.startswith(OPEN):
-            self.inside = True
-            self._space.clear()
-            return stripped[len(OPEN) :]
-        if OPEN.startswith(stripped):
+        if OPEN.startswith(stripped) and stripped != OPEN:
             self._space.append(text[: len(text) - len(stripped)])
             self._held = stripped
             return ""
-        self._past = self._begun = True
+        self._at_start = False
         text = "".join(self._space) + text
         self._space.clear()
+        if stripped.startswith(OPEN):
+            self.inside = True
+            return stripped[len(OPEN) :]
+        self._past = self._begun = not self.inside
         return text
 
     def _reason(self, text: str, reasoning: list[str]) -> str:
