@@ -47,15 +47,10 @@ class _Matching:
     consumed: int = 0
 
     def catch_up(self, output: npt.NDArray[np.int32]) -> None:
-        """Consume what is new of ``output``. A token that doesn't fit leaves an error.
-
-        What follows the end, where a request ignores it, can only be the end again.
-        """
+        """Consume what is new of ``output``. A token that doesn't fit leaves an error."""
         new = output[self.consumed :].tolist()
         self.consumed += len(new)
-        for token in new:
-            if self.matcher.is_stopped():
-                break
+        for token in new:  # one by one, since many at once may not go past an end
             self.matcher.consume_token(token)
 
 
@@ -249,8 +244,8 @@ class Constraints:
             raise PlanError(f"the grammar of slot {slot.number}: {error}", slot.number) from error
 
 
-def _ends_with(output: npt.NDArray[np.int32], tokens: Sequence[int]) -> bool:
-    return len(output) >= len(tokens) and output[-len(tokens) :].tolist() == list(tokens)
+def _ends_with(output: npt.NDArray[np.int32], tokens: list[int]) -> bool:
+    return bool(output[-len(tokens) :].tolist() == tokens)
 
 
 def _forbid(mask: Mask, token: int) -> None:

@@ -138,9 +138,14 @@ def test_a_grammar_and_the_end_it_allows(constraints: Constraints) -> None:
 def test_a_grammar_goes_on_to_the_end_where_that_is_ignored(constraints: Constraints) -> None:
     slot = opened(constraints, 0, grammar=Grammar("regex", "a"))
     slot.sampler = SamplerParams(grammar=Grammar("regex", "a"))
-    for token in (*ids_of("a"), EOS[0], EOS[1], EOS[0]):
+    tokens = [*ids_of("a"), EOS[0], EOS[1], EOS[0]]
+    for token in tokens:
         append(slot, token)
         assert allowed(constraints, [slot]) == [set(EOS)]
+    again = make_slot(1, tokens)
+    again.sampler = slot.sampler
+    constraints.open(again)
+    assert allowed(constraints, [again]) == [set(EOS)]
 
 
 def test_everything_at_once_leaves_what_all_allow(constraints: Constraints) -> None:
@@ -156,6 +161,8 @@ def test_a_token_that_the_grammar_forbids_leaves_nothing(constraints: Constraint
     slot = opened(constraints, 0, ids_of("x"), grammar=Grammar("regex", "a+"))
     beside = opened(constraints, 1, grammar=Grammar("regex", "a+"))
     assert allowed(constraints, [slot, beside]) == [set(), {ids_of("a")[0], *ids_of("aa")}]
+    behind_the_end = opened(constraints, 2, ids_of("ax"), grammar=Grammar("regex", "a"))
+    assert allowed(constraints, [behind_the_end]) == [set()]
 
 
 def test_a_number_that_is_used_again(constraints: Constraints) -> None:
@@ -312,10 +319,11 @@ def test_processors_see_the_rows_that_they_said_yes_to(grammars: GrammarCache) -
     append(slots[0], EOS[0])
     assert slots[0].stopped
     constraints.close(6)
+    constraints.close(6)
     opened(constraints, 4, [9], extra_args={"x": 2})
     constraints.adjustment(logits[:1], [slots[0]])
     assert first.log == ["open 4", "apply 4 [8]", "apply 4 [8]", "close 4", "open 4"]
-    assert second.log[-2:] == ["close 6", "close 4"]
+    assert second.log[-3:] == ["apply 6 []", "close 6", "close 4"]
     assert second.seen == {}
     assert constraints.prepare(None, {"x": 1, "z": 1}) is None
     refused = {"error": "y must not be 13", "param": "extra_args"}

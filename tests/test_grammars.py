@@ -237,6 +237,17 @@ def test_a_trigger_that_is_a_special_token() -> None:
     assert set(EOS) <= allowed(matcher)
 
 
+def test_a_trigger_that_only_looks_like_a_special_token() -> None:
+    text = json.dumps(
+        {
+            "structures": [{"begin": "<tool>", "schema": {"const": 1}, "end": "</tool>"}],
+            "triggers": ["<tool>"],
+        }
+    )
+    assert accepts("structural_tag", text, "a <toolbox> <tool>1</tool>")
+    assert not accepts("structural_tag", text, "a <tool>2")
+
+
 def test_what_a_model_has_no_tokens_for_is_masked() -> None:
     matcher = make_matcher("regex", "(.|\\n)*")
     assert max(allowed(matcher)) < VOCAB_SIZE < tokenizer().vocab_size
@@ -329,15 +340,17 @@ def test_the_cache_is_bounded_and_compiles_once(monkeypatch: pytest.MonkeyPatch)
     assert asked == ["a", "b", "("]
     cache.prepare(Grammar("choice", '["a"]'))  # takes b's place: a was used since
     assert len(cache) == 3
-    assert allowed(cache.matcher(Grammar("regex", "a"))) == set(ids_of("a"))
+    cache.prepare(Grammar("regex", "a"))
     assert asked == ["a", "b", "(", '["a"]']
     cache.prepare(Grammar("regex", "cccccccccc"))  # ten characters are all there may be
     assert len(cache) == 1
     cache.prepare(Grammar("regex", "a"))
-    assert asked[4:] == ["cccccccccc", "a"]
+    cache.prepare(Grammar("regex", "b"))
+    assert asked[4:] == ["cccccccccc", "a", "b"]
+    assert len(cache) == 2
     # What was prepared and isn't there any more needs no second trial.
     assert allowed(cache.matcher(Grammar("regex", "bc"))) == set(ids_of("b"))
-    assert len(asked) == 6
+    assert len(asked) == 7
     cache.close()
 
 
