@@ -35,6 +35,8 @@ Step = Chunk | float | Exception
 class StubTokenizer:
     """Every character is a token, its code point the id."""
 
+    vocab_size = 0x110000
+
     def __init__(self, chat_template: str | None = None, tokens: dict[str, int] | None = None):
         self.chat_template = ChatTemplate(chat_template) if chat_template is not None else None
         self.tokens = tokens or {}
@@ -136,6 +138,7 @@ class StubEngine:
     config: EngineConfig = attrs.field(factory=lambda: EngineConfig("stub"))
     model_name: str = "stub"
     max_model_len: int = 2048
+    vocab_size: int = 0x110000
     tokenizer: StubTokenizer = attrs.field(factory=StubTokenizer)
     metrics: Metrics = attrs.field(factory=lambda: Metrics("stub"))
     eos_token_ids: tuple[int, ...] = (0,)

@@ -27,7 +27,12 @@ from trioserve.stream import Chunk
 
 TEXT = "/v1/completions"
 ERRORS = [
-    (InvalidRequest("bad", param="prompt", code="x"), 400, "invalid_request_error", "x"),
+    (
+        InvalidRequest("prompt is bad", param="prompt", code="x"),
+        400,
+        "invalid_request_error",
+        "x",
+    ),
     (ContextTooLong("long"), 400, "invalid_request_error", "context_length_exceeded"),
     (QueueFull("full", retry_after=1.2), 429, "rate_limit_error", "queue_full"),
     (Draining("going"), 503, "service_unavailable_error", "draining"),
@@ -106,6 +111,21 @@ async def test_a_deadline_that_ends_the_scope_is_told_in_the_stream() -> None:
         assert '"code":"deadline_exceeded"' in (await response.get_data(True))
         response = await client_of(stub).post(TEXT, json={"prompt": prompt})
         assert response.status_code == 504
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "expected"),
+    [
+        ("unclosed group", "sampling_params.regex", "sampling_params.regex: unclosed group"),
+        ("regex must be short", "sampling_params.regex", "regex must be short"),
+        ("must be text", "messages[0].content", "messages[0].content: must be text"),
+        ("the body is empty", None, "the body is empty"),
+    ],
+)
+def test_a_refusal_names_the_field(message: str, param: str | None, expected: str) -> None:
+    reply = json.loads(describe_error(InvalidRequest(message, param=param)).body)
+    assert reply["error"]["message"] == expected
+    assert reply["error"]["param"] == param
 
 
 async def test_hints_for_clients() -> None:

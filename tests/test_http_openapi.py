@@ -85,6 +85,15 @@ async def test_every_path_that_wants_a_key_says_so() -> None:
             assert refused == ("security" in operation) == ("401" in operation["responses"])
 
 
+async def test_the_largest_token_id_is_that_of_the_model() -> None:
+    schemas = (await document())["components"]["schemas"]
+    for kind, field in (("NativeSampling", "stop_token_ids"), ("CompletionRequest", "prompt")):
+        text = json.dumps(schemas[kind]["properties"][field])
+        assert '"format": "token-id"' in text
+        assert '"maximum": 1114111' in text
+        assert '"maximum": 2147483647' not in text
+
+
 async def test_every_operation_has_a_name_of_its_own() -> None:
     described = await document()
     names = [

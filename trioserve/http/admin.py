@@ -32,4 +32,11 @@ class AdminEndpoints:
 
     async def openapi(self) -> quart.Response:
         """``GET /openapi.json``."""
-        return json_response(build_document(ROUTES, root_path=self._service.config.root_path))
+        engine = self._service.engine
+        return json_response(
+            build_document(
+                ROUTES,
+                root_path=self._service.config.root_path,
+                vocab_size=min(engine.vocab_size, engine.tokenizer.vocab_size),
+            )
+        )

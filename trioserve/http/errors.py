@@ -142,8 +142,15 @@ def describe_error(error: BaseException) -> ErrorReply:
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, Draining):
         headers["Retry-After"] = "1"
-    detail = ErrorDetail(message=str(error), type=kind.type, param=param, code=code)
+    detail = ErrorDetail(message=_naming(param, str(error)), type=kind.type, param=param, code=code)
     return _reply(kind.status, detail, headers)
+
+
+def _naming(param: str | None, message: str) -> str:
+    """``message``, with the field's name before it where it doesn't tell it."""
+    if param is None or param.rsplit(".", 1)[-1].split("[")[0] in message:
+        return message
+    return f"{param}: {message}"
 
 
 def _http_error(error: HTTPException) -> ErrorReply:

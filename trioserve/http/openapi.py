@@ -13,7 +13,12 @@ import trioserve
 from trioserve.http.auth import OPEN_PATHS
 from trioserve.http.errors import ERROR_STATUSES, ErrorResponse
 from trioserve.http.routes import Route
-from trioserve.http.schemas import Exclusive, exclusive_fields, struct_classes
+from trioserve.http.schemas import (
+    TOKEN_ID_FORMAT,
+    Exclusive,
+    exclusive_fields,
+    struct_classes,
+)
 
 __all__ = ["build_document", "error_statuses", "openapi_path"]
 
@@ -58,14 +63,18 @@ def error_statuses(route: Route, path: str) -> list[int]:
     return sorted(statuses)
 
 
-def build_document(routes: Sequence[Route], *, root_path: str = "") -> dict[str, Any]:
-    """The document, as JSON values."""
+def build_document(
+    routes: Sequence[Route], *, root_path: str = "", vocab_size: int | None = None
+) -> dict[str, Any]:
+    """The document, as JSON values; token ids are below ``vocab_size``."""
     types = _types(routes)
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
     for cls in struct_classes(types):
         _add_exclusive(components[cls.__name__], exclusive_fields(cls))
+    if vocab_size is not None:
+        _bound_token_ids(components, vocab_size - 1)
     references = _References(list(zip(types, schemas, strict=True)))
     paths: dict[str, Any] = {}
     taken: set[str] = set()
@@ -102,6 +111,17 @@ def _types(routes: Sequence[Route]) -> list[Any]:
             if type_ is not None and not isinstance(type_, str) and type_ not in types:
                 types.append(type_)
     return types
+
+
+def _bound_token_ids(value: Any, largest: int) -> None:
+    """Tell the largest token id, wherever there may be one in a schema."""
+    if isinstance(value, dict):
+        if value.get("format") == TOKEN_ID_FORMAT:
+            value["maximum"] = largest
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _bound_token_ids(item, largest)
 
 
 def _add_exclusive(component: dict[str, Any], groups: Sequence[Exclusive]) -> None:

@@ -21,6 +21,7 @@ from trioserve.errors import InvalidRequest
 from trioserve.sampling import MAX_SEED, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
 __all__ = [
+    "TOKEN_ID_FORMAT",
     "Count",
     "Exclusive",
     "Identifier",
@@ -46,9 +47,14 @@ __all__ = [
 
 _INT32_MAX = 2**31 - 1
 
+TOKEN_ID_FORMAT = "token-id"
+"""Marks token ids in a schema: the largest one depends on the model that is served."""
+
 # The ranges are those of trioserve.sampling and trioserve.checks, so that the schema tells them.
 Count = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
+TokenId = Annotated[
+    int, msgspec.Meta(ge=0, le=_INT32_MAX, extra_json_schema={"format": TOKEN_ID_FORMAT})
+]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]
