@@ -66,6 +66,8 @@ class ReasoningSplitter:
 
     def feed(self, text: str) -> Split:
         """Split the next piece."""
+        if self._past and self._begun:
+            return Split(answer=text)
         text, self._held = self._held + text, ""
         reasoning: list[str] = []
         if self._at_start:

@@ -48,6 +48,8 @@ def find_marker(text: str, start: int, markers: Collection[str]) -> tuple[int, s
     Without one, where the longest part of one begins that the text ends with (else its end), and
     None.
     """
+    if not any(marker[0] in text for marker in markers):
+        return len(text), None  # As it is for most pieces of most answers.
     found = [(at, marker) for marker in markers if (at := text.find(marker, start)) >= 0]
     if found:
         return min(found)
