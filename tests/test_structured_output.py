@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 import regex
 import trio
@@ -105,6 +106,24 @@ async def test_grammars_through_preemption(folder: Path) -> None:
         await assert_idle(engine)
     check(schemas, completions[:24])
     assert all(regex.fullmatch(pattern, each.text) for each in completions[24:])
+
+
+async def test_grammars_through_the_death_of_a_worker(folder: Path) -> None:
+    pattern = "([a-z]{2,9} ){12}x"
+    async with open_tiny_engine(folder, max_num_seqs=8) as engine:
+        (worker,) = (child for child in psutil.Process().children() if "gpu" in child.cmdline())
+
+        async def kill() -> None:
+            while engine.statistics().scheduler.num_steps < 15:
+                await trio.sleep(0.001)
+            worker.kill()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kill)
+            completions = await complete_all(engine, [Grammar("regex", pattern)] * 12)
+        assert engine.statistics().worker_restarts == 1
+        await assert_idle(engine)
+    assert all(regex.fullmatch(pattern, each.text) for each in completions)
 
 
 CASES: list[tuple[str, str, str]] = [
