@@ -30,7 +30,7 @@ from trioserve.http.utility_schemas import (
     Welcome,
 )
 
-__all__ = ["GROUPS", "ROUTES", "HealthReply", "Route"]
+__all__ = ["GROUPS", "ROUTES", "Route"]
 
 GROUPS = ("Generation", "Tokens", "Models", "The server", "Health")
 """What routes belong to, in the order in which the documentation shows them."""
