@@ -64,6 +64,20 @@ async def test_several_outputs_are_those_of_the_engine() -> None:
         }
 
 
+async def test_many_outputs_with_many_log_probabilities() -> None:
+    """A step of them is more chunks than the reader takes until the next step."""
+    async with serving() as (_, client):
+        replies = await generate(
+            client,
+            text="x",
+            sampling_params={"n": 48, "max_new_tokens": 60},
+            return_logprob=True,
+            top_logprobs_num=20,
+        )
+        assert len(replies) == 48
+        assert {len(reply["meta_info"]["output_top_logprobs"]) for reply in replies} == {60}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_of_a_prompt(stream: bool) -> None:
     async with serving() as (engine, client):

@@ -68,17 +68,11 @@ class Chunk:
 
 
 def merge(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Consecutive chunks of the same sequence joined into one, order kept."""
-    merged: list[Chunk] = []
-    run: list[Chunk] = []
+    """One chunk for each sequence, in the order in which they first come."""
+    by_index: dict[int, list[Chunk]] = {}
     for chunk in chunks:
-        if run and run[0].index != chunk.index:
-            merged.append(_join(run))
-            run = []
-        run.append(chunk)
-    if run:
-        merged.append(_join(run))
-    return merged
+        by_index.setdefault(chunk.index, []).append(chunk)
+    return [_join(own) for own in by_index.values()]
 
 
 def _join(run: list[Chunk]) -> Chunk:
