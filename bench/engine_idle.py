@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 import torch
 import trio
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.gpu_report import describe_device, markdown_table, save
 from bench.random_model import LLAMA_8B, TINY, write_model
@@ -176,14 +177,13 @@ async def _get(up: Running, path: str) -> str:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Samples of Prometheus' text format by name; those with several labels are left out."""
-    found = {}
-    for line in text.splitlines():
-        name, _, value = line.rpartition(" ")
-        base, brace, labels = name.partition("{")
-        if not line.startswith("#") and (not brace or "," not in labels):
-            found[base] = float(value)
-    return found
+    """Samples of Prometheus' text format by name; those with labels of their own are left out."""
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.keys() <= {"engine", "model_name"}
+    }
 
 
 def steady(samples: Sequence[Sample], streams: int) -> Steady:

@@ -95,11 +95,23 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "enforce_eager": True,
         "batch_invariant_attention": True,
     }
-    config = EngineConfig("m", block_size=32, num_gpu_blocks_override=12, **options)
+    config = EngineConfig(
+        "m",
+        block_size=32,
+        num_gpu_blocks_override=12,
+        tokenizer="/tokenizers/t",
+        logits_processors=("m:A", "m:B"),
+        **options,
+    )
     start = start_message(config, Path("/models/m"))
     assert attrs.asdict(start) == {
-        **options, "model": "/models/m", "page_size": 32, "num_pages": 12
-    }  # fmt: skip
+        **options,
+        "model": "/models/m",
+        "page_size": 32,
+        "num_pages": 12,
+        "tokenizer": "/tokenizers/t",
+        "logits_processors": ["m:A", "m:B"],
+    }
 
 
 class FakeTerminal(io.StringIO):
