@@ -28,15 +28,15 @@ from bench.gpu_timing import measure_ceilings
 from bench.random_model import LLAMA_8B, TINY, random_weights
 from bench.roofline import Ceilings, decode_step_parts
 from bench.step_profile import KernelShare, profile_steps, shares_table
-from gpu.assembly import ServingLimits, assemble
-from gpu.graphs import Capturer
+from gpu.cuda.assembly import ServingLimits, assemble
+from gpu.cuda.graphs import Capturer
+from gpu.cuda.model_kernels import model_kernels
+from gpu.cuda.timeline import HostTimeline, Timeline
 from gpu.kernels import KernelLoader
-from gpu.model_kernels import model_kernels
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.operations.cuda_ops import CudaOperations
 from gpu.runner import Runner
-from gpu.timeline import HostTimeline, Timeline
 from trioserve.model_files import ModelConfig
 
 __all__ = ["Measured", "Scenario", "Stand", "main", "measure_scenario", "random_model", "table"]
@@ -91,7 +91,7 @@ class Stand:
     @classmethod
     def on_gpu(cls) -> Stand:
         """Llama-3.1-8B's shape on the GPU, where this thread gets a stream of its own."""
-        from gpu.cuda_device import CudaDevice
+        from gpu.cuda.device import CudaDevice
 
         gpu = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
         sources = model_kernels(LLAMA_8B, dtype=_DTYPE, cache_dtype=_DTYPE, may_share=True)

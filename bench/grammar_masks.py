@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpu.constraints import Constraints
-from gpu.grammar_cache import GrammarCache
-from gpu.grammars import GrammarVocabulary
+from gpu.constraints.adjuster import Constraints
+from gpu.constraints.grammar_cache import GrammarCache
+from gpu.constraints.grammars import GrammarVocabulary
 from gpu.slots import Slot
 from trioserve.grammar import Grammar
 from trioserve.model_files import locate, open_model

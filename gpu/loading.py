@@ -12,15 +12,15 @@ import torch
 
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
-from gpu.constraints import Constraints
+from gpu.constraints.adjuster import Constraints
+from gpu.constraints.grammar_cache import GrammarCache
+from gpu.constraints.grammars import GrammarError, GrammarVocabulary
+from gpu.constraints.processors import Processors, load_processors
 from gpu.cpu_executor import CpuExecutor
 from gpu.devices import choose_device, choose_dtype
 from gpu.executor import Executor
-from gpu.grammar_cache import GrammarCache
-from gpu.grammars import GrammarError, GrammarVocabulary
 from gpu.memory import choose_num_pages
 from gpu.models import build_model
-from gpu.processors import Processors, load_processors
 from gpu.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.sampler import Sampler
@@ -83,7 +83,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     )
     constraints = _load_constraints(start, files, device)
     if device.type == "cuda":
-        from gpu.cuda_loading import load_on_gpu  # needs CuPy
+        from gpu.cuda.loading import load_on_gpu  # needs CuPy
 
         loaded = load_on_gpu(start, files, dtype, device, on_progress, constraints)
     else:

@@ -27,8 +27,8 @@ import pynng
 import torch
 
 from gpu import loading
-from gpu.background import Background
-from gpu.constraints import Constraints
+from gpu.constraints.adjuster import Constraints
+from gpu.constraints.background import Background
 from gpu.kernels.device import KernelLaunchError
 from gpu.runner import Runner
 from gpu.slots import PlanError

@@ -1,4 +1,4 @@
-"""Drawing with :class:`gpu.device_sampler.DeviceSampler` in tests, and how close a draw was."""
+"""Drawing with :class:`gpu.cuda.sampler.DeviceSampler` in tests, and how close a draw was."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu.device_sampler import DeviceSampler, top_lists
+from gpu.cuda.sampler import DeviceSampler, top_lists
 from gpu.kernels import KernelLoader
 from gpu.philox import Purpose, uniforms
 from gpu.sampler import Sampled, Sampler, SamplerRow, TopLogprobs

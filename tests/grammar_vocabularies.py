@@ -7,7 +7,7 @@ import functools
 import llguidance
 import numpy as np
 
-from gpu.grammars import GrammarVocabulary, compile_text, to_llguidance
+from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
 from tests.tiny_models import tiny_tokenizer
 from trioserve.grammar import Grammar
 

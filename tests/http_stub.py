@@ -14,7 +14,6 @@ import httpx
 import trio
 from quart_trio.testing import TrioClient
 
-from trioserve.chat import ChatTemplate
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine import Engine
 from trioserve.errors import Draining
@@ -27,6 +26,7 @@ from trioserve.metrics import Metrics
 from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, Times, TokensPrompt
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob
+from trioserve.text.chat_template import ChatTemplate
 
 Step = Chunk | float | Exception
 """A chunk to give, seconds to wait (``math.inf``: for ever), or an error to raise."""

@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 
 from trioserve import wire
-from trioserve.fake_model import TokenFunction, draw, hashed_token, prompt_piece
 from trioserve.logprobs import PromptLogprobs
 from trioserve.request import (
     Finish,
@@ -24,6 +23,7 @@ from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler import Limits, SchedulerCore
 from trioserve.stream import Stream, StreamBudget, TokenLogprob
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_model import TokenFunction, draw, hashed_token, prompt_piece
 
 __all__ = [
     "ABORT",

@@ -13,10 +13,10 @@ import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 
-from trioserve.http.chat_schemas import ChatCompletionRequest
-from trioserve.http.completion_schemas import CompletionRequest
+from trioserve.http.chat.schemas import ChatCompletionRequest
+from trioserve.http.completions.schemas import CompletionRequest
 from trioserve.http.errors import ERROR_STATUSES
-from trioserve.http.native_schemas import GenerateRequest, NativeSampling
+from trioserve.http.native.schemas import GenerateRequest, NativeSampling
 from trioserve.http.openapi import openapi_path
 from trioserve.http.routes import GROUPS, ROUTES
 from trioserve.http.schemas import struct_classes

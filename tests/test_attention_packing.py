@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpu.attention import StepLayout
 from gpu.attention.limits import AttentionLimits
 from gpu.attention.packing import StepPacker, StepShape, padded_shape
-from gpu.step_buffer import StepBuffer
+from gpu.cuda.step_buffer import StepBuffer
 
 PAGE_SIZE = 16
 MAX_LEN = 4096

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bench.grammar_masks import GRAMMARS, measure
-from gpu.constraints import Constraints
-from gpu.grammar_cache import GrammarCache
+from gpu.constraints.adjuster import Constraints
+from gpu.constraints.grammar_cache import GrammarCache
 from tests.grammar_vocabularies import EOS, VOCABULARY
 
 

@@ -12,11 +12,11 @@ import tokenizers
 import transformers
 
 from tests import text_tokenizers
-from trioserve import chat
-from trioserve.chat import ChatTemplate
 from trioserve.errors import InvalidRequest, ModelLoadError
 from trioserve.model_files import locate, open_model
 from trioserve.request import ChatPrompt
+from trioserve.text import chat_template as chat
+from trioserve.text.chat_template import ChatTemplate
 
 LLAMA3 = """\
 {{- bos_token }}

@@ -8,11 +8,11 @@ import text_tokenizers
 
 from trioserve import wire
 from trioserve.generation import Completion, Output, Usage
-from trioserve.http.completion_writer import Wanted, completion_response
+from trioserve.http.completions.writer import Wanted, completion_response
 from trioserve.logprobs import PromptLogprobs
 from trioserve.request import TextPrompt, TokensPrompt
 from trioserve.stream import TokenLogprob
-from trioserve.tokenizer import Tokenizer
+from trioserve.text.tokenizer import Tokenizer
 
 TEXTS = {
     "byte_level": "The café two words 🌶️ 안녕하세요, <think> again!",

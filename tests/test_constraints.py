@@ -15,9 +15,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 
-from gpu.constraints import ROWS_FOR_THREADS, Constraints
-from gpu.grammar_cache import GrammarCache
-from gpu.processors import NamedProcessor, Processors
+from gpu.constraints.adjuster import ROWS_FOR_THREADS, Constraints
+from gpu.constraints.grammar_cache import GrammarCache
+from gpu.constraints.processors import NamedProcessor, Processors
 from gpu.slots import UNKNOWN_TOKEN, PlanError, Slot
 from tests.grammar_vocabularies import EOS, VOCABULARY, allowed_of, ids_of, text_of
 from tests.json_schemas import schemas
@@ -237,7 +237,7 @@ def test_most_walks_got_to_an_end() -> None:
 def test_a_grammar_that_gets_too_complex_on_the_way(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu.grammars._STEP_MAX_ITEMS", 100)
+    monkeypatch.setattr("gpu.constraints.grammars._STEP_MAX_ITEMS", 100)
     ambiguous = Grammar("grammar", 'start: a\na: a a | b\nb: "x" | "y" | a b a | ')
     slot = opened(constraints, 0, grammar=ambiguous)
     beside = opened(constraints, 1, grammar=Grammar("regex", "c+"))

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import text_tokenizers
-from trioserve.detokenizer import Detokenizer
 from trioserve.errors import (
     DeadlineExceeded,
     EngineError,
@@ -32,7 +31,8 @@ from trioserve.request import (
 )
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob
-from trioserve.tokenizer import Tokenizer
+from trioserve.text.detokenizer import Detokenizer
+from trioserve.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(text_tokenizers.byte_level())
 EOS = TOKENIZER.encode("</s>")[0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.device_sampler import DeviceSampler, scratch_bytes, top_lists
+from gpu.cuda.sampler import DeviceSampler, scratch_bytes, top_lists
 from gpu.emulation import EmulatedLoader
 from tests.device_draws import reference_draw, row
 from trioserve.sampling import SamplerParams

@@ -14,9 +14,9 @@ import pytest
 import regex
 import tokenizers
 
-from gpu.grammar_cache import GrammarCache
-from gpu.grammar_trial import GrammarTrial
-from gpu.grammars import GrammarError, GrammarVocabulary, compile_text, to_llguidance
+from gpu.constraints.grammar_cache import GrammarCache
+from gpu.constraints.grammar_trial import GrammarTrial
+from gpu.constraints.grammars import GrammarError, GrammarVocabulary, compile_text, to_llguidance
 from tests.grammar_vocabularies import (
     EOS,
     VOCABULARY,

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from http_stub import StubEngine, StubTokenizer, client_of
 
-from trioserve.http.chat_schemas import ChatCompletionRequest
-from trioserve.http.completion_schemas import CompletionRequest
+from trioserve.http.chat.schemas import ChatCompletionRequest
+from trioserve.http.completions.schemas import CompletionRequest
 from trioserve.http.schemas import hint, parse_body
 
 TEMPLATE = "{{ tools }}{{ messages }}<tool_call>"

@@ -9,8 +9,8 @@ import pytest
 from http_stub import StubEngine, client_of
 
 from trioserve.errors import InvalidRequest
-from trioserve.http.chat_schemas import ChatCompletionRequest
-from trioserve.http.native_schemas import GenerateRequest
+from trioserve.http.chat.schemas import ChatCompletionRequest
+from trioserve.http.native.schemas import GenerateRequest
 from trioserve.http.schemas import parse_body
 
 CHAT = "/v1/chat/completions"

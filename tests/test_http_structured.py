@@ -11,9 +11,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from trioserve.errors import InvalidRequest
 from trioserve.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
+from trioserve.http.openai.structured import grammar_field, grammar_of
+from trioserve.http.openai.structured_schemas import ResponseFormat, StructuredOutputs
 from trioserve.http.schemas import parse_body
-from trioserve.http.structured import grammar_field, grammar_of
-from trioserve.http.structured_schemas import ResponseFormat, StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SCHEMA_TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'

@@ -14,13 +14,13 @@ from http_stub import StubEngine, client_of, http_client, served, server_config
 from quart_trio.testing import TrioClient
 
 import trioserve
-from trioserve.chat import ChatTemplate
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine import Engine
 from trioserve.http import create_app
-from trioserve.http.utilities import shown_options
+from trioserve.http.utilities.endpoint import shown_options
 from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.text.chat_template import ChatTemplate
 
 
 @contextlib.asynccontextmanager

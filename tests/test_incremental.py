@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import text_tokenizers
-from trioserve.incremental import ByteDecoder, TokenBytes, WindowDecoder
 from trioserve.model_files import locate, open_model
-from trioserve.tokenizer import Tokenizer
+from trioserve.text.incremental import ByteDecoder, TokenBytes, WindowDecoder
+from trioserve.text.tokenizer import Tokenizer
 
 BYTE_LEVEL = text_tokenizers.byte_level()
 FALLBACK = text_tokenizers.byte_fallback()

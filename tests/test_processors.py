@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu.processors import load_processors
+from gpu.constraints.processors import load_processors
 from trioserve.errors import ModelLoadError
 from trioserve.logits_processors import ProcessorContext
 

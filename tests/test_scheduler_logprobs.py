@@ -12,11 +12,11 @@ import pytest
 from tests.scheduling import Bench, make_limits, reference, reference_logprobs, worker
 from trioserve import wire
 from trioserve.errors import InvalidRequest, WorkerLost
-from trioserve.fake_model import fake_logprobs
 from trioserve.logprobs import PromptLogprobs
 from trioserve.request import Sequence
 from trioserve.stream import TokenLogprob
 from trioserve.testing import FakeWorker, hashed_token
+from trioserve.testing.fake_model import fake_logprobs
 
 PAGE = 4
 PROMPT = [number % 11 for number in range(22)]

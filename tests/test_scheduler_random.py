@@ -28,9 +28,9 @@ from tests.scheduling import (
 )
 from trioserve import wire
 from trioserve.errors import ContextTooLong, InvalidRequest, WorkerLost
-from trioserve.fake_model import draw, fake_logprobs
 from trioserve.request import FinishReason, Request, Sequence, SequenceOutput, State
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_model import draw, fake_logprobs
 
 prompts = st.one_of(
     st.lists(st.integers(0, 3), min_size=1, max_size=12),

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from trioserve.errors import InvalidRequest
-from trioserve.stop_regex import (
+from trioserve.text.stop_regex import (
     MAX_MATCH_CHARACTERS,
     SEARCH_SECONDS,
     SECONDS_AT_FIRST,
@@ -20,7 +20,7 @@ from trioserve.stop_regex import (
     SearchBudget,
     check_stop_regex,
 )
-from trioserve.stop_strings import StopMatcher
+from trioserve.text.stop_strings import StopMatcher
 
 PIECES = st.lists(st.text(alphabet="ab\n", max_size=4), max_size=12)
 LITERALS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3)

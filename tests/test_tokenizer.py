@@ -14,9 +14,7 @@ import trio
 import trio.testing
 
 from tests import text_tokenizers
-from trioserve.chat import ChatTemplate
 from trioserve.errors import InvalidRequest
-from trioserve.prompt_size import characters_of, characters_of_contents
 from trioserve.request import (
     ChatPrompt,
     Prompt,
@@ -29,7 +27,9 @@ from trioserve.request import (
 from trioserve.request import Sequence as RequestSequence
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Stream, StreamBudget
-from trioserve.tokenizer import INLINE_CHARACTERS, MAX_THREADS, Tokenizer
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.prompt_size import characters_of, characters_of_contents
+from trioserve.text.tokenizer import INLINE_CHARACTERS, MAX_THREADS, Tokenizer
 
 TEMPLATE = ChatTemplate(
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}",

@@ -12,8 +12,8 @@ from trioserve.config import EngineConfig
 from trioserve.errors import ContextTooLong, InvalidRequest
 from trioserve.request import Prompt, TokensPrompt
 from trioserve.sampling import SamplerParams, SamplingParams
-from trioserve.stop_regex import check_stop_regex
-from trioserve.tokenizer import Tokenizer
+from trioserve.text.stop_regex import check_stop_regex
+from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["check_params", "check_prompt", "max_prompt_tokens", "sampler_params"]
 

@@ -46,7 +46,7 @@ from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler import Scheduler
 from trioserve.statistics import EngineStatistics
 from trioserve.stream import Chunk, Stream, StreamBudget
-from trioserve.tokenizer import Tokenizer
+from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["Engine"]
 

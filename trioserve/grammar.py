@@ -1,7 +1,8 @@
 """What an output may be made to follow: a JSON schema, a regular expression, a grammar, a choice.
 
-A :class:`Grammar` is only text with its kind. The worker compiles it (:mod:`gpu.grammars`), since
-it is there that a token is known first; the engine asks it to before it admits a request.
+A :class:`Grammar` is only text with its kind. The worker compiles it
+(:mod:`gpu.constraints.grammars`), since it is there that a token is known first; the engine asks it
+to before it admits a request.
 """
 
 from __future__ import annotations

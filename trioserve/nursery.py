@@ -24,9 +24,7 @@ import attrs
 import trio
 
 from trioserve import wire
-from trioserve.chat import ChatTemplate
 from trioserve.config import EngineConfig
-from trioserve.detokenizer import Detokenizer
 from trioserve.engine import Engine
 from trioserve.errors import EngineError, ModelLoadError
 from trioserve.groups import holds_cancellation, sole_exception
@@ -38,7 +36,9 @@ from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.sampling import SamplingParams
 from trioserve.scheduler import Scheduler
 from trioserve.stream import StreamBudget
-from trioserve.tokenizer import Tokenizer
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.detokenizer import Detokenizer
+from trioserve.text.tokenizer import Tokenizer
 from trioserve.tracing import open_tracing
 from trioserve.worker.supervisor import OnProgress, Supervisor, run_worker
 

@@ -23,7 +23,6 @@ import trio
 from tokenizers import decoders, models, pre_tokenizers
 
 from trioserve import wire
-from trioserve.chat import ChatTemplate
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.errors import WorkerLost
@@ -32,7 +31,8 @@ from trioserve.metrics import Metrics
 from trioserve.nursery import LoadedModel, run_engine
 from trioserve.scheduler import Scheduler
 from trioserve.testing import FakeWorker, memory_link_pair, serve_fake
-from trioserve.tokenizer import Tokenizer
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.tokenizer import Tokenizer
 from trioserve.worker import Link
 from trioserve.worker.supervisor import Supervisor
 

@@ -19,7 +19,7 @@ from bench.kernel_cases import Case, Contestant, Peer, Setting, Trial, poison
 from bench.kernel_peers import flashinfer_module
 from bench.roofline import sampling
 from bench.targets import Target
-from gpu.device_sampler import DeviceSampler
+from gpu.cuda.sampler import DeviceSampler
 from gpu.sampler import Sampler, SamplerRow
 from trioserve.sampling import SamplerParams
 

@@ -24,7 +24,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from trioserve.http.errors import ErrorResponse
-from trioserve.http.openai_schemas import GenerationRequest
+from trioserve.http.openai.schemas import GenerationRequest
 from trioserve.http.openapi import openapi_path
 from trioserve.http.routes import GROUPS, ROUTES, Route
 from trioserve.http.schemas import struct_classes

@@ -21,6 +21,7 @@ from gpu.attention.packing import StepPacker, StepShape, padded_shape
 from gpu.attention.prefill_items import ITEM_FIELDS as PREFILL_FIELDS
 from gpu.attention.shared_prefix import ITEM_FIELDS as PREFIX_FIELDS
 from gpu.attention.shared_prefix import SharedPrefixes
+from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels import KernelLoader
 from gpu.kernels.attention_tile import TILES
 from gpu.kernels.combine_partials import CombinePartials
@@ -28,7 +29,6 @@ from gpu.kernels.decode_attention import DecodeAttention
 from gpu.kernels.prefill_attention import PrefillAttention
 from gpu.kernels.prefix_attention import PrefixAttention
 from gpu.kernels.rope_and_write import RopeAndWrite
-from gpu.step_buffer import StepBuffer
 
 __all__ = ["CudaAttention"]
 

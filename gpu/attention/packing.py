@@ -16,8 +16,8 @@ from gpu.attention.limits import AttentionLimits
 from gpu.attention.prefill_items import PrefillItems, choose_tile, prefill_items
 from gpu.attention.shared_prefix import PrefixCost, SharedPrefixes, prefix_tile, shared_prefixes
 from gpu.attention.splits import Splits, split
+from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels.attention_tile import TILES, tokens_per_tile
-from gpu.step_buffer import StepBuffer
 
 __all__ = ["StepPacker", "StepShape", "padded_shape"]
 

@@ -222,7 +222,7 @@ class SamplingKernels:
         bias: torch.Tensor | None = None,
         bitmask: torch.Tensor | None = None,
     ) -> None:
-        """Draw for the rows of ``logits``; see :meth:`gpu.device_sampler.DeviceSampler.launch`."""
+        """Draw for the rows of ``logits``; see :meth:`gpu.cuda.sampler.DeviceSampler.launch`."""
         rows = len(logits)
         filled = self._parameters
         filled["logits"] = logits.data_ptr()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu.graphs import Graph
+from gpu.cuda.graphs import Graph
 from gpu.kernels import Kernel, KernelLoader, KernelSource
 
 __all__ = ["TapeCapturer", "TapedLoader"]
@@ -68,7 +68,7 @@ class _TapedKernel:
 
 
 class TapeCapturer:
-    """:class:`gpu.graphs.Capturer` of what runs through ``loader`` and torch on the CPU."""
+    """:class:`gpu.cuda.graphs.Capturer` of what runs through ``loader`` and torch on the CPU."""
 
     def __init__(self, loader: TapedLoader) -> None:
         self._loader = loader

@@ -11,8 +11,8 @@ from gpu.attention.cuda import CudaAttention
 from gpu.attention.kv_cache import KvCache, bytes_per_page
 from gpu.attention.limits import AttentionLimits
 from gpu.attention.torch_cpu import TorchCpuAttention
+from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels import KernelLoader
-from gpu.step_buffer import StepBuffer
 from tests.kernels.memory import relative_error
 from tests.test_attention_packing import layout_of
 

@@ -10,16 +10,17 @@ import attrs
 import pytest
 import torch
 
-from gpu import cuda_loading, loading
-from gpu.cuda_device import is_out_of_memory
-from gpu.cuda_loading import load_model
+from gpu import loading
+from gpu.cuda import loading as cuda_loading
+from gpu.cuda.device import is_out_of_memory
+from gpu.cuda.graphs import Capturer, ladder
+from gpu.cuda.loading import load_model
+from gpu.cuda.timeline import HostTimeline, Timeline
 from gpu.emulation import EmulatedLoader
-from gpu.graphs import Capturer, ladder
 from gpu.kernels import KernelSource
 from gpu.kernels.nvrtc import KernelBuildError
 from gpu.loading import Loaded
 from gpu.runner import Runner
-from gpu.timeline import HostTimeline, Timeline
 from tests.kernels.tape import TapeCapturer, TapedLoader
 from tests.plans import PlanMaker
 from tests.test_worker import start_message

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpu import device_state
-from gpu.device_state import DeviceState
+from gpu.cuda import state as device_state
+from gpu.cuda.state import DeviceState
+from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels import KernelLoader
 from gpu.slots import PlanError, Row, SlotTable
-from gpu.step_buffer import StepBuffer
 from trioserve.sampling import SamplerParams
 from trioserve.wire import OpenSlot, Plan, from_ints
 

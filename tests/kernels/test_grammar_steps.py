@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import regex
 
-from gpu.constraints import Constraints
-from gpu.grammar_cache import GrammarCache
-from gpu.grammars import GrammarVocabulary
+from gpu.constraints.adjuster import Constraints
+from gpu.constraints.grammar_cache import GrammarCache
+from gpu.constraints.grammars import GrammarVocabulary
 from gpu.kernels import KernelLoader
 from tests.kernels.serving import Server
 from tests.tiny_models import make_tiny, tiny_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.graphs import GraphLadder, ladder, sharing_ladder
+from gpu.cuda.graphs import GraphLadder, ladder, sharing_ladder
 from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
 from tests.kernels.tape import TapeCapturer, TapedLoader

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gpu.cuda.step_buffer import NUM_HOST_BUFFERS, StepBuffer
 from gpu.kernels import KernelLoader
-from gpu.step_buffer import NUM_HOST_BUFFERS, StepBuffer
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
+from gpu.cuda.timeline import Completions, CudaTimeline, HostTimeline, Timeline
 from gpu.kernels import KernelLoader
-from gpu.timeline import Completions, CudaTimeline, HostTimeline, Timeline
 
 
 def is_readable(descriptor: int, seconds: float = 0.0) -> bool:

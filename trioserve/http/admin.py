@@ -7,7 +7,7 @@ import quart
 from trioserve.http.openapi import build_document
 from trioserve.http.routes import ROUTES
 from trioserve.http.service import Service, json_response
-from trioserve.http.utility_schemas import HealthReply
+from trioserve.http.utilities.schemas import HealthReply
 from trioserve.metrics import CONTENT_TYPE_LATEST
 
 __all__ = ["AdminEndpoints"]

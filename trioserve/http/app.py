@@ -16,14 +16,14 @@ from trioserve.engine import Engine
 from trioserve.http.admin import AdminEndpoints
 from trioserve.http.asgi import HTTPConnection, Request, WebSocketConnection, error_response
 from trioserve.http.auth import OPEN_PATHS, check_key
-from trioserve.http.chat_completions import ChatEndpoints
-from trioserve.http.completions import CompletionEndpoints
-from trioserve.http.models import ModelEndpoints
-from trioserve.http.native import NativeEndpoints
+from trioserve.http.chat.endpoint import ChatEndpoints
+from trioserve.http.completions.endpoint import CompletionEndpoints
+from trioserve.http.native.endpoint import NativeEndpoints
+from trioserve.http.openai.models import ModelEndpoints
 from trioserve.http.routes import ROUTES
 from trioserve.http.service import Service
-from trioserve.http.tokens import TokenEndpoints
-from trioserve.http.utilities import UtilityEndpoints
+from trioserve.http.utilities.endpoint import UtilityEndpoints
+from trioserve.http.utilities.tokens import TokenEndpoints
 
 __all__ = ["App", "create_app"]
 

@@ -7,15 +7,15 @@ from typing import Any
 import attrs
 import msgspec
 
-from trioserve.http.chat_schemas import (
+from trioserve.http.chat.schemas import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
-from trioserve.http.completion_schemas import CompletionRequest, CompletionResponse
-from trioserve.http.native_schemas import GenerateRequest, GenerateResponse
-from trioserve.http.openai_schemas import ModelCard, ModelList
-from trioserve.http.utility_schemas import (
+from trioserve.http.completions.schemas import CompletionRequest, CompletionResponse
+from trioserve.http.native.schemas import GenerateRequest, GenerateResponse
+from trioserve.http.openai.schemas import ModelCard, ModelList
+from trioserve.http.utilities.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
     HealthReply,

@@ -1,0 +1,252 @@
+"""What keeps tokens from being drawn: allowed ids, bad words, grammars, the user's processors.
+
+All of it follows from a slot's tokens and parameters. A grammar's matcher has consumed a part of
+the slot's output, and consumes what is new before it says what may come next: so a slot that was
+preempted, or whose worker died, catches up when it is opened again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import llguidance
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu.adjustments import Adjustment
+from gpu.constraints.grammar_cache import GrammarCache
+from gpu.constraints.grammars import GrammarError
+from gpu.constraints.processors import Processors
+from gpu.slots import PlanError, Slot
+from gpu.upload import upload
+from trioserve.grammar import Grammar
+from trioserve.logits_processors import ProcessorRow
+from trioserve.sampling import SamplerParams
+
+__all__ = ["Constraints"]
+
+ROWS_FOR_THREADS = 16
+"""From so many rows on, masks of grammars are computed in several threads: a mask takes from 3 µs,
+inside a string, to milliseconds, and handing it to another thread a few microseconds."""
+
+_log = logging.getLogger("gpu.constraints")
+
+Mask = npt.NDArray[np.int32]
+"""A row of :attr:`gpu.adjustments.Adjustment.bitmask`."""
+
+
+@attrs.define(eq=False)
+class _Matching:
+    """A grammar's matcher, and how much of the slot's output it has consumed."""
+
+    matcher: llguidance.LLMatcher
+    consumed: int = 0
+
+    def catch_up(self, output: npt.NDArray[np.int32]) -> None:
+        """Consume what is new of ``output``. A token that doesn't fit leaves an error."""
+        new = output[self.consumed :].tolist()
+        self.consumed += len(new)
+        for token in new:  # one by one, since many at once may not go past an end
+            self.matcher.consume_token(token)
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Constrained:
+    """What there is to one slot's draws."""
+
+    always: Mask | None
+    """What is allowed whatever the tokens, None for all."""
+    words: list[list[int]]
+    """Bad words of at least two tokens."""
+    matching: _Matching | None
+    processed: bool
+
+    @property
+    def masks(self) -> bool:
+        return self.always is not None or bool(self.words) or self.matching is not None
+
+
+class Constraints:
+    """:class:`gpu.adjustments.Adjuster` of a model.
+
+    Args:
+        vocab_size: the model's.
+        grammars: compiles the slots' grammars.
+        processors: the user's own.
+        num_threads: how many may compute masks at once.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        grammars: GrammarCache,
+        processors: Processors | None = None,
+        *,
+        num_threads: int = 1,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
+        self._grammars = grammars
+        self._processors = Processors() if processors is None else processors
+        self._threads = llguidance.LLExecutor(num_threads)
+        self._open: dict[int, _Constrained] = {}
+
+    def prepare(
+        self, grammar: Grammar | None, extra_args: Mapping[str, Any]
+    ) -> dict[str, str] | None:
+        """Whether a request with these can be served: compiles the one and checks the others.
+
+        For any thread. Returns None, or what is wrong (``error``) with which of them (``param``).
+        """
+        try:
+            taken = self._processors.check(extra_args)
+        except ValueError as error:
+            return {"error": str(error), "param": "extra_args"}
+        if extra_args and not taken:
+            names = ", ".join(sorted(extra_args))
+            return {
+                "error": f"no logits processor of this server (--logits-processors) takes {names}",
+                "param": "extra_args",
+            }
+        if grammar is not None:
+            try:
+                self._grammars.prepare(grammar)
+            except GrammarError as error:
+                return {"error": str(error), "param": "grammar"}
+        return None
+
+    def open(self, slot: Slot) -> None:
+        """See :meth:`gpu.adjustments.Adjuster.open`.
+
+        Raises:
+            PlanError: the grammar can't be compiled, or a processor failed.
+        """
+        params = slot.sampler
+        self._open.pop(slot.number, None)
+        constrained = _Constrained(
+            always=self._always(params),
+            words=[word for word in params.bad_words if len(word) > 1],
+            matching=self._matching(slot),
+            processed=self._processors.open(slot.number, params.extra_args),
+        )
+        if constrained.masks or constrained.processed:
+            self._open[slot.number] = constrained
+
+    def close(self, number: int) -> None:
+        """See :meth:`gpu.adjustments.Adjuster.close`."""
+        self._open.pop(number, None)
+        self._processors.close(number)
+
+    def shut_down(self) -> None:
+        """End the processes that try out grammars. Nothing more is to be prepared."""
+        self._grammars.close()
+
+    def adjusts(self, slot: Slot) -> bool:
+        """See :meth:`gpu.adjustments.Adjuster.adjusts`."""
+        return slot.number in self._open
+
+    def needs_last_token(self, slot: Slot) -> bool:
+        """See :meth:`gpu.adjustments.Adjuster.needs_last_token`."""
+        found = self._open.get(slot.number)
+        return found is not None and bool(found.words or found.matching or found.processed)
+
+    def adjustment(self, logits: torch.Tensor, slots: Sequence[Slot]) -> Adjustment:
+        """See :meth:`gpu.adjustments.Adjuster.adjustment`.
+
+        Raises:
+            PlanError: a processor failed.
+        """
+        found = {
+            row: (slot, constrained)
+            for row, slot in enumerate(slots)
+            if not slot.stopped and (constrained := self._open.get(slot.number)) is not None
+        }
+        return Adjustment(bias=self._bias(logits, found), bitmask=self._bitmask(logits, found))
+
+    def _bias(
+        self, logits: torch.Tensor, found: Mapping[int, tuple[Slot, _Constrained]]
+    ) -> torch.Tensor | None:
+        rows = [
+            ProcessorRow(
+                index=row,
+                slot=slot.number,
+                tokens=slot.tokens,
+                prompt_length=slot.prompt_length,
+            )
+            for row, (slot, constrained) in found.items()
+            if constrained.processed
+        ]
+        if not rows:
+            return None
+        bias = torch.zeros_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
+        self._processors.apply(logits, bias, rows)
+        return bias
+
+    def _bitmask(
+        self, logits: torch.Tensor, found: Mapping[int, tuple[Slot, _Constrained]]
+    ) -> torch.Tensor | None:
+        masked = {row: each for row, each in found.items() if each[1].masks}
+        if not masked:
+            return None
+        masks = np.full((len(logits), self._num_words), -1, dtype=np.int32)
+        self._mask_by_grammars(masks, masked)
+        for row, (slot, constrained) in masked.items():
+            if constrained.always is not None:
+                masks[row] &= constrained.always
+            output = slot.tokens[slot.prompt_length :]
+            for word in constrained.words:
+                if _ends_with(output, word[:-1]):
+                    _forbid(masks[row], word[-1])
+        return upload(masks, logits.device)
+
+    def _mask_by_grammars(
+        self, masks: Mask, masked: Mapping[int, tuple[Slot, _Constrained]]
+    ) -> None:
+        matchers: list[tuple[llguidance.LLMatcher, int]] = []
+        for row, (slot, constrained) in masked.items():
+            if constrained.matching is not None:
+                constrained.matching.catch_up(slot.tokens[slot.prompt_length :])
+                matchers.append((constrained.matching.matcher, row))
+        address, num_bytes = masks.ctypes.data, masks.strides[0]
+        if len(matchers) >= ROWS_FOR_THREADS:
+            self._threads.unsafe_compute_mask_ptr(matchers, address, num_bytes, len(masks))
+        else:
+            for matcher, row in matchers:
+                matcher.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
+        for matcher, row in matchers:
+            if matcher.is_error():
+                # The sequence ends with an error, for there is nothing to draw.
+                _log.warning("slot %d: %s", masked[row][0].number, matcher.get_error())
+                masks[row] = 0
+
+    def _always(self, params: SamplerParams) -> Mask | None:
+        banned = [word[0] for word in params.bad_words if len(word) == 1]
+        if not params.allowed_token_ids and not banned:
+            return None
+        mask = np.full(self._num_words, 0 if params.allowed_token_ids else -1, dtype=np.int32)
+        ids = np.array(params.allowed_token_ids, dtype=np.int64)
+        np.bitwise_or.at(mask.view(np.uint32), ids // 32, np.uint32(1) << (ids % 32).astype("u4"))
+        for token in banned:
+            _forbid(mask, token)
+        return mask
+
+    def _matching(self, slot: Slot) -> _Matching | None:
+        grammar = slot.sampler.grammar
+        if grammar is None:
+            return None
+        try:
+            return _Matching(self._grammars.matcher(grammar))
+        except GrammarError as error:
+            raise PlanError(f"the grammar of slot {slot.number}: {error}", slot.number) from error
+
+
+def _ends_with(output: npt.NDArray[np.int32], tokens: list[int]) -> bool:
+    return bool(output[-len(tokens) :].tolist() == tokens)
+
+
+def _forbid(mask: Mask, token: int) -> None:
+    mask.view(np.uint32)[token // 32] &= ~(np.uint32(1) << np.uint32(token % 32))

@@ -1,0 +1,1 @@
+"""Steps on an NVIDIA GPU: loading, the executor, its state on the device, graphs, the sampler."""

@@ -1,0 +1,141 @@
+"""Everything that serves one model with kernels: step buffer, state, cache, attention, sampler."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from gpu.adjustments import Adjuster
+from gpu.attention import CacheShape
+from gpu.attention.cuda import CudaAttention
+from gpu.attention.kv_cache import FP8, KvCache
+from gpu.attention.limits import AttentionLimits
+from gpu.cuda.executor import CudaExecutor, executor_regions
+from gpu.cuda.sampler import DeviceSampler
+from gpu.cuda.state import DeviceState
+from gpu.cuda.step_buffer import StepBuffer
+from gpu.cuda.timeline import Timeline
+from gpu.kernels import KernelLoader
+from gpu.models.decoder import Decoder
+from gpu.rope import cos_sin_table
+from gpu.slots import SlotTable
+from trioserve.model_files import ModelConfig
+
+__all__ = ["ServingLimits", "assemble", "attention_limits", "cache_shape"]
+
+
+@attrs.frozen(kw_only=True)
+class ServingLimits:
+    """How much is served at once, and how; the options of the same names explain."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int
+    kv_cache_dtype: str
+    max_logprobs: int
+    logprobs_mode: str
+    batch_invariant_attention: bool
+
+
+def cache_shape(
+    config: ModelConfig, limits: ServingLimits, dtype: torch.dtype, device: torch.device
+) -> CacheShape:
+    """The KV cache of a model that computes in ``dtype``."""
+    return CacheShape(
+        num_layers=config.num_layers,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=FP8 if limits.kv_cache_dtype == "fp8" else dtype,
+        device=device,
+    )
+
+
+def attention_limits(
+    config: ModelConfig, limits: ServingLimits, num_multiprocessors: int
+) -> AttentionLimits:
+    """What the limits mean for attention on a device with so many multiprocessors."""
+    return AttentionLimits(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        windows=config.windows,
+        max_rows=limits.max_num_seqs,
+        max_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        num_multiprocessors=num_multiprocessors,
+        batch_invariant=limits.batch_invariant_attention,
+    )
+
+
+def assemble(
+    loader: KernelLoader,
+    model: Decoder,
+    limits: ServingLimits,
+    timeline: Timeline,
+    adjuster: Adjuster | None = None,
+) -> tuple[CudaExecutor, SlotTable]:
+    """An executor for ``model``, and the slots whose block tables it reads.
+
+    ``adjuster`` says what is done to logits before a token is drawn; nothing if it is None.
+
+    Raises:
+        ValueError: the kernels aren't made for the model's shape.
+    """
+    config = model.config
+    max_rows, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    of_attention = attention_limits(config, limits, loader.num_multiprocessors)
+    regions = {
+        **executor_regions(max_rows, max_tokens),
+        **of_attention.regions(),
+        **DeviceState.regions(),
+    }
+    buffer = StepBuffer(loader.device, regions)
+    state = DeviceState(
+        loader,
+        buffer,
+        num_slots=max_rows,
+        max_model_len=limits.max_model_len,
+        page_size=limits.page_size,
+    )
+    attention = CudaAttention(
+        loader,
+        buffer=buffer,
+        block_tables=state.block_tables,
+        cache=KvCache(cache_shape(config, limits, model.dtype, loader.device)),
+        limits=of_attention,
+        dtype=model.dtype,
+        cos_sin=cos_sin_table(config, limits.max_model_len).to(loader.device),
+    )
+    sampler = DeviceSampler(
+        loader,
+        vocab_size=config.vocab_size,
+        num_slots=max_rows,
+        max_rows=max_rows,
+        history=state.history,
+        max_logprobs=limits.max_logprobs,
+        processed_logprobs=limits.logprobs_mode == "processed",
+    )
+    slots = SlotTable(
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        max_model_len=limits.max_model_len,
+        vocab_size=config.vocab_size,
+    )
+    executor = CudaExecutor(
+        loader,
+        model=model,
+        attention=attention,
+        sampler=sampler,
+        state=state,
+        buffer=buffer,
+        slots=slots,
+        timeline=timeline,
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        adjuster=adjuster,
+    )
+    return executor, slots

@@ -1,0 +1,282 @@
+"""Steps on a GPU, or in the emulation: packed on the host, queued, and waited for later.
+
+A step is one upload, the forward pass, the sampler, and a copy of what was drawn. The host reads
+none of its results: the next step's input tokens are gathered from the device's own history, so it
+can be queued before this one has ended. Steps of rows of one token replay CUDA graphs, forward and
+sampling apart; steps with longer rows are launched one kernel after the other.
+
+Where logits are adjusted before the draw, the sampler is launched behind the graph of the forward
+pass: it is four launches, queued while the device computes, and a graph of its own for them would
+have to copy every mask to where it was captured. If an adjustment needs a token that is still on
+the device, the step is deferred (see :mod:`gpu.executor`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from gpu.adjustments import Adjuster, NoAdjuster
+from gpu.attention import StepLayout
+from gpu.attention.cuda import CudaAttention
+from gpu.cuda.graphs import Capturer, GraphLadder, ladder, sharing_ladder
+from gpu.cuda.sampler import DeviceSampler
+from gpu.cuda.state import DeviceState
+from gpu.cuda.step import CudaStep, CudaSubmission, Replay
+from gpu.cuda.step_buffer import StepBuffer
+from gpu.cuda.timeline import Ending, Timeline
+from gpu.executor import Submission, in_layout_order, step_layout
+from gpu.extras import SlotExtras
+from gpu.kernels import KernelLoader
+from gpu.kernels.gather_tokens import GatherTokens
+from gpu.models.decoder import Decoder
+from gpu.prompt_logprobs import PromptSpan, logprobs_of, score_prompt
+from gpu.slots import Row, Slot, SlotTable
+
+__all__ = ["CudaExecutor", "executor_regions"]
+
+_EMPTY_LAYOUT = StepLayout(
+    positions=np.zeros(0, np.int64),
+    query_start=np.zeros(1, np.int64),
+    context_lens=np.zeros(0, np.int64),
+    slots=np.zeros(0, np.int64),
+    block_tables=np.zeros((0, 1), np.int32),
+    num_decode_rows=0,
+)
+
+
+def executor_regions(max_rows: int, max_tokens: int) -> dict[str, int]:
+    """What the executor itself needs of the step buffer."""
+    return {
+        "sampling_slots": max_rows,
+        "lengths": max_rows,
+        "sampled_from": max_rows,
+        "token_slots": max_tokens,
+    }
+
+
+class CudaExecutor:
+    """:class:`gpu.executor.Executor` over kernels.
+
+    The parts share one device and one step buffer, which has the regions of all of them.
+    """
+
+    def __init__(
+        self,
+        loader: KernelLoader,
+        *,
+        model: Decoder,
+        attention: CudaAttention,
+        sampler: DeviceSampler,
+        state: DeviceState,
+        buffer: StepBuffer,
+        slots: SlotTable,
+        timeline: Timeline,
+        max_rows: int,
+        max_tokens: int,
+        adjuster: Adjuster | None = None,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._sampler = sampler
+        self._state = state
+        self._buffer = buffer
+        self._slots = slots
+        self._timeline = timeline
+        self._gather = GatherTokens(loader, history=state.history)
+        self._extras = SlotExtras(adjuster or NoAdjuster())
+        self._tokens = torch.zeros(max_tokens, dtype=torch.int64, device=loader.device)
+        # Of the step that is being computed; a graph leaves them where others find them.
+        self._logits = torch.empty(
+            max_rows, sampler.vocab_size, dtype=torch.float32, device=loader.device
+        )
+        self._plain = GraphLadder()
+        self._sharing = GraphLadder()
+
+    @property
+    def completions(self) -> int | None:
+        """See :attr:`gpu.executor.Executor.completions`."""
+        return self._timeline.completions
+
+    def open(self, slot: Slot) -> None:
+        """See :meth:`gpu.executor.Executor.open`."""
+        self._state.open(slot)
+        self._sampler.open(slot.number, slot.sampler, slot.prompt_length)
+        self._extras.open(slot)
+
+    def close(self, number: int) -> None:
+        """See :meth:`gpu.executor.Executor.close`."""
+        self._extras.close(number)
+
+    def submit(self, rows: Sequence[Row]) -> Submission:
+        """See :meth:`gpu.executor.Executor.submit`."""
+        if not rows:
+            return CudaSubmission(CudaStep(), self._end, self._timeline.skip_step())
+        sampling = [row for row in rows if row.samples]
+        submission = CudaSubmission(self._begin(rows, sampling), self._end)
+        if not self._extras.waits(sampling):
+            submission.sample()
+        return submission
+
+    def capture(
+        self, capturer: Capturer, max_rows: int, progress: Callable[[int, int], None]
+    ) -> None:
+        """Capture steps of up to ``max_rows`` rows of one token.
+
+        ``progress`` is called with how many batch sizes are captured, and of how many.
+        """
+        plain = ladder(max_rows)
+        sharing = sharing_ladder(max_rows) if self._attention.may_share else []
+        total = len(plain) + len(sharing)
+        done = 0
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            progress(done, total)
+
+        progress(0, total)
+        with torch.inference_mode():
+            for graphs, sizes, shares in (
+                (self._sharing, sharing, True),
+                (self._plain, plain, False),
+            ):
+                graphs.capture(
+                    capturer,
+                    sizes,
+                    prepare=functools.partial(self._prepare_padded, shares=shares),
+                    forward=lambda size: self._head(self._forward(size)),
+                    sample=self._draw,
+                    on_captured=count,
+                )
+
+    def _prepare_padded(self, size: int, *, shares: bool) -> None:
+        """Set the launches of a captured step, and have a step of nothing but padding for it."""
+        self._attention.begin_padded(size, shares=shares)
+        self._attention.pack_padded(_EMPTY_LAYOUT, size, None)
+        self._pack_rows([], _EMPTY_LAYOUT, Replay(self._plain, size))
+        self._state.pack([], self._slots)
+        self._buffer.upload()
+
+    def _begin(self, rows: Sequence[Row], sampling: list[Row]) -> CudaStep:
+        """Queue the forward pass of ``rows``, and what is reported of it besides a draw."""
+        ordered = in_layout_order(rows)
+        layout = step_layout(ordered, self._slots)
+        spans = self._extras.prompt_spans(ordered, layout.query_start[:-1])
+        adjusted = self._extras.adjusts(sampling)
+        # A graph gives no hidden states, and no logits side by side if some rows don't sample.
+        replayable = not spans and not (adjusted and len(sampling) < len(rows))
+        with torch.inference_mode():
+            replay = self._pack_attention(layout, replayable)
+            place_of = self._pack_rows(ordered, layout, replay)
+            self._state.pack(ordered, self._slots)
+            self._timeline.begin_step()
+            self._buffer.upload()
+            self._state.copy_large()
+            places = np.array([place_of[row.slot.number] for row in sampling], dtype=np.int64)
+            reports: list[torch.Tensor] = []
+            if replay is not None:
+                replay.graphs.replay_forward(replay.size)
+            else:
+                hidden = self._forward(len(layout.positions))
+                reports += self._score(spans, hidden)
+                if sampling:
+                    last = self._buffer["sampled_from"][: len(sampling)]
+                    self._head(hidden.index_select(0, last))
+            named = self._extras.named_ids(sampling)
+            if named:
+                reports.append(logprobs_of(self._logits, places[list(named)], named.values()))
+        return CudaStep(
+            rows=sampling,
+            places=places,
+            replay=replay,
+            adjusted=adjusted,
+            spans=spans,
+            named=named,
+            reports=reports,
+        )
+
+    def _end(self, step: CudaStep) -> Ending:
+        """Queue the draws of ``step``, and its end."""
+        with torch.inference_mode():
+            if step.adjusted:
+                self._draw_adjusted(step)
+            elif step.replay is not None:
+                self._timeline.before_outputs()
+                step.replay.graphs.replay_sampling(step.replay.size)
+            elif step.rows:
+                self._timeline.before_outputs()
+                self._draw(len(step.rows), self._logits[: len(step.rows)])
+            return self._timeline.end_step(step.outputs(self._sampler.outputs))
+
+    def _pack_attention(self, layout: StepLayout, replayable: bool) -> Replay | None:
+        """Pack what attention needs, for the graphs that fit the step; None if none does."""
+        num_rows = len(layout.slots)
+        if replayable and layout.num_decode_rows == num_rows:
+            size = self._sharing.size_for(num_rows)
+            shared = None if size is None else self._attention.find_shared(layout, size)
+            graphs = self._plain if shared is None else self._sharing
+            size = graphs.size_for(num_rows)
+            if size is not None:
+                self._attention.pack_padded(layout, size, shared)
+                return Replay(graphs, size)
+        self._attention.begin(layout)
+        return None
+
+    def _pack_rows(
+        self, ordered: Sequence[Row], layout: StepLayout, replay: Replay | None
+    ) -> dict[int, int]:
+        """Pack whose tokens are gathered and which rows sample: the place of each of these.
+
+        In a graph every row has its place, as padding if it doesn't sample; else they close up.
+        """
+        put, size = self._buffer.put, 0 if replay is None else replay.size
+        samples = np.array([row.samples for row in ordered], dtype=bool)
+        numbers, lengths, last = layout.slots, layout.context_lens, layout.query_start[1:] - 1
+        put("token_slots", np.repeat(numbers, np.diff(layout.query_start)), padded_to=size, fill=-1)
+        if replay is None:
+            numbers, lengths, last = numbers[samples], lengths[samples], last[samples]
+        else:
+            numbers = np.where(samples, numbers, -1)
+        put("sampling_slots", numbers, padded_to=size, fill=-1)
+        put("lengths", lengths, padded_to=size)
+        put("sampled_from", last)
+        return {slot: place for place, slot in enumerate(numbers.tolist()) if slot >= 0}
+
+    def _forward(self, num_tokens: int) -> torch.Tensor:
+        """The hidden states of a step's tokens, whose launches attention has been set for."""
+        self._state.scatter()
+        tokens = self._tokens[:num_tokens]
+        self._gather.launch(self._buffer["token_slots"], self._buffer["positions"], tokens)
+        return self._model.forward(tokens, self._attention)
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits that follow from ``hidden`` [R, E], in the first R rows of all there are."""
+        return self._model.logits(hidden, self._logits[: len(hidden)])
+
+    def _score(self, spans: list[PromptSpan], hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Five tensors of each span."""
+        logits, vocab_size = self._model.logits, self._sampler.vocab_size
+        return [each for span in spans for each in score_prompt(span, hidden, logits, vocab_size)]
+
+    def _draw(self, num_rows: int, logits: torch.Tensor) -> None:
+        slots, lengths = self._buffer["sampling_slots"], self._buffer["lengths"]
+        self._sampler.launch(logits, slots[:num_rows], lengths[:num_rows])
+
+    def _draw_adjusted(self, step: CudaStep) -> None:
+        """The same for rows that all sample, with what their adjuster makes of their logits."""
+        num_rows = len(step.rows)
+        logits = self._logits[:num_rows]
+        in_place = [step.rows[i] for i in np.argsort(step.places)]
+        adjustment = self._extras.adjustment(logits, in_place)
+        self._timeline.before_outputs()
+        self._sampler.launch(
+            logits,
+            self._buffer["sampling_slots"][:num_rows],
+            self._buffer["lengths"][:num_rows],
+            bias=adjustment.bias,
+            bitmask=adjustment.bitmask,
+        )

@@ -1,0 +1,253 @@
+"""Loading a model on a GPU: weights first, then a step to see what it needs, then the KV cache.
+
+The cache gets what the budget of ``--gpu-memory-utilization`` leaves beside the weights, the
+largest step's activations and the CUDA graphs. The largest step is run to measure it, over a cache
+that is just large enough; graphs are estimated, for they can only be captured over the real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+
+import attrs
+import torch
+
+from gpu.adjustments import Adjuster
+from gpu.attention import CacheShape
+from gpu.attention.kv_cache import bytes_per_page
+from gpu.cuda.assembly import ServingLimits, assemble, attention_limits, cache_shape
+from gpu.cuda.device import CudaDevice, Gpu, is_out_of_memory
+from gpu.cuda.graphs import ladder, sharing_ladder
+from gpu.cuda.model_kernels import model_kernels
+from gpu.kernels.attention_tile import PAGE_SIZES, check_attention_arguments
+from gpu.kernels.nvrtc import KernelBuildError
+from gpu.loading import Loaded, OnProgress, warm_up
+from gpu.memory import (
+    GRAPHS_DONT_FIT,
+    GpuMemory,
+    cache_doesnt_fit,
+    choose_num_gpu_pages,
+    graph_bytes,
+    step_doesnt_fit,
+)
+from gpu.models import build_model
+from gpu.models.decoder import Decoder
+from gpu.operations.cuda_ops import CudaOperations
+from gpu.prompt_logprobs import peak_bytes
+from gpu.weights import expected_tensors, load_weights
+from trioserve.errors import ModelLoadError
+from trioserve.model_files import ModelConfig, ModelFiles
+from trioserve.wire import Start
+
+__all__ = ["load_model", "load_on_gpu"]
+
+# Norms, projections, attention with its merge, gate: what a layer launches, rounded up.
+LAUNCHES_PER_LAYER = 14
+# Tokens are the second dimension of some grids, which goes no further.
+MOST_BATCHED_TOKENS = 65535
+
+
+def load_on_gpu(
+    start: Start,
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: OnProgress,
+    adjuster: Adjuster,
+) -> Loaded:
+    """Load a model on ``device``; see :func:`load_model`."""
+    try:
+        gpu = CudaDevice(device)
+    except KernelBuildError as error:
+        raise ModelLoadError(f"the GPU can't be used: {error}") from error
+    return load_model(gpu, start, files, dtype, on_progress, adjuster)
+
+
+def load_model(
+    gpu: Gpu,
+    start: Start,
+    files: ModelFiles,
+    dtype: torch.dtype,
+    on_progress: OnProgress,
+    adjuster: Adjuster | None = None,
+) -> Loaded:
+    """Load a model and give it all that it may have of the GPU's memory.
+
+    Args:
+        gpu: where to.
+        start: limits, all chosen but the number of pages.
+        files: of the model.
+        dtype: bfloat16 or float16.
+        on_progress: called often, with a stage, how much of it is done and of how much.
+        adjuster: says what is done to logits before a token is drawn; nothing if it is None.
+
+    Raises:
+        ModelLoadError: the model can't be served so; one line says why and what to do.
+    """
+    _check_limits(start)
+    config = files.config
+    free, total = gpu.memory()
+    memory = GpuMemory(total=total, free=free, utilization=start.gpu_memory_utilization)
+    memory.check_weights(_weight_bytes(config, dtype))
+    limits = _limits(start, num_pages=0)
+    with _refusing_shapes():
+        _build_kernels(gpu, config, limits, dtype, on_progress)
+    with _explaining(lambda: memory.weights_dont_fit(_weight_bytes(config, dtype))):
+        model = _load_weights(gpu, files, dtype, on_progress)
+    with _refusing_shapes():
+        in_use, activations = _measure(gpu, model, limits, free, on_progress)
+    if not start.enforce_eager:
+        in_use += _graph_bytes(config, limits, activations)
+    num_pages = choose_num_gpu_pages(
+        start,
+        memory,
+        in_use=in_use,
+        bytes_per_page=bytes_per_page(_cache_shape(model, limits)),
+        max_model_len=start.max_model_len,
+    )
+    limits = attrs.evolve(limits, num_pages=num_pages)
+    with _explaining(lambda: cache_doesnt_fit(num_pages)):
+        executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster)
+    if not start.enforce_eager:
+        with _explaining(lambda: GRAPHS_DONT_FIT):
+            executor.capture(
+                gpu.capturer(),
+                _max_decode_rows(limits),
+                lambda done, total: on_progress("CUDA graphs", done, total),
+            )
+    return Loaded(executor=executor, slots=slots, num_pages=num_pages, device_name=gpu.name)
+
+
+def _check_limits(start: Start) -> None:
+    if start.page_size not in PAGE_SIZES:
+        raise ModelLoadError(
+            f"--block-size {start.page_size} is not served on a GPU: use 16, 32 or 64"
+        )
+    if start.max_num_batched_tokens > MOST_BATCHED_TOKENS:
+        raise ModelLoadError(
+            f"--max-num-batched-tokens {start.max_num_batched_tokens} is more than a step on a GPU "
+            f"may have: use at most {MOST_BATCHED_TOKENS}"
+        )
+
+
+def _limits(start: Start, *, num_pages: int) -> ServingLimits:
+    return ServingLimits(
+        max_model_len=start.max_model_len,
+        max_num_seqs=start.max_num_seqs,
+        max_num_batched_tokens=start.max_num_batched_tokens,
+        page_size=start.page_size,
+        num_pages=num_pages,
+        kv_cache_dtype=start.kv_cache_dtype,
+        max_logprobs=start.max_logprobs,
+        logprobs_mode=start.logprobs_mode,
+        batch_invariant_attention=start.batch_invariant_attention,
+    )
+
+
+def _build_kernels(
+    gpu: Gpu,
+    config: ModelConfig,
+    limits: ServingLimits,
+    dtype: torch.dtype,
+    on_progress: OnProgress,
+) -> None:
+    shape = cache_shape(config, limits, dtype, gpu.loader.device)
+    check_attention_arguments(
+        dtype=dtype,
+        cache_dtype=shape.dtype,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=limits.page_size,
+    )
+    may_share = attention_limits(config, limits, gpu.loader.num_multiprocessors).may_share
+    sources = model_kernels(config, dtype=dtype, cache_dtype=shape.dtype, may_share=may_share)
+    try:
+        gpu.build(sources, lambda done, total: on_progress("kernels", done, total))
+    except KernelBuildError as error:
+        raise ModelLoadError(f"the kernels can't be built: {error}") from error
+
+
+def _load_weights(
+    gpu: Gpu, files: ModelFiles, dtype: torch.dtype, on_progress: OnProgress
+) -> Decoder:
+    """The model, each of its tensors moved to the GPU as it is read."""
+    with _refusing_shapes():
+        operations = CudaOperations(
+            gpu.loader,
+            hidden_size=files.config.hidden_size,
+            intermediate_size=files.config.intermediate_size,
+            dtype=dtype,
+        )
+    weights = load_weights(files, dtype, lambda done, total: on_progress("weights", done, total))
+    on_gpu = ((name, tensor.to(gpu.loader.device)) for name, tensor in weights)
+    return build_model(files.config, on_gpu, operations)
+
+
+def _measure(
+    gpu: Gpu, model: Decoder, limits: ServingLimits, free: int, on_progress: OnProgress
+) -> tuple[int, int]:
+    """Run the largest step over a cache that just holds it.
+
+    ``free`` is what was free before the weights. Returns the bytes in use then, without the cache
+    and with the step's activations, and the activations alone.
+    """
+    num_rows = _max_decode_rows(limits)
+    length = min(limits.max_num_batched_tokens // num_rows, limits.max_model_len)
+    num_pages = num_rows * -(-length // limits.page_size)
+    limits = attrs.evolve(limits, num_pages=num_pages)
+    on_progress("memory", 0, 1)
+    with _explaining(lambda: step_doesnt_fit(limits.max_num_batched_tokens)):
+        executor, slots = assemble(gpu.loader, model, limits, gpu.timeline())
+        activations = gpu.peak_of(
+            lambda: warm_up(executor, slots, [length] * num_rows, limits.page_size)
+        )
+    # Prompts are reported on when the activations of the forward pass are free again.
+    scoring = peak_bytes(model.config.vocab_size, limits.max_num_batched_tokens)
+    activations = max(activations, scoring)
+    held = free - gpu.memory()[0] - num_pages * bytes_per_page(_cache_shape(model, limits))
+    on_progress("memory", 1, 1)
+    return held + activations, activations
+
+
+def _cache_shape(model: Decoder, limits: ServingLimits) -> CacheShape:
+    return cache_shape(model.config, limits, model.dtype, model.device)
+
+
+def _graph_bytes(config: ModelConfig, limits: ServingLimits, activations: int) -> int:
+    num_rows = _max_decode_rows(limits)
+    sizes = len(ladder(num_rows)) + len(sharing_ladder(num_rows))
+    return graph_bytes(2 * sizes, LAUNCHES_PER_LAYER * config.num_layers, activations)
+
+
+def _max_decode_rows(limits: ServingLimits) -> int:
+    """The most rows of one token that a step may have."""
+    return min(limits.max_num_seqs, limits.max_num_batched_tokens)
+
+
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    return sum(math.prod(shape) for shape in expected_tensors(config).values()) * dtype.itemsize
+
+
+@contextlib.contextmanager
+def _explaining(line: Callable[[], str]) -> Iterator[None]:
+    """Running out of the GPU's memory in the block is an error of this one line."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelLoadError(line()) from error
+
+
+@contextlib.contextmanager
+def _refusing_shapes() -> Iterator[None]:
+    """A kernel that isn't made for the model says so in a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ModelLoadError(
+            f"this model is not served so on a GPU: {error}; --device cpu may serve it"
+        ) from error

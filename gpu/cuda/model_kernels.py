@@ -1,0 +1,46 @@
+"""Which kernels one model needs, so that they can be built side by side before it is assembled."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu.kernels import KernelSource, combine_partials, decode_attention
+from gpu.kernels.attention_tile import TILES
+from gpu.kernels.gather_tokens import gather_tokens_source
+from gpu.kernels.prefill_attention import prefill_attention_source
+from gpu.kernels.prefix_attention import prefix_attention_source
+from gpu.kernels.rms_norm import rms_norm_source
+from gpu.kernels.rope_and_write import rope_and_write_source
+from gpu.kernels.sampling import Tiling, sampling_sources
+from gpu.kernels.scatter_updates import scatter_updates_source
+from gpu.kernels.silu_mul import silu_mul_source
+from trioserve.model_files import ModelConfig
+
+__all__ = ["model_kernels"]
+
+
+def model_kernels(
+    config: ModelConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, may_share: bool
+) -> list[KernelSource]:
+    """Every kernel that :func:`gpu.cuda.assembly.assemble` and the model's operations load.
+
+    ``may_share`` is :attr:`gpu.attention.limits.AttentionLimits.may_share`.
+    """
+    head_dim = config.head_dim
+    sources = [
+        gather_tokens_source(),
+        scatter_updates_source(),
+        rms_norm_source(config.hidden_size, dtype, add=False),
+        rms_norm_source(config.hidden_size, dtype, add=True),
+        silu_mul_source(dtype),
+        rope_and_write_source(head_dim, dtype, cache_dtype),
+        decode_attention.source(head_dim, dtype, cache_dtype),
+        combine_partials.source(head_dim, dtype),
+        *sampling_sources(Tiling.of(config.vocab_size)).values(),
+    ]
+    tiled = [prefill_attention_source, *([prefix_attention_source] if may_share else [])]
+    return sources + [
+        source(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile)
+        for source in tiled
+        for tile in TILES
+    ]

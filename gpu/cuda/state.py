@@ -1,0 +1,144 @@
+"""What the device remembers of each slot: its block table and its tokens.
+
+Both are rows of one int32 arena. The sampler appends to the tokens on the device itself; all else
+is changed by the host, with the pairs (index, value) that travel in the step buffer. Where a step
+has more of them than fit, the rest is copied row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu.cuda.step_buffer import StepBuffer
+from gpu.kernels import KernelLoader
+from gpu.kernels.scatter_updates import ScatterUpdates
+from gpu.slots import PlanError, Row, Slot, SlotTable
+from gpu.upload import staged
+
+__all__ = ["DeviceState"]
+
+MAX_UPDATES = 4096
+# Rows begin at multiples of this many numbers, so that kernels may read four at once.
+ALIGNMENT = 4
+
+_Run = tuple[int, npt.NDArray[np.int32]]
+"""Where in the arena successive numbers begin, and what they are to be."""
+
+
+class DeviceState:
+    """Block tables and tokens of ``num_slots`` slots with up to ``max_model_len`` tokens each.
+
+    :meth:`regions` of the step buffer belong to it. :meth:`open` and :meth:`pack` note what the
+    host knows; :meth:`copy_large` and :meth:`scatter` bring the device to it, after the upload of
+    the same step.
+
+    Raises:
+        ValueError: so many tokens that their places are no int32.
+    """
+
+    @staticmethod
+    def regions() -> dict[str, int]:
+        """What it needs of the step buffer."""
+        return {"num_updates": 1, "updates": 2 * MAX_UPDATES}
+
+    def __init__(
+        self,
+        loader: KernelLoader,
+        buffer: StepBuffer,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        page_size: int,
+    ) -> None:
+        self._num_slots = num_slots
+        self._buffer = buffer
+        pages = _aligned(-(-max_model_len // page_size))
+        # A token may be drawn behind the last position; it is never computed.
+        tokens = _aligned(max_model_len + 1)
+        if num_slots * (pages + tokens) > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"{num_slots} sequences (--max-num-seqs) of {max_model_len} tokens "
+                "(--max-model-len) are more than the device keeps"
+            )
+        self._arena = torch.zeros(
+            num_slots * (pages + tokens), dtype=torch.int32, device=loader.device
+        )
+        tables = self._arena[: num_slots * pages]
+        self.block_tables = tables.view(num_slots, pages)
+        """[num_slots, pages of a sequence]: page ids; what is behind a slot's last is old."""
+        self.history = self._arena[len(tables) :].view(num_slots, tokens)
+        """[num_slots, max_model_len + 1 or more]: prompt and output."""
+        self._first_token = len(tables)
+        self._pages_known = [0] * num_slots
+        self._opened: dict[int, npt.NDArray[np.int32]] = {}
+        self._large: list[_Run] = []
+        self._scatter = ScatterUpdates(
+            loader,
+            arena=self._arena,
+            updates=buffer["updates"],
+            num_updates=buffer["num_updates"],
+        )
+
+    def open(self, slot: Slot) -> None:
+        """The slot's tokens are those that the host has, and no page of it is known.
+
+        Raises:
+            PlanError: there are fewer slots.
+        """
+        if slot.number >= self._num_slots:
+            raise PlanError(f"slot {slot.number} is one of {self._num_slots}", slot.number)
+        self._pages_known[slot.number] = 0
+        self._opened[slot.number] = slot.tokens.copy()
+
+    def pack(self, rows: Sequence[Row], slots: SlotTable) -> None:
+        """Put the changes since the last step into the step buffer, before its upload."""
+        indices: list[npt.NDArray[np.int64]] = []
+        values: list[npt.NDArray[np.int32]] = []
+        room = MAX_UPDATES
+        for first, numbers in self._changes(rows, slots):
+            if len(numbers) > room:
+                self._large.append((first, numbers))
+                continue
+            room -= len(numbers)
+            indices.append(np.arange(first, first + len(numbers)))
+            values.append(numbers)
+        self._buffer.put("num_updates", MAX_UPDATES - room)
+        if indices:
+            pairs = np.stack([np.concatenate(indices), np.concatenate(values)], axis=1)
+            self._buffer.put("updates", pairs)
+
+    def copy_large(self) -> None:
+        """Copy what found no place in the step buffer. Not to be captured."""
+        for first, numbers in self._large:
+            source = staged(numbers, self._arena.device)
+            self._arena[first : first + len(numbers)].copy_(source, non_blocking=True)
+        self._large.clear()
+
+    def scatter(self) -> None:
+        """Apply the pairs that the step buffer brought."""
+        self._scatter.launch()
+
+    def _changes(self, rows: Sequence[Row], slots: SlotTable) -> list[_Run]:
+        """Runs of numbers to write. No two overlap."""
+        stride = self.history.shape[1]
+        changes = [
+            (self._first_token + number * stride, tokens) for number, tokens in self._opened.items()
+        ]
+        self._opened.clear()
+        stride = self.block_tables.shape[1]
+        for row in rows:
+            number, num_pages = row.slot.number, row.slot.num_pages
+            known = self._pages_known[number]
+            if known < num_pages:
+                table = slots.block_tables[number, known:num_pages].copy()
+                changes.append((number * stride + known, table))
+                self._pages_known[number] = num_pages
+        return changes
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT

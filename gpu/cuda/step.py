@@ -1,0 +1,107 @@
+"""A step of the executor over kernels on its way: what is queued, and how its outputs are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu.cuda.graphs import GraphLadder
+from gpu.cuda.sampler import SamplerOutputs, top_lists
+from gpu.cuda.timeline import Ending, Finished
+from gpu.executor import Drawn
+from gpu.prompt_logprobs import PromptSpan, in_rows, prompt_piece
+from gpu.slots import Row
+
+__all__ = ["CudaStep", "CudaSubmission", "Replay"]
+
+
+@attrs.frozen
+class Replay:
+    """The graphs that a step replays."""
+
+    graphs: GraphLadder
+    size: int
+
+
+@attrs.frozen(kw_only=True)
+class CudaStep:
+    """A step whose forward pass is queued.
+
+    Its outputs are, in this order: one or four of the sampler's, if a row samples; five for each of
+    ``spans``; and the log-probabilities of ``named``, if there are any.
+    """
+
+    rows: list[Row] = attrs.field(factory=list)
+    """The S rows that sample, in the plan's order."""
+    places: npt.NDArray[np.int64] = attrs.field(factory=lambda: np.zeros(0, np.int64))
+    """[S], which logits and which of the sampler's outputs are a row's."""
+    replay: Replay | None = None
+    adjusted: bool = False
+    """Whether logits are adjusted before the draw."""
+    spans: list[PromptSpan] = attrs.field(factory=list)
+    named: dict[int, list[int]] = attrs.field(factory=dict)
+    """Which of ``rows`` report the log-probabilities of which ids."""
+    reports: list[torch.Tensor] = attrs.field(factory=list)
+    """What the forward pass gave of ``spans`` and ``named``; alive until they are copied."""
+    asked: list[int] = attrs.field(init=False)
+    """[S], each row's ``SamplerParams.logprobs``."""
+
+    @asked.default
+    def _asked(self) -> list[int]:
+        return [row.slot.sampler.logprobs for row in self.rows]
+
+    def outputs(self, drawn: SamplerOutputs) -> list[torch.Tensor]:
+        """What is to be copied to the host when the step ends."""
+        if not self.rows:
+            return self.reports
+        wanted = [drawn.tokens]
+        if max(self.asked) >= 0:
+            wanted += [drawn.logprobs, drawn.top_ids, drawn.top_values]
+        count = int(self.places.max()) + 1
+        return [*(output[:count] for output in wanted), *self.reports]
+
+    def drawn(self, finished: Finished) -> Drawn:
+        """What the copied outputs say, row by row."""
+        arrived = iter(finished.outputs)
+        tokens = next(arrived)[self.places] if self.rows else np.zeros(0, np.int32)
+        logprobs = top = None
+        if max(self.asked, default=-1) >= 0:
+            logprobs, top_ids, top_values = (next(arrived)[self.places] for _ in range(3))
+            top = top_lists(top_ids, top_values, self.asked)
+        prompts = [prompt_piece(span, [next(arrived) for _ in range(5)]) for span in self.spans]
+        return Drawn(
+            tokens=tokens,
+            logprobs=logprobs,
+            top=top,
+            named=in_rows(len(self.rows), self.named, next(arrived)) if self.named else None,
+            prompts=prompts,
+            step_us=finished.step_us,
+            idle_us=finished.idle_us,
+        )
+
+
+@attrs.define
+class CudaSubmission:
+    """:class:`gpu.executor.Submission` of a step; ``finish`` queues its draws and its end."""
+
+    _step: CudaStep
+    _finish: Callable[[CudaStep], Ending]
+    _ending: Ending | None = None
+
+    @property
+    def deferred(self) -> bool:
+        """See :attr:`gpu.executor.Submission.deferred`."""
+        return self._ending is None
+
+    def sample(self) -> None:
+        """See :meth:`gpu.executor.Submission.sample`."""
+        self._ending = self._finish(self._step)
+
+    def wait(self) -> Drawn:
+        """See :meth:`gpu.executor.Submission.wait`."""
+        assert self._ending is not None
+        return self._step.drawn(self._ending.wait())

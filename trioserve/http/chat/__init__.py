@@ -1,0 +1,1 @@
+"""``/v1/chat/completions``: from a conversation to jobs, and from outputs to its answers."""

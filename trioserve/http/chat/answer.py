@@ -1,0 +1,142 @@
+"""Answers read: reasoning, text and tool calls told apart, streamed or whole by the same code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import attrs
+
+from trioserve.http.chat.format import ChatFormat
+from trioserve.http.chat.schemas import (
+    AssistantMessage,
+    Delta,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from trioserve.reasoning import OPEN, ReasoningSplitter, is_open
+from trioserve.request import ChatPrompt
+from trioserve.tool_parsers import ArgumentsDelta, TextDelta, ToolCallStart, ToolParser, ToolUse
+
+__all__ = ["AnswerReader", "ReaderOptions", "hidden_tokens", "opens_reasoning"]
+
+_TAIL_TOKENS = 32
+"""How many tokens the opening mark at the end of a prompt has at most, by far."""
+
+
+def opens_reasoning(end_of_prompt: str, prompt: ChatPrompt) -> bool:
+    """Whether what follows a prompt is reasoning that the prompt has begun already.
+
+    Args:
+        end_of_prompt: the last characters of the prompt as it was rendered.
+    """
+    if end_of_prompt.rstrip().endswith(OPEN):
+        return True
+    content = prompt.messages[-1].get("content") if prompt.continue_final_message else None
+    return isinstance(content, str) and is_open(content)
+
+
+@attrs.frozen(kw_only=True)
+class ReaderOptions:
+    """What there is to be told apart in the answers to one request."""
+
+    format: ChatFormat
+    prompt: ChatPrompt
+    use: ToolUse | None = None
+    separate_reasoning: bool = True
+    include_reasoning: bool = True
+    hidden: re.Pattern[str] | None = None
+    """Special tokens that are taken out of the text again, when marks among them had to be seen."""
+
+    def reader(self, prompt_ids: Sequence[int]) -> AnswerReader:
+        """What reads one answer to the prompt with these ids."""
+        splitter = parser = None
+        if self.format.reasons and self.separate_reasoning:
+            tail = self.format.tokenizer.decode(
+                prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False
+            )
+            splitter = ReasoningSplitter(opens_reasoning(tail, self.prompt))
+        if self.use is not None and self.format.family is not None:
+            parser = self.format.family.parser(self.use.names)
+        return AnswerReader(splitter, parser, self.include_reasoning, self.hidden)
+
+
+def hidden_tokens(format: ChatFormat, *, with_tools: bool) -> re.Pattern[str] | None:
+    """What matches the special tokens that are no marks; None where marks can be seen anyway."""
+    if not format.hides_marks(with_tools=with_tools):
+        return None
+    texts = {format.tokenizer.token_text(id) for id in format.tokenizer.special_ids}
+    marks = format.marks(with_tools=with_tools)
+    hidden = sorted(texts.difference(marks, [""]), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, hidden))) if hidden else None
+
+
+@attrs.define(eq=False)
+class AnswerReader:
+    """Reads one answer. Without anything to tell apart, all of it is content."""
+
+    _splitter: ReasoningSplitter | None = None
+    _parser: ToolParser | None = None
+    _include_reasoning: bool = True
+    _hidden: re.Pattern[str] | None = None
+    has_calls: bool = False
+    """Whether there was a tool call so far."""
+
+    def feed(self, text: str, *, last: bool = False) -> Delta:
+        """What the next piece of the answer adds; the ``last`` one adds what was held back."""
+        if self._hidden is not None:
+            text = self._hidden.sub("", text)
+        reasoning = ""
+        if self._splitter is not None:
+            split = self._splitter.feed(text)
+            reasoning, text = split.reasoning, split.answer
+            if last:
+                split = self._splitter.finish()
+                reasoning, text = reasoning + split.reasoning, text + split.answer
+        delta = Delta()
+        if self._parser is None:
+            delta.content = text or None
+        else:
+            self._parse(self._parser, text, last, delta)
+        if reasoning and self._include_reasoning:
+            delta.reasoning = delta.reasoning_content = reasoning
+        return delta
+
+    def message(self, text: str, *, role: str = "assistant") -> AssistantMessage:
+        """The whole of an answer that is all of ``text``."""
+        delta = self.feed(text, last=True)
+        message = AssistantMessage(role=role, content=delta.content)
+        if delta.reasoning is not None:
+            message.reasoning = message.reasoning_content = delta.reasoning
+        if delta.tool_calls:
+            message.tool_calls = [
+                ToolCall(call.id, FunctionCall(call.function.name, call.function.arguments or ""))
+                for call in delta.tool_calls
+                if call.id is not None and call.function.name is not None
+            ]
+        elif message.content is None and delta.reasoning is None:
+            message.content = ""
+        return message
+
+    def _parse(self, parser: ToolParser, text: str, last: bool, delta: Delta) -> None:
+        """Put what the parser makes of ``text`` into ``delta``: one entry for each call."""
+        contents: list[str] = []
+        calls: dict[int, ToolCallDelta] = {}
+        arguments: dict[int, list[str]] = {}
+        for event in parser.feed(text) + (parser.finish() if last else []):
+            if isinstance(event, TextDelta):
+                contents.append(event.text)
+            elif isinstance(event, ToolCallStart):
+                function = FunctionDelta(event.name, "")
+                calls[event.index] = ToolCallDelta(event.index, function, event.id, "function")
+                self.has_calls = True
+            else:
+                assert isinstance(event, ArgumentsDelta)
+                calls.setdefault(event.index, ToolCallDelta(event.index, FunctionDelta()))
+                arguments.setdefault(event.index, []).append(event.text)
+        for index, pieces in arguments.items():
+            calls[index].function.arguments = "".join(pieces)
+        delta.content = "".join(contents) or None
+        delta.tool_calls = list(calls.values()) or None

@@ -1,0 +1,182 @@
+"""What the engine gives, in the words of ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+from msgspec import UNSET, UnsetType
+
+from trioserve.generation import Completion, GenerationStream, Output
+from trioserve.http.chat.answer import AnswerReader, ReaderOptions
+from trioserve.http.chat.schemas import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    ChatLogprob,
+    ChatLogprobs,
+    Delta,
+    TopLogprob,
+)
+from trioserve.http.openai.schemas import UsageReply
+from trioserve.http.openai.writer import (
+    MIN_LOGPROB,
+    OpenAIWriter,
+    prompt_logprobs_reply,
+    token_name,
+    usage_reply,
+)
+from trioserve.stream import Chunk, TokenLogprob
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["ChatWriter", "WantedChat", "chat_response"]
+
+
+@attrs.frozen(kw_only=True)
+class WantedChat:
+    """What of a chat completion a request wants to see."""
+
+    tokenizer: Tokenizer
+    options: ReaderOptions
+    n: int = 1
+    role: str = "assistant"
+    echo: str = ""
+    """What the content begins with, before the answer."""
+    top_logprobs: int | None = None
+    """None for no log-probabilities."""
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    prompt_text: bool = False
+    tokens_as_ids: bool = False
+
+    def logprobs(self, entries: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
+        """The log-probabilities of some tokens of an answer."""
+        if entries is None or self.top_logprobs is None:
+            return None
+        return ChatLogprobs([self._logprob(entry) for entry in entries])
+
+    def text_of(self, prompt_ids: Sequence[int]) -> str | UnsetType:
+        """The prompt as text, where it was asked for."""
+        if not self.prompt_text:
+            return UNSET
+        return self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+
+    def _logprob(self, entry: TokenLogprob) -> ChatLogprob:
+        others = {id: logprob for id, logprob, _ in entry.top[: self.top_logprobs]}
+        for id, logprob, _ in entry.asked:
+            others.setdefault(id, logprob)
+        return ChatLogprob(
+            token=self._name(entry.token_id),
+            logprob=max(entry.logprob, MIN_LOGPROB),
+            bytes=list(self.tokenizer.token_bytes(entry.token_id)),
+            top_logprobs=[
+                TopLogprob(
+                    token=self._name(id),
+                    logprob=max(logprob, MIN_LOGPROB),
+                    bytes=list(self.tokenizer.token_bytes(id)),
+                )
+                for id, logprob in others.items()
+            ],
+        )
+
+    def _name(self, token_id: int) -> str:
+        return token_name(token_id, self.tokenizer, as_id=self.tokens_as_ids)
+
+
+def chat_response(
+    completion: Completion, wanted: WantedChat, *, model: str, created: int
+) -> ChatCompletionResponse:
+    """The whole answer: a choice for each output."""
+    ids = list(completion.prompt_token_ids)
+    response = ChatCompletionResponse(
+        id=completion.request_id,
+        created=created,
+        model=model,
+        choices=[_choice(output, ids, wanted) for output in completion.outputs],
+        usage=usage_reply(completion.usage),
+        prompt_token_ids=ids if wanted.token_ids else UNSET,
+        prompt_text=wanted.text_of(ids),
+    )
+    if wanted.prompt_logprobs is not None and completion.prompt_logprobs is not None:
+        response.prompt_logprobs = prompt_logprobs_reply(
+            completion.prompt_logprobs, ids, wanted.tokenizer, num_top=wanted.prompt_logprobs
+        )
+    return response
+
+
+def _choice(output: Output, prompt_ids: Sequence[int], wanted: WantedChat) -> ChatChoice:
+    reader = wanted.options.reader(prompt_ids)
+    message = reader.message(output.text, role=wanted.role)
+    if wanted.echo:
+        message.content = wanted.echo + (message.content or "")
+    return ChatChoice(
+        index=output.index,
+        message=message,
+        logprobs=wanted.logprobs(output.logprobs),
+        finish_reason=_finish_reason(output.finish_reason, reader),
+        stop_reason=output.stop_reason,
+        token_ids=list(output.token_ids) if wanted.token_ids else UNSET,
+    )
+
+
+def _finish_reason(reason: str, reader: AnswerReader) -> str:
+    return "tool_calls" if reason == "stop" and reader.has_calls else reason
+
+
+@attrs.define(eq=False, kw_only=True)
+class ChatWriter(OpenAIWriter):
+    """The events of a streamed chat completion."""
+
+    wanted: WantedChat
+    _readers: list[AnswerReader] = attrs.field(factory=list, init=False)
+    _opening: Sequence[int] | None = attrs.field(default=None, init=False)
+    """The prompt's ids, while its first event is made."""
+
+    def start(self, streams: list[GenerationStream]) -> bytes:
+        """For each answer an event that says who speaks, and one with what is echoed."""
+        super().start(streams)
+        (stream,) = streams
+        ids = stream.prompt_token_ids
+        wanted = self.wanted
+        self._readers = [wanted.options.reader(ids) for _ in range(wanted.n)]
+        self._opening = ids
+        events = []
+        for index in range(wanted.n):
+            events.append(self._delta(index, Delta(role=wanted.role, content="")))
+            self._opening = None
+            if wanted.echo:
+                events.append(self._delta(index, Delta(content=wanted.echo)))
+        return b"".join(events)
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """A chunk's event; none where a step added nothing that is told yet."""
+        reader = self._readers[chunk.index]
+        ended = chunk.finish_reason is not None
+        delta = reader.feed(chunk.text, last=ended)
+        logprobs = self.wanted.logprobs(chunk.logprobs)
+        told = self.wanted.token_ids and chunk.token_ids
+        if not (ended or told or (logprobs and logprobs.content)) and delta == Delta():
+            return b""
+        choice = ChatChunkChoice(chunk.index, delta, logprobs=logprobs)
+        if chunk.finish_reason is not None:
+            choice.finish_reason = _finish_reason(chunk.finish_reason, reader)
+            choice.stop_reason = chunk.stop_reason
+        if self.wanted.token_ids:
+            choice.token_ids = list(chunk.token_ids)
+        return self._event([choice])
+
+    def _delta(self, index: int, delta: Delta) -> bytes:
+        return self._event([ChatChunkChoice(index, delta)])
+
+    def _response(
+        self, choices: list[ChatChunkChoice], usage: UsageReply | UnsetType | None
+    ) -> ChatCompletionChunk:
+        response = ChatCompletionChunk(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
+        )
+        if self._opening is not None:
+            response.prompt_text = self.wanted.text_of(self._opening)
+            if self.wanted.token_ids:
+                response.prompt_token_ids = list(self._opening)
+        return response

@@ -1,0 +1,157 @@
+"""``/v1/completions``: from a request's fields to jobs for the engine, one for each prompt.
+
+What comes back is put into its words by :mod:`trioserve.http.completions.writer`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import quart
+
+from trioserve.errors import InvalidRequest
+from trioserve.http.completions.schemas import CompletionRequest
+from trioserve.http.completions.writer import CompletionWriter, Wanted, completion_response
+from trioserve.http.generations import Job
+from trioserve.http.openai.fields import (
+    check_stream_options,
+    continuous_usage,
+    include_usage,
+    make_job,
+    request_id,
+    sampling_fields,
+)
+from trioserve.http.service import Service, json_response
+from trioserve.http.threads import num_logprobs, run_if_long
+from trioserve.request import Prompt, TextPrompt, TokensPrompt
+
+__all__ = ["CompletionEndpoints"]
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""What a completion gets that says nothing of it, as in the OpenAI API."""
+
+
+class CompletionEndpoints:
+    """The handler, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def completions(self) -> quart.Response:
+        """``POST /v1/completions``."""
+        service = self._service
+        request = await service.read(CompletionRequest)
+        model = service.model(request.model)
+        check_stream_options(request)
+        jobs = self._jobs(request)
+        wanted = _wanted(request, jobs[0], service)
+        prompts = [job.prompt for job in jobs]
+        created = int(time.time())
+        response_id = request_id("cmpl", request, service)
+        if request.stream:
+            writer = CompletionWriter(
+                id=response_id,
+                model=model,
+                created=created,
+                include_usage=include_usage(request),
+                continuous_usage=continuous_usage(request),
+                prompts=prompts,
+                wanted=wanted,
+            )
+            return service.stream(jobs, writer)
+        completions = await service.complete(jobs)
+
+        def answer() -> msgspec.Raw:
+            response = completion_response(
+                completions, prompts, wanted, id=response_id, model=model, created=created
+            )
+            return msgspec.Raw(msgspec.json.encode(response))
+
+        return json_response(await run_if_long(num_logprobs(completions), answer))
+
+    def _jobs(self, request: CompletionRequest) -> list[Job]:
+        prompts = _prompts(request)
+        self._service.check_number_of_prompts(len(prompts), "prompt")
+        base = request_id("cmpl", request, self._service)
+        ids = [base] if len(prompts) == 1 else [f"{base}-{i}" for i in range(len(prompts))]
+        fields, renames = _sampling(request)
+        return [
+            make_job(self._service, request, prompt, id, fields, renames)
+            for prompt, id in zip(prompts, ids, strict=True)
+        ]
+
+
+def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str]]:
+    """The engine's sampling fields, and which of them a completion calls something else."""
+    fields, renames = sampling_fields(request)
+    if request.max_tokens is None:
+        fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS
+    fields["logprobs"] = request.logprobs
+    if request.echo and request.logprobs is not None:
+        most = max(request.logprobs, request.prompt_logprobs or 0)
+        fields["prompt_logprobs"] = most
+        if most != request.prompt_logprobs:
+            renames["prompt_logprobs"] = "logprobs"
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
+        _check_best_of(request, request.best_of, n)
+        fields["n"] = request.best_of
+        renames["n"] = "best_of"
+        if request.logprobs is None:
+            fields["logprobs"] = 0  # to tell the best; nobody sees those of other tokens
+            if request.prompt_logprobs is None and request.logprob_token_ids:
+                raise InvalidRequest(
+                    "logprob_token_ids needs logprobs or prompt_logprobs", param="logprob_token_ids"
+                )
+    return fields, renames
+
+
+def _check_best_of(request: CompletionRequest, best_of: int, n: int) -> None:
+    if best_of < n:
+        raise InvalidRequest(f"best_of must be at least n ({n}), got {best_of}", param="best_of")
+    if request.stream:
+        raise InvalidRequest(
+            f"best_of must be n ({n}) with stream, since the best aren't known before the end, "
+            f"got {best_of}",
+            param="best_of",
+        )
+
+
+def _wanted(request: CompletionRequest, job: Job, service: Service) -> Wanted:
+    """What the answer is to show; all jobs have the parameters of ``job``."""
+    return Wanted(
+        tokenizer=service.engine.tokenizer,
+        n=request.n or 1,
+        echo=bool(request.echo),
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        skip_special_tokens=job.params.skip_special_tokens,
+        spaces_between_special_tokens=job.params.spaces_between_special_tokens,
+        truncated=job.params.truncate_prompt_tokens is not None,
+    )
+
+
+def _prompts(request: CompletionRequest) -> list[Prompt]:
+    """The prompts of a completion, whichever of the four forms they have."""
+    given = request.prompt
+    special = True if request.add_special_tokens is None else request.add_special_tokens
+    if isinstance(given, str):
+        return [TextPrompt(given, add_special_tokens=special)]
+    if given and all(isinstance(item, int) for item in given):
+        return [TokensPrompt(tuple(item for item in given if isinstance(item, int)))]
+    prompts: list[Prompt] = []
+    for index, item in enumerate(given):
+        if isinstance(item, int):
+            raise InvalidRequest(
+                f"prompt[{index}]: a list of prompts holds texts or lists of token ids",
+                param=f"prompt[{index}]",
+            )
+        if isinstance(item, str):
+            prompts.append(TextPrompt(item, add_special_tokens=special))
+        else:
+            prompts.append(TokensPrompt(tuple(item)))
+    return prompts

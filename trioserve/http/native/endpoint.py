@@ -1,0 +1,50 @@
+"""SGLang's ``/generate``.
+
+What is asked is read by :mod:`trioserve.http.native.fields`, what comes back is put into SGLang's
+words by :mod:`trioserve.http.native.writer`.
+"""
+
+from __future__ import annotations
+
+import quart
+
+from trioserve.http.native.fields import read_batch
+from trioserve.http.native.schemas import GenerateRequest, GenerateResponse
+from trioserve.http.native.writer import NativeWriter
+from trioserve.http.service import Service, json_response
+from trioserve.http.threads import num_logprobs, run_if_long
+
+__all__ = ["NativeEndpoints"]
+
+
+class NativeEndpoints:
+    """The handler, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def generate(self) -> quart.Response:
+        """``POST /generate``."""
+        service = self._service
+        request = await service.read(GenerateRequest)
+        batch = read_batch(request, service)
+        writer = NativeWriter(
+            batch=batch,
+            tokenizer=service.engine.tokenizer,
+            eos_token_ids=service.engine.eos_token_ids,
+            with_text=bool(request.return_text_in_logprobs),
+            with_prompt_ids=bool(request.return_prompt_token_ids),
+        )
+        if request.stream:
+            return service.stream(batch.jobs, writer)
+        completions = await service.complete(batch.jobs)
+
+        def all_replies() -> list[GenerateResponse]:
+            return [
+                reply
+                for index, whole in enumerate(completions)
+                for reply in writer.replies(index, whole)
+            ]
+
+        replies = await run_if_long(num_logprobs(completions), all_replies)
+        return json_response(replies if batch.listed else replies[0])

@@ -1,0 +1,205 @@
+"""The answers of ``/generate``, as events of a stream and whole, in SGLang's words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+
+from trioserve.generation import Completion, GenerationStream, Usage
+from trioserve.http.native.fields import NativeBatch
+from trioserve.http.native.schemas import (
+    GenerateResponse,
+    MetaInfo,
+    NativeFinish,
+    NativeLogprob,
+    NativeLogprobs,
+)
+from trioserve.http.openai.writer import MIN_LOGPROB
+from trioserve.http.sse import event
+from trioserve.logprobs import PromptLogprobs
+from trioserve.stream import Chunk, TokenLogprob
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["NativeWriter"]
+
+
+@attrs.define(eq=False)
+class _SoFar:
+    """One output up to now."""
+
+    text: str = ""
+    token_ids: list[int] = attrs.field(factory=list)
+    logprobs: list[TokenLogprob] | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        if chunk.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += chunk.logprobs
+
+
+@attrs.frozen
+class _Inputs:
+    """A prompt, and what is reported of its tokens."""
+
+    ids: list[int]
+    tokens: list[NativeLogprob]
+    top: list[NativeLogprobs]
+    asked: list[NativeLogprobs]
+
+
+@attrs.define(eq=False, kw_only=True)
+class NativeWriter:
+    """The events of a stream, and the replies of a request without one.
+
+    A chunk's or completion's prompt is told by its number; each has ``batch.num_outputs`` outputs.
+    """
+
+    batch: NativeBatch
+    tokenizer: Tokenizer
+    eos_token_ids: Sequence[int]
+    with_text: bool
+    with_prompt_ids: bool
+    _started: float = attrs.field(factory=time.monotonic)
+    _so_far: dict[tuple[int, int], _SoFar] = attrs.field(factory=dict)
+    _known_inputs: dict[int, _Inputs] = attrs.field(factory=dict)
+    _streams: list[GenerationStream] = attrs.field(factory=list)
+
+    def start(self, streams: list[GenerationStream]) -> bytes:
+        """Nothing; only remembers whose usage to tell."""
+        self._streams = streams
+        return b""
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """The whole so far of the output that ``chunk`` belongs to."""
+        so_far = self._so_far.setdefault((index, chunk.index), _SoFar())
+        so_far.add(chunk)
+        if not chunk.text and chunk.finish_reason is None and not chunk.logprobs:
+            return b""
+        stream = self._streams[index]
+        return event(
+            self._reply(
+                index,
+                chunk.index,
+                text=so_far.text,
+                token_ids=so_far.token_ids,
+                logprobs=so_far.logprobs,
+                usage=stream.usage,
+                finish=self._finish(chunk.finish_reason, chunk.stop_reason, so_far.token_ids),
+                inputs=self._inputs(index, stream.prompt_token_ids, stream.prompt_logprobs),
+            )
+        )
+
+    def end(self, streams: list[GenerationStream]) -> bytes:
+        """Nothing: the last event of each output has said all."""
+        return b""
+
+    def replies(self, index: int, whole: Completion) -> Iterator[GenerateResponse]:
+        """The outputs of one prompt."""
+        for output in whole.outputs:
+            token_ids = list(output.token_ids)
+            yield self._reply(
+                index,
+                output.index,
+                text=output.text,
+                token_ids=token_ids,
+                logprobs=output.logprobs,
+                usage=whole.usage,
+                finish=self._finish(output.finish_reason, output.stop_reason, token_ids),
+                inputs=self._inputs(index, whole.prompt_token_ids, whole.prompt_logprobs),
+            )
+
+    def _reply(
+        self,
+        index: int,
+        output: int,
+        *,
+        text: str,
+        token_ids: list[int],
+        logprobs: Sequence[TokenLogprob] | None,
+        usage: Usage,
+        finish: NativeFinish | None,
+        inputs: _Inputs,
+    ) -> GenerateResponse:
+        job, several = self.batch.jobs[index], self.batch.num_outputs > 1
+        meta = MetaInfo(
+            id=f"{job.request_id}-{output}" if several else job.request_id,
+            finish_reason=finish,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=len(token_ids),
+            cached_tokens=usage.cached_tokens,
+            e2e_latency=time.monotonic() - self._started,
+        )
+        params = job.params
+        if params.logprobs is not None:
+            entries = logprobs or ()
+            meta.input_token_logprobs = inputs.tokens
+            meta.output_token_logprobs = [self._chosen(entry) for entry in entries]
+            if params.logprobs:
+                meta.input_top_logprobs = inputs.top
+                meta.output_top_logprobs = [self._several(entry.top) for entry in entries]
+            if params.logprob_token_ids:
+                meta.input_token_ids_logprobs = inputs.asked
+                meta.output_token_ids_logprobs = [self._several(entry.asked) for entry in entries]
+        response = GenerateResponse(text=text, output_ids=token_ids, meta_info=meta)
+        if self.batch.listed:
+            response.index = index * self.batch.num_outputs + output
+        if finish is not None and self.with_prompt_ids:
+            response.prompt_token_ids = inputs.ids
+        return response
+
+    def _inputs(self, index: int, ids: Sequence[int], logprobs: PromptLogprobs | None) -> _Inputs:
+        """What is reported of a prompt: found once, since every event of a stream repeats it."""
+        known = self._known_inputs.get(index)
+        if known is None:
+            known = self._known_inputs[index] = self._find_inputs(index, list(ids), logprobs)
+        return known
+
+    def _find_inputs(self, index: int, ids: list[int], logprobs: PromptLogprobs | None) -> _Inputs:
+        start = self.batch.starts[index]
+        if start is None or logprobs is None or start >= len(ids):
+            return _Inputs(ids, [], [], [])
+        # There, the first token reported has no log-probability, even where one comes before it.
+        entries = logprobs.entries(ids)[max(start + 1 - logprobs.start, 0) :]
+        return _Inputs(
+            ids,
+            [
+                (None, ids[start], self._text(ids[start])),
+                *(self._chosen(entry) for entry in entries),
+            ],
+            [None, *(self._several(entry.top) for entry in entries)],
+            [None, *(self._several(entry.asked) for entry in entries)],
+        )
+
+    def _chosen(self, entry: TokenLogprob) -> NativeLogprob:
+        return _bounded(entry.logprob), entry.token_id, self._text(entry.token_id)
+
+    def _several(self, entries: Iterable[tuple[int, float, str]]) -> list[NativeLogprob]:
+        return [
+            (_bounded(logprob), token_id, self._text(token_id)) for token_id, logprob, _ in entries
+        ]
+
+    def _text(self, token_id: int) -> str | None:
+        return self.tokenizer.token_text(token_id) if self.with_text else None
+
+    def _finish(
+        self, reason: str | None, stop_reason: int | str | None, token_ids: Sequence[int]
+    ) -> NativeFinish | None:
+        """Why an output ended, in SGLang's words; None while it goes on."""
+        if reason is None:
+            return None
+        if reason == "length":
+            return NativeFinish("length", length=len(token_ids))
+        if stop_reason is None and token_ids and token_ids[-1] in self.eos_token_ids:
+            stop_reason = token_ids[-1]
+        if stop_reason is None:
+            return NativeFinish(reason)
+        return NativeFinish(reason, matched=stop_reason)
+
+
+def _bounded(logprob: float) -> float:
+    """A log-probability that JSON can say."""
+    return max(logprob, MIN_LOGPROB)

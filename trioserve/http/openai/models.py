@@ -1,0 +1,33 @@
+"""``/v1/models``: the names that are served."""
+
+from __future__ import annotations
+
+import quart
+
+from trioserve.http.openai.schemas import ModelCard, ModelList
+from trioserve.http.service import Service, json_response
+
+__all__ = ["ModelEndpoints"]
+
+
+class ModelEndpoints:
+    """The handlers, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def models(self) -> quart.Response:
+        """``GET /v1/models``."""
+        return json_response(ModelList([self._card(name) for name in self._service.model_names]))
+
+    async def model(self, name: str) -> quart.Response:
+        """``GET /v1/models/{name}``."""
+        return json_response(self._card(self._service.model(name)))
+
+    def _card(self, name: str) -> ModelCard:
+        return ModelCard(
+            id=name,
+            created=self._service.started,
+            root=self._service.engine.model_name,
+            max_model_len=self._service.engine.max_model_len,
+        )

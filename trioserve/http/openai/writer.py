@@ -1,0 +1,119 @@
+"""What both OpenAI endpoints' answers have in common: usage, the prompt's log-probabilities."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from msgspec import UNSET, UnsetType
+
+from trioserve.generation import GenerationStream, Usage
+from trioserve.http.generations import total_usage
+from trioserve.http.openai.schemas import PromptLogprobReply, PromptTokensDetails, UsageReply
+from trioserve.http.sse import event
+from trioserve.logprobs import PromptLogprobs
+from trioserve.stream import Chunk
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = [
+    "MIN_LOGPROB",
+    "OpenAIWriter",
+    "prompt_logprobs_reply",
+    "says_nothing",
+    "token_name",
+    "usage_reply",
+]
+
+MIN_LOGPROB = -9999.0
+"""What stands for the logarithm of zero, which JSON can't say."""
+
+
+def usage_reply(usage: Usage) -> UsageReply:
+    """Usage as the OpenAI API has it."""
+    return UsageReply(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.total_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+    )
+
+
+def token_name(token_id: int, tokenizer: Tokenizer, *, as_id: bool) -> str:
+    """How log-probabilities name a token: its text or, where asked for, ``token_id:123``."""
+    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
+
+
+def prompt_logprobs_reply(
+    found: PromptLogprobs,
+    prompt_ids: Sequence[int],
+    tokenizer: Tokenizer,
+    *,
+    num_top: int,
+) -> list[dict[str, PromptLogprobReply] | None]:
+    """A prompt's log-probabilities as vLLM has them: a map for each token, by token ids.
+
+    The token itself comes first, then the ``num_top`` most probable ones and those that were asked
+    for by id, whose rank isn't known. The first token has nothing before it: null.
+    """
+    replies: list[dict[str, PromptLogprobReply] | None] = [None] * found.start
+    text = tokenizer.token_text
+    for entry in found.entries(list(prompt_ids)):
+        own = PromptLogprobReply(max(entry.logprob, MIN_LOGPROB), entry.rank, text(entry.token_id))
+        reply = {str(entry.token_id): own}
+        for rank, (id, logprob, _) in enumerate(entry.top[:num_top], 1):
+            if id != entry.token_id:
+                reply[str(id)] = PromptLogprobReply(max(logprob, MIN_LOGPROB), rank, text(id))
+        for id, logprob, _ in entry.asked:
+            if str(id) not in reply:
+                reply[str(id)] = PromptLogprobReply(max(logprob, MIN_LOGPROB), None, text(id))
+        replies.append(reply)
+    return replies
+
+
+@attrs.define(eq=False, kw_only=True)
+class OpenAIWriter(abc.ABC):
+    """The events of one streamed response. With ``include_usage`` every event has a usage: null,
+    but for the last, which has no choices. With ``continuous_usage`` it is that of all outputs up
+    to then."""
+
+    id: str
+    model: str
+    created: int
+    include_usage: bool
+    continuous_usage: bool = False
+    _streams: list[GenerationStream] = attrs.field(factory=list, init=False)
+
+    def start(self, streams: list[GenerationStream]) -> bytes:
+        """Nothing yet; what overrides this calls it first."""
+        self._streams = streams
+        return b""
+
+    def end(self, streams: list[GenerationStream]) -> bytes:
+        """The usage of all prompts, where it was asked for."""
+        return self._event([], self._usage()) if self.include_usage else b""
+
+    @abc.abstractmethod
+    def _response(self, choices: Any, usage: UsageReply | UnsetType | None) -> Any:
+        """The body of one event."""
+
+    def _event(self, choices: Any, usage: UsageReply | UnsetType | None = UNSET) -> bytes:
+        if usage is UNSET and self.continuous_usage:
+            usage = self._usage()
+        elif usage is UNSET and self.include_usage:
+            usage = None
+        return event(self._response(choices, usage))
+
+    def _usage(self) -> UsageReply:
+        return usage_reply(total_usage(stream.usage for stream in self._streams))
+
+
+def says_nothing(chunk: Chunk, *, token_ids: bool = False) -> bool:
+    """Whether a step added no text yet and nothing else that an event would show.
+
+    ``token_ids`` says that events show those.
+    """
+    if token_ids and chunk.token_ids:
+        return False
+    return not chunk.text and chunk.finish_reason is None and not chunk.logprobs

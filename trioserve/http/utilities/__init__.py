@@ -1,0 +1,1 @@
+"""Small endpoints beside the generating ones: tokens, versions, load, health."""

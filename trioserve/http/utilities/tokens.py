@@ -1,0 +1,152 @@
+"""The tokenizer over HTTP: texts and chats to token ids, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+import quart
+import trio
+
+from trioserve.errors import InvalidRequest
+from trioserve.http.chat.format import ChatFormat
+from trioserve.http.chat.prompt import chat_prompt
+from trioserve.http.chat.schemas import ChatCompletionRequest
+from trioserve.http.chat.tools import tool_use
+from trioserve.http.schemas import one_or_several
+from trioserve.http.service import Service, json_response
+from trioserve.http.utilities.schemas import (
+    CHAT_FIELDS,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+)
+from trioserve.text.tokenizer import INLINE_CHARACTERS, Tokenizer
+
+__all__ = ["TokenEndpoints"]
+
+MAX_THREADS = 2
+"""Like the engine's own tokenizing: few, because the worker wants the cores, too."""
+_CHARACTERS_PER_TOKEN = 4
+
+Result = TypeVar("Result")
+
+
+class TokenEndpoints:
+    """The handlers, over one service. What would hold up the event loop happens in a thread."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._format = ChatFormat.of(service.engine.tokenizer, service.config)
+        self._limiter = trio.CapacityLimiter(MAX_THREADS)
+
+    async def tokenize(self) -> quart.Response:
+        """``POST /tokenize`` and ``POST /v1/tokenize``."""
+        service = self._service
+        request = await service.read(TokenizeRequest)
+        service.model(request.model)
+        ids, names = await self._run(_weight(request), lambda: _tokenize(request, self._format))
+        listed = isinstance(request.prompt, list)
+        counts = [len(each) for each in ids]
+        return json_response(
+            TokenizeResponse(
+                count=counts if listed else counts[0],
+                max_model_len=service.engine.max_model_len,
+                tokens=[*ids] if listed else [*ids[0]],
+                token_strs=None if names is None else [*names] if listed else [*names[0]],
+            )
+        )
+
+    async def detokenize(self) -> quart.Response:
+        """``POST /detokenize`` and ``POST /v1/detokenize``."""
+        service = self._service
+        request = await service.read(DetokenizeRequest)
+        service.model(request.model)
+        tokenizer = service.engine.tokenizer
+        lists, listed = one_or_several(request.tokens, "tokens")
+        _check_ids(lists, tokenizer)
+        skip = bool(request.skip_special_tokens)
+        weight = _CHARACTERS_PER_TOKEN * sum(map(len, lists))
+        texts = await self._run(
+            weight, lambda: [tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
+        )
+        answer = texts if listed else texts[0]
+        return json_response(DetokenizeResponse(prompt=answer, text=answer))
+
+    async def tokenizer_info(self) -> quart.Response:
+        """``GET /tokenizer_info``."""
+        engine = self._service.engine
+        tokenizer = engine.tokenizer
+        template = tokenizer.chat_template
+        added = tokenizer.backend.get_added_tokens_decoder()
+        return json_response(
+            TokenizerInfo(
+                tokenizer_class=f"tokenizers.{type(tokenizer.backend.model).__name__}",
+                vocab_size=tokenizer.vocab_size,
+                model_max_length=engine.max_model_len,
+                special_tokens={added[id].content: id for id in sorted(tokenizer.special_ids)},
+                bos_token=tokenizer.bos_token,
+                eos_token=tokenizer.eos_token,
+                eos_token_ids=list(engine.eos_token_ids),
+                chat_template=None if template is None else template.source,
+            )
+        )
+
+    async def _run(self, weight: int, work: Callable[[], Result]) -> Result:
+        """What ``work`` gives, here if it is short (``weight`` in characters), else in a thread."""
+        if weight <= INLINE_CHARACTERS:
+            return work()
+        return await trio.to_thread.run_sync(work, limiter=self._limiter, abandon_on_cancel=True)
+
+
+def _weight(request: TokenizeRequest) -> int:
+    """About how many characters there are to render and encode."""
+    if request.messages is not None:
+        return len(msgspec.json.encode(request.messages))
+    texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
+    return sum(map(len, texts))
+
+
+def _tokenize(
+    request: TokenizeRequest, format: ChatFormat
+) -> tuple[list[list[int]], list[list[str]] | None]:
+    """The ids of each text and, if they are asked for, the tokens as the vocabulary has them."""
+    tokenizer, special = format.tokenizer, request.add_special_tokens
+    if request.messages is not None:
+        texts = [_render(request, format)]
+        special = bool(special)
+    else:
+        texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
+        special = special is not False
+    ids = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    if not request.return_token_strs:
+        return ids, None
+    name = tokenizer.backend.id_to_token
+    return ids, [[name(id) or "" for id in each] for each in ids]
+
+
+def _render(request: TokenizeRequest, format: ChatFormat) -> str:
+    """The text of a chat, as ``/v1/chat/completions`` makes it of the same fields.
+
+    Raises:
+        InvalidRequest: there is no chat template, or it refuses the messages.
+    """
+    template = format.tokenizer.chat_template
+    if template is None:
+        raise InvalidRequest("the model has no chat template", param="messages")
+    chat = ChatCompletionRequest(
+        messages=request.messages or [],
+        **{name: getattr(request, name) for name in CHAT_FIELDS},
+    )
+    return template.render(chat_prompt(chat, format, tool_use(chat, format)))
+
+
+def _check_ids(lists: Sequence[list[int]], tokenizer: Tokenizer) -> None:
+    largest = max((max(ids) for ids in lists if ids), default=0)
+    if largest >= tokenizer.vocab_size:
+        raise InvalidRequest(
+            f"token id {largest} is not in the vocabulary of {tokenizer.vocab_size}", param="tokens"
+        )

@@ -1,0 +1,375 @@
+"""For tests of programs that use trioserve: a worker without a model, a link without a socket.
+
+:class:`FakeWorker` takes the same plans as the real one and answers them with tokens that a
+function of yours makes of everything before them. It is strict: a plan that breaks the rules of
+:mod:`trioserve.wire` raises. In place of keys and values its pages hold the tokens themselves, each
+with a digest of everything before it. A token is made only of what is read back through the
+sequence's block table, so a page that was recycled too early, shared wrongly or never computed
+fails the test. Log-probabilities are functions of the tokens, too (:func:`fake_logprobs`).
+
+Everything waits by trio's clock, so a test under ``trio.testing.MockClock(autojump_threshold=0)``
+takes no time. The scheduler by itself, on such a worker::
+
+    scheduler = Scheduler(EngineConfig("fake"))
+    engine_side, worker_side = memory_link_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_fake, FakeWorker(step_time=0.01), worker_side)
+        nursery.start_soon(scheduler.run, requests, outputs)
+        nursery.start_soon(scheduler.attach, engine_side, FakeWorker().ready())
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence, Sized
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from trioserve import wire
+from trioserve.errors import WorkerLost
+from trioserve.groups import sole_exception
+from trioserve.sampling import SamplerParams
+from trioserve.testing.fake_model import (
+    TokenFunction,
+    draw,
+    fake_logprob,
+    fake_logprobs,
+    hashed_token,
+    prompt_piece,
+)
+from trioserve.testing.memory_link import MemoryLink, memory_link_pair
+
+__all__ = [
+    "FakeWorker",
+    "MemoryLink",
+    "StepFails",
+    "WorkerDies",
+    "fake_logprob",
+    "fake_logprobs",
+    "hashed_token",
+    "memory_link_pair",
+    "serve_fake",
+]
+
+Ints = npt.NDArray[np.int32]
+
+Script = Callable[[int, wire.Plan], None]
+"""Is called with the number of steps done so far and the next plan; may raise what follows."""
+
+
+class WorkerDies(Exception):
+    """Raised by a script: the worker ends here, without an answer."""
+
+
+class StepFails(Exception):
+    """Raised by a script: the plan fails. ``slot`` is to blame, unless it is -1."""
+
+    def __init__(self, message: str, *, slot: int = -1, fatal: bool = False) -> None:
+        super().__init__(message)
+        self.slot = slot
+        self.fatal = fatal
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Slot:
+    generation: int
+    tokens: list[int]
+    prompt_length: int
+    computed: int
+    pages: list[int]
+    sampler: SamplerParams
+    prompt_logprobs_from: int
+    stopped: bool = False
+    """It drew a stop id, or there was nothing to draw."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class FakeWorker:
+    """A worker whose model is a function. Takes plans, gives results; no task, no clock.
+
+    Args:
+        num_pages, page_size: its page pool.
+        vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens: what it says in ``Ready``.
+        token: makes the next token (default: :func:`hashed_token`), -1 if there is none to draw.
+            Where ``allowed_token_ids`` leaves it out, one of those stands in for it.
+        step_time: seconds that :func:`serve_fake` takes for a step, or a function of the plan.
+        computes_past_stop: whether a row that comes after a stop id is computed for nothing and
+            gives a token, or gives none. A worker may do either.
+        script: called before each step; raises :class:`WorkerDies` or :class:`StepFails`.
+        calls: what it answers to a call, by name: functions of the arguments. ``prepare``, which
+            asks whether it can serve a grammar, is answered with "yes" unless it is given here.
+        call_time: seconds that :func:`serve_fake` takes for a call; steps go on meanwhile.
+    """
+
+    num_pages: int = 256
+    page_size: int = 16
+    vocab_size: int = 256
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    token: TokenFunction = attrs.field(
+        default=attrs.Factory(lambda self: hashed_token(self.vocab_size), takes_self=True)
+    )
+    step_time: float | Callable[[wire.Plan], float] = 0.0
+    computes_past_stop: bool = False
+    script: Script = lambda _step, _plan: None
+    calls: dict[str, Callable[[Any], Any]] = attrs.field(factory=dict)
+    call_time: float = 0.0
+    num_steps: int = attrs.field(init=False, default=0)
+    slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
+    _next_plan: int = attrs.field(init=False, default=1)
+    _failed: bool = attrs.field(init=False, default=False)
+    _tokens: Ints = attrs.field(init=False, repr=False)
+    """[num_pages * page_size]: the token at each place, -1 where nothing is."""
+    _digests: npt.NDArray[np.uint64] = attrs.field(init=False, repr=False)
+    """[num_pages * page_size]: the digest of each place's token and everything before it."""
+
+    def __attrs_post_init__(self) -> None:
+        self._tokens = np.full(self.num_pages * self.page_size, -1, dtype=np.int32)
+        self._digests = np.zeros(self.num_pages * self.page_size, dtype=np.uint64)
+
+    def ready(self, **changes: Any) -> wire.Ready:
+        """What a worker like this says once its model is loaded."""
+        ready = wire.Ready(
+            model_checksum="",
+            device="cpu",
+            device_name="fake",
+            dtype="float32",
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+        return attrs.evolve(ready, **changes)
+
+    def reset(self, message: wire.Reset) -> None:
+        """Forget every slot; plans are welcome again."""
+        self.slots.clear()
+        self._failed = False
+        self._next_plan = message.next_plan
+
+    def step(self, plan: wire.Plan) -> wire.StepResult | wire.Failure:
+        """Run one plan.
+
+        Raises:
+            WorkerDies: the script says so.
+            AssertionError: the plan breaks a rule.
+        """
+        if self._failed:
+            return wire.Failure(number=plan.number, message="an earlier plan failed")
+        assert plan.number == self._next_plan, f"plan {plan.number}, not {self._next_plan}"
+        self._next_plan += 1
+        try:
+            self.script(self.num_steps, plan)
+        except StepFails as failure:
+            self._failed = True
+            return wire.Failure(
+                number=plan.number, message=str(failure), slot=failure.slot, fatal=failure.fatal
+            )
+        self._apply(plan)
+        rows = list(zip(_list(plan.row_slots), _list(plan.row_counts), strict=True))
+        assert len({slot for slot, _ in rows}) == len(rows), "a slot has two rows"
+        assert sum(count for _, count in rows) <= self.max_num_batched_tokens, "too many tokens"
+        singles = [count == 1 for _, count in rows]
+        assert singles == sorted(singles, reverse=True), "rows of one token don't come first"
+        pieces = [piece for slot, count in rows if (piece := self._piece(slot, count)) is not None]
+        given = [self._compute(self.slots[slot], count) for slot, count in rows]
+        self.num_steps += 1
+        return self._result(plan, given, pieces)
+
+    def _apply(self, plan: wire.Plan) -> None:
+        for number in _list(plan.closed):
+            del self.slots[number]
+        for opened in plan.opened:
+            assert 0 <= opened.slot < self.max_num_seqs, f"there is no slot {opened.slot}"
+            assert opened.slot not in self.slots, f"slot {opened.slot} is opened twice"
+            assert opened.computed % self.page_size == 0, "a part of a page is shared"
+            slot = self.slots[opened.slot] = _Slot(
+                generation=opened.generation,
+                tokens=_list(opened.tokens),
+                prompt_length=opened.prompt_length,
+                computed=opened.computed,
+                pages=_list(opened.pages),
+                sampler=opened.sampler,
+                prompt_logprobs_from=opened.prompt_logprobs_from,
+            )
+            assert 0 <= slot.computed < len(slot.tokens), "nothing is left to compute"
+            assert 0 < slot.prompt_length <= len(slot.tokens)
+            if slot.prompt_logprobs_from != -1:
+                assert opened.sampler.prompt_logprobs >= 0, "nobody asked for log-probabilities"
+                assert slot.computed < slot.prompt_logprobs_from < slot.prompt_length
+        for number, page in zip(_list(plan.page_slots), _list(plan.page_ids), strict=True):
+            self.slots[number].pages.append(page)
+
+    def _compute(self, slot: _Slot, count: int) -> list[int]:
+        """Compute the next ``count`` tokens of ``slot``, and sample if they are its last."""
+        assert count > 0, "a row of no tokens"
+        if slot.stopped and not self.computes_past_stop:
+            return []
+        start, stop = slot.computed, slot.computed + count
+        assert stop <= len(slot.tokens), "more tokens are to be computed than there are"
+        assert stop <= self.max_model_len, "a sequence is longer than the model allows"
+        self._check_pages_written(slot, start, stop)
+        places = self._places(slot, stop)
+        before = self._digests[places[start - 1]] if start else np.uint64(0)
+        tokens = np.array(slot.tokens[start:stop], dtype=np.int32)
+        self._tokens[places[start:]] = tokens
+        self._digests[places[start:]] = before + _digests(tokens, start)
+        slot.computed = stop
+        if stop < len(slot.tokens):
+            return []
+        token = draw(self.token, self._read(slot, places), slot.sampler)
+        slot.tokens.append(token)
+        num_output = len(slot.tokens) - slot.prompt_length
+        slot.stopped = slot.stopped or token < 0 or slot.sampler.is_stop(token, num_output)
+        return [token]
+
+    def _piece(self, number: int, count: int) -> wire.PromptPiece | None:
+        """The log-probabilities of prompt tokens that a row of ``count`` tokens gets to."""
+        slot = self.slots[number]
+        if slot.prompt_logprobs_from == -1:
+            return None
+        start = max(slot.prompt_logprobs_from, slot.computed + 1)
+        stop = min(slot.computed + count + 1, slot.prompt_length)
+        if start >= stop:
+            return None
+        return prompt_piece(number, slot.tokens, start, stop, slot.sampler, self.vocab_size)
+
+    def _check_pages_written(self, slot: _Slot, start: int, stop: int) -> None:
+        written = set(slot.pages[start // self.page_size : -(-stop // self.page_size)])
+        assert all(0 <= page < self.num_pages for page in slot.pages), "there is no such page"
+        assert len(slot.pages) * self.page_size >= stop, "a sequence runs past its pages"
+        for other in self.slots.values():
+            if other is not slot:
+                assert written.isdisjoint(other.pages), "a page is written that somebody else has"
+
+    def _places(self, slot: _Slot, length: int) -> npt.NDArray[np.int64]:
+        """Where the first ``length`` tokens of ``slot`` are stored."""
+        position = np.arange(length)
+        pages = np.array(slot.pages)[position // self.page_size]
+        return pages * self.page_size + position % self.page_size
+
+    def _read(self, slot: _Slot, places: npt.NDArray[np.int64]) -> list[int]:
+        """The context of ``slot`` as its pages hold it."""
+        tokens = self._tokens[places]
+        assert np.array_equal(self._digests[places], _digests(tokens, 0)), (
+            "a page was computed after other tokens than those that stand before it"
+        )
+        context: list[int] = tokens.tolist()
+        assert context == slot.tokens, "a page holds other tokens than its sequence"
+        return context
+
+    def _result(
+        self, plan: wire.Plan, given: list[list[int]], pieces: list[wire.PromptPiece]
+    ) -> wire.StepResult:
+        slots = [self.slots[number] for number in _list(plan.row_slots)]
+        logprobs: list[float] = []
+        top: list[list[int]] = []
+        asked: list[npt.NDArray[np.float32]] = []
+        for slot, tokens in zip(slots, given, strict=True):
+            num_top, ids = slot.sampler.logprobs, slot.sampler.logprob_token_ids
+            for token in tokens:
+                # A likeness of log-probabilities: the token is the most probable, by its number.
+                logprobs.append(math.nan if num_top < 0 else fake_logprob(token, 0))
+                top.append([(token + rank) % self.vocab_size for rank in range(num_top)])
+                asked.append(fake_logprobs(slot.tokens[:-1], self.vocab_size)[ids])
+        return wire.StepResult(
+            number=plan.number,
+            slots=plan.row_slots,
+            generations=wire.from_ints([slot.generation for slot in slots]),
+            offsets=_offsets(given),
+            tokens=wire.from_ints(list(itertools.chain(*given))),
+            logprobs=wire.from_floats(logprobs),
+            top_offsets=_offsets(top) if any(top) else b"",
+            top_ids=wire.from_ints(list(itertools.chain(*top))),
+            top_logprobs=wire.from_floats(
+                [fake_logprob(ids[0], rank) for ids in top for rank in range(len(ids))]
+            ),
+            ids_offsets=_offsets(asked) if any(map(len, asked)) else b"",
+            ids_logprobs=wire.from_floats(np.concatenate(asked)) if asked else b"",
+            prompts=pieces,
+            step_us=round(self.seconds_for(plan) * 1e6),
+        )
+
+    def seconds_for(self, plan: wire.Plan) -> float:
+        """How long a step is to take."""
+        return self.step_time(plan) if callable(self.step_time) else self.step_time
+
+    def answer(self, call: wire.Call) -> wire.Reply:
+        """Answer a call from ``calls``."""
+        function = {"prepare": lambda _: None, **self.calls}.get(call.name)
+        if function is None:
+            return wire.Reply(number=call.number, error=f"there is no call {call.name!r}")
+        try:
+            result = function(msgspec.msgpack.decode(call.arguments))
+        except Exception as error:
+            return wire.Reply(number=call.number, error=str(error))
+        return wire.Reply(number=call.number, result=msgspec.msgpack.encode(result))
+
+
+def _offsets(rows: Sequence[Sized]) -> bytes:
+    return wire.from_ints([0, *itertools.accumulate(map(len, rows))])
+
+
+def _list(column: bytes) -> list[int]:
+    values: list[int] = wire.ints(column).tolist()
+    return values
+
+
+def _digests(tokens: Ints, start: int) -> npt.NDArray[np.uint64]:
+    """What each of ``tokens``, the first at position ``start``, adds to the digest; summed up."""
+    position = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint64)
+    weights = (position * np.uint64(0x9E3779B97F4A7C15)) ^ (position << np.uint64(23))
+    terms = (tokens.astype(np.uint64) + np.uint64(1)) * weights
+    sums: npt.NDArray[np.uint64] = np.cumsum(terms, dtype=np.uint64)
+    return sums
+
+
+async def serve_fake(worker: FakeWorker, link: MemoryLink) -> None:
+    """The worker's loop: answer what comes in order, until told to quit, its death or the end.
+
+    The link is closed when this returns, so the other end notices. Plans that wait in the buffer
+    are run one after the other, ``worker.step_time`` for each.
+    """
+    try:
+        async with trio.open_nursery() as nursery:
+            await _answer_messages(worker, link, nursery)
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        error = sole_exception(group)
+        if not isinstance(error, (WorkerLost, WorkerDies)):
+            raise error from None
+    finally:
+        link.close()
+
+
+async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.Nursery) -> None:
+    while True:
+        match await link.receive():
+            case wire.Plan() as plan:
+                answer = worker.step(plan)
+                await trio.sleep(worker.seconds_for(plan))
+                await link.send(answer)
+            case wire.Reset() as reset:
+                worker.reset(reset)
+            case wire.Call() as call if worker.call_time:
+                nursery.start_soon(_answer_late, worker, link, call)
+            case wire.Call() as call:
+                await link.send(worker.answer(call))
+            case wire.Quit():
+                return
+            case message:
+                raise AssertionError(f"a worker got {type(message).__name__}")
+
+
+async def _answer_late(worker: FakeWorker, link: MemoryLink, call: wire.Call) -> None:
+    await trio.sleep(worker.call_time)
+    await link.send(worker.answer(call))

@@ -1,0 +1,1 @@
+"""Text to tokens and back: templates, the tokenizer, the detokenizer, what ends an output."""

@@ -1,0 +1,231 @@
+"""The task that turns tokens into the text that callers see, and alone says how an output ended.
+
+The finish rule
+---------------
+An output may end by a stop string, by a stop id, by its length or by an abort, and several of
+these may be true of the tokens of one step. The earliest token index wins:
+
+- a *stop string* or *stop regex* ends the output at the token that completes it;
+- a *stop id* ends it at that token, whose text is not matched against these and is left out
+  unless ``include_stop_str_in_output`` is set (its id is always among the token ids);
+- the *length* ends it at the last token, unless that one completes a stop string or regex;
+- an *abort* comes after every token.
+
+Text, token ids, log-probabilities and so the usage are cut there. Token ids and log-probabilities
+go out with the step that made them; text waits while it may be a stop string's beginning or a
+part of a character. Nothing past the cut was ever sent, because tokens are taken one by one.
+
+On a stop string the scheduler, which knows nothing of text, is told by ``abort``; tokens that it
+had under way for the sequence still come, and are dropped.
+
+A request may have several outputs. They go out side by side as they come, and end one by one. An
+error of one is the whole request's: the others are aborted with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import trio
+
+from trioserve.errors import EngineError, InvalidRequest, SlowReader
+from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput
+from trioserve.sampling import SamplingParams
+from trioserve.stream import Chunk
+from trioserve.text.incremental import IncrementalDecoder
+from trioserve.text.stop_regex import RegexStopMatcher, SearchBudget
+from trioserve.text.stop_strings import StopMatcher
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "OutputText"]
+
+
+@attrs.define(eq=False)
+class OutputText:
+    """The text of one sequence, as far as it has come. Sans-IO."""
+
+    _decoder: IncrementalDecoder
+    _matcher: StopMatcher | RegexStopMatcher | None
+    _min_tokens: int
+    _include_stop: bool
+    _num_tokens: int = 0
+
+    @classmethod
+    def all_of(cls, request: Request, tokenizer: Tokenizer) -> list[OutputText]:
+        """One for each of the request's sequences, with nothing taken yet."""
+        params = request.params
+        budget = SearchBudget()
+        return [
+            cls(
+                tokenizer.incremental_decoder(
+                    request.prompt_ids,
+                    skip_special_tokens=params.skip_special_tokens,
+                    spaces_between_special_tokens=params.spaces_between_special_tokens,
+                ),
+                _matcher_of(params, budget),
+                params.min_tokens,
+                params.include_stop_str_in_output,
+            )
+            for _ in request.sequences
+        ]
+
+    def take(
+        self, token_ids: tuple[int, ...], finish: Finish | None
+    ) -> tuple[str, int, Finish | None]:
+        """Take what a step gave.
+
+        Returns:
+            the text that may be sent, how many of the tokens belong to the output, and how the
+            output ended, if it did.
+
+        Raises:
+            InvalidRequest: a stop regex takes too long.
+        """
+        at_stop_id = finish is not None and finish.reason is FinishReason.STOP and bool(token_ids)
+        parts: list[str] = []
+        for position, token_id in enumerate(token_ids[:-1] if at_stop_id else token_ids, 1):
+            text = self._decoder.push(token_id)
+            self._num_tokens += 1
+            stop = self._match(text, parts)
+            if stop is not None:
+                return "".join(parts), position, Finish(FinishReason.STOP, stop_reason=stop)
+        if finish is not None:
+            stop = self._end(token_ids[-1] if at_stop_id else None, parts)
+            if stop is not None:
+                finish = Finish(FinishReason.STOP, stop_reason=stop)
+        return "".join(parts), len(token_ids), finish
+
+    def _match(self, text: str, parts: list[str]) -> str | None:
+        """Put what may be sent of ``text`` into ``parts``; the stop string that was found."""
+        if self._matcher is None:
+            parts.append(text)
+            return None
+        armed = self._num_tokens >= self._min_tokens
+        sendable, stop = self._matcher.feed(text, armed=armed)
+        parts.append(sendable)
+        return stop
+
+    def _end(self, stop_id: int | None, parts: list[str]) -> str | None:
+        """Put all that is left into ``parts``; the stop string that the last piece completed."""
+        if stop_id is None:
+            stop = self._match(self._decoder.flush(), parts)
+            if stop is not None:
+                return stop
+        held = self._matcher.flush() if self._matcher is not None else ""
+        parts.append(held)
+        if stop_id is not None:
+            if self._include_stop:
+                parts.append(self._decoder.push(stop_id))
+            parts.append(self._decoder.flush())
+        return None
+
+
+def _matcher_of(
+    params: SamplingParams, budget: SearchBudget
+) -> StopMatcher | RegexStopMatcher | None:
+    include = params.include_stop_str_in_output
+    if params.stop_regex:
+        return RegexStopMatcher(params.stop, params.stop_regex, budget, include=include)
+    return StopMatcher(params.stop, include=include) if params.stop else None
+
+
+class Detokenizer:
+    """Delivers what the scheduler computed into the requests' streams.
+
+    Args:
+        tokenizer: decodes.
+        abort: the scheduler's; called when an output ends for a reason that it doesn't know.
+        on_delivered: called once for each sequence, after its last chunk or error.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        abort: Callable[[Sequence, Finish], None],
+        on_delivered: Callable[[Sequence, Finish], None],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._abort = abort
+        self._on_delivered = on_delivered
+
+    async def run(self, outputs: trio.MemoryReceiveChannel[list[SequenceOutput]]) -> None:
+        """The task: deliver every output. Ends when ``outputs`` is closed.
+
+        What goes wrong with one output ends its request with an :class:`EngineError`, not the task.
+        """
+        async for batch in outputs:
+            for output in batch:
+                try:
+                    self.deliver(output)
+                except Exception as cause:
+                    error = EngineError("the output can't be turned into text")
+                    error.__cause__ = cause
+                    self._fail(output.sequence, error)
+
+    def deliver(self, output: SequenceOutput) -> None:
+        """Deliver what one step gave to one sequence, unless that has been delivered already."""
+        sequence = output.sequence
+        if sequence.delivered:
+            return
+        if sequence.delivery is None:
+            self._open(sequence.request)
+        try:
+            text, num_tokens, finish = sequence.delivery.take(output.token_ids, output.finish)
+        except InvalidRequest as refusal:
+            self._fail(sequence, refusal)
+            return
+        logprobs = output.logprobs
+        if logprobs is not None:
+            logprobs = tuple(map(self._tokenizer.with_texts, logprobs[:num_tokens]))
+        error = None if finish is None else _error_of(finish)
+        ended = finish is not None and error is None
+        chunk = Chunk(
+            text=text,
+            token_ids=output.token_ids[:num_tokens],
+            index=sequence.index,
+            logprobs=logprobs,
+            finish_reason=finish.reason.value if finish is not None and ended else None,
+            stop_reason=finish.stop_reason if finish is not None and ended else None,
+        )
+        try:
+            if chunk.token_ids or text or ended:
+                sequence.request.stream.push(chunk)
+        except SlowReader as slow:
+            self._fail(sequence, slow)
+            return
+        if finish is None:
+            return
+        if finish is not output.finish:
+            self._abort(sequence, finish)
+        self._close(sequence, finish, error)
+        if error is not None:
+            self._fail(sequence, error)
+
+    def _open(self, request: Request) -> None:
+        texts = OutputText.all_of(request, self._tokenizer)
+        for sequence, text in zip(request.sequences, texts, strict=True):
+            sequence.delivery = text
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """End what is left of the request with ``error``, computing nothing more for it."""
+        finish = Finish(FinishReason.ABORT, error=error)
+        for sibling in sequence.request.sequences:
+            if not sibling.delivered:
+                self._abort(sibling, finish)
+                self._close(sibling, finish, error)
+
+    def _close(self, sequence: Sequence, finish: Finish, error: Exception | None) -> None:
+        sequence.delivered = True
+        sequence.delivery = None
+        request = sequence.request
+        if error is not None or all(sibling.delivered for sibling in request.sequences):
+            request.stream.close(error)
+        self._on_delivered(sequence, finish)
+
+
+def _error_of(finish: Finish) -> Exception | None:
+    """What the stream raises instead of a final chunk."""
+    if finish.error is None and finish.reason is FinishReason.ERROR:
+        return EngineError("the engine failed while it computed this request")
+    return finish.error
