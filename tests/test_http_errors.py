@@ -117,7 +117,9 @@ async def test_a_deadline_that_ends_the_scope_is_told_in_the_stream() -> None:
     ("message", "param", "expected"),
     [
         ("unclosed group", "sampling_params.regex", "sampling_params.regex: unclosed group"),
-        ("regex must be short", "sampling_params.regex", "regex must be short"),
+        ("sampling_params.regex is long", "sampling_params.regex", "sampling_params.regex is long"),
+        ('bad "(" (in regex)', "sampling_params.regex", 'sampling_params.regex: bad "(" (in regex)'),
+        ("must be one", "n", "n: must be one"),
         ("must be text", "messages[0].content", "messages[0].content: must be text"),
         ("the body is empty", None, "the body is empty"),
     ],
@@ -126,6 +128,20 @@ def test_a_refusal_names_the_field(message: str, param: str | None, expected: st
     reply = json.loads(describe_error(InvalidRequest(message, param=param)).body)
     assert reply["error"]["message"] == expected
     assert reply["error"]["param"] == param
+
+
+@pytest.mark.parametrize("prompt", ["x", ["x", "y"]])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_field_that_is_refused_late_has_the_clients_name(prompt: Any, stream: bool) -> None:
+    """A grammar may turn out to allow nothing after the first tokens, past the admission."""
+    refused = InvalidRequest("what the request allows leaves no token to draw", param="grammar")
+    stub = StubEngine(script=lambda _: [Chunk("a", (97,)), refused])
+    body = {"prompt": prompt, "structured_outputs": {"regex": "a"}, "stream": stream}
+    response = await client_of(stub).post(TEXT, json=body)
+    *_, last = (await response.get_data(True)).strip().split("\n\n")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["param"] == "structured_outputs.regex"
+    assert error["message"] == f"structured_outputs.regex: {refused}"
 
 
 async def test_hints_for_clients() -> None:

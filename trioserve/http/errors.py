@@ -8,6 +8,7 @@ stream ends.
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated
 
 import attrs
@@ -148,7 +149,7 @@ def describe_error(error: BaseException) -> ErrorReply:
 
 def _naming(param: str | None, message: str) -> str:
     """``message``, with the field's name before it where it doesn't tell it."""
-    if param is None or param.rsplit(".", 1)[-1].split("[")[0] in message:
+    if param is None or re.search(rf"(?<!\w){re.escape(param)}(?!\w)", message):
         return message
     return f"{param}: {message}"
 

@@ -158,7 +158,10 @@ class _One(Generations):
         await self._scope.__aexit__(exc_type, exc_value, traceback)
 
     async def receive(self) -> tuple[int, Chunk]:
-        return 0, await self.streams[0].receive()
+        try:
+            return 0, await self.streams[0].receive()
+        except InvalidRequest as error:
+            raise renamed(error, self._job.renames) from error
 
 
 class _Several(Generations):
