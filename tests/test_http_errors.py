@@ -117,8 +117,8 @@ async def test_a_deadline_that_ends_the_scope_is_told_in_the_stream() -> None:
     ("message", "param", "expected"),
     [
         ("unclosed group", "sampling_params.regex", "sampling_params.regex: unclosed group"),
-        ("sampling_params.regex is long", "sampling_params.regex", "sampling_params.regex is long"),
-        ('bad "(" (in regex)', "sampling_params.regex", 'sampling_params.regex: bad "(" (in regex)'),
+        ("options.regex is too long", "options.regex", "options.regex is too long"),
+        ('bad "(" (in regex)', "options.regex", 'options.regex: bad "(" (in regex)'),
         ("must be one", "n", "n: must be one"),
         ("must be text", "messages[0].content", "messages[0].content: must be text"),
         ("the body is empty", None, "the body is empty"),

@@ -96,7 +96,7 @@ async def test_unknown_fields(path: str) -> None:
     ("path", "body", "param", "message"),
     [
         (CHAT, {}, "messages", "messages is missing"),
-        (CHAT, {"messages": []}, "messages", "messages: expected array of length >= 1"),
+        (CHAT, {"messages": []}, "messages", "messages: expected array of length >= 1, got 0"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),
         (
             CHAT,
@@ -118,7 +118,7 @@ async def test_unknown_fields(path: str) -> None:
         ),
         (CHAT, {**MINIMAL[CHAT], "stream": "yes"}, "stream", None),
         (CHAT, {**MINIMAL[CHAT], "stream_options": {"x": 1}}, "stream_options.x", None),
-        (CHAT, {**MINIMAL[CHAT], "logit_bias": {"5": "x"}}, "logit_bias[...]", None),
+        (CHAT, {**MINIMAL[CHAT], "logit_bias": {"5": "x"}}, "logit_bias", None),
         (CHAT, {**MINIMAL[CHAT], "timeout": 0}, "timeout", None),
         (CHAT, {**MINIMAL[CHAT], "max_tokens": 2**31}, "max_tokens", None),
         (TEXT, {}, "prompt", "prompt is missing"),
@@ -126,6 +126,34 @@ async def test_unknown_fields(path: str) -> None:
         (TEXT, {"prompt": ["a", 1]}, "prompt[1]", None),
         (TEXT, {"prompt": {"a": 1}}, "prompt", None),
         (NATIVE, {**MINIMAL[NATIVE], "sampling_params": {"top_k": 1.5}}, None, None),
+        (
+            NATIVE,
+            {"text": ["a", "b"], "sampling_params": [{}, {"top_p": 1.5}]},
+            "sampling_params[1].top_p",
+            "sampling_params[1].top_p: expected float <= 1.0, got 1.5",
+        ),
+        (
+            CHAT,
+            {**MINIMAL[CHAT], "logit_bias": {"x": 1}},
+            "logit_bias",
+            "logit_bias: expected str matching regex '^[0-9]{1,10}$' as a key",
+        ),
+        (
+            CHAT,
+            {**MINIMAL[CHAT], "logit_bias": {"5": 101}},
+            "logit_bias",
+            "logit_bias: expected float <= 100.0 as each value",
+        ),
+        (
+            CHAT,
+            {
+                **MINIMAL[CHAT],
+                "tools": [{"type": "function", "function": {"name": "a b" + "c" * 60}}],
+            },
+            "tools[0].function.name",
+            "tools[0].function.name: expected str matching regex '^[a-zA-Z0-9_.-]+$', got "
+            '"a b' + "c" * 56 + "…",
+        ),
     ],
 )
 async def test_wrong_types(path: str, body: Any, param: str | None, message: str | None) -> None:
@@ -145,7 +173,7 @@ async def test_wrong_types(path: str, body: Any, param: str | None, message: str
         (CHAT, {"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
         (CHAT, {"min_tokens": 5, "max_tokens": 3}, "min_tokens"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
-        (CHAT, {"logit_bias": {"5": 101}}, "logit_bias[...]"),
+        (CHAT, {"logit_bias": {"5": 101}}, "logit_bias"),
         (TEXT, {"n": 0}, "n"),
         (TEXT, {"n": 129}, "n"),
         (TEXT, {"n": True}, "n"),

@@ -8,7 +8,6 @@ name, and so is a field that the class doesn't list. Nothing a client sends is s
 from __future__ import annotations
 
 import functools
-import re
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar
@@ -18,6 +17,7 @@ import msgspec
 
 from trioserve.checks import MAX_LOGIT_BIAS
 from trioserve.errors import InvalidRequest
+from trioserve.http.decoding_errors import MAX_REREAD_BYTES, as_invalid_request
 from trioserve.sampling import MAX_SEED, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
 __all__ = [
@@ -78,12 +78,6 @@ StopStrings = (
 """One or several, for ``stop`` and ``stop_regex``."""
 
 _WHOLE_FLOAT = ", got `float`"
-_MAX_REREAD_BYTES = 1 << 20
-"""Largest body that is read a second time, which takes Python some 50 ms."""
-_ERROR_PATTERN = re.compile(r"(?P<text>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
-_FIELD_PATTERN = re.compile(
-    r"Object (?P<what>contains unknown|missing required) field `(?P<field>[^`]*)`", re.DOTALL
-)
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 
@@ -170,7 +164,7 @@ def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
     try:
         request = _decode(request_type, body)
     except msgspec.ValidationError as error:
-        raise _as_invalid_request(str(error)) from None
+        raise as_invalid_request(str(error), body) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body isn't valid JSON: {error}") from None
     except RecursionError:
@@ -184,7 +178,7 @@ def _decode(request_type: type[RequestType], body: bytes) -> RequestType:
         request: RequestType = _decoder(request_type).decode(body)
         return request
     except msgspec.ValidationError as error:
-        if _WHOLE_FLOAT not in str(error) or len(body) > _MAX_REREAD_BYTES:
+        if _WHOLE_FLOAT not in str(error) or len(body) > MAX_REREAD_BYTES:
             raise
     # JSON has one kind of number, and so has JSON Schema: 5.0 is as good an integer as 5.
     whole = _with_whole_numbers(msgspec.json.decode(body))
@@ -264,22 +258,3 @@ def _not_served(name: str, unserved: dict[str, Any]) -> InvalidRequest:
         param=name,
         code="unsupported_parameter",
     )
-
-
-def _as_invalid_request(message: str) -> InvalidRequest:
-    """msgspec's message with its JSON path turned into the name of a field."""
-    match = _ERROR_PATTERN.fullmatch(message)
-    assert match is not None
-    text, path = match["text"], (match["path"] or "").lstrip(".")
-    field = _FIELD_PATTERN.fullmatch(text)
-    if field is not None:
-        param = f"{path}.{field['field']}" if path else field["field"]
-        if field["what"] == "contains unknown":
-            return InvalidRequest(
-                f"{param} is not a field of this request", param=param, code="unknown_parameter"
-            )
-        return InvalidRequest(f"{param} is missing", param=param, code="missing_required_parameter")
-    text = text.replace("`", "").replace(" | ", " or ")
-    if not path:
-        return InvalidRequest(f"the body is not a request: {text[:1].lower()}{text[1:]}")
-    return InvalidRequest(f"{path}: {text[:1].lower()}{text[1:]}", param=path, code="invalid_value")
