@@ -235,7 +235,7 @@ def test_most_walks_got_to_an_end() -> None:
 
 
 def test_a_grammar_that_gets_too_complex_on_the_way(
-    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("gpu.constraints.grammars._STEP_MAX_ITEMS", 100)
     ambiguous = Grammar("grammar", 'start: a\na: a a | b\nb: "x" | "y" | a b a | ')
@@ -246,6 +246,9 @@ def test_a_grammar_that_gets_too_complex_on_the_way(
         assert others
         if not mine:
             assert length > 2
+            (line,) = caplog.messages
+            assert line.startswith("slot 0 has no token to draw: ")
+            assert "\n" not in line
             return
         append(slot, ids_of("x")[0])
     pytest.fail("it never got too complex")
@@ -256,7 +259,7 @@ def test_what_prepare_says(constraints: Constraints) -> None:
     assert constraints.prepare(Grammar("regex", "a*"), {}) is None
     wrong = constraints.prepare(Grammar("regex", "("), {})
     assert wrong == {
-        "error": 'invalid regex "(" (in regex): regex parse error: unclosed group',
+        "error": 'grammar: invalid regex "(" (in regex): regex parse error: unclosed group',
         "param": "grammar",
     }
     untaken = constraints.prepare(None, {"beta": 1, "alpha": 2})

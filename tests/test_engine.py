@@ -215,6 +215,9 @@ async def test_bad_requests_name_the_field_and_leave_nothing(autojump_clock: Clo
             with pytest.raises(InvalidRequest) as caught:
                 await engine.complete(prompt, **sampling)  # type: ignore[arg-type]
             assert caught.value.param == param
+        for wrong in (256, 1000):
+            with pytest.raises(InvalidRequest, match=f"outside 0 to 255: {wrong}$"):
+                await engine.complete([1, wrong])
         with pytest.raises(ContextTooLong, match=r"2048 tokens"):
             await engine.complete("a" * 3000)
         await settle(engine)

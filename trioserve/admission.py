@@ -94,9 +94,11 @@ def check_params(params: SamplingParams, config: EngineConfig, *, vocab_size: in
 
 def _check_ids(named: Mapping[str, Collection[int]], vocab_size: int) -> None:
     for name, ids in named.items():
-        if max(ids, default=-1) >= vocab_size or min(ids, default=0) < 0:
+        most, least = max(ids, default=-1), min(ids, default=0)
+        if most >= vocab_size or least < 0:
+            wrong = least if least < 0 else most
             raise InvalidRequest(
-                f"{name} holds a token id outside 0 to {vocab_size - 1}", param=name
+                f"{name} holds a token id outside 0 to {vocab_size - 1}: {wrong}", param=name
             )
 
 

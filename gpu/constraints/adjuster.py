@@ -19,7 +19,7 @@ import torch
 
 from gpu.adjustments import Adjustment
 from gpu.constraints.grammar_cache import GrammarCache
-from gpu.constraints.grammars import GrammarError
+from gpu.constraints.grammars import GrammarError, one_line
 from gpu.constraints.processors import Processors
 from gpu.slots import PlanError, Slot
 from gpu.upload import upload
@@ -116,7 +116,7 @@ class Constraints:
             try:
                 self._grammars.prepare(grammar)
             except GrammarError as error:
-                return {"error": str(error), "param": "grammar"}
+                return {"error": f"grammar: {error}", "param": "grammar"}
         return None
 
     def open(self, slot: Slot) -> None:
@@ -220,7 +220,8 @@ class Constraints:
         for matcher, row in matchers:
             if matcher.is_error():
                 # The sequence ends with an error, for there is nothing to draw.
-                _log.warning("slot %d: %s", masked[row][0].number, matcher.get_error())
+                why = one_line(matcher.get_error())
+                _log.warning("slot %d has no token to draw: %s", masked[row][0].number, why)
                 masks[row] = 0
 
     def _always(self, params: SamplerParams) -> Mask | None:

@@ -19,7 +19,7 @@ from trioserve.errors import ModelLoadError
 from trioserve.grammar import Grammar
 from trioserve.model_files import ModelFiles, load_tokenizer_from
 
-__all__ = ["GrammarError", "GrammarVocabulary", "compile_text", "to_llguidance"]
+__all__ = ["GrammarError", "GrammarVocabulary", "compile_text", "one_line", "to_llguidance"]
 
 MAX_MESSAGE_CHARACTERS = 300
 
@@ -82,7 +82,7 @@ class GrammarVocabulary:
         except Exception as error:  # of what is in Rust, anything may come
             raise GrammarError(
                 "grammars need the bytes of tokens, which the model's tokenizer doesn't tell: "
-                + _one_line(str(error))
+                + one_line(str(error))
             ) from error
 
 
@@ -113,7 +113,7 @@ def compile_text(text: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLM
     if matcher.get_error().startswith("NoExtension"):
         raise GrammarError("it allows no output at all")
     if matcher.is_error():
-        raise GrammarError(_one_line(matcher.get_error()))
+        raise GrammarError(one_line(matcher.get_error()))
     return matcher
 
 
@@ -145,7 +145,7 @@ def _lark_or_gbnf(text: str) -> str:
     except RecursionError as error:
         raise GrammarError("it is nested too deeply") from error
     except Exception as error:  # GbnfToLarkError and plain ones
-        raise GrammarError(_one_line(str(error))) from error
+        raise GrammarError(one_line(str(error))) from error
     return llguidance.LLMatcher.grammar_from_lark(lark)
 
 
@@ -227,7 +227,7 @@ def _json(text: str, what: str) -> Any:
         raise GrammarError(f"it must be {what}, as JSON: {error}") from error
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """llguidance's explanation without the places in texts that nobody has sent."""
     lines = [line.strip() for line in text.splitlines()]
     kept = [line for line in lines if line and not _SOURCE_QUOTE.match(line)]
