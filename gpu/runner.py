@@ -4,8 +4,8 @@ A plan may be submitted before the result of the one before it has been taken. W
 is known all the same, because a row that samples gets exactly one token. Only whether that token
 ends its sequence is not: such a row is then computed once for nothing, and gives no token.
 
-A plan whose masks need the tokens of the one before is submitted all the same, but its draws are
-deferred until that one is finished; only then another plan is accepted.
+A plan whose masks need tokens that aren't known yet is submitted all the same, but its draws are
+deferred until every plan before it is finished; only then another plan is accepted.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class Runner:
         return _result(pending, giving, drawn)
 
     def _draw_deferred(self) -> None:
-        """Begin the draws that waited for the tokens which have just been settled."""
-        if self.accepts:
+        """Begin the draws that wait for tokens, once every plan before theirs is finished."""
+        if self.accepts or len(self._pending) > 1:
             return
         pending = self._pending[-1]
         try:

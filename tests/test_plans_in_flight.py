@@ -269,6 +269,21 @@ class TestDeferredDraws:
         assert given(runner.finish()) == [[6], [104]]
         assert runner.slots[2].tokens.tolist() == [1, 2, 3, 4, 5, 6]
 
+    def test_they_wait_for_all_plans_before_them(
+        self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
+    ) -> None:
+        maker.open(1, [1, 2])
+        runner.submit(maker.plan({1: 2}))
+        runner.submit(maker.plan({2: 3, 1: 1}))
+        runner.submit(maker.plan({2: 1, 1: 1}))
+        executor.complete(3)
+        assert given(runner.finish()) == [[102]]
+        assert not runner.accepts
+        assert executor.begun == ["forward", "draw"] * 2 + ["forward"]
+        assert given(runner.finish()) == [[4], [103]]
+        assert runner.accepts
+        assert given(runner.finish()) == [[5], [104]]
+
     def test_a_step_without_such_rows_goes_ahead(
         self, executor: DeferredExecutor, runner: Runner, maker: PlanMaker
     ) -> None:
