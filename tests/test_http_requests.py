@@ -41,9 +41,7 @@ async def refusal(path: str, body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
-        (CHAT, "function_call", {"name": "f"}),
         (CHAT, "input_ids", [1]),
-        (CHAT, "functions", [{}]),
         (CHAT, "audio", {}),
         (CHAT, "modalities", ["text", "audio"]),
         (CHAT, "store", True),

@@ -47,6 +47,8 @@ class ReaderOptions:
     use: ToolUse | None = None
     separate_reasoning: bool = True
     include_reasoning: bool = True
+    functions: bool = False
+    """Whether a call is told as ``function_call``."""
     hidden: re.Pattern[str] | None = None
     """Special tokens that are taken out of the text again, when marks among them had to be seen."""
 
@@ -60,7 +62,7 @@ class ReaderOptions:
             splitter = ReasoningSplitter(opens_reasoning(tail, self.prompt))
         if self.use is not None and self.format.family is not None:
             parser = self.format.family.parser(self.use.names)
-        return AnswerReader(splitter, parser, self.include_reasoning, self.hidden)
+        return AnswerReader(splitter, parser, self.include_reasoning, self.hidden, self.functions)
 
 
 def hidden_tokens(format: ChatFormat, *, with_tools: bool) -> re.Pattern[str] | None:
@@ -81,8 +83,14 @@ class AnswerReader:
     _parser: ToolParser | None = None
     _include_reasoning: bool = True
     _hidden: re.Pattern[str] | None = None
+    _functions: bool = False
     has_calls: bool = False
     """Whether there was a tool call so far."""
+
+    @property
+    def call_reason(self) -> str:
+        """Why an answer has ended that has a tool call."""
+        return "function_call" if self._functions else "tool_calls"
 
     def feed(self, text: str, *, last: bool = False) -> Delta:
         """What the next piece of the answer adds; the ``last`` one adds what was held back."""
@@ -102,6 +110,9 @@ class AnswerReader:
             self._parse(self._parser, text, last, delta)
         if reasoning and self._include_reasoning:
             delta.reasoning = delta.reasoning_content = reasoning
+        if self._functions and delta.tool_calls:
+            # The grammar has seen to it that there is one.
+            delta.function_call, delta.tool_calls = delta.tool_calls[0].function, None
         return delta
 
     def message(self, text: str, *, role: str = "assistant") -> AssistantMessage:
@@ -116,6 +127,9 @@ class AnswerReader:
                 for call in delta.tool_calls
                 if call.id is not None and call.function.name is not None
             ]
+        elif delta.function_call is not None:
+            call = delta.function_call
+            message.function_call = FunctionCall(call.name or "", call.arguments or "")
         elif message.content is None and delta.reasoning is None:
             message.content = ""
         return message

@@ -17,6 +17,7 @@ from trioserve.errors import InvalidRequest
 from trioserve.grammar import Grammar
 from trioserve.http.chat.answer import ReaderOptions, hidden_tokens, opens_reasoning
 from trioserve.http.chat.format import ChatFormat
+from trioserve.http.chat.legacy import in_legacy_words, with_tools
 from trioserve.http.chat.prompt import chat_prompt
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.chat.tools import tool_use
@@ -57,11 +58,11 @@ class ChatEndpoints:
     async def chat_completions(self) -> quart.Response:
         """``POST /v1/chat/completions``."""
         service = self._service
-        request = await service.read(ChatCompletionRequest)
+        request = with_tools(await service.read(ChatCompletionRequest))
         model = service.model(request.model)
         check_stream_options(request)
         try:
-            use = tool_use(request, self._format)
+            use = self._tool_use(request)
             prompt = chat_prompt(request, self._format, use)
             options = self._reader_options(request, prompt, use)
             job = await self._job(request, options)
@@ -87,6 +88,14 @@ class ChatEndpoints:
         )
         return json_response(response)
 
+    def _tool_use(self, request: ChatCompletionRequest) -> ToolUse | None:
+        try:
+            return tool_use(request, self._format)
+        except InvalidRequest as error:
+            if request.functions:
+                raise in_legacy_words(error) from error
+            raise
+
     def _reader_options(
         self, request: ChatCompletionRequest, prompt: ChatPrompt, use: ToolUse | None
     ) -> ReaderOptions:
@@ -97,6 +106,7 @@ class ChatEndpoints:
             use=use,
             separate_reasoning=request.separate_reasoning is not False,
             include_reasoning=request.include_reasoning is not False,
+            functions=bool(request.functions),
             hidden=None if shows_all else self._hidden[use is not None],
         )
 
@@ -124,7 +134,7 @@ class ChatEndpoints:
         lark = None if given is None else lark_of(given, format.tokenizer.token_of)
         if use is not None:
             if given is None or use.required:
-                renames["grammar"] = "tools"
+                renames["grammar"] = "functions" if options.functions else "tools"
             assert format.family is not None
             use = attrs.evolve(use, answer=lark)
             lark = format.family.grammar(use, format.tokenizer.token_of, format.template)

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from trioserve.http.schemas import about, hint, only
 
-__all__ = ["ChatMessage", "ChatTool", "FunctionDefinition", "ToolChoice"]
+__all__ = ["ChatMessage", "ChatTool", "ChosenFunction", "FunctionDefinition", "ToolChoice"]
 
 MAX_TOOLS = 128
 """How many functions one request may describe, as in the OpenAI API."""
@@ -81,7 +81,9 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
     tool_call_id: Annotated[str | None, about("The call that this message answers.")] = None
     annotations: Annotated[Any, only([], why="there is no web search")] = None
     audio: Annotated[Any, only(why=_TEXT_ONLY)] = None
-    function_call: Annotated[Any, only(why="OpenAI has replaced it by tool_calls")] = None
+    function_call: Annotated[
+        MessageFunction | None, about("An earlier call, by the older name: as one of `tool_calls`.")
+    ] = None
 
 
 class FunctionDefinition(

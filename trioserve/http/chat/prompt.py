@@ -10,6 +10,7 @@ import msgspec
 
 from trioserve.errors import InvalidRequest
 from trioserve.http.chat.format import ChatFormat
+from trioserve.http.chat.legacy import with_tool_calls
 from trioserve.http.chat.messages import ChatMessage, MessageToolCall, TextPart
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.chat.tools import instructions, template_tools
@@ -55,11 +56,14 @@ def template_messages(messages: Sequence[ChatMessage], format: ChatFormat) -> li
     Parts are text, ``reasoning`` has both of its names, and ``developer`` is ``system`` to a
     template that doesn't know it. To one that doesn't know tools, calls are what the model wrote,
     and their results are what the user says.
+
+    Raises:
+        InvalidRequest: a message has both kinds of calls.
     """
     shown: list[dict[str, Any]] = []
     names: dict[str | None, str] = {}
     was_result = False
-    for message in messages:
+    for message in with_tool_calls(messages):
         fields = _template_fields(message, format)
         for call in message.tool_calls or ():
             names[call.id] = call.function.name

@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.http.chat.messages import MAX_TOOLS, ChatMessage, ChatTool, ToolChoice
+from trioserve.http.chat.messages import (
+    MAX_TOOLS,
+    ChatMessage,
+    ChatTool,
+    ChosenFunction,
+    FunctionDefinition,
+    ToolChoice,
+)
 from trioserve.http.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
 from trioserve.http.schemas import Count, about, hint, only
 
@@ -66,6 +73,15 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         bool | None, about("If false, an answer has one call at most; a grammar sees to it.")
     ] = None
 
+    functions: Annotated[
+        Annotated[list[FunctionDefinition], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        about("What OpenAI had before `tools`; an answer has one call at most."),
+    ] = None
+    function_call: Annotated[
+        Literal["none", "auto"] | ChosenFunction | None,
+        about("What OpenAI had before `tool_choice`; a function has to be called."),
+    ] = None
+
     reasoning_effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
         about("For the chat template; refused where that doesn't look at it."),
@@ -98,10 +114,6 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
     ] = None
 
     store: Annotated[Any, only(False, why="nothing is stored")] = None
-    functions: Annotated[Any, only([], why="OpenAI has replaced it by tools")] = None
-    function_call: Annotated[
-        Any, only("none", "auto", why="OpenAI has replaced it by tool_choice")
-    ] = None
     modalities: Annotated[Any, only(["text"], why=_TEXT_ONLY)] = None
     audio: Annotated[Any, only(why=_TEXT_ONLY)] = None
     use_audio_in_video: Annotated[Any, only(False, why=_TEXT_ONLY)] = None
@@ -190,6 +202,9 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     tool_calls: Annotated[
         list[ToolCall] | UnsetType, about("Tools that the model wants called.")
     ] = UNSET
+    function_call: Annotated[
+        FunctionCall | UnsetType, about("The call, where the request has `functions`.")
+    ] = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -198,7 +213,9 @@ class ChatChoice(msgspec.Struct):
     index: Annotated[int, about("The number of the output, from 0.")]
     message: Annotated[AssistantMessage, about("The answer.")]
     logprobs: Annotated[ChatLogprobs | None, about("Log-probabilities, where they are asked for.")]
-    finish_reason: Annotated[str, about("`stop`, `length`, `tool_calls`, or `abort`.")]
+    finish_reason: Annotated[
+        str, about("`stop`, `length`, `tool_calls`, `function_call`, or `abort`.")
+    ]
     stop_reason: Annotated[
         int | str | None,
         about("The stop string or stop token that ended it; null for the model's own end."),
@@ -253,6 +270,9 @@ class Delta(msgspec.Struct, omit_defaults=True):
     reasoning: Annotated[str | None, about("What is added to the reasoning.")] = None
     reasoning_content: Annotated[str | None, about("The same, by its older name.")] = None
     tool_calls: Annotated[list[ToolCallDelta] | None, about("What is added to calls.")] = None
+    function_call: Annotated[
+        FunctionDelta | None, about("What is added to the call, where there are `functions`.")
+    ] = None
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -265,7 +285,10 @@ class ChatChunkChoice(msgspec.Struct):
     ] = None
     finish_reason: Annotated[
         str | None,
-        about("Why it ended, in its last event: `stop`, `length`, `tool_calls`, or `abort`."),
+        about(
+            "Why it ended, in its last event: `stop`, `length`, `tool_calls`, `function_call`, or "
+            "`abort`."
+        ),
     ] = None
     stop_reason: Annotated[
         int | str | UnsetType | None,

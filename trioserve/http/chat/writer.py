@@ -121,7 +121,7 @@ def _choice(output: Output, prompt_ids: Sequence[int], wanted: WantedChat) -> Ch
 
 
 def _finish_reason(reason: str, reader: AnswerReader) -> str:
-    return "tool_calls" if reason == "stop" and reader.has_calls else reason
+    return reader.call_reason if reason == "stop" and reader.has_calls else reason
 
 
 @attrs.define(eq=False, kw_only=True)
