@@ -9,10 +9,11 @@ from collections.abc import Callable
 import llguidance
 import pytest
 import tokenizers
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from trioserve.errors import InvalidRequest
 from trioserve.grammar import Grammar
-from trioserve.lark import lark_of
+from trioserve.lark import HEADER, MAX_GBNF_CHARACTERS, lark_of
 from trioserve.model_files import locate, open_model
 from trioserve.reasoning import after_reasoning
 from trioserve.tool_parsers import FAMILIES, TextDelta, Tool, ToolUse
@@ -217,3 +218,24 @@ def test_a_text_that_is_not_of_its_kind() -> None:
         with pytest.raises(InvalidRequest, match=kind) as refused:
             lark_of(Grammar(kind, text), token_of(False))
         assert refused.value.param == "grammar"
+
+
+def test_gbnf_is_bounded_where_it_is_contained() -> None:
+    empty_lines = "\n" * (MAX_GBNF_CHARACTERS - 10)
+    lark = 'start: "a"' + empty_lines
+    assert lark_of(Grammar("grammar", 2 * f"{lark}\n"), token_of(False))
+    most = 'root::="a"' + empty_lines
+    assert lark_of(Grammar("grammar", most), token_of(False))
+    with pytest.raises(
+        InvalidRequest, match=r"^grammar must have at most 32768 .*got 32769"
+    ) as long:
+        lark_of(Grammar("grammar", most + "\n"), token_of(False))
+    assert long.value.param == "grammar"
+
+
+@pytest.mark.parametrize(
+    "text", ["start:", "x\n\n\t start\v:", "%llguidance {}", "\n\n%llguidance"]
+)
+def test_what_is_lark_and_no_gbnf(text: str) -> None:
+    assert is_lark_syntax(text)
+    assert lark_of(Grammar("grammar", text), token_of(False)) == HEADER + text

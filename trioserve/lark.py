@@ -7,10 +7,11 @@ one don't meet those of another.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from trioserve.errors import InvalidRequest
 from trioserve.grammar import Grammar
@@ -22,6 +23,10 @@ HEADER = "%llguidance {}\n"
 TEXT = "TEXT: /(?s:.*)/\n"
 GAP = "GAP: /[ \\n]{1,4}/\n"
 """White space between parts, bounded: a model that may go on with it for ever sometimes does."""
+MAX_GBNF_CHARACTERS = 32768
+"""Of a GBNF grammar that another one is to contain: the time of its conversion is quadratic."""
+# What llguidance takes for Lark; its own pattern takes quadratic time over empty lines.
+_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
 _WHITESPACE_IN_JSON = r"[\x20\x0A\x0D\x09]{1,16}"
 
 TokenOf = Callable[[str], int | None]
@@ -69,11 +74,15 @@ def nested(lark: str) -> str:
 def lark_of(grammar: Grammar, token_of: TokenOf) -> str:
     """``grammar`` as a Lark grammar whatever its kind, for one that is to contain it.
 
+    Takes up to a second.
+
     Raises:
-        InvalidRequest: its text isn't of its kind.
+        InvalidRequest: its text isn't of its kind, or is GBNF that is too long.
     """
     try:
         return HEADER + _RULES[grammar.kind](grammar.text, token_of)
+    except InvalidRequest:
+        raise
     except Exception as error:
         # Of a text that isn't what it should be, parsers raise whatever Python raises there.
         reason = f"{type(error).__name__}: {error}"
@@ -105,7 +114,15 @@ def _escaped_slashes(pattern: str) -> str:
 
 
 def _of_grammar(text: str, token_of: TokenOf) -> str:
-    return str(any_to_lark(text)).removeprefix(HEADER)
+    if _LARK.search(text) is not None:
+        return text.removeprefix(HEADER)
+    if len(text) > MAX_GBNF_CHARACTERS:
+        raise InvalidRequest(
+            f"grammar must have at most {MAX_GBNF_CHARACTERS} characters as GBNF beside tools or "
+            f"reasoning, got {len(text)}; in Lark it may have more",
+            param="grammar",
+        )
+    return str(gbnf_to_lark(text)).removeprefix(HEADER)
 
 
 def _of_choice(text: str, token_of: TokenOf) -> str:

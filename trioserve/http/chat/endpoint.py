@@ -131,7 +131,10 @@ class ChatEndpoints:
             return
         if use is None and not format.reasons:
             return
-        lark = None if given is None else lark_of(given, format.tokenizer.token_of)
+        lark = None
+        if given is not None:
+            token_of = format.tokenizer.token_of
+            lark = await trio.to_thread.run_sync(lark_of, given, token_of, abandon_on_cancel=True)
         if use is not None:
             if given is None or use.required:
                 renames["grammar"] = "functions" if options.functions else "tools"
