@@ -14,6 +14,7 @@ from trioserve import wire
 from trioserve.errors import InvalidRequest, WorkerLost
 from trioserve.logprobs import PromptLogprobs
 from trioserve.request import Sequence
+from trioserve.scheduler import limits
 from trioserve.stream import TokenLogprob
 from trioserve.testing import FakeWorker, hashed_token
 from trioserve.testing.fake_model import fake_logprobs
@@ -98,6 +99,22 @@ def test_a_start_past_the_prompt_is_refused_by_name() -> None:
         bench.submit(PROMPT, prompt_logprobs=1, prompt_logprobs_start=len(PROMPT) + 1)
     assert caught.value.param == "prompt_logprobs_start"
     assert bench.core.num_waiting == 0
+
+
+def test_more_than_an_answer_may_hold_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {"prompt_logprobs": 2, "logprob_token_ids": [7], "n": 3}
+    asked |= {"prompt_logprobs_start": 2, "logprobs": 0}
+    count = (len(PROMPT) - 2) * 4 * 3
+    bench = Bench.make(hashing())
+    monkeypatch.setattr(limits, "MAX_PROMPT_LOGPROBS", count - 1)
+    message = f"{count} log-prob.* 4 at each of 20 .* 3 outputs: at most {count - 1} "
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        bench.submit_all(PROMPT, **asked)
+    assert caught.value.param == "prompt_logprobs"
+    assert bench.core.num_waiting == 0
+    monkeypatch.setattr(limits, "MAX_PROMPT_LOGPROBS", count)
+    bench.submit_all(PROMPT, **asked)
+    bench.drain()
 
 
 def test_more_alternatives_than_tokens_are_as_many_as_there_are() -> None:

@@ -10,7 +10,13 @@ from trioserve.errors import ContextTooLong, InvalidRequest
 from trioserve.logprobs import PromptLogprobs
 from trioserve.request import Request
 
-__all__ = ["Limits", "prompt_logprobs_for", "resolve_max_tokens"]
+__all__ = ["MAX_PROMPT_LOGPROBS", "Limits", "prompt_logprobs_for", "resolve_max_tokens"]
+
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Log-probabilities of prompt tokens in one answer, which may repeat them with each output.
+
+They are kept until it is written, and take about 100 bytes each in its JSON.
+"""
 
 
 @attrs.frozen(kw_only=True)
@@ -91,7 +97,7 @@ def prompt_logprobs_for(limits: Limits, request: Request) -> PromptLogprobs | No
     A start at the prompt's very end is allowed: then there are none.
 
     Raises:
-        InvalidRequest: they are to start past the prompt.
+        InvalidRequest: they are to start past the prompt, or are too many.
     """
     params = request.params
     if params.prompt_logprobs is None:
@@ -103,8 +109,19 @@ def prompt_logprobs_for(limits: Limits, request: Request) -> PromptLogprobs | No
             f"the prompt has {num_prompt} tokens",
             param="prompt_logprobs_start",
         )
-    return PromptLogprobs(
+    found = PromptLogprobs(
         start=max(1, params.prompt_logprobs_start),
         num_top=min(params.prompt_logprobs, limits.vocab_size),
         token_ids=params.logprob_token_ids,
     )
+    num_tokens = max(num_prompt - found.start, 0)
+    for_each = 1 + found.num_top + len(found.token_ids)
+    count = num_tokens * for_each * params.n
+    if count > MAX_PROMPT_LOGPROBS:
+        outputs = f" for each of {params.n} outputs" if params.n > 1 else ""
+        raise InvalidRequest(
+            f"prompt_logprobs asks for {count} log-probabilities, {for_each} at each of "
+            f"{num_tokens} prompt tokens{outputs}: at most {MAX_PROMPT_LOGPROBS} are served",
+            param="prompt_logprobs",
+        )
+    return found
