@@ -280,6 +280,10 @@ class Adds:
     seen: dict[int, float] = attrs.field(factory=dict)
     log: list[str] = attrs.field(factory=list)
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return (self.name,)
+
     def check(self, args: Mapping[str, Any]) -> bool:
         if args.get(self.name) == 13:
             raise ValueError(f"{self.name} must not be 13")
@@ -328,7 +332,11 @@ def test_processors_see_the_rows_that_they_said_yes_to(grammars: GrammarCache) -
     assert first.log == ["open 4", "apply 4 [8]", "apply 4 [8]", "close 4", "open 4"]
     assert second.log[-3:] == ["apply 6 []", "close 6", "close 4"]
     assert second.seen == {}
-    assert constraints.prepare(None, {"x": 1, "z": 1}) is None
+    assert constraints.prepare(None, {"x": 1, "y": 1}) is None
+    untaken = constraints.prepare(None, {"x": 1, "z": 1, "a": 1})
+    assert untaken is not None
+    assert untaken["error"].endswith("(--logits-processors) takes a, z")
+    assert untaken["param"] == "extra_args"
     refused = {"error": "y must not be 13", "param": "extra_args"}
     assert constraints.prepare(None, {"x": 1, "y": 13}) == refused
 

@@ -13,6 +13,7 @@ from trioserve.logits_processors import ProcessorContext
 CONTEXT = ProcessorContext(vocab_size=7, max_num_seqs=3, device="cpu", model="m")
 MODULE = """
 class Good:
+    parameters = ("word",)
     def __init__(self, context):
         self.context = context
     def check(self, args): return False
@@ -26,6 +27,12 @@ class Better(Good):
 class Bare:
     def check(self, args): return False
     def close(self, slot): pass
+
+class Nameless(Good):
+    parameters = None
+
+class OneName(Good):
+    parameters = "word"
 
 class Broken(Good):
     def __init__(self, context):
@@ -62,6 +69,8 @@ def test_processors_are_made_in_order() -> None:
         ("ours_to_load:Missing", "ours_to_load has no class Missing"),
         ("ours_to_load:instance", "ours_to_load has no class instance"),
         ("ours_to_load:Bare", "the class has no method open and no apply"),
+        ("ours_to_load:Nameless", "its parameters must be the names of those it takes"),
+        ("ours_to_load:OneName", "its parameters must be the names of those it takes"),
         ("ours_to_load:Broken", "it can't be made: KeyError: "),
     ],
 )

@@ -7,6 +7,8 @@ at its start. Nothing that a client sends is ever executed: a request only passe
 A processor for everybody who sends ``{"target_token": 42}``::
 
     class TargetToken:
+        parameters = ("target_token",)
+
         def __init__(self, context: ProcessorContext) -> None:
             self.targets: dict[int, int] = {}
 
@@ -32,7 +34,7 @@ A processor for everybody who sends ``{"target_token": 42}``::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import attrs
@@ -76,6 +78,14 @@ class ProcessorRow:
 
 class LogitsProcessor(Protocol):
     """What a processor's class has to have, besides a constructor that takes the context."""
+
+    @property
+    def parameters(self) -> Collection[str]:
+        """The names of the parameters that it takes; an attribute of the class will do.
+
+        A request with a parameter that no processor of the server takes is refused.
+        """
+        ...
 
     def check(self, args: Mapping[str, Any]) -> bool:
         """Whether this processor is to see a request with these arguments.

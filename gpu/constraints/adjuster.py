@@ -106,8 +106,11 @@ class Constraints:
             taken = self._processors.check(extra_args)
         except ValueError as error:
             return {"error": str(error), "param": "extra_args"}
+        not_taken = self._processors.not_taken(extra_args)
         if extra_args and not taken:
-            names = ", ".join(sorted(extra_args))
+            not_taken = sorted(extra_args)
+        if not_taken:
+            names = ", ".join(not_taken)
             return {
                 "error": f"no logits processor of this server (--logits-processors) takes {names}",
                 "param": "extra_args",

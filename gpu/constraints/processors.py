@@ -6,7 +6,7 @@ See :mod:`trioserve.logits_processors` for what they are.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import attrs
@@ -58,11 +58,22 @@ def _load(name: str, context: ProcessorContext) -> LogitsProcessor:
             f"--logits-processors {name}: the class has no method {' and no '.join(missing)}"
         )
     try:
-        return cast(LogitsProcessor, made(context))
+        processor = made(context)
     except Exception as error:
         raise ModelLoadError(
             f"--logits-processors {name}: it can't be made: {_described(error)}"
         ) from error
+    parameters = getattr(processor, "parameters", None)
+    if not (
+        isinstance(parameters, Collection)
+        and not isinstance(parameters, str)
+        and all(isinstance(parameter, str) for parameter in parameters)
+    ):
+        raise ModelLoadError(
+            f"--logits-processors {name}: its parameters must be the names of those it takes, such "
+            f'as parameters = ("word",); got {parameters!r}'
+        )
+    return cast(LogitsProcessor, processor)
 
 
 class Processors:
@@ -81,6 +92,11 @@ class Processors:
         # All of them are asked, since each may have something against the arguments.
         answers = [bool(each.processor.check(args)) for each in self._processors]
         return any(answers)
+
+    def not_taken(self, args: Mapping[str, Any]) -> list[str]:
+        """The names among ``args`` that no processor takes."""
+        taken = {name for each in self._processors for name in each.processor.parameters}
+        return sorted(args.keys() - taken)
 
     def open(self, slot: int, args: Mapping[str, Any]) -> bool:
         """A sequence has got ``slot``; returns whether a processor sees it.
