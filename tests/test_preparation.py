@@ -15,7 +15,12 @@ import trio.testing
 from trioserve import preparation
 from trioserve.errors import EngineError, InvalidRequest, WorkerLost
 from trioserve.grammar import Grammar
-from trioserve.preparation import MAX_CALLS, MAX_WORKERS_LOST, Preparation
+from trioserve.preparation import (
+    MAX_CALLS,
+    MAX_EXTRA_ARGS_BYTES,
+    MAX_WORKERS_LOST,
+    Preparation,
+)
 from trioserve.request import Finish, FinishReason, Request, Sequence, State, TextPrompt, Times
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Stream, StreamBudget
@@ -349,6 +354,7 @@ async def test_a_worker_that_can_not_answer_is_the_engine_s_error(autojump_clock
         ({"extra_args": {"x": object()}}, "extra_args"),
         ({"extra_args": {"x": 2**70}}, "extra_args"),
         ({"extra_args": {"x": "\ud800"}}, "extra_args"),
+        ({"extra_args": {"x": "y" * MAX_EXTRA_ARGS_BYTES}}, "extra_args"),
         ({"grammar": "\ud800"}, "grammar"),
     ],
 )

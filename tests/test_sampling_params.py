@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trioserve.checks import MAX_IDS
 from trioserve.errors import InvalidRequest
 from trioserve.grammar import Grammar
 from trioserve.sampling import MAX_SEED, SamplerParams, SamplingParams
@@ -46,6 +47,7 @@ from trioserve.sampling import MAX_SEED, SamplerParams, SamplingParams
         ("stop", [3]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
+        pytest.param("stop_token_ids", [0] * (MAX_IDS + 1), id="stop_token_ids-too-many"),
         ("ignore_eos", 1),
         ("logprobs", -1),
         ("prompt_logprobs", -1),

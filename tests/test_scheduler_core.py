@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.scheduling import (
@@ -13,6 +14,7 @@ from tests.scheduling import (
 from trioserve import wire
 from trioserve.errors import ContextTooLong, InvalidRequest
 from trioserve.request import Finish, FinishReason, Sequence, State
+from trioserve.scheduler import draft
 from trioserve.scheduler.core import MAX_PENDING
 from trioserve.testing import FakeWorker
 
@@ -34,6 +36,18 @@ def test_what_the_model_has_no_room_for_is_refused(
     with pytest.raises(InvalidRequest, match=message):
         bench.submit([1] * prompt, max_tokens=max_tokens)
     assert len(bench.core.waiting) == 0
+
+
+def test_a_plan_opens_no_more_than_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench.make(worker(), max_plans_in_flight=8)
+    sequences = [bench.submit([number] * 5, max_tokens=3) for number in range(5)]
+    plain = 5 * 4 + len(msgspec.msgpack.encode(sequences[0].sampler))
+    monkeypatch.setattr(draft, "MAX_OPENED_BYTES", 2 * plain)
+    for _ in range(3):
+        bench.plan()
+    assert [len(plan.opened) for plan in bench.plans] == [2, 2, 1]
+    bench.drain()
+    assert all(sequence.state is State.FINISHED for sequence in sequences)
 
 
 def test_what_the_pool_can_never_hold_is_refused_with_both_sizes() -> None:

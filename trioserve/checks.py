@@ -13,6 +13,7 @@ from trioserve.errors import InvalidRequest
 
 __all__ = [
     "MAX_COUNT",
+    "MAX_IDS",
     "as_bias",
     "as_ids",
     "as_strings",
@@ -26,6 +27,8 @@ __all__ = [
 MAX_COUNT = 2**31 - 1
 """The largest number of tokens that a message to the worker can carry."""
 MAX_LOGIT_BIAS = 1024
+MAX_IDS = 1 << 20
+"""Entries in a list of token ids: more than any vocabulary has."""
 
 
 def refuse(param: str, value: object, wanted: str) -> InvalidRequest:
@@ -91,7 +94,7 @@ def as_strings(name: str, value: Any, *, most: int, longest: int) -> tuple[str, 
     return tuple(string for string in strings if string)
 
 
-def as_ids(name: str, value: Any, *, most: int = MAX_COUNT) -> tuple[int, ...]:
+def as_ids(name: str, value: Any, *, most: int = MAX_IDS) -> tuple[int, ...]:
     """What converts ``value``: a list of token ids, at most ``most`` of them."""
     if value is not None and not isinstance(value, Iterable):
         raise refuse(name, value, "a list of token ids")

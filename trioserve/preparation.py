@@ -41,6 +41,8 @@ MAX_CALLS = 2
 MAX_VERDICTS = 512
 MAX_VERDICT_BYTES = 2 << 20
 """Of what was asked. The worker keeps twice as many grammars, of twice the length."""
+MAX_EXTRA_ARGS_BYTES = 256 << 10
+"""As MessagePack: the worker is sent them with every output."""
 MAX_WORKERS_LOST = 2
 
 
@@ -261,6 +263,12 @@ def _question_of(params: SamplingParams) -> _Question | None:
             encoded.append(msgspec.msgpack.encode(value, order="deterministic"))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise _refusal(f"{name} can't be sent to the worker: {error}", name) from error
+    if len(encoded[1]) > MAX_EXTRA_ARGS_BYTES:
+        raise _refusal(
+            f"extra_args must have at most {MAX_EXTRA_ARGS_BYTES} bytes as MessagePack, "
+            f"got {len(encoded[1])}",
+            "extra_args",
+        )
     whole = b"".join(encoded)
     arguments = {"grammar": as_list, "extra_args": extra_args}
     return _Question(hashlib.sha256(whole).digest(), len(whole), arguments)

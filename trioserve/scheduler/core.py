@@ -183,7 +183,7 @@ class SchedulerCore:
 
         So there are never more in the running than tokens in a plan.
         """
-        return draft.budget > 0 and self.memory.slots.num_free > 0
+        return draft.may_open and self.memory.slots.num_free > 0
 
     def _open(self, computation: Computation, match: Match, draft: Draft, now: float) -> None:
         """Move ``computation`` from the line into a slot, and give it its first row."""

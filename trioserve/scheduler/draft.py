@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import msgspec
 
 from trioserve import wire
 from trioserve.logprobs import PromptLogprobs
@@ -10,6 +11,12 @@ from trioserve.request import Sequence
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation
 
 __all__ = ["Draft", "DuePiece", "InFlight", "Row"]
+
+MAX_OPENED_BYTES = wire.MAX_MESSAGE_BYTES // 4
+"""Of what one plan opens, besides the sequence that goes past it: those behind it come in the next.
+
+A prompt, a grammar or a list of token ids may have megabytes, and each output has them again.
+"""
 
 Row = tuple[Computation, int, bool]
 """Who computes, how many tokens, and whether one is sampled after them."""
@@ -51,6 +58,7 @@ class Draft:
 
     number: int
     budget: int
+    _opened_bytes: int = attrs.field(init=False, default=0)
     _opened: list[wire.OpenSlot] = attrs.field(init=False, factory=list)
     _page_slots: list[int] = attrs.field(init=False, factory=list)
     _page_ids: list[int] = attrs.field(init=False, factory=list)
@@ -58,14 +66,21 @@ class Draft:
     _chunks: list[Row] = attrs.field(init=False, factory=list)
     _pieces: dict[int, DuePiece] = attrs.field(init=False, factory=dict)
 
+    @property
+    def may_open(self) -> bool:
+        """Whether there is a token left, and room in the message, for one more sequence."""
+        return self.budget > 0 and self._opened_bytes < MAX_OPENED_BYTES
+
     def open(self, computation: Computation) -> None:
         """The worker is to open the slot that ``computation`` has got."""
         sequence = computation.sequence
+        tokens = wire.from_ints(computation.known_tokens())
+        self._opened_bytes += len(tokens) + len(msgspec.msgpack.encode(sequence.sampler))
         self._opened.append(
             wire.OpenSlot(
                 slot=computation.slot,
                 generation=computation.generation,
-                tokens=wire.from_ints(computation.known_tokens()),
+                tokens=tokens,
                 prompt_length=len(sequence.request.prompt_ids),
                 computed=computation.computed,
                 pages=wire.from_ints(computation.pages),
