@@ -66,10 +66,12 @@ class TestPrompts:
             {"role": "assistant", "content": "Well.", "tool_calls": [call, bare]},
             {"role": "tool", "tool_call_id": "1", "content": "Sun"},
             {"role": "tool", "tool_call_id": "2", "content": "Rain"},
+            {"role": "user", "content": "So?"},
+            {"role": "tool", "tool_call_id": "2", "content": "Fog"},
         ]
         prompt = await self._prompt("{{ messages }}", messages=messages, tools=TOOLS)
         assert prompt.template_arguments == {}
-        system, user, assistant, results = prompt.messages
+        system, user, assistant, results, *rest = prompt.messages
         assert system["content"].startswith("Be brief.\n\nYou can call functions.")
         assert json.dumps(WEATHER["function"]) in system["content"]
         assert '{"name": "NAME", "arguments": ARGUMENTS}' in system["content"]
@@ -84,6 +86,10 @@ class TestPrompts:
             "role": "user",
             "content": "The function search returned:\nSun\n\nThe function returned:\nRain",
         }
+        assert rest == [
+            {"role": "user", "content": "So?"},
+            {"role": "user", "content": "The function returned:\nFog"},
+        ]
         prompt = await self._prompt("{{ messages }}", tools=TOOLS, tool_choice="required")
         assert [message["role"] for message in prompt.messages] == ["system", "user"]
         assert "have to call" in prompt.messages[0]["content"]

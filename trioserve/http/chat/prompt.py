@@ -62,22 +62,25 @@ def template_messages(messages: Sequence[ChatMessage], format: ChatFormat) -> li
     """
     shown: list[dict[str, Any]] = []
     names: dict[str | None, str] = {}
-    was_result = False
+    results: list[str] = []
     for message in with_tool_calls(messages):
         fields = _template_fields(message, format)
         for call in message.tool_calls or ():
             names[call.id] = call.function.name
-        is_result = message.role == "tool" and not format.knows_tools
-        if is_result:
-            text = _result_text(fields, names.get(message.tool_call_id))
-            if was_result:
-                shown[-1]["content"] += f"\n\n{text}"
-            else:
-                shown.append({"role": "user", "content": text})
-        else:
-            shown.append(fields)
-        was_result = is_result
+        if message.role == "tool" and not format.knows_tools:
+            results.append(_result_text(fields, names.get(message.tool_call_id)))
+            continue
+        _show_results(results, shown)
+        shown.append(fields)
+    _show_results(results, shown)
     return shown
+
+
+def _show_results(results: list[str], shown: list[dict[str, Any]]) -> None:
+    """Move results that follow each other into one message."""
+    if results:
+        shown.append({"role": "user", "content": "\n\n".join(results)})
+        results.clear()
 
 
 def _template_fields(message: ChatMessage, format: ChatFormat) -> dict[str, Any]:
