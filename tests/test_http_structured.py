@@ -173,7 +173,17 @@ def test_any_text(given: dict[str, Any]) -> None:
             "give structures and triggers",
         ),
         ({"structural_tag": '{"format": {}}'}, "structural_tag.format", "isn't served"),
-        ({"structural_tag": '{"triggers": 1}'}, "structural_tag", "is no structural tag"),
+        (
+            {"structural_tag": '{"triggers": 1}'},
+            "structural_tag.triggers",
+            "structural_tag.triggers: expected array or null, got int",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": {"structures": [{"begin": 5, "end": ""}]}}},
+            "structured_outputs.structural_tag.structures[0].begin",
+            "structured_outputs.structural_tag.structures[0].begin: expected str, got int",
+        ),
+        ({"structural_tag": '{"trigger": []}'}, "structural_tag.trigger", "is not a field"),
         (
             {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
             "structured_outputs.disable_any_whitespace",

@@ -92,7 +92,7 @@ class EngineConfig:
 
     logits_processors: tuple[str, ...] = option(
         (),
-        "class of your own that changes logits before a token is drawn, once or more often",
+        "class of your own that changes logits before a token is drawn; may be given several times",
         group="model",
         metavar="MODULE:CLASS",
         repeatable=True,
@@ -273,7 +273,8 @@ class ServerConfig:
     engine: EngineConfig
     served_model_name: tuple[str, ...] = option(
         (),
-        "name that clients use for the model, once or more often (default: the model's own)",
+        "name that clients use for the model; may be given several times (default: the model's "
+        "own)",
         group="http",
         metavar="NAME",
         repeatable=True,
@@ -299,8 +300,8 @@ class ServerConfig:
     )
     api_key: tuple[str, ...] = option(
         (),
-        "key that clients must send as a bearer token, once or more often; the variable is safer, "
-        "as other users can read a command line",
+        "key that clients must send as a bearer token; may be given several times; the variable is "
+        "safer, as other users can read a command line",
         group="http",
         metavar="KEY",
         repeatable=True,

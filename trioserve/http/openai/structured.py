@@ -14,6 +14,7 @@ import msgspec
 
 from trioserve.errors import InvalidRequest
 from trioserve.grammar import Grammar
+from trioserve.http.decoding_errors import as_invalid_request
 from trioserve.http.openai.structured_schemas import (
     JsonSchema,
     JsonSchemaFormat,
@@ -183,12 +184,14 @@ def _choice(name: str, value: list[str], options: _Options) -> Grammar:
 
 
 def _tag(name: str, value: JsonText, options: _Options) -> Grammar:
+    given = {"type": "structural_tag", **_as_object(name, value)}
     try:
-        tag = msgspec.convert(
-            {"type": "structural_tag", **_as_object(name, value)}, StructuralTagFormat
-        )
+        tag = msgspec.convert(given, StructuralTagFormat)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{name} is no structural tag: {error}", param=name) from None
+        wrong = as_invalid_request(str(error), msgspec.json.encode(given))
+        raise InvalidRequest(
+            f"{name}.{wrong}", param=f"{name}.{wrong.param}", code=wrong.code
+        ) from None
     if tag.format is not None:
         raise InvalidRequest(
             f"{name}.format isn't served: give structures and triggers",
