@@ -43,6 +43,8 @@ PROGRESS_INTERVAL = 0.1
 EXIT_PARENT_GONE = 3
 PREPARING_THREADS = 2
 """The engine asks for no more at a time. The steps want the processor too."""
+MAX_PREPARING = 64
+"""Calls that may wait for them: who has asked may have left, and the engine asks for the next."""
 
 _log = logging.getLogger("gpu.worker")
 
@@ -67,7 +69,7 @@ class Worker:
     @property
     def busy(self) -> bool:
         """Whether a thread may be at work."""
-        return self._background.busy
+        return self._background.num_unfinished > 0
 
     def run(self) -> None:
         """Talk until told to quit."""
@@ -146,12 +148,19 @@ class Worker:
             case wire.Reset():
                 runner.reset(message.next_plan)
             case wire.Call(name="prepare") if self._constraints is not None:
-                prepare = functools.partial(_prepare, self._constraints)
-                self._background.start(functools.partial(_reply, message, prepare))
+                self._prepare(message, self._constraints)
             case wire.Call():
                 self._send(self._answer(runner, message))
             case _:
                 raise wire.WireError(f"{type(message).__name__} came while serving")
+
+    def _prepare(self, call: wire.Call, constraints: Constraints) -> None:
+        if self._background.num_unfinished >= MAX_PREPARING:
+            error = f"{MAX_PREPARING} others wait for the worker already"
+            self._send(wire.Reply(number=call.number, error=error))
+            return
+        prepare = functools.partial(_prepare, constraints)
+        self._background.start(functools.partial(_reply, call, prepare))
 
     def _submit(self, runner: Runner, plan: wire.Plan) -> None:
         try:

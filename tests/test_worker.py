@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import pytest
 import torch
 
 from gpu.__main__ import examine
+from gpu.constraints.adjuster import Constraints
 from gpu.loading import choose_max_model_len
+from gpu.worker import MAX_PREPARING, Quit, Worker
 from tests.plans import GREEDY, PlanMaker, load_tiny, make_runner
 from tests.tiny_models import make_tiny, tiny_tokenizer
 from trioserve import wire
@@ -217,6 +220,45 @@ def test_steps_go_on_while_a_grammar_is_compiled(folder: Path, peer: Peer) -> No
     assert peer.process.wait(DEADLINE) == 0
     assert psutil.wait_procs(children, timeout=2.0)[1] == []
     assert time.monotonic() - began < 3.0
+
+
+class SlowConstraints(Constraints):
+    """Finds everything fine, once it may."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+
+    def prepare(self, grammar: Grammar | None, extra_args: Mapping[str, Any]) -> None:
+        assert self.may.wait(DEADLINE)
+
+
+def test_few_calls_wait_to_be_prepared(folder: Path, tmp_path: Path) -> None:
+    constraints = SlowConstraints()
+    milliseconds = round(1000 * DEADLINE)
+    options = {"recv_timeout": milliseconds, "send_timeout": milliseconds}
+    with (
+        pynng.Pair0(listen=f"ipc://{tmp_path}/worker.sock", **options) as engine,
+        pynng.Pair0(dial=f"ipc://{tmp_path}/worker.sock", block_on_dial=True, **options) as end,
+    ):
+        runner, _ = make_runner(load_tiny(folder))
+
+        def serve() -> None:
+            with pytest.raises(Quit):
+                Worker(end).serve(runner, constraints)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        for number in range(MAX_PREPARING + 1):
+            engine.send(wire.encode(prepare(number, "regex", "a")))
+        refused = wire.decode(engine.recv())
+        constraints.may.set()
+        replies = [wire.decode(engine.recv()) for _ in range(MAX_PREPARING)]
+        engine.send(wire.encode(wire.Quit()))
+        thread.join(DEADLINE)
+    assert refused == wire.Reply(
+        number=MAX_PREPARING, error=f"{MAX_PREPARING} others wait for the worker already"
+    )
+    assert all(isinstance(reply, wire.Reply) and not reply.error for reply in replies)
 
 
 def ints_of(column: bytes) -> list[int]:

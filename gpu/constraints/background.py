@@ -27,9 +27,9 @@ class Background(Generic[T]):
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     @property
-    def busy(self) -> bool:
-        """Whether there is work whose result hasn't been taken."""
-        return self._unfinished > 0
+    def num_unfinished(self) -> int:
+        """How much work there is whose result hasn't been taken."""
+        return self._unfinished
 
     def start(self, work: Callable[[], T]) -> None:
         """Have ``work``, which never raises, done by a thread."""
