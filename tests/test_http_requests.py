@@ -106,7 +106,7 @@ async def test_unknown_fields(path: str) -> None:
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
-            "messages[0].content[0].type: invalid value 'image_url'",
+            "messages[0].content[0].type: invalid value 'image_url', expected one of text, refusal",
         ),
         (
             CHAT,
@@ -129,6 +129,31 @@ async def test_unknown_fields(path: str) -> None:
             {"text": ["a", "b"], "sampling_params": [{}, {"top_p": 1.5}]},
             "sampling_params[1].top_p",
             "sampling_params[1].top_p: expected float <= 1.0, got 1.5",
+        ),
+        (
+            CHAT,
+            {**MINIMAL[CHAT], "response_format": {"type": "xml"}},
+            "response_format.type",
+            "response_format.type: invalid value 'xml', expected one of text, json_object, "
+            "json_schema, structural_tag",
+        ),
+        (
+            CHAT,
+            {**MINIMAL[CHAT], "tools": [{"type": "custom"}]},
+            "tools[0].type",
+            "tools[0].type: invalid enum value 'custom', expected one of function",
+        ),
+        (
+            CHAT,
+            {**MINIMAL[CHAT], "tool_choice": "any"},
+            "tool_choice",
+            "tool_choice: invalid enum value 'any', expected one of none, auto, required",
+        ),
+        (
+            TEXT,
+            {**MINIMAL[TEXT], "truncation_side": "up"},
+            "truncation_side",
+            "truncation_side: invalid enum value 'up', expected one of left, right",
         ),
         (
             CHAT,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import types
+import typing
 from typing import Any
 
 import msgspec
@@ -26,10 +28,11 @@ _INSIDE_A_MAP = "[...]"
 """How msgspec calls a map's value, whatever its key."""
 
 
-def as_invalid_request(message: str, body: bytes) -> InvalidRequest:
+def as_invalid_request(message: str, type_: Any, body: bytes) -> InvalidRequest:
     """msgspec's message with its JSON path turned into the name of a field.
 
     Args:
+        type_: what ``body`` was to be; the values that would have been right are looked up in it.
         body: what was decoded; the value that was wrong is looked up in it.
     """
     match = _ERROR_PATTERN.fullmatch(message)
@@ -52,9 +55,43 @@ def as_invalid_request(message: str, body: bytes) -> InvalidRequest:
         wrong += " as a key"
     elif inside:
         wrong += " as each value"
+    elif wrong.startswith("invalid "):
+        wrong += _choices(type_, path)
     else:
         wrong += _given(wrong, path, body)
     return InvalidRequest(f"{path}: {wrong}", param=path, code="invalid_value")
+
+
+def _choices(type_: Any, path: str) -> str:
+    """What the field may be, for the end of a message that says what it may not be."""
+    reached: list[Any] = [type_]
+    values: list[Any] = []
+    for name, index in _STEP_PATTERN.findall(path):
+        holders = [each for held in reached for each in _alternatives(held)]
+        reached = []
+        for holder in holders:
+            if index and typing.get_origin(holder) is list:
+                reached += typing.get_args(holder)
+            elif name and isinstance(holder, type) and issubclass(holder, msgspec.Struct):
+                if holder.__struct_config__.tag_field == name:
+                    values.append(holder.__struct_config__.tag)
+                else:
+                    hints = typing.get_type_hints(holder, include_extras=True)
+                    reached += [hints[name]] if name in hints else []
+    for each in (each for held in reached for each in _alternatives(held)):
+        if typing.get_origin(each) is typing.Literal:
+            values += typing.get_args(each)
+    return f", expected one of {', '.join(map(str, values))}" if values else ""
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The types that ``annotation`` is one of, without what is said about them."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _alternatives(annotation.__origin__)
+    if origin in (types.UnionType, typing.Union):
+        return [each for held in typing.get_args(annotation) for each in _alternatives(held)]
+    return [annotation]
 
 
 def _given(wrong: str, path: str, body: bytes) -> str:

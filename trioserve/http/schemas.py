@@ -164,7 +164,7 @@ def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
     try:
         request = _decode(request_type, body)
     except msgspec.ValidationError as error:
-        raise as_invalid_request(str(error), body) from None
+        raise as_invalid_request(str(error), request_type, body) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body isn't valid JSON: {error}") from None
     except RecursionError:

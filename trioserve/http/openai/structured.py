@@ -188,7 +188,7 @@ def _tag(name: str, value: JsonText, options: _Options) -> Grammar:
     try:
         tag = msgspec.convert(given, StructuralTagFormat)
     except msgspec.ValidationError as error:
-        wrong = as_invalid_request(str(error), msgspec.json.encode(given))
+        wrong = as_invalid_request(str(error), StructuralTagFormat, msgspec.json.encode(given))
         raise InvalidRequest(
             f"{name}.{wrong}", param=f"{name}.{wrong.param}", code=wrong.code
         ) from None
