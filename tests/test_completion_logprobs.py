@@ -9,6 +9,7 @@ import text_tokenizers
 from trioserve import wire
 from trioserve.generation import Completion, Output, Usage
 from trioserve.http.completions.writer import Wanted, completion_response
+from trioserve.http.threads import num_in_entries
 from trioserve.logprobs import PromptLogprobs
 from trioserve.request import TextPrompt, TokensPrompt
 from trioserve.stream import TokenLogprob
@@ -80,3 +81,10 @@ def test_hidden_tokens_take_no_room() -> None:
         assert opening.logprobs is not None
         assert opening.logprobs.text_offset[:2] == [0, second]
         assert opening.logprobs.tokens[0] == "<s>"
+
+
+def test_what_there_is_to_tell_is_counted_with_named_tokens() -> None:
+    entry = TokenLogprob(5, -1.0, "", ((1, -1.0, ""),), ((2, -2.0, ""), (3, -3.0, "")))
+    assert num_in_entries([entry, TokenLogprob(6, -1.0, "")]) == 5
+    assert num_in_entries(None) == 0
+    assert PromptLogprobs(start=1, num_top=2, token_ids=(7, 8)).num_for_each == 5

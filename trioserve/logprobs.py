@@ -38,6 +38,11 @@ class PromptLogprobs:
         """The position of the first prompt token that hasn't come yet."""
         return self._stop
 
+    @property
+    def num_for_each(self) -> int:
+        """How many log-probabilities there are of each token: its own and those of others."""
+        return 1 + self.num_top + len(self.token_ids)
+
     def check(self, piece: wire.PromptPiece, start: int, stop: int) -> None:
         """Demand that ``piece`` has the tokens from ``start`` to before ``stop``, and can be added.
 

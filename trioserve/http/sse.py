@@ -18,7 +18,7 @@ from quart.wrappers.response import Response, ResponseBody
 from trioserve.generation import GenerationStream
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.generations import Generations
-from trioserve.http.threads import run_if_long
+from trioserve.http.threads import num_in_entries, run_if_long
 from trioserve.stream import Chunk
 
 __all__ = [
@@ -133,7 +133,7 @@ class EventStream(ResponseBody):
 
     def _weight(self, index: int, chunk: Chunk) -> int:
         """How many log-probabilities there may be to tell: the prompt's with an output's first."""
-        weight = sum(1 + len(entry.top) for entry in chunk.logprobs or ())
+        weight = num_in_entries(chunk.logprobs)
         output = (index, chunk.index)
         if output in self._begun:
             return weight
@@ -141,7 +141,7 @@ class EventStream(ResponseBody):
         stream = self._generations.streams[index]
         if stream.prompt_logprobs is None:
             return weight
-        return weight + len(stream.prompt_token_ids) * (1 + stream.prompt_logprobs.num_top)
+        return weight + len(stream.prompt_token_ids) * stream.prompt_logprobs.num_for_each
 
 
 def stream_response(body: EventStream) -> Response:

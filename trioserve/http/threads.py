@@ -8,8 +8,9 @@ from typing import TypeVar
 import trio
 
 from trioserve.generation import Completion
+from trioserve.stream import TokenLogprob
 
-__all__ = ["LONG", "num_logprobs", "run_if_long"]
+__all__ = ["LONG", "num_in_entries", "num_logprobs", "run_if_long"]
 
 LONG = 1000
 """Log-probabilities, of which about 100 are put into words in a millisecond."""
@@ -22,10 +23,14 @@ def num_logprobs(completions: Iterable[Completion]) -> int:
     total = 0
     for completion in completions:
         if (prompt := completion.prompt_logprobs) is not None:
-            total += len(completion.prompt_token_ids) * (1 + prompt.num_top)
-        for output in completion.outputs:
-            total += sum(1 + len(entry.top) for entry in output.logprobs or ())
+            total += len(completion.prompt_token_ids) * prompt.num_for_each
+        total += sum(num_in_entries(output.logprobs) for output in completion.outputs)
     return total
+
+
+def num_in_entries(entries: Iterable[TokenLogprob] | None) -> int:
+    """How many log-probabilities ``entries`` hold."""
+    return sum(1 + len(entry.top) + len(entry.asked) for entry in entries or ())
 
 
 _limiter: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("long work")

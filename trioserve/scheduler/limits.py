@@ -115,12 +115,11 @@ def prompt_logprobs_for(limits: Limits, request: Request) -> PromptLogprobs | No
         token_ids=params.logprob_token_ids,
     )
     num_tokens = max(num_prompt - found.start, 0)
-    for_each = 1 + found.num_top + len(found.token_ids)
-    count = num_tokens * for_each * params.n
+    count = num_tokens * found.num_for_each * params.n
     if count > MAX_PROMPT_LOGPROBS:
         outputs = f" for each of {params.n} outputs" if params.n > 1 else ""
         raise InvalidRequest(
-            f"prompt_logprobs asks for {count} log-probabilities, {for_each} at each of "
+            f"prompt_logprobs asks for {count} log-probabilities, {found.num_for_each} at each of "
             f"{num_tokens} prompt tokens{outputs}: at most {MAX_PROMPT_LOGPROBS} are served",
             param="prompt_logprobs",
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import attrs
+import msgspec
 
 from trioserve.generation import Completion, GenerationStream, Usage
 from trioserve.http.native.fields import NativeBatch
@@ -14,7 +16,6 @@ from trioserve.http.native.schemas import (
     MetaInfo,
     NativeFinish,
     NativeLogprob,
-    NativeLogprobs,
 )
 from trioserve.http.openai.writer import MIN_LOGPROB
 from trioserve.http.sse import event
@@ -25,30 +26,41 @@ from trioserve.text.tokenizer import Tokenizer
 __all__ = ["NativeWriter"]
 
 
+_encoder = msgspec.json.Encoder()
+
+
+@attrs.define(eq=False)
+class _JsonList:
+    """A list as JSON. It grows: what every event of a stream repeats is encoded once."""
+
+    _items: bytearray = attrs.field(factory=bytearray)
+
+    def extend(self, values: Sequence[Any]) -> None:
+        if values:
+            self._items += b"," if self._items else b""
+            self._items += _encoder.encode(values)[1:-1]
+
+    def encoded(self) -> Any:
+        """For a field of an answer that is to hold the list."""
+        return msgspec.Raw(b"[" + self._items + b"]")
+
+
+@attrs.define(eq=False)
+class _Logprobs:
+    """What is reported of some tokens, as lists with an entry for each."""
+
+    tokens: _JsonList = attrs.field(factory=_JsonList)
+    top: _JsonList = attrs.field(factory=_JsonList)
+    asked: _JsonList = attrs.field(factory=_JsonList)
+
+
 @attrs.define(eq=False)
 class _SoFar:
     """One output up to now."""
 
     text: str = ""
     token_ids: list[int] = attrs.field(factory=list)
-    logprobs: list[TokenLogprob] | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        self.text += chunk.text
-        self.token_ids += chunk.token_ids
-        if chunk.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += chunk.logprobs
-
-
-@attrs.frozen
-class _Inputs:
-    """A prompt, and what is reported of its tokens."""
-
-    ids: list[int]
-    tokens: list[NativeLogprob]
-    top: list[NativeLogprobs]
-    asked: list[NativeLogprobs]
+    logprobs: _Logprobs = attrs.field(factory=_Logprobs)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -65,7 +77,7 @@ class NativeWriter:
     with_prompt_ids: bool
     _started: float = attrs.field(factory=time.monotonic)
     _so_far: dict[tuple[int, int], _SoFar] = attrs.field(factory=dict)
-    _known_inputs: dict[int, _Inputs] = attrs.field(factory=dict)
+    _known_inputs: dict[int, _Logprobs] = attrs.field(factory=dict)
     _streams: list[GenerationStream] = attrs.field(factory=list)
 
     def start(self, streams: list[GenerationStream]) -> bytes:
@@ -76,7 +88,9 @@ class NativeWriter:
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """The whole so far of the output that ``chunk`` belongs to."""
         so_far = self._so_far.setdefault((index, chunk.index), _SoFar())
-        so_far.add(chunk)
+        so_far.text += chunk.text
+        so_far.token_ids += chunk.token_ids
+        self._add(chunk.logprobs or (), so_far.logprobs)
         if not chunk.text and chunk.finish_reason is None and not chunk.logprobs:
             return b""
         stream = self._streams[index]
@@ -89,6 +103,7 @@ class NativeWriter:
                 logprobs=so_far.logprobs,
                 usage=stream.usage,
                 finish=self._finish(chunk.finish_reason, chunk.stop_reason, so_far.token_ids),
+                prompt_ids=stream.prompt_token_ids,
                 inputs=self._inputs(index, stream.prompt_token_ids, stream.prompt_logprobs),
             )
         )
@@ -101,14 +116,17 @@ class NativeWriter:
         """The outputs of one prompt."""
         for output in whole.outputs:
             token_ids = list(output.token_ids)
+            logprobs = _Logprobs()
+            self._add(output.logprobs or (), logprobs)
             yield self._reply(
                 index,
                 output.index,
                 text=output.text,
                 token_ids=token_ids,
-                logprobs=output.logprobs,
+                logprobs=logprobs,
                 usage=whole.usage,
                 finish=self._finish(output.finish_reason, output.stop_reason, token_ids),
+                prompt_ids=whole.prompt_token_ids,
                 inputs=self._inputs(index, whole.prompt_token_ids, whole.prompt_logprobs),
             )
 
@@ -119,10 +137,11 @@ class NativeWriter:
         *,
         text: str,
         token_ids: list[int],
-        logprobs: Sequence[TokenLogprob] | None,
+        logprobs: _Logprobs,
         usage: Usage,
         finish: NativeFinish | None,
-        inputs: _Inputs,
+        prompt_ids: Sequence[int],
+        inputs: _Logprobs,
     ) -> GenerateResponse:
         job, several = self.batch.jobs[index], self.batch.num_outputs > 1
         meta = MetaInfo(
@@ -135,44 +154,46 @@ class NativeWriter:
         )
         params = job.params
         if params.logprobs is not None:
-            entries = logprobs or ()
-            meta.input_token_logprobs = inputs.tokens
-            meta.output_token_logprobs = [self._chosen(entry) for entry in entries]
+            meta.input_token_logprobs = inputs.tokens.encoded()
+            meta.output_token_logprobs = logprobs.tokens.encoded()
             if params.logprobs:
-                meta.input_top_logprobs = inputs.top
-                meta.output_top_logprobs = [self._several(entry.top) for entry in entries]
+                meta.input_top_logprobs = inputs.top.encoded()
+                meta.output_top_logprobs = logprobs.top.encoded()
             if params.logprob_token_ids:
-                meta.input_token_ids_logprobs = inputs.asked
-                meta.output_token_ids_logprobs = [self._several(entry.asked) for entry in entries]
+                meta.input_token_ids_logprobs = inputs.asked.encoded()
+                meta.output_token_ids_logprobs = logprobs.asked.encoded()
         response = GenerateResponse(text=text, output_ids=token_ids, meta_info=meta)
         if self.batch.listed:
             response.index = index * self.batch.num_outputs + output
         if finish is not None and self.with_prompt_ids:
-            response.prompt_token_ids = inputs.ids
+            response.prompt_token_ids = list(prompt_ids)
         return response
 
-    def _inputs(self, index: int, ids: Sequence[int], logprobs: PromptLogprobs | None) -> _Inputs:
-        """What is reported of a prompt: found once, since every event of a stream repeats it."""
+    def _inputs(self, index: int, ids: Sequence[int], logprobs: PromptLogprobs | None) -> _Logprobs:
+        """What is reported of a prompt: found once."""
         known = self._known_inputs.get(index)
         if known is None:
             known = self._known_inputs[index] = self._find_inputs(index, list(ids), logprobs)
         return known
 
-    def _find_inputs(self, index: int, ids: list[int], logprobs: PromptLogprobs | None) -> _Inputs:
+    def _find_inputs(
+        self, index: int, ids: list[int], logprobs: PromptLogprobs | None
+    ) -> _Logprobs:
+        found = _Logprobs()
         start = self.batch.starts[index]
-        if start is None or logprobs is None or start >= len(ids):
-            return _Inputs(ids, [], [], [])
-        # There, the first token reported has no log-probability, even where one comes before it.
-        entries = logprobs.entries(ids)[max(start + 1 - logprobs.start, 0) :]
-        return _Inputs(
-            ids,
-            [
-                (None, ids[start], self._text(ids[start])),
-                *(self._chosen(entry) for entry in entries),
-            ],
-            [None, *(self._several(entry.top) for entry in entries)],
-            [None, *(self._several(entry.asked) for entry in entries)],
-        )
+        if start is not None and logprobs is not None and start < len(ids):
+            # There, the first token reported has no log-probability, even where one comes before.
+            found.tokens.extend([(None, ids[start], self._text(ids[start]))])
+            found.top.extend([None])
+            found.asked.extend([None])
+            self._add(logprobs.entries(ids)[max(start + 1 - logprobs.start, 0) :], found)
+        return found
+
+    def _add(self, entries: Sequence[TokenLogprob], logprobs: _Logprobs) -> None:
+        """Put what is reported of more tokens behind what is there."""
+        logprobs.tokens.extend([self._chosen(entry) for entry in entries])
+        logprobs.top.extend([self._several(entry.top) for entry in entries])
+        logprobs.asked.extend([self._several(entry.asked) for entry in entries])
 
     def _chosen(self, entry: TokenLogprob) -> NativeLogprob:
         return _bounded(entry.logprob), entry.token_id, self._text(entry.token_id)
