@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from trioserve.errors import InvalidRequest
 from trioserve.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
-from trioserve.http.openai.structured import grammar_field, grammar_of
+from trioserve.http.openai.structured import grammar_field
 from trioserve.http.openai.structured_schemas import ResponseFormat, StructuredOutputs
 from trioserve.http.schemas import parse_body
 
@@ -38,6 +38,11 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+
+
+def grammar_of(**given: Any) -> Grammar | None:
+    found = grammar_field(**given)
+    return None if found is None else found.grammar
 
 
 def fields(**given: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from trioserve.http.openai.structured_schemas import (
     TextFormat,
 )
 
-__all__ = ["GrammarField", "grammar_field", "grammar_of"]
+__all__ = ["GrammarField", "grammar_field"]
 
 MAX_SCHEMA_DEPTH = 100
 """How deep a schema may be nested for its objects to be closed."""
@@ -37,12 +37,6 @@ class GrammarField:
 
     name: str
     grammar: Grammar
-
-
-def grammar_of(**given: Any) -> Grammar | None:
-    """The grammar that is asked for; the arguments are :func:`grammar_field`'s."""
-    found = grammar_field(**given)
-    return None if found is None else found.grammar
 
 
 def grammar_field(
