@@ -68,14 +68,17 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         ),
     ] = None
     stop: Annotated[
-        StopStrings | None, about("Strings that end the output where they first occur in its text.")
+        StopStrings | None,
+        about(
+            "Strings that end the output where they first occur in its text; an empty one is none."
+        ),
     ] = None
     stop_token_ids: Annotated[
         list[TokenId] | None, about("Tokens that end the output, beside the model's own.")
     ] = None
     stop_regex: Annotated[
         StopStrings | None,
-        about("Regular expressions that end the output where one matches its text."),
+        about("Regular expressions that end the output where one matches; an empty one is none."),
     ] = None
     no_stop_trim: Annotated[
         bool | None, about("Leave what ended the output, the stop string or token, in its text.")

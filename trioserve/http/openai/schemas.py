@@ -132,7 +132,10 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     ] = None
     bad_words: Annotated[
         Annotated[list[_BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None,
-        about("Words that aren't to be in the output: the last token of each is never drawn."),
+        about(
+            "Words that aren't to be in the output: the last token of each is never drawn; an "
+            "empty one is none."
+        ),
     ] = None
     seed: Annotated[
         Seed | None, about("With the same seed, the same request draws the same numbers.")
@@ -147,11 +150,14 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         Count | None, about("Tokens before which no stop id and no stop string ends the output.")
     ] = None
     stop: Annotated[
-        StopStrings | None, about("Strings that end the output where they first occur in its text.")
+        StopStrings | None,
+        about(
+            "Strings that end the output where they first occur in its text; an empty one is none."
+        ),
     ] = None
     stop_regex: Annotated[
         StopStrings | None,
-        about("Regular expressions that end the output where one matches its text."),
+        about("Regular expressions that end the output where one matches; an empty one is none."),
     ] = None
     stop_token_ids: Annotated[
         list[TokenId] | None, about("Tokens that end the output, beside the model's own.")
