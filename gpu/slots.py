@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trioserve.sampling import SamplerParams
 from trioserve.wire import OpenSlot, Plan, ints
 
-__all__ = ["UNKNOWN_TOKEN", "PlanError", "Row", "Slot", "SlotTable"]
+__all__ = ["UNKNOWN_TOKEN", "PlanError", "Row", "Slot", "SlotTable", "described"]
 
 UNKNOWN_TOKEN = -1
 """What stands where a token has been drawn on the device and hasn't arrived yet."""
@@ -28,6 +28,12 @@ class PlanError(Exception):
     def __init__(self, message: str, slot: int = -1) -> None:
         super().__init__(message)
         self.slot = slot
+
+
+def described(error: Exception) -> str:
+    """The type of any ``error`` and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @attrs.define(eq=False, kw_only=True)

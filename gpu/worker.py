@@ -31,7 +31,7 @@ from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
 from gpu.kernels.device import KernelLaunchError
 from gpu.runner import Runner
-from gpu.slots import PlanError
+from gpu.slots import PlanError, described
 from trioserve import wire
 from trioserve.errors import ModelLoadError
 from trioserve.grammar import Grammar
@@ -100,7 +100,7 @@ class Worker:
             known = isinstance(error, ModelLoadError)
             if not known:
                 _log.exception("the model can't be loaded")
-            message = str(error) if known else f"loading failed: {_one_line(error)}"
+            message = str(error) if known else f"loading failed: {described(error)}"
             self._send(wire.Failure(number=0, message=message, fatal=True))
             # A message is lost if its socket closes too soon: stay until the engine has heard.
             while True:
@@ -208,7 +208,7 @@ def _reply(call: wire.Call, function: Callable[[Any], Any]) -> wire.Reply:
         result = msgspec.msgpack.encode(function(arguments))
     except Exception as error:
         _log.exception("the call %r failed", call.name)
-        return wire.Reply(number=call.number, error=_one_line(error))
+        return wire.Reply(number=call.number, error=described(error))
     return wire.Reply(number=call.number, result=result)
 
 
@@ -228,7 +228,7 @@ def _failure(plan: int, error: Exception) -> wire.Failure:
     _log.error("plan %d failed", plan, exc_info=error)
     # After an error on the device, every later call in this process fails likewise.
     fatal = isinstance(error, (torch.AcceleratorError, KernelLaunchError))
-    return wire.Failure(number=plan, message=_one_line(error), fatal=fatal)
+    return wire.Failure(number=plan, message=described(error), fatal=fatal)
 
 
 def _statistics(runner: Runner) -> dict[str, int]:
@@ -239,11 +239,6 @@ def _statistics(runner: Runner) -> dict[str, int]:
         "steps": runner.num_steps,
         "resident_bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
     }
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _exit_with_parent() -> None:

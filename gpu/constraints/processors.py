@@ -12,7 +12,7 @@ from typing import Any, cast
 import attrs
 from torch import Tensor
 
-from gpu.slots import PlanError
+from gpu.slots import PlanError, described
 from trioserve.errors import ModelLoadError
 from trioserve.logits_processors import LogitsProcessor, ProcessorContext, ProcessorRow
 
@@ -46,7 +46,7 @@ def _load(name: str, context: ProcessorContext) -> LogitsProcessor:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise what it likes
         raise ModelLoadError(
-            f"--logits-processors {name}: the module can't be imported: {_described(error)}; "
+            f"--logits-processors {name}: the module can't be imported: {described(error)}; "
             "it must be installed, or in a folder that PYTHONPATH names"
         ) from error
     made = getattr(module, class_name, None)
@@ -61,7 +61,7 @@ def _load(name: str, context: ProcessorContext) -> LogitsProcessor:
         processor = made(context)
     except Exception as error:
         raise ModelLoadError(
-            f"--logits-processors {name}: it can't be made: {_described(error)}"
+            f"--logits-processors {name}: it can't be made: {described(error)}"
         ) from error
     parameters = getattr(processor, "parameters", None)
     if not (
@@ -145,9 +145,4 @@ class Processors:
 
 
 def _failure(each: NamedProcessor, error: Exception, slot: int) -> PlanError:
-    return PlanError(f"the logits processor {each.name} failed: {_described(error)}", slot)
-
-
-def _described(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return PlanError(f"the logits processor {each.name} failed: {described(error)}", slot)
