@@ -10,6 +10,7 @@ deferred until every plan before it is finished; only then another plan is accep
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from gpu.slots import PlanError, Row, SlotTable
 from trioserve.wire import Plan, StepResult, from_floats, from_ints, ints
 
 __all__ = ["Runner"]
+
+_log = logging.getLogger("gpu.runner")
 
 
 @attrs.define
@@ -92,7 +95,10 @@ class Runner:
             if not submission.deferred:
                 submission.wait()
         for slot in self._slots:
-            self._executor.close(slot.number)
+            try:
+                self._executor.close(slot.number)
+            except PlanError as error:  # a logits processor's; the slot is gone all the same
+                _log.error("slot %d: %s", slot.number, error)
         self._slots.clear()
         self._next_plan = next_plan
         self._refuses = self._spoiled = False

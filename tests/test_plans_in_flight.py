@@ -240,6 +240,27 @@ class TestRunner:
             os.set_blocking(executor.completions, False)
             os.eventfd_read(executor.completions)
 
+    def test_reset_closes_all_slots_whatever_one_of_them_says(
+        self,
+        executor: DeferredExecutor,
+        runner: Runner,
+        maker: PlanMaker,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def close(number: int) -> None:
+            executor.closed.append(number)
+            raise PlanError("a logits processor failed", number)
+
+        monkeypatch.setattr(DeferredExecutor, "close", lambda _, number: close(number))
+        for slot in (1, 2):
+            maker.open(slot, [1, 2, 3])
+        runner.submit(maker.plan({1: 3, 2: 3}))
+        executor.complete()
+        runner.reset(1)
+        assert (executor.closed, len(runner.slots)) == ([1, 2], 0)
+        assert caplog.messages == [f"slot {slot}: a logits processor failed" for slot in (1, 2)]
+
 
 class TestDeferredDraws:
     """Slot 2 needs its last token before the next can be drawn."""
