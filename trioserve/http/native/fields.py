@@ -16,6 +16,7 @@ from trioserve.http.native.schemas import (
     NativeSampling,
 )
 from trioserve.http.openai.structured import grammar_field
+from trioserve.http.sampling_fields import SHARED_NAMES
 from trioserve.http.schemas import one_or_several
 from trioserve.http.service import Service
 from trioserve.request import Prompt, TextPrompt, TokensPrompt
@@ -25,25 +26,12 @@ __all__ = ["NativeBatch", "read_batch"]
 _ANY_JSON = "$$ANY$$"
 """SGLang's word for a JSON object of any form, where a schema's text is wanted."""
 _SAMPLING_NAMES = {
+    **{name: name for name in SHARED_NAMES},
     "n": "n",
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "logit_bias": "logit_bias",
     "seed": "sampling_seed",
-    "stop": "stop",
-    "stop_regex": "stop_regex",
-    "stop_token_ids": "stop_token_ids",
     "include_stop_str_in_output": "no_stop_trim",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-    "spaces_between_special_tokens": "spaces_between_special_tokens",
     "extra_args": "custom_params",
 }
 """The engine's sampling fields, and what they are called in ``sampling_params``."""

@@ -11,21 +11,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
+from trioserve.http.sampling_fields import SamplingFields
 from trioserve.http.schemas import (
     Count,
     Exclusive,
     Identifier,
-    LogitBias,
-    Penalty,
     Priority,
-    Probability,
     Seconds,
     Seed,
-    StopStrings,
-    Temperature,
     TokenId,
-    TopK,
-    TopP,
     about,
     hint,
     only,
@@ -48,7 +42,7 @@ def _one_worker() -> msgspec.Meta:
     return only(why="prompts aren't computed by one worker and continued by another")
 
 
-class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     """SGLang's ``sampling_params``."""
 
     EXCLUSIVE: ClassVar = (Exclusive(("regex", "ebnf", "json_schema", "structural_tag")),)
@@ -67,48 +61,8 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "the outputs of one prompt next to each other. It is the same for a whole batch."
         ),
     ] = None
-    stop: Annotated[
-        StopStrings | None,
-        about(
-            "Strings that end the output where they first occur in its text; an empty one is none."
-        ),
-    ] = None
-    stop_token_ids: Annotated[
-        list[TokenId] | None, about("Tokens that end the output, beside the model's own.")
-    ] = None
-    stop_regex: Annotated[
-        StopStrings | None,
-        about("Regular expressions that end the output where one matches; an empty one is none."),
-    ] = None
     no_stop_trim: Annotated[
         bool | None, about("Leave what ended the output, the stop string or token, in its text.")
-    ] = None
-    ignore_eos: Annotated[
-        bool | None, about("Don't end the output at the model's own end of sequence.")
-    ] = None
-    temperature: Annotated[
-        Temperature | None, about("Divides the logits; 0 takes the most probable token.")
-    ] = None
-    top_p: Annotated[
-        TopP | None, about("Draw from the fewest tokens whose probability together reaches it.")
-    ] = None
-    top_k: Annotated[TopK | None, about("Draw from as many best tokens; -1 or 0 for all.")] = None
-    min_p: Annotated[
-        Probability | None,
-        about("Draw from tokens at least this many times as probable as the best one."),
-    ] = None
-    frequency_penalty: Annotated[
-        Penalty | None, about("Taken off a token's logit for each time it is in the output.")
-    ] = None
-    presence_penalty: Annotated[
-        Penalty | None, about("Taken off a token's logit if it is in the output.")
-    ] = None
-    repetition_penalty: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)] | None,
-        about("Above 1, makes tokens of prompt and output less probable; below 1, more."),
-    ] = None
-    logit_bias: Annotated[
-        LogitBias | None, about("Added to logits: numbers by token id, which is a string.")
     ] = None
     sampling_seed: Annotated[
         Seed | None, about("With the same seed, the same request draws the same numbers.")
@@ -131,16 +85,6 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         about(
             "Free text with structures in it: an object, or its text, with `structures` (each has "
             "`begin`, `schema` and `end`) and `triggers`."
-        ),
-    ] = None
-    skip_special_tokens: Annotated[
-        bool | None, about("Leave special tokens out of the text; true if it isn't given.")
-    ] = None
-    spaces_between_special_tokens: Annotated[
-        bool | None,
-        about(
-            "Leave the spaces between special tokens that a word-level tokenizer puts there; other "
-            "tokenizers put none, whatever this says. True if it isn't given."
         ),
     ] = None
     custom_params: Annotated[

@@ -8,6 +8,7 @@ from trioserve.errors import InvalidRequest
 from trioserve.http.generations import Job
 from trioserve.http.openai.schemas import GenerationRequest
 from trioserve.http.openai.structured import grammar_field
+from trioserve.http.sampling_fields import SHARED_NAMES
 from trioserve.http.service import Service
 from trioserve.request import Prompt
 
@@ -21,11 +22,9 @@ __all__ = [
 ]
 
 _SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
-    *("presence_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "max_tokens"),
-    *("min_tokens", "stop", "stop_regex", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-    *("spaces_between_special_tokens", "prompt_logprobs", "logprob_token_ids"),
-    *("truncate_prompt_tokens", "truncation_side"),
+    *SHARED_NAMES,
+    *("n", "allowed_token_ids", "bad_words", "seed", "max_tokens", "min_tokens"),
+    *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens", "truncation_side"),
 )
 _OTHER_NAMES = {
     "include_stop_str_in_output": ("include_stop_str_in_output", "no_stop_trim"),

@@ -12,21 +12,15 @@ import msgspec
 
 from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.openai.structured_schemas import JsonText, ResponseFormat, StructuredOutputs
+from trioserve.http.sampling_fields import SamplingFields
 from trioserve.http.schemas import (
     Count,
     Exclusive,
     Identifier,
-    LogitBias,
-    Penalty,
     Priority,
-    Probability,
     Seconds,
     Seed,
-    StopStrings,
-    Temperature,
     TokenId,
-    TopK,
-    TopP,
     about,
     hint,
     only,
@@ -77,7 +71,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
 
 
-class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     """The fields that chats and completions share."""
 
     EXCLUSIVE: ClassVar = (
@@ -102,30 +96,6 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     stream: Annotated[bool | None, about("Send the output as events, as it comes.")] = None
     stream_options: Annotated[StreamOptions | None, about("What else a stream carries.")] = None
 
-    temperature: Annotated[
-        Temperature | None, about("Divides the logits; 0 takes the most probable token.")
-    ] = None
-    top_p: Annotated[
-        TopP | None, about("Draw from the fewest tokens whose probability together reaches it.")
-    ] = None
-    top_k: Annotated[TopK | None, about("Draw from as many best tokens; -1 or 0 for all.")] = None
-    min_p: Annotated[
-        Probability | None,
-        about("Draw from tokens at least this many times as probable as the best one."),
-    ] = None
-    repetition_penalty: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)] | None,
-        about("Above 1, makes tokens of prompt and output less probable; below 1, more."),
-    ] = None
-    frequency_penalty: Annotated[
-        Penalty | None, about("Taken off a token's logit for each time it is in the output.")
-    ] = None
-    presence_penalty: Annotated[
-        Penalty | None, about("Taken off a token's logit if it is in the output.")
-    ] = None
-    logit_bias: Annotated[
-        LogitBias | None, about("Added to logits: numbers by token id, which is a string.")
-    ] = None
     allowed_token_ids: Annotated[
         Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None,
         about("The only tokens that may be drawn."),
@@ -149,37 +119,11 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     min_tokens: Annotated[
         Count | None, about("Tokens before which no stop id and no stop string ends the output.")
     ] = None
-    stop: Annotated[
-        StopStrings | None,
-        about(
-            "Strings that end the output where they first occur in its text; an empty one is none."
-        ),
-    ] = None
-    stop_regex: Annotated[
-        StopStrings | None,
-        about("Regular expressions that end the output where one matches; an empty one is none."),
-    ] = None
-    stop_token_ids: Annotated[
-        list[TokenId] | None, about("Tokens that end the output, beside the model's own.")
-    ] = None
     include_stop_str_in_output: Annotated[
         bool | None, about("Leave what ended the output, the stop string or token, in its text.")
     ] = None
     no_stop_trim: Annotated[
         bool | None, about("SGLang's name of `include_stop_str_in_output`.")
-    ] = None
-    ignore_eos: Annotated[
-        bool | None, about("Don't end the output at the model's own end of sequence.")
-    ] = None
-    skip_special_tokens: Annotated[
-        bool | None, about("Leave special tokens out of the text; true if it isn't given.")
-    ] = None
-    spaces_between_special_tokens: Annotated[
-        bool | None,
-        about(
-            "Leave the spaces between special tokens that a word-level tokenizer puts there; other "
-            "tokenizers put none, whatever this says. True if it isn't given."
-        ),
     ] = None
     truncate_prompt_tokens: Annotated[
         Annotated[
