@@ -20,6 +20,7 @@ from http_stub import (
 from http_stub import words as said
 from quart_trio.testing import TrioClient
 
+from trioserve.errors import DeadlineExceeded, EngineError, QueueFull
 from trioserve.generation import GenerationStream
 from trioserve.http import create_app
 from trioserve.http.access_log import AccessRecord
@@ -60,6 +61,22 @@ async def test_a_line_tells_sizes_and_times(autojump_clock: object) -> None:
     assert line["first_token_ms"] == pytest.approx(5000, abs=1)
     assert line["duration_ms"] == pytest.approx(7000, abs=1)
     assert (line["status"], line["reason"]) == (200, "length")
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        (EngineError("broken"), "WARNING"),
+        (DeadlineExceeded("late"), "WARNING"),
+        (QueueFull("full"), "INFO"),
+    ],
+)
+async def test_what_fails_on_the_servers_side_is_a_warning(error: Exception, level: str) -> None:
+    async def refuse(_: Call) -> None:
+        raise error
+
+    (line,) = await lines_of(client_of(StubEngine(admit=refuse)), TEXT, prompt="x")
+    assert line["level"] == level
 
 
 async def test_a_line_tells_who_asked_and_the_callers_trace() -> None:

@@ -22,6 +22,7 @@ from trioserve.stream import Chunk
 
 __all__ = ["AccessRecord", "request_id_from"]
 
+SERVER_ERROR = 500
 OTHER = "other"
 """The metrics' word for what isn't a route or a usual method; it keeps their number bounded."""
 
@@ -127,7 +128,8 @@ class AccessRecord:
             fields["reason"] = self.reason
         if self.contents is not None:
             fields |= self.contents.fields()
-        _log.info("request", **fields)
+        write = _log.warning if status >= SERVER_ERROR else _log.info
+        write("request", **fields)
 
     def _generation_fields(self) -> dict[str, object]:
         """Sizes and times of what was generated; empty where nothing was."""
