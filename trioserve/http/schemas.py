@@ -17,15 +17,18 @@ import msgspec
 
 from trioserve.checks import MAX_LOGIT_BIAS
 from trioserve.errors import InvalidRequest
+from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.decoding_errors import MAX_REREAD_BYTES, as_invalid_request
-from trioserve.sampling import MAX_SEED, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+from trioserve.sampling import MAX_SEED, MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
 __all__ = [
     "TOKEN_ID_FORMAT",
     "Count",
     "Exclusive",
+    "GrammarText",
     "Identifier",
     "LogitBias",
+    "NumOutputs",
     "Penalty",
     "Priority",
     "Probability",
@@ -40,6 +43,7 @@ __all__ = [
     "exclusive_fields",
     "hint",
     "one_or_several",
+    "one_worker",
     "only",
     "parse_body",
     "struct_classes",
@@ -57,6 +61,8 @@ TokenId = Annotated[
 ]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+NumOutputs = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)]
+GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -135,6 +141,11 @@ def only(*values: Any, why: str = "") -> msgspec.Meta:
 
 def _shown(values: tuple[Any, ...]) -> str:
     return " or ".join(msgspec.json.encode(value).decode() for value in values)
+
+
+def one_worker() -> msgspec.Meta:
+    """Marks a field of servers that compute a prompt in one worker and its output in another."""
+    return only(why="prompts aren't computed by one worker and continued by another")
 
 
 def hint() -> msgspec.Meta:

@@ -9,11 +9,10 @@ from msgspec import UNSET, UnsetType
 
 from trioserve.http.openai.schemas import (
     GenerationRequest,
-    NumOutputs,
     PromptLogprobReply,
     UsageReply,
 )
-from trioserve.http.schemas import Count, TokenId, about, only
+from trioserve.http.schemas import Count, NumOutputs, TokenId, about, only
 
 __all__ = ["CompletionChoice", "CompletionLogprobs", "CompletionRequest", "CompletionResponse"]
 

@@ -10,36 +10,32 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.sampling_fields import SamplingFields
 from trioserve.http.schemas import (
     Count,
     Exclusive,
+    GrammarText,
     Identifier,
+    NumOutputs,
     Priority,
     Seconds,
     Seed,
     TokenId,
     about,
     hint,
+    one_worker,
     only,
 )
-from trioserve.sampling import MAX_EXTRA_ARGS, MAX_LOGPROB_TOKEN_IDS, MAX_SEQUENCES
+from trioserve.sampling import MAX_EXTRA_ARGS, MAX_LOGPROB_TOKEN_IDS
 
 __all__ = ["DEFAULT_NEW_TOKENS", "GenerateRequest", "GenerateResponse", "NativeSampling"]
 
 DEFAULT_NEW_TOKENS = 128
 """What a request gets that says nothing of it, as in SGLang."""
 
-_GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
-
 
 def _text_only() -> msgspec.Meta:
     return only([], why="the models that are served read text only")
-
-
-def _one_worker() -> msgspec.Meta:
-    return only(why="prompts aren't computed by one worker and continued by another")
 
 
 class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -55,7 +51,7 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         Count | None, about("Tokens before which no stop id and no stop string ends the output.")
     ] = None
     n: Annotated[
-        Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None,
+        NumOutputs | None,
         about(
             "Outputs to make of each prompt, which is computed once. Above 1 the answer is a list, "
             "the outputs of one prompt next to each other. It is the same for a whole batch."
@@ -68,20 +64,20 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         Seed | None, about("With the same seed, the same request draws the same numbers.")
     ] = None
     regex: Annotated[
-        _GrammarText | None, about("A regular expression that the whole output matches.")
+        GrammarText | None, about("A regular expression that the whole output matches.")
     ] = None
     ebnf: Annotated[
-        _GrammarText | None, about("A grammar that the output follows: GBNF, or Lark's notation.")
+        GrammarText | None, about("A grammar that the output follows: GBNF, or Lark's notation.")
     ] = None
     json_schema: Annotated[
-        _GrammarText | dict[str, Any] | None,
+        GrammarText | dict[str, Any] | None,
         about(
             "A JSON schema that the output follows, as an object or as its text; `$$ANY$$` for any "
             "object."
         ),
     ] = None
     structural_tag: Annotated[
-        _GrammarText | dict[str, Any] | None,
+        GrammarText | dict[str, Any] | None,
         about(
             "Free text with structures in it: an object, or its text, with `structures` (each has "
             "`begin`, `schema` and `end`) and `triggers`."
@@ -238,13 +234,13 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Any, only(False, why="reasoning is told apart by /v1/chat/completions only")
     ] = None
     background: Annotated[Any, only(False, why="a request ends when its client leaves")] = None
-    bootstrap_host: Annotated[Any, _one_worker()] = None
-    bootstrap_port: Annotated[Any, _one_worker()] = None
-    bootstrap_room: Annotated[Any, _one_worker()] = None
-    bootstrap_pair_key: Annotated[Any, _one_worker()] = None
-    decode_tp_size: Annotated[Any, _one_worker()] = None
+    bootstrap_host: Annotated[Any, one_worker()] = None
+    bootstrap_port: Annotated[Any, one_worker()] = None
+    bootstrap_room: Annotated[Any, one_worker()] = None
+    bootstrap_pair_key: Annotated[Any, one_worker()] = None
+    decode_tp_size: Annotated[Any, one_worker()] = None
     routed_dp_rank: Annotated[Any, only(why="there is one worker")] = None
-    disagg_prefill_dp_rank: Annotated[Any, _one_worker()] = None
+    disagg_prefill_dp_rank: Annotated[Any, one_worker()] = None
 
 
 class NativeFinish(msgspec.Struct):

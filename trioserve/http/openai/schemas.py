@@ -10,26 +10,27 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.openai.structured_schemas import JsonText, ResponseFormat, StructuredOutputs
 from trioserve.http.sampling_fields import SamplingFields
 from trioserve.http.schemas import (
     Count,
     Exclusive,
+    GrammarText,
     Identifier,
+    NumOutputs,
     Priority,
     Seconds,
     Seed,
     TokenId,
     about,
     hint,
+    one_worker,
     only,
 )
 from trioserve.sampling import (
     MAX_BAD_WORDS,
     MAX_EXTRA_ARGS,
     MAX_LOGPROB_TOKEN_IDS,
-    MAX_SEQUENCES,
     MAX_STRING_CHARACTERS,
 )
 
@@ -37,20 +38,13 @@ __all__ = [
     "GenerationRequest",
     "ModelCard",
     "ModelList",
-    "NumOutputs",
     "PromptLogprobReply",
     "StreamOptions",
     "UsageReply",
 ]
 
-NumOutputs = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)]
-_GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 _BadWord = Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]
 _ExtraArgs = Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)]
-
-
-def _one_worker() -> msgspec.Meta:
-    return only(why="prompts aren't computed by one worker and continued by another")
 
 
 def _no_experts(*values: Any) -> msgspec.Meta:
@@ -153,17 +147,17 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         bool | None, about("`structured_outputs.json_object` of older versions of vLLM.")
     ] = None
     guided_regex: Annotated[
-        _GrammarText | None, about("`structured_outputs.regex` of older versions of vLLM.")
+        GrammarText | None, about("`structured_outputs.regex` of older versions of vLLM.")
     ] = None
     guided_choice: Annotated[
         Annotated[list[str], msgspec.Meta(min_length=1)] | None,
         about("`structured_outputs.choice` of older versions of vLLM."),
     ] = None
     guided_grammar: Annotated[
-        _GrammarText | None, about("`structured_outputs.grammar` of older versions of vLLM.")
+        GrammarText | None, about("`structured_outputs.grammar` of older versions of vLLM.")
     ] = None
     guided_whitespace_pattern: Annotated[
-        _GrammarText | None,
+        GrammarText | None,
         about("`structured_outputs.whitespace_pattern` of older versions of vLLM."),
     ] = None
     guided_decoding_backend: Annotated[
@@ -173,11 +167,11 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         JsonText | None, about("A JSON schema that the output follows: SGLang's field.")
     ] = None
     regex: Annotated[
-        _GrammarText | None,
+        GrammarText | None,
         about("A regular expression that the whole output matches: SGLang's field."),
     ] = None
     ebnf: Annotated[
-        _GrammarText | None,
+        GrammarText | None,
         about("A grammar that the output follows, GBNF or Lark's notation: SGLang's field."),
     ] = None
 
@@ -257,12 +251,12 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     lora_path: Annotated[Any, only(why="adapters aren't served")] = None
     session_params: Annotated[Any, only({}, why="prompts are given whole")] = None
     images_config: Annotated[Any, only({}, why="the models that are served read text only")] = None
-    kv_transfer_params: Annotated[Any, _one_worker()] = None
-    ec_transfer_params: Annotated[Any, _one_worker()] = None
-    bootstrap_host: Annotated[Any, _one_worker()] = None
-    bootstrap_port: Annotated[Any, _one_worker()] = None
-    bootstrap_room: Annotated[Any, _one_worker()] = None
-    disagg_prefill_dp_rank: Annotated[Any, _one_worker()] = None
+    kv_transfer_params: Annotated[Any, one_worker()] = None
+    ec_transfer_params: Annotated[Any, one_worker()] = None
+    bootstrap_host: Annotated[Any, one_worker()] = None
+    bootstrap_port: Annotated[Any, one_worker()] = None
+    bootstrap_room: Annotated[Any, one_worker()] = None
+    disagg_prefill_dp_rank: Annotated[Any, one_worker()] = None
     routed_dp_rank: Annotated[Any, only(why="there is one worker")] = None
     data_parallel_rank: Annotated[Any, only(why="there is one worker")] = None
 
