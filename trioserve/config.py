@@ -123,6 +123,21 @@ class EngineConfig:
         kind=int,
         low=1,
     )
+    max_num_queued_tokens: int | None = option(
+        None,
+        "most tokens that the prompts of waiting requests may have before new ones are refused "
+        "with 429 (default: 2,097,152, or the longest sequence where that is more)",
+        group="scheduling",
+        kind=int,
+        low=1,
+    )
+    default_timeout: float | None = option(
+        None,
+        "seconds that a request which names no timeout of its own may take (default: any time)",
+        group="scheduling",
+        kind=float,
+        above=0,
+    )
     scheduling_policy: str = option(
         "fcfs",
         "order of waiting requests: arrival, longest cached prefix first, or priority",
@@ -227,6 +242,14 @@ class EngineConfig:
         kind=float,
         low=1,
     )
+    watchdog_timeout: float = option(
+        60.0,
+        "seconds a step may take, and more for a step larger than those that came back, before "
+        "the worker counts as hung and is replaced; 0 waits for ever",
+        group="worker",
+        kind=float,
+        low=0,
+    )
     max_worker_restarts: int = option(
         3,
         "deaths of the worker without progress between them before the engine gives up",
@@ -307,6 +330,55 @@ class ServerConfig:
         repeatable=True,
         secret=True,
     )
+    admin_api_key: tuple[str, ...] = option(
+        (),
+        "key for the routes that control the server, which answer nobody without one; may be "
+        "given several times, and does for all other routes, too",
+        group="http",
+        metavar="KEY",
+        repeatable=True,
+        secret=True,
+    )
+    max_requests_per_key: int | None = option(
+        None,
+        "most requests of one API key that may be open at a time; the answer past it is 429",
+        group="http",
+        kind=int,
+        low=1,
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "origin whose web pages may use this server from a browser, or * for any; may be given "
+        "several times",
+        group="http",
+        metavar="ORIGIN",
+        repeatable=True,
+    )
+    ssl_certfile: str | None = option(
+        None,
+        "certificate to serve TLS with, and those that vouch for it",
+        group="http",
+        metavar="PATH",
+    )
+    ssl_keyfile: str | None = option(
+        None,
+        "private key of the certificate, where it isn't in the same file",
+        group="http",
+        metavar="PATH",
+    )
+    ssl_keyfile_password: str | None = option(
+        None,
+        "what the private key is encrypted with",
+        group="http",
+        metavar="TEXT",
+        secret=True,
+    )
+    ssl_ca_certs: str | None = option(
+        None,
+        "certificates of the authorities whose clients are served; others get no connection",
+        group="http",
+        metavar="PATH",
+    )
     root_path: str = option(
         "", "path prefix that a proxy in front takes off", group="http", metavar="PATH"
     )
@@ -317,6 +389,20 @@ class ServerConfig:
         kind=int,
         low=1,
         in_bytes=True,
+    )
+    max_prompts_per_request: int = option(
+        512,
+        "most prompts in one request's batch",
+        group="http",
+        kind=int,
+        low=1,
+    )
+    request_timeout: float = option(
+        60.0,
+        "seconds that a client has for sending a request, its head and then its body",
+        group="http",
+        kind=float,
+        low=0.01,
     )
     keep_alive_interval: float = option(
         15.0,
