@@ -79,9 +79,13 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests; what follows ``--`` goes to pytest."""
+    """Run the tests, in one process per core; what follows ``--`` goes to pytest."""
     python = development(session)
-    session.run(python, "-m", "pytest", *session.posargs, env={"HF_HUB_OFFLINE": "1"})
+    # Tests of one module share what takes long to set up. Two OpenMP threads of one test beside
+    # another test on two cores would wait for each other in turns, so each has one.
+    parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadscope")
+    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    session.run(python, "-m", "pytest", *parallel, *session.posargs, env=env)
 
 
 @nox.session
