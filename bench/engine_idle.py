@@ -29,7 +29,6 @@ __all__ = ["EngineLoad", "Sample", "measure_engine", "parse_metrics", "steady"]
 
 _MODEL = "random"
 _TARGET_IDLE = 0.02
-_SAMPLE_SECONDS = 0.2
 # Of the time in which all streams run, this much at the beginning is left out: prompts come in.
 _LEAD_IN = 0.2
 
@@ -43,6 +42,7 @@ class EngineLoad:
     processes: int
     prompt_tokens: int
     output_tokens: int
+    sample_seconds: float
     flags: Sequence[str]
 
 
@@ -114,6 +114,7 @@ def _gpu_load(streams: int) -> EngineLoad:
         processes=8,
         prompt_tokens=128,
         output_tokens=768,
+        sample_seconds=0.2,
         flags=["--device", "cuda", "--max-model-len", "2048", "--max-num-seqs", str(streams)],
     )
 
@@ -125,6 +126,7 @@ def _tiny_load(streams: int) -> EngineLoad:
         processes=2,
         prompt_tokens=12,
         output_tokens=400,
+        sample_seconds=0.02,  # All of it takes a second or two.
         flags=["--device", "cpu", "--dtype", "float32", "--num-threads", "1"],
     )
 
@@ -145,13 +147,13 @@ async def _serve(load: EngineLoad, model: Path, log: Path) -> tuple[Steady, list
         print(f"{load.streams} streams", flush=True)
         samples: list[Sample] = []
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_watch, up, samples)
+            nursery.start_soon(_watch, up, load, samples)
             clients = await _clients(up, load, seed=0)
             nursery.cancel_scope.cancel()
     return steady(samples, load.streams), clients
 
 
-async def _watch(up: Running, samples: list[Sample]) -> None:
+async def _watch(up: Running, load: EngineLoad, samples: list[Sample]) -> None:
     while True:
         metrics = parse_metrics(await _get(up, "/metrics"))
         samples.append(
@@ -164,7 +166,7 @@ async def _watch(up: Running, samples: list[Sample]) -> None:
                 tokens=metrics["trioserve:generation_tokens_total"],
             )
         )
-        await trio.sleep(_SAMPLE_SECONDS)
+        await trio.sleep(load.sample_seconds)
 
 
 async def _get(up: Running, path: str) -> str:
