@@ -17,7 +17,7 @@ import trio
 
 from trioserve.load import Target, over_tcp
 
-__all__ = ["MODEL", "Server", "ServerFailed", "running", "trioserve_server"]
+__all__ = ["MODEL", "Running", "Server", "ServerFailed", "family", "running", "trioserve_server"]
 
 MODEL = "smollm2-135m"
 
@@ -56,7 +56,7 @@ class Running:
 
     def peak_memory_bytes(self) -> int:
         """The most memory held by each process of the server, added up (Linux only)."""
-        return sum(_peak_of(pid) for pid in _family(self.process.pid))
+        return sum(_peak_of(pid) for pid in family(self.process.pid))
 
 
 def trioserve_server(dtype: str, versions: Mapping[str, str]) -> Server:
@@ -138,7 +138,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _family(ancestor: int) -> list[int]:
+def family(ancestor: int) -> list[int]:
     """A process and all that descend from it; a worker may be in a session of its own."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):

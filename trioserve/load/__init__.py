@@ -6,11 +6,12 @@ than the server does, and on a small machine both share the cores.
 
 from __future__ import annotations
 
-from trioserve.load.client import Connect, Record, Target, over_tcp, send
+from trioserve.load.client import Client, Connect, Record, Target, over_tcp, send
 from trioserve.load.figures import Figures, Spread, figures_of
 from trioserve.load.loop import Run, closed_loop
 
 __all__ = [
+    "Client",
     "Connect",
     "Figures",
     "Record",

@@ -38,14 +38,16 @@ class Record:
     """What became of one request. Times are seconds on trio's clock.
 
     ``chunks`` are the times of the events with a non-empty ``choices``, even if its text is empty;
-    ``first_text`` is that of the first with some text. The token counts are the server's own, None
-    where it named none. ``error`` is empty on success.
+    ``first_text`` is that of the first with some text. ``token_ids`` are those that the server
+    told where it was asked to. The token counts are the server's own, None where it named none.
+    ``error`` is empty on success.
     """
 
     started: float
     chunks: list[float] = attrs.field(factory=list)
     first_text: float | None = None
     text: str = ""
+    token_ids: list[int] = attrs.field(factory=list)
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -190,6 +192,7 @@ class _Delta:
 @attrs.frozen
 class _Choice:
     text: str | None = None
+    token_ids: list[int] | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
 
@@ -228,4 +231,5 @@ def _note(record: Record, data: bytes, now: float) -> None:
     if text and record.first_text is None:
         record.first_text = now
     record.text += text
+    record.token_ids += choice.token_ids or []
     record.finish_reason = choice.finish_reason or record.finish_reason
