@@ -74,7 +74,7 @@ async def test_it_says_what_is_not_served() -> None:
 
 
 async def test_every_path_that_wants_a_key_says_so() -> None:
-    client = client_of(StubEngine(), api_key=("key",))
+    client = client_of(StubEngine(), api_key=("key",), admin_api_key=("other",))
     response = await client.get("/openapi.json", headers={"Authorization": "Bearer key"})
     described = json.loads(await response.get_data(True))
     assert len(described["paths"]) > 20
@@ -110,8 +110,8 @@ async def test_every_operation_has_a_name_of_its_own() -> None:
     [
         ("/generate", [400, 401, 408, 413, 415, 429, 500, 503, 504]),
         ("/v1/completions", [400, 401, 404, 408, 413, 415, 429, 500, 503, 504]),
-        ("/tokenize", [400, 401, 404, 408, 413, 415, 500]),
-        ("/v1/models/<path:name>", [401, 404, 500]),
+        ("/tokenize", [400, 401, 404, 408, 413, 415, 429, 500]),
+        ("/v1/models/<path:name>", [401, 404, 429, 500]),
         ("/health", [500]),
     ],
 )

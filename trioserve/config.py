@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from trioserve.errors import InvalidRequest
 from trioserve.options import option
 
 __all__ = ["GROUPS", "EngineConfig", "ServerConfig"]
@@ -353,6 +354,10 @@ class ServerConfig:
         group="http",
         metavar="ORIGIN",
         repeatable=True,
+        form=(
+            r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s,*]+",
+            "an origin, such as https://example.org, without a path, or * for any",
+        ),
     )
     ssl_certfile: str | None = option(
         None,
@@ -441,3 +446,10 @@ class ServerConfig:
         choices=LOG_FORMATS,
         group="log",
     )
+
+    def __attrs_post_init__(self) -> None:
+        if self.max_requests_per_key is not None and not self.api_key:
+            raise InvalidRequest(
+                "max_requests_per_key needs keys to count by (--api-key)",
+                param="max_requests_per_key",
+            )

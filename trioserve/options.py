@@ -108,10 +108,10 @@ class Option:
         """What values are allowed, to follow "must be"."""
         if self.choices is not None:
             return "one of " + ", ".join(self.choices)
-        if self.repeatable:
-            return "text that isn't empty"
         if self.form is not None:
             return self.form[1]
+        if self.repeatable:
+            return "text that isn't empty"
         kind = "a number of bytes" if self.in_bytes else _KINDS[self.kind]
         if self.above is not None:
             return f"{kind} above {self.above:g}" + (

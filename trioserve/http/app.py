@@ -10,14 +10,16 @@ from typing import Any, cast
 
 import quart
 from quart_trio import QuartTrio
+from werkzeug.exceptions import MethodNotAllowed
 
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
 from trioserve.http.admin import AdminEndpoints
 from trioserve.http.asgi import HTTPConnection, Request, WebSocketConnection, error_response
-from trioserve.http.auth import OPEN_PATHS, check_key
+from trioserve.http.auth import OPEN_PATHS, Keys
 from trioserve.http.chat.endpoint import ChatEndpoints
 from trioserve.http.completions.endpoint import CompletionEndpoints
+from trioserve.http.cors import CrossOrigin
 from trioserve.http.native.endpoint import NativeEndpoints
 from trioserve.http.openai.models import ModelEndpoints
 from trioserve.http.routes import ROUTES
@@ -38,6 +40,7 @@ class App(QuartTrio):
     asgi_websocket_class = WebSocketConnection
     request_class = Request
     engine: Engine
+    cross_origin: CrossOrigin
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
@@ -58,6 +61,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
     )
     app = App("trioserve", static_folder=None)
     app.engine = engine
+    app.cross_origin = CrossOrigin(config.allowed_origins)
     app.config["RESPONSE_TIMEOUT"] = None
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
@@ -65,15 +69,38 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
     _add_routes(app, service)
     app.register_error_handler(Exception, _on_error)
 
+    keys = Keys(config.api_key, config.admin_api_key, max_requests=config.max_requests_per_key)
+    control_rules = {rule for route in ROUTES if route.control for rule in route.rules}
+
     @app.before_request
-    async def authorize() -> None:  # A function that isn't async would run in a thread each time.
+    async def authorize() -> quart.Response | None:
+        # A function that isn't async would run in a thread each time.
         request = cast(Request, quart.request)
-        if request.url_rule is not None:
-            request.record.route = request.url_rule.rule
-        if config.api_key and request.path not in OPEN_PATHS:
-            check_key(request.headers.get("Authorization"), config.api_key)
+        rule = request.url_rule
+        if rule is not None:
+            request.record.route = rule.rule
+        preflight = _preflight(request, app.cross_origin)
+        if preflight is None and request.path not in OPEN_PATHS:
+            control = rule is not None and rule.rule in control_rules
+            caller = keys.caller(request.headers.get("Authorization"), control=control)
+            request.at_end.enter_context(keys.counted(caller))
+        return preflight
 
     return app
+
+
+def _preflight(request: Request, cross_origin: CrossOrigin) -> quart.Response | None:
+    """The answer to a browser that asks whether a page may send a request; it brings no key."""
+    refusal = request.routing_exception
+    if (
+        request.method != "OPTIONS"
+        or not isinstance(refusal, MethodNotAllowed)
+        or not cross_origin.allows(request.headers.get("Origin"))
+    ):
+        return None
+    asked = request.headers.get("Access-Control-Request-Headers", "")
+    headers = cross_origin.preflight_headers(refusal.valid_methods or (), asked)
+    return quart.Response(b"", status=204, headers=headers)
 
 
 def _add_routes(app: App, service: Service) -> None:

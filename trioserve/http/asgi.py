@@ -8,6 +8,7 @@ scope was left. And every request leaves one line in the log, with 499 where the
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
 import trio
@@ -47,9 +48,13 @@ _log = get_logger("trioserve.http")
 
 
 class Request(TrioRequest):
-    """A request that carries its line of the access log."""
+    """A request that carries its line of the access log.
+
+    What is to be undone when it ends, however it does, is pushed on ``at_end``.
+    """
 
     record: AccessRecord
+    at_end: contextlib.ExitStack
 
 
 def error_response(error: BaseException) -> tuple[Response, ErrorReply]:
@@ -68,21 +73,26 @@ class HTTPConnection(TrioASGIHTTPConnection):
 
     app: App
     record: AccessRecord
+    at_end: contextlib.ExitStack
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         """Serve the request; returns when the response is complete or the client has left."""
         self.record = _open_record(self.scope, self.scope["method"])
+        origin = _header(self.scope, b"origin") or None
+        cross_origin = self.app.cross_origin.response_headers(origin)
 
         async def noting_send(message: ASGISendEvent) -> None:
             if message["type"] == "http.response.start":
                 self.record.status = message["status"]
+                message["headers"] = [*message["headers"], *cross_origin]
             elif message["type"] == "http.response.body" and not message.get("more_body"):
                 # Before it is sent: hypercorn reports the end as a disconnect, even to us.
                 self.record.completed = True
             await send(message)
 
         try:
-            await super().__call__(receive, noting_send)
+            with contextlib.ExitStack() as self.at_end:
+                await super().__call__(receive, noting_send)
         finally:
             self._note_stall()
             self.record.write(self.app.engine.metrics)
@@ -90,6 +100,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
     def _create_request_from_scope(self, send: ASGISendCallable) -> Request:
         request = cast(Request, super()._create_request_from_scope(send))
         request.record = self.record
+        request.at_end = self.at_end
         return request
 
     async def handle_messages(  # type: ignore[override]

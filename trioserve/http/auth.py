@@ -1,28 +1,110 @@
-"""API keys: bearer tokens, compared in constant time."""
+"""API keys: who calls, what they may do, and how many of their requests may be open at a time."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import hmac
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from trioserve.http.errors import Unauthorized
+import attrs
 
-__all__ = ["OPEN_PATHS", "check_key"]
+from trioserve.http.errors import Forbidden, KeyLimit, Unauthorized
+
+__all__ = ["OPEN_PATHS", "Caller", "Keys"]
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """What a load balancer may ask without a key."""
 
 
-def check_key(authorization: str | None, keys: Sequence[str]) -> None:
-    """Check an ``Authorization`` header against the keys. Every key is compared, whole.
+@attrs.frozen
+class Caller:
+    """Whose key a request brought: a name that may be logged, because it tells nothing of the key.
 
-    Raises:
-        Unauthorized: there is no bearer token, or it is none of ``keys``.
+    The number in it is the key's place among those that the server was given, from 1 up.
     """
-    scheme, _, token = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not token.strip():
-        raise Unauthorized("this server needs a key: send Authorization: Bearer <key>")
-    given = token.strip().encode("latin-1", "replace")  # As the bytes came: headers are latin-1.
-    matches = [hmac.compare_digest(given, key.encode("utf-8")) for key in keys]
-    if not any(matches):
-        raise Unauthorized("the key is not valid here")
+
+    name: str
+    admin: bool
+
+
+class Keys:
+    """The keys of a server.
+
+    What a client sends is compared as a digest, with every key's, so that the time it takes tells
+    neither how much of a key was right, nor how long one is, nor which one it was.
+
+    Args:
+        keys: for all routes but those that control the server; nobody needs one if there is none.
+        admin_keys: for all routes, and in any number of requests.
+        max_requests: requests of one key that may be open at a time (default: any number).
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        admin_keys: Sequence[str] = (),
+        *,
+        max_requests: int | None = None,
+    ) -> None:
+        self._is_open = not keys
+        self._has_admins = bool(admin_keys)
+        self._max_requests = max_requests
+        self._callers = [
+            *((_digest(key), Caller(f"key-{i}", False)) for i, key in enumerate(keys, 1)),
+            *((_digest(key), Caller(f"admin-{i}", True)) for i, key in enumerate(admin_keys, 1)),
+        ]
+        self._num_open: Counter[Caller] = Counter()
+
+    def caller(self, authorization: str | None, *, control: bool = False) -> Caller | None:
+        """Who sends a request with this ``Authorization`` header; None if everybody may.
+
+        Args:
+            authorization: the header's value, its bytes as latin-1.
+            control: whether the route controls the server.
+
+        Raises:
+            Unauthorized: a key is needed, and there is none or a wrong one.
+            Forbidden: nobody may call a route that controls the server, for want of an admin key.
+        """
+        if control and not self._has_admins:
+            raise Forbidden("this route needs an admin key, and the server has none")
+        if self._is_open and not control:
+            return None
+        kind = "an admin key" if control else "a key"
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise Unauthorized(f"{kind} is needed here: send Authorization: Bearer <key>")
+        given = hashlib.sha256(token.strip().encode("latin-1", "replace")).digest()
+        matches = [hmac.compare_digest(given, digest) for digest, _ in self._callers]
+        # Of a key that is given as both, the admin is the later one.
+        found = [caller for (_, caller), is_it in zip(self._callers, matches, strict=True) if is_it]
+        if not found or (control and not found[-1].admin):
+            raise Unauthorized(f"the key is not valid here, where {kind} is needed")
+        return found[-1]
+
+    @contextlib.contextmanager
+    def counted(self, caller: Caller | None) -> Iterator[None]:
+        """Count one request of ``caller`` as open, for as long as the block lasts.
+
+        Raises:
+            KeyLimit: as many as may be are open already.
+        """
+        if caller is None or caller.admin or self._max_requests is None:
+            yield
+            return
+        if self._num_open[caller] >= self._max_requests:
+            raise KeyLimit(
+                f"{self._max_requests} requests with this key are open; that is the limit "
+                "(--max-requests-per-key)"
+            )
+        self._num_open[caller] += 1
+        try:
+            yield
+        finally:
+            self._num_open[caller] -= 1
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -22,6 +22,7 @@ from trioserve.errors import (
     InvalidRequest,
     QueueFull,
     RequestAborted,
+    ShuttingDown,
     SlowReader,
     TrioserveError,
     WorkerLost,
@@ -31,6 +32,8 @@ __all__ = [
     "ERROR_STATUSES",
     "ErrorReply",
     "ErrorResponse",
+    "Forbidden",
+    "KeyLimit",
     "ModelNotFound",
     "Unauthorized",
     "describe_error",
@@ -46,6 +49,14 @@ class ModelNotFound(TrioserveError):
 
 class Unauthorized(TrioserveError):
     """The request brings no key, or a wrong one."""
+
+
+class Forbidden(TrioserveError):
+    """Nobody may do this here, with whatever key."""
+
+
+class KeyLimit(TrioserveError):
+    """As many requests with the same key are open as may be."""
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
@@ -85,13 +96,16 @@ class _Kind:
 _KINDS: dict[type[Exception], _Kind] = {
     InvalidRequest: _Kind(400, "invalid_request_error"),
     Unauthorized: _Kind(401, "authentication_error", "invalid_api_key"),
+    Forbidden: _Kind(403, "permission_error", "forbidden"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
+    KeyLimit: _Kind(429, "rate_limit_error", "key_limit"),
     SlowReader: _Kind(500, "slow_reader_error", "slow_reader"),
     RequestAborted: _Kind(500, "server_error", "request_aborted"),
     EngineError: _Kind(500, "server_error", "engine_error"),
     WorkerLost: _Kind(503, "service_unavailable_error", "no_worker"),
     Draining: _Kind(503, "service_unavailable_error", "draining"),
+    ShuttingDown: _Kind(503, "service_unavailable_error", "shutting_down"),
     DeadlineExceeded: _Kind(504, "timeout_error", "deadline_exceeded"),
 }
 _HTTP_ERRORS = {
@@ -108,12 +122,14 @@ _HTTP_ERRORS = {
 ERROR_STATUSES = {
     400: "The request can't be served as it stands; `param` names the field",
     401: "There is no key, or a wrong one",
+    403: "The route controls the server, which has no `--admin-api-key`",
     404: "The model or the path isn't served",
     405: "The path doesn't take this method",
     408: "The body didn't come in time",
     413: "The body is larger than `--max-body-size`",
     415: "The body isn't sent as `application/json`, or is compressed",
-    429: "`--max-num-queued-reqs` requests wait already",
+    429: "Too much waits already (`--max-num-queued-reqs`, `--max-num-queued-tokens`), or too many "
+    "requests with this key are open (`--max-requests-per-key`)",
     500: "The server failed, or ended the request",
     503: "The server is shutting down, or has lost its worker",
     504: "The request's own `timeout` ran out",
@@ -141,7 +157,7 @@ def describe_error(error: BaseException) -> ErrorReply:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    elif isinstance(error, Draining):
+    elif isinstance(error, (Draining, KeyLimit, ShuttingDown)):
         headers["Retry-After"] = "1"
     detail = ErrorDetail(message=_naming(param, str(error)), type=kind.type, param=param, code=code)
     return _reply(kind.status, detail, headers)

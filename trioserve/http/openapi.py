@@ -57,7 +57,9 @@ def error_statuses(route: Route, path: str) -> list[int]:
     """Every status of an error that ``route`` can answer with at ``path``."""
     statuses = {500, *route.errors}
     if path not in OPEN_PATHS:
-        statuses.add(401)
+        statuses.update((401, 429))
+    if route.control:
+        statuses.add(403)
     if route.request is not None:
         statuses.update(_BODY_ERRORS)
     return sorted(statuses)
@@ -156,7 +158,7 @@ def _operation(route: Route, rule: str, references: _References) -> dict[str, An
         "responses": _responses(route, rule, references),
     }
     if rule not in OPEN_PATHS:
-        operation["security"] = [{}, {"key": []}]
+        operation["security"] = [{"key": []}] if route.control else [{}, {"key": []}]
     names = _PARAMETER_PATTERN.findall(rule)
     if names:
         operation["parameters"] = [

@@ -64,6 +64,8 @@ class Route:
     """Statuses of errors that not every endpoint has."""
     unwell: type[msgspec.Struct] | None = None
     """The class of the answer with the status 503, where that isn't an error like others."""
+    control: bool = False
+    """Whether it changes or shows what is an operator's alone: it then needs an admin key."""
 
     @property
     def rules(self) -> tuple[str, ...]:
