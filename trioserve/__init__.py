@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ModelLoadError,
         QueueFull,
         RequestAborted,
+        ShuttingDown,
         SlowReader,
         TrioserveError,
     )
@@ -54,6 +55,7 @@ _HOME = {
     "ModelLoadError": "errors",
     "QueueFull": "errors",
     "RequestAborted": "errors",
+    "ShuttingDown": "errors",
     "SlowReader": "errors",
     "TrioserveError": "errors",
     "LLM": "offline",
@@ -88,6 +90,7 @@ __all__ = [
     "RequestAborted",
     "SamplingParams",
     "ServerConfig",
+    "ShuttingDown",
     "SlowReader",
     "TextPrompt",
     "TokenLogprob",

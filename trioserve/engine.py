@@ -31,6 +31,7 @@ from trioserve.errors import (
     EngineError,
     InvalidRequest,
     QueueFull,
+    RequestAborted,
 )
 from trioserve.generation import (
     Completion,
@@ -221,6 +222,20 @@ class Engine:
         """Admit nothing new from now on; what runs goes on. Idempotent."""
         self._draining = True
 
+    def abort_all(self, error: RequestAborted) -> None:
+        """End every open request with ``error``, whatever its stage; never blocks.
+
+        What waits in its stream is read first, and one whose final chunk waits there ends as it
+        would have. Those that come later are another matter: see :meth:`drain`.
+        """
+        finish = Finish(FinishReason.ABORT, error=error)
+        for request in self._open:
+            for sequence in reversed(request.sequences):
+                if not sequence.delivered:
+                    self._scheduler.abort(sequence, finish)
+            # The detokenizer does the same, but may have been cancelled with the engine's scope.
+            request.stream.close(error)
+
     async def wait_idle(self) -> None:
         """Wait until no request is open."""
         while self._open:
@@ -320,10 +335,13 @@ class Engine:
 
     def _abandon(self, request: Request) -> None:
         """The caller's scope is left: nothing more is to be computed or kept. Never blocks."""
+        if self._closed is None:
+            finish = Finish(FinishReason.ABORT)
+        else:
+            finish = Finish(FinishReason.ERROR, error=self._closed)
         # The last one first: nobody is to compute the prompt in place of one that has left.
         for sequence in reversed(request.sequences):
             if not sequence.delivered:
-                finish = Finish(FinishReason.ABORT)
                 self._scheduler.abort(sequence, finish)
                 self.on_finished(sequence, sequence.finish or finish)
         request.stream.discard()

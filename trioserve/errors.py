@@ -14,6 +14,7 @@ __all__ = [
     "ModelLoadError",
     "QueueFull",
     "RequestAborted",
+    "ShuttingDown",
     "SlowReader",
     "TrioserveError",
     "WorkerLost",
@@ -67,6 +68,10 @@ class DeadlineExceeded(TrioserveError):
 
 class RequestAborted(TrioserveError):
     """The request was ended by somebody other than its caller (an administrator, a shutdown)."""
+
+
+class ShuttingDown(RequestAborted):
+    """The request ran when its server ended, and got no more time to finish."""
 
 
 class SlowReader(TrioserveError):

@@ -238,12 +238,12 @@ async def run_engine(
                 if holds_cancellation(error):
                     raise
                 block_error = error
+            finally:
+                # Before the worker's end, which takes a moment: whoever reads is told at once.
+                engine.close(EngineError("the engine is closed"))
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         block_error = sole_exception(group)
-    finally:
-        if engine is not None:
-            engine.close(EngineError("the engine is closed"))
     if failure is not None and (block_error is None or engine is None):
         if isinstance(failure, ModelLoadError):
             raise failure

@@ -1,0 +1,162 @@
+"""The end of an engine, or of all its requests at once, over the simulation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import attrs
+import pytest
+import trio
+import trio.testing
+
+from trioserve import Engine, EngineError, Grammar, RequestAborted, ShuttingDown, simulation
+from trioserve.simulation import open_fake_engine
+from trioserve.testing import FakeWorker
+from trioserve.worker.supervisor import Supervisor
+
+Clock = trio.testing.MockClock
+
+
+@attrs.define(eq=False)
+class Reader:
+    """What one request gave, and how it ended."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    error: Exception | None = None
+    ended_at: float | None = None
+    ended: trio.Event = attrs.field(factory=trio.Event)
+
+    async def read(
+        self, engine: Engine, prompt: str, pause: float = 0.0, **sampling: object
+    ) -> None:
+        try:
+            async with engine.generate(prompt, **sampling) as stream:  # type: ignore[arg-type]
+                while True:
+                    await trio.sleep(pause)
+                    chunk = await stream.receive()
+                    self.text += chunk.text
+                    self.finish_reason = chunk.finish_reason
+        except trio.EndOfChannel:
+            pass
+        except Exception as error:
+            self.error = error
+        finally:
+            self.ended_at = trio.current_time()
+            self.ended.set()
+
+
+async def test_abort_all_ends_a_request_in_every_stage(autojump_clock: Clock) -> None:
+    readers = {name: Reader() for name in ("running", "outputs", "waiting", "done", "lagging")}
+    async with (
+        open_fake_engine(lambda: FakeWorker(step_time=0.1), max_num_seqs=4) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        start = nursery.start_soon
+        start(lambda: readers["done"].read(engine, "d", pause=3, max_tokens=5))
+        await trio.sleep(1)
+        start(lambda: readers["lagging"].read(engine, "l", pause=3, max_tokens=1000))
+        start(lambda: readers["running"].read(engine, "r", max_tokens=1000))
+        start(lambda: readers["outputs"].read(engine, "o", n=2, max_tokens=1000))
+        await trio.sleep(1)
+        start(lambda: readers["waiting"].read(engine, "w", max_tokens=1000))
+        await trio.sleep(0.5)
+        assert engine.statistics().scheduler.num_waiting == 1
+        entering = Reader()
+        start(lambda: entering.read(engine, "e", max_tokens=1000))
+        readers["entering"] = entering
+        while engine.statistics().num_tokenizing == 0:
+            await trio.lowlevel.checkpoint()
+        error = ShuttingDown("time is up")
+        engine.abort_all(error)
+        engine.abort_all(ShuttingDown("too late to matter"))
+        for name in ("running", "outputs", "waiting", "entering"):
+            with trio.fail_after(0.05):
+                await readers[name].ended.wait()
+        for reader in readers.values():
+            await reader.ended.wait()
+        engine.check_integrity()
+        assert engine.statistics().num_streams == 0
+    assert readers["done"].finish_reason == "length"
+    del readers["done"]
+    assert {name: reader.error for name, reader in readers.items()} == dict.fromkeys(readers, error)
+    assert len(readers["running"].text) > 10
+    # What had come before was read before the error.
+    assert len(readers["lagging"].text) > 10
+    assert engine.metrics.finished["abort"] == 6
+
+
+async def test_abort_all_ends_one_whose_grammar_is_prepared(autojump_clock: Clock) -> None:
+    reader = Reader()
+    async with open_fake_engine() as engine, trio.open_nursery() as nursery:
+        worker_answers = trio.Event()
+
+        async def call(name: str, arguments: object = None) -> object:
+            await worker_answers.wait()
+
+        engine._scheduler.call = call  # type: ignore[method-assign]
+        grammar = Grammar("regex", "a+")
+        nursery.start_soon(lambda: reader.read(engine, "p", grammar=grammar))
+        await trio.testing.wait_all_tasks_blocked()
+        assert engine.statistics().num_tokenizing == 1
+        engine.abort_all(RequestAborted("by an administrator"))
+        with trio.fail_after(0.1):
+            await reader.ended.wait()
+        assert engine.statistics().num_tokenizing == 0
+    assert str(reader.error) == "by an administrator"
+
+
+Leave = Callable[[trio.CancelScope], Awaitable[None]]
+
+
+async def by_return(_: trio.CancelScope) -> None:
+    """The block ends by itself."""
+
+
+async def by_cancel(scope: trio.CancelScope) -> None:
+    scope.cancel()
+    await trio.lowlevel.checkpoint()
+
+
+async def by_error(_: trio.CancelScope) -> None:
+    raise LookupError("mine")
+
+
+@pytest.mark.parametrize("leave", [by_return, by_cancel, by_error])
+async def test_requests_of_other_tasks_end_at_once_when_the_block_is_left(
+    leave: Leave, monkeypatch: pytest.MonkeyPatch, autojump_clock: Clock
+) -> None:
+    readers = [Reader() for _ in range(5)]
+    left_at = 0.0
+
+    def supervise(open_worker: Any, **options: Any) -> Supervisor:
+        """Over workers that take ten seconds to end."""
+
+        @contextlib.asynccontextmanager
+        async def slow_to_end() -> AsyncIterator[Any]:
+            try:
+                async with open_worker() as worker:
+                    yield worker
+            finally:
+                with trio.CancelScope(shield=True):
+                    await trio.sleep(10)
+
+        return Supervisor(open_worker=slow_to_end, **options)
+
+    monkeypatch.setattr(simulation, "Supervisor", supervise)
+    async with trio.open_nursery() as nursery:
+        with trio.CancelScope() as scope, contextlib.suppress(LookupError):
+            async with open_fake_engine(lambda: FakeWorker(step_time=0.1)) as engine:
+                for reader in readers:
+                    nursery.start_soon(lambda each=reader: each.read(engine, "a", max_tokens=1000))
+                await trio.sleep(1)
+                left_at = trio.current_time()
+                await leave(scope)
+        assert trio.current_time() == left_at + 10
+    for reader in readers:
+        assert reader.ended_at == left_at
+        assert isinstance(reader.error, EngineError)
+        assert str(reader.error) == "the engine is closed"
+        assert reader.text
