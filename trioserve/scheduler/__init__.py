@@ -7,13 +7,14 @@ loop sends plans while another receives results.
 Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
 (one sequence), ``siblings`` (several of one request), ``memory`` with ``slots``, ``pages`` and
 ``prefix`` (what sequences hold), ``draft`` and ``results`` (a plan on its way out and back),
-``integrity`` (what is always true).
+``watchdog`` (when a worker counts as hung), ``integrity`` (what is always true).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -28,9 +29,15 @@ from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
+from trioserve.scheduler.watchdog import Watchdog
 from trioserve.worker import Link
 
 __all__ = ["Limits", "Observer", "Scheduler", "SchedulerCore", "SchedulerStatistics"]
+
+QUICK_CALLS = frozenset({"ping", "prepare", "statistics"})
+"""Calls that keep the worker from its steps for no time to speak of, or for none."""
+SECOND_LOOK = 1.0
+"""Seconds to hear of a step that came while this process was stopped itself."""
 
 
 @attrs.define(eq=False)
@@ -64,6 +71,9 @@ class Scheduler:
         """Goes out before the next plan."""
         self._calls: dict[int, _PendingCall] = {}
         self._num_calls = 0
+        self._watchdog = Watchdog(config.watchdog_timeout)
+        self._overdue = trio.CancelScope()
+        """Ends when the worker counts as hung."""
 
     # ---- requests
 
@@ -153,11 +163,13 @@ class Scheduler:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send, link, self._core)
                 nursery.start_soon(self._receive, link, self._core, first_plan)
+                nursery.start_soon(self._watch)
         except BaseExceptionGroup as group:
             error = sole_exception(group)
         finally:
             self._worker_there = trio.Event()
             self._core.on_worker_lost()
+            self._follow(self._core)
             self._outbox.clear()
             for call in self._calls.values():
                 call.done.set()
@@ -171,6 +183,7 @@ class Scheduler:
                 message = self._outbox.popleft()
             else:
                 message = core.next_plan(trio.current_time())
+                self._follow(core)
             if message is None:
                 self._work = trio.Event()
                 await self._work.wait()
@@ -191,7 +204,9 @@ class Scheduler:
             message = await link.receive()
             match message:
                 case wire.StepResult():
-                    self._deliver(core.on_result(message, trio.current_time()))
+                    now = trio.current_time()
+                    self._deliver(core.on_result(message, now))
+                    self._watchdog.learn(now)
                 case wire.Failure() if message.fatal or message.number >= first_valid:
                     self._deliver(core.on_failure(message))
                     first_valid = core.next_number
@@ -202,7 +217,23 @@ class Scheduler:
                     pass
                 case _:
                     raise WorkerLost(f"the worker sent {type(message).__name__} while serving")
+            self._follow(core)
             self._work.set()
+
+    async def _watch(self) -> None:
+        """Wait until the worker counts as hung."""
+        while True:
+            with trio.CancelScope(deadline=self._watchdog.deadline) as self._overdue:
+                await trio.sleep_forever()
+            # If it is this process that was stopped, what the worker said meanwhile comes first.
+            await trio.sleep(SECOND_LOOK)
+            if trio.current_time() >= self._watchdog.deadline:
+                raise WorkerLost(self._watchdog.accusation())
+
+    def _follow(self, core: SchedulerCore) -> None:
+        """Plans may have come or gone: move the watchdog's deadline."""
+        self._watchdog.follow(core.in_flight[0] if core.in_flight else None, trio.current_time())
+        self._overdue.deadline = self._watchdog.deadline
 
     # ---- calls
 
@@ -226,7 +257,8 @@ class Scheduler:
         self._outbox.append(wire.Call(number=number, name=name, arguments=encoded))
         self._work.set()
         try:
-            await call.done.wait()
+            with self._watchdog_held() if name not in QUICK_CALLS else contextlib.nullcontext():
+                await call.done.wait()
         finally:
             del self._calls[number]
         if call.reply is None:
@@ -234,6 +266,17 @@ class Scheduler:
         if call.reply.error:
             raise EngineError(f"{name}: {call.reply.error}")
         return msgspec.msgpack.decode(call.reply.result)
+
+    @contextlib.contextmanager
+    def _watchdog_held(self) -> Iterator[None]:
+        """The worker isn't blamed for a step that has to wait for something else."""
+        self._watchdog.hold()
+        self._overdue.deadline = self._watchdog.deadline
+        try:
+            yield
+        finally:
+            self._watchdog.release(trio.current_time())
+            self._overdue.deadline = self._watchdog.deadline
 
     def _answer(self, reply: wire.Reply) -> None:
         """Hand ``reply`` over. The caller may have given up; then nobody wants it."""
@@ -268,6 +311,16 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that wait for a slot."""
         return 0 if self._core is None else self._core.num_waiting
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Their tokens, prompt and output so far."""
+        return 0 if self._core is None else self._core.num_waiting_tokens
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a plan has been due for more than half of the time that the watchdog allows."""
+        return self._watchdog.is_late(trio.current_time())
 
     def statistics(self) -> SchedulerStatistics:
         """Counts of this moment; all 0 before the first worker."""

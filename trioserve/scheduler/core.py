@@ -65,6 +65,8 @@ class SchedulerCore:
         self.counters = Counters()
         self.next_number = 1
         """The number of the next plan."""
+        self.num_waiting_tokens = 0
+        """Prompt and output so far of all who wait for a slot."""
         self._observer = observer
         self._has_worker = True
         self._num_arrivals = 0
@@ -90,8 +92,13 @@ class SchedulerCore:
                 continue
             sequence.max_tokens = max_tokens
             sequence.compute = Computation.of(sequence, self.limits, self._num_arrivals)
-            sequence.move_to(State.WAITING)
-            self.siblings.enter(sequence.compute)
+            self._wait(sequence.compute)
+
+    def _wait(self, computation: Computation) -> None:
+        """Put ``computation`` in line, or where it is held."""
+        computation.sequence.move_to(State.WAITING)
+        self.num_waiting_tokens += computation.sequence.num_tokens
+        self.siblings.enter(computation)
 
     def abort(self, sequence: Sequence, finish: Finish) -> SequenceOutput | None:
         """End ``sequence`` in whatever state it is; None if it has finished already.
@@ -191,6 +198,7 @@ class SchedulerCore:
         self.counters.prefix_cache_queries += computation.length
         self.counters.prefix_cache_hits += computation.computed
         self.waiting.remove(computation)
+        self.num_waiting_tokens -= computation.sequence.num_tokens
         self.running.add(computation)
         computation.sequence.move_to(State.PREFILL)
         request = computation.sequence.request
@@ -229,8 +237,7 @@ class SchedulerCore:
         oldest = self.in_flight[0].number if self.in_flight else self.next_number
         for computation in [each for each in self.preempted if each.last_plan < oldest]:
             self.preempted.remove(computation)
-            computation.sequence.move_to(State.WAITING)
-            self.siblings.enter(computation)
+            self._wait(computation)
 
     def _leave(self, computation: Computation) -> None:
         self.running.remove(computation)
@@ -242,6 +249,7 @@ class SchedulerCore:
         elif sequence.state is State.WAITING:
             line = self.siblings if sequence.compute.is_held else self.waiting
             line.remove(sequence.compute)
+            self.num_waiting_tokens -= sequence.num_tokens
         elif sequence.state is State.PREEMPTED:
             self.preempted.remove(sequence.compute)
         sequence.compute = None
@@ -272,10 +280,9 @@ class SchedulerCore:
         self.in_flight.popleft()
         self.memory.acknowledge(plan.number)
         self._num_failures = 0
-        num_tokens = sum(count for _, count, _ in plan.rows)
-        self.counters.count_step(result, num_tokens, had_work=self._has_work)
-        if self._observer is not None and num_tokens:
-            self._observer.observe_step(num_tokens)
+        self.counters.count_step(result, plan.num_tokens, had_work=self._has_work)
+        if self._observer is not None and plan.num_tokens:
+            self._observer.observe_step(plan.num_tokens)
 
         for logprobs, piece in results.pieces:
             logprobs.add(piece)

@@ -18,6 +18,12 @@ MAX_OPENED_BYTES = wire.MAX_MESSAGE_BYTES // 4
 A prompt, a grammar or a list of token ids may have megabytes, and each output has them again.
 """
 
+ATTENTION_SPAN = 1024
+"""Tokens to look back at that cost as much as a token does by itself.
+
+Fewer than with any usual model, so that a long context is given rather too much time.
+"""
+
 Row = tuple[Computation, int, bool]
 """Who computes, how many tokens, and whether one is sampled after them."""
 
@@ -42,7 +48,8 @@ class DuePiece:
 class InFlight:
     """What a plan that was sent asked for. ``slots`` and ``generations`` are its rows' columns.
 
-    ``pieces`` are by slot; most plans have none.
+    ``pieces`` are by slot; most plans have none. ``size`` is that of :mod:`.watchdog`: the tokens,
+    and more for those with a long context.
     """
 
     number: int
@@ -50,6 +57,8 @@ class InFlight:
     slots: bytes
     generations: bytes
     pieces: dict[int, DuePiece]
+    num_tokens: int
+    size: float
 
 
 @attrs.define(eq=False)
@@ -58,6 +67,8 @@ class Draft:
 
     number: int
     budget: int
+    _num_tokens: int = attrs.field(init=False, default=0)
+    _size: float = attrs.field(init=False, default=0.0)
     _opened_bytes: int = attrs.field(init=False, default=0)
     _opened: list[wire.OpenSlot] = attrs.field(init=False, factory=list)
     _page_slots: list[int] = attrs.field(init=False, factory=list)
@@ -98,6 +109,8 @@ class Draft:
         """``computation`` computes its next ``count`` tokens, and samples one if ``samples``."""
         (self._singles if count == 1 else self._chunks).append((computation, count, samples))
         self.budget -= count
+        self._num_tokens += count
+        self._size += count * (1 + computation.planned / ATTENTION_SPAN)
         if computation.prompt_logprobs_from != NO_LOGPROBS:
             self._expect_piece(computation, count)
 
@@ -126,4 +139,12 @@ class Draft:
             row_counts=wire.from_ints([count for _, count, _ in rows]),
         )
         generations = wire.from_ints([computation.generation for computation, _, _ in rows])
-        return plan, InFlight(self.number, rows, slots, generations, self._pieces)
+        return plan, InFlight(
+            self.number,
+            rows,
+            slots,
+            generations,
+            self._pieces,
+            self._num_tokens,
+            self._size,
+        )

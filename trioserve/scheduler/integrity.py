@@ -47,6 +47,9 @@ def _check_lines(core: SchedulerCore) -> None:
         assert not computation.pages
         assert not computation.is_held
     _check_held(core)
+    waiting = [each.sequence for each in itertools.chain(core.waiting, core.siblings)]
+    tokens = sum(sequence.num_tokens for sequence in waiting)
+    assert core.num_waiting_tokens == tokens, "waiting tokens are miscounted"
     for computation in core.running:
         assert computation.sequence.state in (State.PREFILL, State.DECODE)
         assert computation.sequence.compute is computation
