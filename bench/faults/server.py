@@ -21,6 +21,7 @@ from trioserve.load import Target
 
 __all__ = ["Subject", "serving"]
 
+_NAME = "subject"
 _IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "stream_bytes")
 
 
@@ -110,7 +111,6 @@ class Subject:
 async def serving(
     *options: str,
     model: str = MODEL,
-    fields: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
 ) -> AsyncIterator[Subject]:
@@ -119,7 +119,6 @@ async def serving(
     Args:
         options: what follows ``trioserve serve MODEL``.
         model: what it serves.
-        fields: what every request to its target says.
         environment: variables of its own.
         prefix: a command that starts it.
 
@@ -130,9 +129,10 @@ async def serving(
         name="trioserve",
         argv=lambda port: [
             *(*prefix, sys.executable, "-m", "trioserve", "serve", model),
-            *("--port", str(port), "--log-format", "json", "--log-level", "warning", *options),
+            *("--port", str(port), "--served-model-name", _NAME),
+            *("--log-format", "json", "--log-level", "warning", *options),
         ],
-        fields={"stream_options": {"include_usage": True}, **(fields or {})},
+        fields={"model": _NAME, "stream_options": {"include_usage": True}},
         versions=own_versions(),
         env=environment or {},
     )

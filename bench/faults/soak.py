@@ -221,7 +221,7 @@ def _figures(soak: Soak, at_rest: dict[str, float], descriptors: tuple[int, int]
 
 async def soak(scenario: Scenario, model: str, options: Sequence[str]) -> dict[str, Any]:
     """Run ``scenario`` on a server of ``model`` with command line ``options``; the figures."""
-    async with serving(*options, model=model, fields={"model": model}) as subject:
+    async with serving(*options, model=model) as subject:
         run = Soak(scenario=scenario, subject=subject)
         await subject.wait_idle()
         before = subject.footprints()[0].descriptors
