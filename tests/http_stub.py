@@ -16,7 +16,7 @@ from quart_trio.testing import TrioClient
 
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine import Engine
-from trioserve.errors import Draining
+from trioserve.errors import Draining, RequestAborted, ShuttingDown
 from trioserve.generation import GenerationStream
 from trioserve.http import create_app
 from trioserve.http.app import App
@@ -93,7 +93,7 @@ class Call:
     prompt: Prompt
     params: SamplingParams
     options: dict[str, Any]
-    stream: GenerationStream | None = None
+    stream: ScriptedStream | None = None
     left: trio.Event = attrs.field(factory=trio.Event)
     scope_error: BaseException | None = None
 
@@ -105,14 +105,24 @@ class ScriptedStream(GenerationStream):
         super().__init__(request)
         self._script = deque(script)
         self._wake_at = 0.0
+        self._aborted: Exception | None = None
+        self._waiting = trio.CancelScope()
+
+    def abort(self, error: Exception) -> None:
+        """Give nothing more but ``error``."""
+        self._aborted = error
+        self._waiting.cancel()
 
     async def receive(self) -> Chunk:
-        while self._script:
+        while self._script or self._aborted is not None:
+            if self._aborted is not None:
+                raise self._aborted
             step = self._script[0]
             if isinstance(step, float):
                 # Whoever cancels this and comes back goes on waiting for the same moment.
                 self._wake_at = self._wake_at or trio.current_time() + step
-                await trio.sleep_until(self._wake_at)
+                with trio.CancelScope() as self._waiting:
+                    await trio.sleep_until(self._wake_at)
                 self._wake_at = 0.0
                 self._script.popleft()
                 continue
@@ -151,6 +161,11 @@ class StubEngine:
     def drain(self) -> None:
         self.draining = True
         self.healthy = False
+
+    def abort_all(self, error: RequestAborted) -> None:
+        for call in self.calls:
+            if call.stream is not None:
+                call.stream.abort(error)
 
     def statistics(self) -> Any:
         raise NotImplementedError("the stub has no scheduler to count")
@@ -252,6 +267,40 @@ async def served(stub: StubEngine, **options: Any) -> AsyncIterator[str]:
         nursery.cancel_scope.cancel()
 
 
+@attrs.define(eq=False)
+class Running:
+    """A server that a test can drain."""
+
+    url: str
+    shutdown: trio.Event
+    ended: trio.Event
+    stub: StubEngine
+    num_cut: int | None = None
+
+
+@contextlib.asynccontextmanager
+async def running(stub: StubEngine, **options: Any) -> AsyncIterator[Running]:
+    config = server_config(**options)
+    server = Running("", trio.Event(), trio.Event(), stub)
+    app = create_app(as_engine(stub), config)
+
+    async def run(*, task_status: trio.TaskStatus[list[str]]) -> None:
+        server.num_cut = await serve_app(
+            app,
+            config,
+            shutdown=server.shutdown,
+            on_drain=stub.drain,
+            on_cut=lambda: stub.abort_all(ShuttingDown("time is up")),
+            task_status=task_status,
+        )
+        server.ended.set()
+
+    async with trio.open_nursery() as nursery:
+        (server.url,) = await nursery.start(run)
+        yield server
+        nursery.cancel_scope.cancel()
+
+
 def http_client(url: str, **options: Any) -> httpx.AsyncClient:
     """A client of a real server."""
     return httpx.AsyncClient(base_url=url, timeout=10, trust_env=False, **options)
@@ -309,4 +358,12 @@ async def read_until(client: trio.SocketStream, wanted: bytes) -> bytes:
         part = await client.receive_some()
         assert part, f"the server closed after {data!r}"
         data += part
+    return data
+
+
+async def read_to_end(client: trio.SocketStream) -> bytes:
+    data = b""
+    with contextlib.suppress(trio.BrokenResourceError):
+        while part := await client.receive_some():
+            data += part
     return data

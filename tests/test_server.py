@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import h2.config
 import h2.connection
 import h2.events
@@ -27,7 +26,9 @@ from http_stub import (
     connect,
     http_client,
     raw_request,
+    read_to_end,
     read_until,
+    running,
     served,
     server_config,
     words,
@@ -38,6 +39,7 @@ from trioserve.errors import TrioserveError
 from trioserve.http import create_app, serve_app
 from trioserve.http.connection import Connection, Connections
 from trioserve.http.protocol import ServerSettings
+from trioserve.http.server import CANCELLED_GRACE, FINAL_GRACE
 from trioserve.stream import Chunk
 
 TEXT = "/v1/completions"
@@ -51,42 +53,6 @@ async def read_exactly(client: trio.SocketStream, wanted: bytes) -> bytes:
     while not data.endswith(wanted):
         data += await client.receive_some(1)
     return data
-
-
-async def read_to_end(client: trio.SocketStream) -> bytes:
-    data = b""
-    with contextlib.suppress(trio.BrokenResourceError):
-        while part := await client.receive_some():
-            data += part
-    return data
-
-
-@attrs.define(eq=False)
-class Running:
-    """A server that a test can drain."""
-
-    url: str
-    shutdown: trio.Event
-    ended: trio.Event
-    stub: StubEngine
-
-
-@contextlib.asynccontextmanager
-async def running(stub: StubEngine, **options: Any) -> AsyncIterator[Running]:
-    config = server_config(**options)
-    server = Running("", trio.Event(), trio.Event(), stub)
-    app = create_app(as_engine(stub), config)
-
-    async def run(*, task_status: trio.TaskStatus[list[str]]) -> None:
-        await serve_app(
-            app, config, shutdown=server.shutdown, on_drain=stub.drain, task_status=task_status
-        )
-        server.ended.set()
-
-    async with trio.open_nursery() as nursery:
-        (server.url,) = await nursery.start(run)
-        yield server
-        nursery.cancel_scope.cancel()
 
 
 class H2Client:
@@ -276,9 +242,10 @@ class TestStalledReaders:
             await client.send_all(raw_request(STREAM, path=TEXT))
             await read_until(client, b"aaa")
             server.shutdown.set()
-            with trio.fail_after(1):
+            with trio.fail_after(FINAL_GRACE + 5):
                 await server.ended.wait()
         assert stub.calls[0].left.is_set()
+        assert server.num_cut == 1
 
     async def test_cancellation_does_not_wait_for_one(self) -> None:
         stub = StubEngine(script=lambda _: list(FLOOD))
@@ -287,81 +254,8 @@ class TestStalledReaders:
             client = await connect(url)
             await client.send_all(raw_request(STREAM, path=TEXT))
             await read_until(client, b"aaa")
-        assert trio.current_time() - started < 1
+        assert trio.current_time() - started < CANCELLED_GRACE + 5
         await client.aclose()
-
-
-class TestDrain:
-    async def test_what_runs_is_finished(self) -> None:
-        stub = StubEngine(script=lambda _: [Chunk("a", (97,)), 0.3, *words("b")])
-        async with running(stub) as server:
-            client = await connect(server.url)
-            await client.send_all(raw_request(STREAM, path=TEXT))
-            await read_until(client, b'"text":"a"')
-            server.shutdown.set()
-            await trio.testing.wait_all_tasks_blocked(0.05)
-            with pytest.raises(OSError, match="connect"):
-                await connect(server.url)
-            assert not server.ended.is_set()
-            assert (await read_to_end(client)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-            with trio.fail_after(1):
-                await server.ended.wait()
-            await client.aclose()
-
-    async def test_idle_connections_are_closed_at_once(self) -> None:
-        async with running(StubEngine()) as server, await connect(server.url) as client:
-            await client.send_all(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            await read_until(client, b'"ok"}')
-            silent = await connect(server.url)
-            await trio.testing.wait_all_tasks_blocked(0.05)
-            server.shutdown.set()
-            with trio.fail_after(1):
-                assert await read_to_end(client) == b""
-                assert await read_to_end(silent) == b""
-                await server.ended.wait()
-            await silent.aclose()
-
-    async def test_new_requests_on_open_connections_are_refused(self) -> None:
-        never = trio.Event()
-        stub = StubEngine(admit=lambda _: never.wait())
-        async with running(stub, shutdown_timeout=0.5) as server:
-            async with h2_client(server.url) as client:
-                client.post(TEXT, STREAM)
-                await client.flush()
-                while not stub.calls:
-                    await trio.sleep(0.01)
-                server.shutdown.set()
-                await trio.testing.wait_all_tasks_blocked(0.05)
-                assert stub.draining
-                refused = client.post(TEXT, STREAM)
-                await client.flush()
-                assert (await client.response(refused))[0] == "reset"
-            with trio.fail_after(2):
-                await server.ended.wait()
-
-    async def test_what_does_not_finish_is_ended(self) -> None:
-        stub = StubEngine(script=lambda _: [math.inf])
-        with captured_logs() as logs:
-            async with running(stub, shutdown_timeout=0.2) as server:
-                client = await connect(server.url)
-                await client.send_all(raw_request(STREAM, path=TEXT))
-                await read_until(client, b"\r\n\r\n")
-                server.shutdown.set()
-                started = trio.current_time()
-                with trio.fail_after(2):
-                    await server.ended.wait()
-                assert trio.current_time() - started >= 0.2
-                await client.aclose()
-        assert stub.calls[0].left.is_set()
-        assert logs[0]["event"] == "request"
-
-    async def test_the_port_is_free_afterwards(self) -> None:
-        async with running(StubEngine()) as server:
-            port = int(server.url.rsplit(":", 1)[1])
-            server.shutdown.set()
-            await server.ended.wait()
-        async with served(StubEngine(), port=port) as url:
-            assert url.endswith(f":{port}")
 
 
 class TestHTTP2:

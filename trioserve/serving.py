@@ -5,8 +5,9 @@
     async with trio.open_nursery() as nursery:
         urls = await nursery.start(trioserve.serve, config)
 
-Cancelling that nursery ends the server at once; setting ``shutdown`` lets it drain first. No signal
-handler is installed here: that is the command line's business.
+Setting ``shutdown`` lets the server drain. Cancelling that nursery ends it at once, but properly:
+streams get a last event, for which there is a moment. No signal handler is installed here: that is
+the command line's business.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import trio
 
 from trioserve.config import ServerConfig
+from trioserve.errors import ShuttingDown
 from trioserve.groups import sole_exception
 from trioserve.http import create_app
 from trioserve.http.listeners import check_address
@@ -31,8 +33,12 @@ async def serve(
     shutdown: trio.Event | None = None,
     on_progress: OnProgress | None = None,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
-) -> None:
+) -> int:
     """Load the model, listen, and serve until cancelled or drained.
+
+    Requests that still run when this is cancelled, or when ``shutdown_timeout`` is over, end with
+    :exc:`~trioserve.errors.ShuttingDown`. For as long as that takes to reach the clients, at most a
+    second or two, this goes on; nothing else does.
 
     Args:
         config: the engine's and the server's options.
@@ -40,6 +46,9 @@ async def serve(
             finish, and the function returns.
         on_progress: called while the model is loaded.
         task_status: is given the URLs that the server listens on, once it does.
+
+    Returns:
+        how many requests ``shutdown_timeout`` cut off.
 
     Raises:
         ModelLoadError: the model can't be loaded.
@@ -52,14 +61,16 @@ async def serve(
         if config.served_model_name:
             engine.metrics.model_name = config.served_model_name[0]
         failure: BaseException | None = None
+        num_cut = 0
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(measure_loop_lag, engine.metrics.loop_lag)
-                await serve_app(
+                num_cut = await serve_app(
                     create_app(engine, config),
                     config,
                     shutdown=shutdown,
                     on_drain=engine.drain,
+                    on_cut=lambda: engine.abort_all(ShuttingDown("the server is shutting down")),
                     task_status=task_status,
                 )
                 nursery.cancel_scope.cancel()
@@ -67,3 +78,4 @@ async def serve(
             failure = sole_exception(group)
         if failure is not None:
             raise failure
+    return num_cut

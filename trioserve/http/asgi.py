@@ -84,7 +84,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
         async def noting_send(message: ASGISendEvent) -> None:
             if message["type"] == "http.response.start":
                 self.record.status = message["status"]
-                message["headers"] = [*message["headers"], *cross_origin]
+                message["headers"] = [*message["headers"], *cross_origin, *self._last_words()]
             elif message["type"] == "http.response.body" and not message.get("more_body"):
                 # Before it is sent: hypercorn reports the end as a disconnect, even to us.
                 self.record.completed = True
@@ -110,6 +110,11 @@ class HTTPConnection(TrioASGIHTTPConnection):
         await super(TrioASGIHTTPConnection, self).handle_messages(request, receive)
         self.record.disconnected = True
         nursery.cancel_scope.cancel()
+
+    def _last_words(self) -> list[tuple[bytes, bytes]]:
+        """What a client on HTTP/1 is told by a server that drains: to go elsewhere."""
+        closing = self.app.engine.draining and self.scope["http_version"].startswith("1")
+        return [(b"connection", b"close")] if closing else []
 
     def _note_stall(self) -> None:
         """Where our own server cut the client off, it says so in the connection's state."""

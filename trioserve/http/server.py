@@ -3,11 +3,15 @@
 What hypercorn's own loop leaves open is closed here: a connection can't end the server, a stalled
 client can't hold up the shutdown, and an address in use is one line. No signal handler is
 installed, and nothing of hypercorn is patched.
+
+The end has three parts, and cancelling the server goes straight to the last. While requests run,
+connections are still accepted, so that who asks is told (503) that the server drains. When their
+time is over, those that still run are ended by the application, with an error each. Then nothing is
+accepted any more, and what is under way to clients has :data:`FINAL_GRACE` seconds to leave.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 
@@ -16,7 +20,7 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.logging import Logger
 from hypercorn.trio.lifespan import Lifespan
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ASGIFramework
+from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallable, Scope
 from hypercorn.utils import LifespanFailureError, LifespanTimeoutError
 
 from trioserve.config import ServerConfig
@@ -25,7 +29,12 @@ from trioserve.http.connection import Connection, Connections
 from trioserve.http.listeners import Listening, open_listening, removing_socket_file
 from trioserve.http.protocol import ServerSettings
 
-__all__ = ["serve_app"]
+__all__ = ["CANCELLED_GRACE", "FINAL_GRACE", "serve_app"]
+
+FINAL_GRACE = 2.0
+"""Seconds in which the last answers and events have to leave."""
+CANCELLED_GRACE = 1.0
+"""The same where the server is cancelled: somebody is in a hurry."""
 
 
 class _HypercornLog(Logger):
@@ -55,18 +64,25 @@ async def serve_app(
     config: ServerConfig,
     *,
     shutdown: trio.Event | None = None,
-    on_drain: Callable[[], None] | None = None,
+    on_drain: Callable[[], None] = lambda: None,
+    on_cut: Callable[[], None] = lambda: None,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
-) -> None:
+) -> int:
     """Listen and serve until cancelled, or until ``shutdown`` is set and everything has ended.
+
+    Cancelled, it still takes up to ``CANCELLED_GRACE`` seconds in which streams get their last
+    event; with clients that read, it takes none.
 
     Args:
         app: the application.
         config: where to listen, and the limits.
-        shutdown: once set, no connection is accepted, those that serve nothing are closed, and the
-            others get ``shutdown_timeout`` seconds.
-        on_drain: called at that moment, to refuse what still comes on open connections.
+        shutdown: once set, the requests that run get ``shutdown_timeout`` seconds to finish.
+        on_drain: called at that moment, to refuse what still comes.
+        on_cut: called when their time is over, to end what still runs.
         task_status: is given the URLs listened on (the real port where 0 was asked for).
+
+    Returns:
+        how many requests ``shutdown_timeout`` cut off.
 
     Raises:
         TrioserveError: the address can't be listened on, or the application doesn't start.
@@ -83,7 +99,7 @@ async def serve_app(
                 await lifespan.wait_for_startup()
                 server = _Server(app, config, settings, listening)
                 task_status.started(listening.urls)
-                await server.run(shutdown, on_drain)
+                num_cut = await server.run(shutdown, on_drain, on_cut)
                 await lifespan.wait_for_shutdown()
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
@@ -93,6 +109,30 @@ async def serve_app(
             raise TrioserveError(f"the application failed: {_first_leaf(failures)}") from group
         finally:
             listening.close()
+    return num_cut
+
+
+class _Requests:
+    """The application, and what it serves at this moment."""
+
+    def __init__(self, app: ASGIFramework) -> None:
+        self._app = app
+        self._ends: dict[trio.Event, None] = {}
+
+    async def __call__(
+        self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        ended = trio.Event()
+        self._ends[ended] = None
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            del self._ends[ended]
+            ended.set()
+
+    def open(self) -> list[trio.Event]:
+        """For each request, what is set when it has ended."""
+        return list(self._ends)
 
 
 class _Server:
@@ -105,46 +145,85 @@ class _Server:
         settings: ServerSettings,
         listening: Listening,
     ) -> None:
-        self._app = ASGIWrapper(app)
+        self._requests = _Requests(app)
+        self._app = ASGIWrapper(self._requests)
         self._config = config
         self._settings = settings
         self._listening = listening
         self._context = WorkerContext(None)
         self._connections = Connections()
+        self._patience = trio.CancelScope()
+        """Around all waiting that has no place in a server that was cancelled."""
 
-    async def run(self, shutdown: trio.Event, on_drain: Callable[[], None] | None) -> None:
-        """Accept and serve; once ``shutdown`` is set, drain and return."""
+    async def run(
+        self, shutdown: trio.Event, on_drain: Callable[[], None], on_cut: Callable[[], None]
+    ) -> int:
+        """Accept and serve; once ``shutdown`` is set, drain. Returns how many requests were cut."""
         try:
-            async with trio.open_nursery() as background:
-                background.start_soon(self._connections.watch_hangups)
-                async with trio.open_nursery() as nursery:
-                    try:
-                        await self._accept_until(shutdown, nursery)
-                        if on_drain is not None:
-                            on_drain()
-                        await self._context.terminated.set()
-                        with trio.move_on_after(self._config.shutdown_timeout):
-                            await self._connections.wait_none()
-                    finally:
-                        # Sends are shielded from cancellation, but not from a closed socket.
-                        self._connections.abort_all()
-                        nursery.cancel_scope.cancel()
-                background.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._notice_cancellation)
+                # The end takes time of its own, which is bounded, also where the server's scope
+                # was cancelled.
+                with trio.CancelScope(shield=True):
+                    num_cut = await self._serve(shutdown, on_drain, on_cut)
+                nursery.cancel_scope.cancel()
         finally:
             self._connections.close()
+        return num_cut
 
-    async def _accept_until(self, shutdown: trio.Event, handlers: trio.Nursery) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(
-                functools.partial(
-                    trio.serve_listeners,
-                    self._serve_connection,
-                    self._listening.listeners,
-                    handler_nursery=handlers,
-                )
-            )
+    async def _notice_cancellation(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._patience.cancel()
+
+    async def _serve(
+        self, shutdown: trio.Event, on_drain: Callable[[], None], on_cut: Callable[[], None]
+    ) -> int:
+        async with trio.open_nursery() as background:
+            background.start_soon(self._connections.watch_hangups)
+            async with trio.open_nursery() as handlers:
+                try:
+                    async with trio.open_nursery() as accepting:
+                        accepting.start_soon(self._accept, handlers)
+                        num_cut = await self._drain_after(shutdown, on_drain)
+                        on_cut()
+                        accepting.cancel_scope.cancel()
+                    await self._close_connections()
+                finally:
+                    # Sends are shielded from cancellation, but not from a closed socket.
+                    self._connections.abort_all()
+                    handlers.cancel_scope.cancel()
+            background.cancel_scope.cancel()
+        return num_cut
+
+    async def _accept(self, handlers: trio.Nursery) -> None:
+        await trio.serve_listeners(
+            self._serve_connection, self._listening.listeners, handler_nursery=handlers
+        )
+
+    async def _drain_after(self, shutdown: trio.Event, on_drain: Callable[[], None]) -> int:
+        """Wait for ``shutdown``, and then for the requests that run; not if this is cancelled.
+
+        Requests that come later are refused, and not waited for: nobody can draw the end out.
+        """
+        running: list[trio.Event] = []
+        with self._patience:
             await shutdown.wait()
-            nursery.cancel_scope.cancel()
+            on_drain()
+            running = self._requests.open()
+            with trio.move_on_after(self._config.shutdown_timeout):
+                for ended in running:
+                    await ended.wait()
+        on_drain()
+        return sum(not ended.is_set() for ended in running)
+
+    async def _close_connections(self) -> None:
+        """Close those that serve nothing, and the others when their last answer has left."""
+        await self._context.terminated.set()
+        cancelled = self._patience.cancel_called
+        with trio.move_on_after(CANCELLED_GRACE if cancelled else FINAL_GRACE):
+            await self._connections.wait_none()
 
     async def _serve_connection(self, stream: trio.SocketStream) -> None:
         connection = Connection(self._app, self._settings, self._context, stream, self._connections)
