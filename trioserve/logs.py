@@ -14,7 +14,10 @@ from typing import Any, cast
 
 import structlog
 
-__all__ = ["get_logger", "setup_logging"]
+__all__ = ["ASKED_FOR", "get_logger", "setup_logging"]
+
+ASKED_FOR = "trioserve.dump"
+"""The logger of what somebody asked to see: it is logged whatever the level is."""
 
 # A client's text must not move the cursor of whoever reads the log at a terminal.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
@@ -127,6 +130,7 @@ def setup_logging(level: str = "info", log_format: str = "auto") -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("trioserve").setLevel(level.upper())
+    logging.getLogger(ASKED_FOR).setLevel(logging.INFO)
     structlog.configure(
         processors=_PROCESSORS,
         wrapper_class=structlog.stdlib.BoundLogger,

@@ -36,6 +36,7 @@ from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.sampling import SamplingParams
 from trioserve.scheduler import Scheduler
 from trioserve.stream import StreamBudget
+from trioserve.task_dump import reporting
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer
@@ -232,7 +233,8 @@ async def run_engine(
             )
             metrics.watch(engine)
             try:
-                yield engine
+                with reporting(functools.partial(_report, engine)):
+                    yield engine
             except BaseException as error:
                 # Kept out of the nursery, which would wrap it, and copy it if it is a group.
                 if holds_cancellation(error):
@@ -275,6 +277,13 @@ def _make_engine(
         stream_budget=StreamBudget(config.max_stream_bytes, config.max_total_stream_bytes),
         seeds=random.Random(config.seed),
     )
+
+
+def _report(engine: Engine) -> str:
+    """What a dump of tasks begins with."""
+    state = engine.statistics().summary()
+    lag = engine.metrics.loop_lag.peak
+    return f"engine {engine.model_name}\n{state}\nevent loop's worst recent lag: {lag:.3f} s"
 
 
 def _as_engine_error(failure: Exception) -> EngineError:

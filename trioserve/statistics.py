@@ -22,3 +22,16 @@ class EngineStatistics:
     num_streams: int
     stream_bytes: int
     worker_restarts: int
+
+    def summary(self) -> str:
+        """The numbers in a few lines, for people."""
+        scheduler = self.scheduler
+        return (
+            f"requests open: {self.num_streams}; outputs on their way to the line: "
+            f"{self.num_tokenizing}, waiting: {scheduler.num_waiting}, running: "
+            f"{scheduler.num_running}\n"
+            f"plans in flight: {scheduler.plans_in_flight}; steps done: {scheduler.num_steps}; "
+            f"pages held: {scheduler.pages_held} of {scheduler.pages_total}; "
+            f"worker restarts: {self.worker_restarts}; "
+            f"bytes that wait for readers: {self.stream_bytes}"
+        )

@@ -9,6 +9,7 @@ from trioserve.http.routes import ROUTES
 from trioserve.http.service import Service, json_response
 from trioserve.http.utilities.schemas import HealthReply
 from trioserve.metrics import CONTENT_TYPE_LATEST
+from trioserve.task_dump import dump_tasks
 
 __all__ = ["AdminEndpoints"]
 
@@ -30,6 +31,10 @@ class AdminEndpoints:
         """``GET /metrics``, in Prometheus' text format."""
         body = self._service.engine.metrics.render()
         return quart.Response(body, content_type=CONTENT_TYPE_LATEST)
+
+    async def tasks(self) -> quart.Response:
+        """``GET /debug/tasks``: for people."""
+        return quart.Response(dump_tasks(), content_type="text/plain; charset=utf-8")
 
     async def openapi(self) -> quart.Response:
         """``GET /openapi.json``."""

@@ -230,6 +230,15 @@ ROUTES = (
     ),
     Route(
         method="GET",
+        rule="/debug/tasks",
+        handler="tasks",
+        summary="What every task of the server is doing: its stack",
+        group="The server",
+        response="text/plain",
+        control=True,
+    ),
+    Route(
+        method="GET",
         rule="/openapi.json",
         handler="openapi",
         summary="This description",

@@ -1,0 +1,277 @@
+"""Every task of this trio program with its stack, as text: for when it seems to do nothing.
+
+A dump is a tree. A task's stack is printed outermost call first, as in a traceback, and its
+nurseries below it, one level in. Tasks of one nursery that are alike, stacks and children too, are
+printed once, with their number. A task is one of:
+
+``running``    the one that asked for the dump, or that a signal interrupted
+``ready``      about to go on, once the tasks before it have had their turn
+``waiting``    for what the last line of its stack says
+``cancelled``  as ``waiting``, and it is to leave: it sits in a cleanup, or is about to leave
+
+Below the tree are the stacks of the process's other threads. Parts of the program may put a few
+lines on top of every dump by :func:`reporting`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+
+import attrs
+import trio
+
+__all__ = ["dump_tasks", "reporting"]
+
+MAX_STACKS = 10_000
+"""Tasks whose stacks are read; those beyond are counted."""
+MAX_LINES = 4_000
+MAX_COLUMNS = 200
+_MAX_INDENT = 40
+
+Call = tuple[str, int, str]
+"""A file, a line in it, and the function there."""
+
+_reports: trio.lowlevel.RunVar[tuple[Callable[[], str], ...]] = trio.lowlevel.RunVar(
+    "trioserve.task_dump.reports", ()
+)
+
+
+@contextlib.contextmanager
+def reporting(report: Callable[[], str]) -> Iterator[None]:
+    """Have dumps in this trio program begin with what ``report`` returns, while the block lasts."""
+    _reports.set((*_reports.get(), report))
+    try:
+        yield
+    finally:
+        _reports.set(tuple(each for each in _reports.get() if each is not report))
+
+
+def dump_tasks() -> str:
+    """The tree of all tasks, ending in a line break.
+
+    For trio's thread: any task, or a signal handler that interrupted one. It only reads, so it is
+    safe at any time; 10,000 tasks take a fraction of a second.
+
+    Raises:
+        RuntimeError: trio doesn't run in this thread.
+    """
+    root = trio.lowlevel.current_root_task()
+    lines = [line for report in _reports.get() for line in _safely(report).splitlines()]
+    if root is not None:
+        nodes, num_left_out = _collect(root)
+        _fold(nodes)
+        shown = f", {len(nodes)} of them shown" if num_left_out else ""
+        lines += [f"{len(nodes) + num_left_out} trio tasks{shown}:", *_render(nodes[0])]
+    lines += _threads()
+    return "\n".join(line[:MAX_COLUMNS] for line in lines) + "\n"
+
+
+def _safely(report: Callable[[], str]) -> str:
+    try:
+        return report()
+    except Exception as error:  # the tasks are wanted most of all when all else has failed
+        return f"a report failed: {error!r}"
+
+
+# ---- what there is
+
+
+@attrs.define(eq=False)
+class _Node:
+    """A task as it is now. ``shape`` is equal for those that print alike."""
+
+    name: str
+    state: str
+    deadline: float
+    """Seconds until the nearest deadline around what it waits for."""
+    stack: tuple[Call, ...]
+    nests: list[_Nest] = attrs.field(factory=list)
+    shape: int = 0
+
+
+@attrs.define(eq=False)
+class _Nest:
+    """A nursery and its tasks; those that are alike come together in ``groups``."""
+
+    state: str
+    children: list[_Node] = attrs.field(factory=list)
+    groups: list[list[_Node]] = attrs.field(factory=list)
+
+
+def _collect(root: trio.lowlevel.Task) -> tuple[list[_Node], int]:
+    """Every task, parents first, and how many more there are than are looked at."""
+    nodes: list[_Node] = []
+    num_left_out = 0
+    left: list[tuple[trio.lowlevel.Task, _Nest | None]] = [(root, None)]
+    while left:
+        task, nest = left.pop()
+        shown = len(nodes) < MAX_STACKS
+        if shown:
+            node = _look_at(task)
+            nodes.append(node)
+            if nest is not None:
+                nest.children.append(node)
+        else:
+            num_left_out += 1
+        for nursery in reversed(task.child_nurseries):
+            own = _Nest(_state_of_nursery(nursery))
+            if shown:
+                node.nests.insert(0, own)
+            children = sorted(nursery.child_tasks, key=_age, reverse=True)
+            left += [(child, own) for child in children]
+    return nodes, num_left_out
+
+
+def _age(task: trio.lowlevel.Task) -> int:
+    """A number that is larger for tasks that were started later."""
+    number: int = getattr(task, "_counter", 0)
+    return number
+
+
+def _look_at(task: trio.lowlevel.Task) -> _Node:
+    is_current = task is _current_task()
+    if is_current:
+        state = "running"
+    elif getattr(getattr(task, "_cancel_status", None), "effectively_cancelled", False):
+        state = "cancelled"
+    elif getattr(task, "_next_send_fn", None) is not None:
+        state = "ready"
+    else:
+        state = "waiting"
+    stack = _running_stack(task) if is_current else _waiting_stack(task)
+    return _Node(task.name, state, _seconds_left(task), stack)
+
+
+def _seconds_left(task: trio.lowlevel.Task) -> float:
+    status = getattr(task, "_cancel_status", None)
+    return math.inf if status is None else status.effective_deadline() - trio.current_time()
+
+
+def _current_task() -> trio.lowlevel.Task | None:
+    try:
+        return trio.lowlevel.current_task()
+    except RuntimeError:  # between two tasks: a signal interrupted trio itself
+        return None
+
+
+def _waiting_stack(task: trio.lowlevel.Task) -> tuple[Call, ...]:
+    calls: list[Call] = []
+    try:
+        for frame, line in task.iter_await_frames():
+            code = frame.f_code
+            calls.append((code.co_filename, line, code.co_qualname))
+    except (AttributeError, TypeError):
+        # A coroutine that isn't Python's own, or one that has just ended, tells no more.
+        pass
+    # There every task waits in the end, which says nothing.
+    return tuple(call for call in calls if not call[0].endswith("trio/_core/_traps.py"))
+
+
+def _running_stack(task: trio.lowlevel.Task) -> tuple[Call, ...]:
+    """From the task's function down to whoever called :func:`dump_tasks`."""
+    calls = _thread_stack(sys._getframe(), getattr(task.coro, "cr_frame", None))
+    return tuple(call for call in calls if call[0] != __file__)
+
+
+def _thread_stack(frame: FrameType | None, outermost: FrameType | None = None) -> list[Call]:
+    """``frame`` and the calls around it, up to ``outermost`` if that is among them."""
+    calls: list[Call] = []
+    while frame is not None:
+        calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        if frame is outermost:
+            break
+        frame = frame.f_back
+    return calls[::-1]
+
+
+def _state_of_nursery(nursery: trio.Nursery) -> str:
+    scope = nursery.cancel_scope
+    words = ["cancelled"] if scope.cancel_called else []
+    if scope.shield:
+        words.append("shielded")
+    return ", ".join(words)
+
+
+# ---- who is alike
+
+
+def _fold(nodes: list[_Node]) -> None:
+    """Give every node its shape, and put the alike of each nursery in a group."""
+    shapes: dict[object, int] = {}
+    for node in reversed(nodes):  # children before their parents
+        for nest in node.nests:
+            groups: dict[int, list[_Node]] = {}
+            for child in nest.children:
+                groups.setdefault(child.shape, []).append(child)
+            nest.groups = list(groups.values())
+        nests = tuple(
+            (nest.state, tuple((group[0].shape, len(group)) for group in nest.groups))
+            for nest in node.nests
+        )
+        looks = (node.name, node.state, node.deadline < math.inf, node.stack, nests)
+        node.shape = shapes.setdefault(looks, len(shapes))
+
+
+# ---- the text
+
+
+def _render(root: _Node) -> list[str]:
+    lines: list[str] = []
+    left: list[tuple[int, list[_Node] | str]] = [(0, [root])]
+    while left:
+        depth, group = left.pop()
+        if len(lines) >= MAX_LINES:
+            lines.append("... and more, which is left out")
+            break
+        indent = "  " * min(depth, _MAX_INDENT)
+        if isinstance(group, str):
+            lines.append(indent + group)
+            continue
+        node = group[0]
+        lines += [indent + line for line in _task_lines(group)]
+        for nest in reversed([nest for nest in node.nests if nest.groups]):
+            left += [(depth + 2, each) for each in reversed(nest.groups)]
+            left.append((depth + 1, f"nursery ({nest.state})" if nest.state else "nursery"))
+    return lines
+
+
+def _task_lines(group: list[_Node]) -> list[str]:
+    node = group[0]
+    title = f"{node.name}: {node.state}"
+    deadline = min(each.deadline for each in group)
+    if 0 < deadline < math.inf:
+        title += f", deadline in {deadline:.1f} s"
+    if len(group) > 1:
+        title = f"{len(group)} x {title}"
+    lines = [title]
+    return lines + _stack_lines(node.stack)
+
+
+def _threads() -> list[str]:
+    """The other threads of this process."""
+    lines: list[str] = []
+    for ident, frame in sorted(sys._current_frames().items()):
+        if ident != threading.get_ident() and len(lines) < MAX_LINES:
+            lines += [f"thread {ident}:", *_stack_lines(_thread_stack(frame))]
+    return lines
+
+
+def _stack_lines(stack: Iterable[Call]) -> list[str]:
+    lines: list[str] = []
+    for file, line, function in stack:
+        lines.append(f"    {_short(file)}:{line} in {function}")
+        if source := linecache.getline(file, line).strip():
+            lines.append(f"        {source}")
+    return lines
+
+
+def _short(file: str) -> str:
+    """``file`` without the folder that Python would import it from."""
+    folders = [folder for folder in sys.path if folder and file.startswith(f"{folder}/")]
+    return file[max(map(len, folders), default=-1) + 1 :]
