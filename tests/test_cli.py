@@ -179,14 +179,17 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
 class FakeServe:
     """Stands where trioserve.serve does: reports progress, listens, waits for the shutdown."""
 
-    def __init__(self, *, then: Callable[[trio.Event], Any], starts: bool = True) -> None:
+    def __init__(
+        self, *, then: Callable[[trio.Event], Any], starts: bool = True, num_cut: int = 0
+    ) -> None:
         self.then = then
         self.starts = starts
+        self.num_cut = num_cut
         self.cancelled = False
 
     async def __call__(
         self, config: ServerConfig, *, shutdown: trio.Event, on_progress: Any, task_status: Any
-    ) -> None:
+    ) -> int:
         on_progress(trioserve.wire.Progress(stage="weights", done=1, total=2))
         on_progress(trioserve.wire.Progress(stage="weights", done=2, total=2))
         if self.starts:
@@ -197,6 +200,7 @@ class FakeServe:
         except trio.Cancelled:
             self.cancelled = True
             raise
+        return self.num_cut
 
 
 @pytest.fixture
@@ -224,7 +228,7 @@ def kill_this_process(*numbers: int) -> Callable[[trio.Event], Any]:
 Serve = Callable[[FakeServe], int]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_drains(
     number: int, serve_as: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,6 +236,28 @@ def test_the_first_signal_drains(
     assert serve_as(fake) == 0
     assert not fake.cancelled
     assert capsys.readouterr().out == "Serving name at http://127.0.0.1:1\n"
+
+
+def test_the_exit_code_says_whether_requests_were_cut_off(serve_as: Serve) -> None:
+    fake = FakeServe(then=kill_this_process(signal.SIGTERM), num_cut=2)
+    assert serve_as(fake) == serve_module.CUT_OFF == 3
+
+
+def test_a_server_that_outlives_its_terminal_keeps_to_that(serve_as: Serve) -> None:
+    """What nohup does: the signal is ignored before the server starts."""
+
+    async def then(shutdown: trio.Event) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert not shutdown.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await shutdown.wait()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert serve_as(FakeServe(then=then)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_second_signal_ends_at_once(serve_as: Serve) -> None:

@@ -3,8 +3,9 @@
 Logging is set up here, and signal handlers by the commands alone (``serve`` and, at a terminal,
 ``chat``): a program that uses trioserve as a library keeps its own.
 
-Exit codes: 0 for success, a drained server included; 1 for a failure; 2 for a wrong option; 128 and
-the signal's number for a command that a signal ended at once.
+Exit codes: 0 for success, a drained server included; 1 for a failure; 2 for a wrong option; 3 for a
+server that drained and had to cut requests off; 128 and the signal's number for a command that a
+signal ended at once.
 """
 
 from __future__ import annotations

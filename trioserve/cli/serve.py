@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
-import contextlib
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -14,15 +12,16 @@ import trio
 from trioserve.cli.loading import LoadingReport
 from trioserve.config import ServerConfig
 from trioserve.groups import sole_exception
-from trioserve.logs import ASKED_FOR, get_logger
+from trioserve.logs import get_logger
 from trioserve.model_files.locate import default_name
 from trioserve.serving import serve
-from trioserve.task_dump import dump_tasks
 
-__all__ = ["run_server"]
+__all__ = ["CUT_OFF", "run_server"]
+
+CUT_OFF = 3
+"""The exit code where the time to finish was over before all requests had."""
 
 _log = get_logger("trioserve.serve")
-_dump_log = get_logger(ASKED_FOR)
 
 
 @attrs.define(eq=False)
@@ -48,8 +47,21 @@ class _Process:
                 self.exit_code = 128 + number
                 scope.cancel()
                 return
-            _log.info("draining", signal=signal.Signals(number).name, again="ends at once")
+            _log.info(
+                "draining",
+                signal=signal.Signals(number).name,
+                seconds=self.config.shutdown_timeout,
+                again="ends at once",
+            )
             self.shutdown.set()
+
+
+def _ending_signals() -> list[int]:
+    """The signals that end the server: a closed terminal's too, unless ``nohup`` says otherwise."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return [*signals]
 
 
 def _model_name(config: ServerConfig) -> str:
@@ -60,44 +72,28 @@ def _model_name(config: ServerConfig) -> str:
     return default_name(path) if path.exists() else config.engine.model
 
 
-@contextlib.contextmanager
-def _dumping_tasks() -> Iterator[None]:
-    """At SIGUSR1, log all tasks and their stacks, also while Python code holds up the event loop.
-
-    That is why this isn't one of the signals that a task receives.
-    """
-
-    def dump(*_: object) -> None:
-        try:
-            tasks = dump_tasks()
-        except Exception as error:
-            tasks = f"there is no dump: {error!r}"
-        # Not in this thread: it may have been interrupted in the middle of a write to the log.
-        _thread.start_new_thread(_dump_log.info, ("task dump",), {"tasks": tasks})
-
-    previous = signal.signal(signal.SIGUSR1, dump)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
-
-
 async def run_server(config: ServerConfig) -> int:
     """Serve until drained or ended by a signal, and return the process's exit code.
+
+    The code is 0 where all that ran has finished, ``CUT_OFF`` where ``shutdown_timeout`` ended
+    some of it, and 128 and the signal's number where a signal ended everything at once.
 
     Raises:
         TrioserveError: the model can't be loaded, the address can't be used, the engine failed.
     """
-    signals = trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM)
-    with LoadingReport() as report, signals as received, _dumping_tasks():
+    signals = trio.open_signal_receiver(*_ending_signals())
+    with LoadingReport() as report, signals as received:
         process = _Process(config, report)
         failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(process.watch, received, nursery.cancel_scope)
-                await serve(
+                num_cut = await serve(
                     config, shutdown=process.shutdown, on_progress=report, task_status=process
                 )
+                if num_cut:
+                    _log.warning("requests were cut off", number=num_cut)
+                    process.exit_code = CUT_OFF
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             failure = sole_exception(group)
