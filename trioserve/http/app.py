@@ -29,9 +29,6 @@ from trioserve.http.utilities.tokens import TokenEndpoints
 
 __all__ = ["App", "create_app"]
 
-BODY_TIMEOUT = 60
-"""Seconds that a client has for sending its request's body."""
-
 
 class App(QuartTrio):
     """A quart application that knows its engine."""
@@ -63,7 +60,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
     app.engine = engine
     app.cross_origin = CrossOrigin(config.allowed_origins)
     app.config["RESPONSE_TIMEOUT"] = None
-    app.config["BODY_TIMEOUT"] = BODY_TIMEOUT
+    app.config["BODY_TIMEOUT"] = config.request_timeout
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     _add_routes(app, service)

@@ -3,23 +3,22 @@
 Hypercorn's own connection lets an exception end the whole server, waits for ever on a client that
 doesn't read, and doesn't notice a client that leaves while its reader is parked (a pipelined
 request, a full queue). Here every exception ends at the connection; a send that doesn't progress is
-given up after ``send_timeout`` seconds, and :class:`Connections` tells a parked reader that its
-client has gone.
+given up after ``send_timeout`` seconds; a client has ``request_timeout`` seconds for a handshake,
+and for a request's head; and :class:`~trioserve.http.connections.Connections` tells a parked reader
+that its client has gone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
-import sys
+import math
 from collections.abc import Awaitable, Callable
 
-import h11
 import trio
 from hypercorn.config import Config
-from hypercorn.events import Closed, Event, RawData
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.trio.task_group import TaskGroup, _handle
-from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
+from hypercorn.trio.tcp_server import MAX_RECV
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import (
     AppWrapper,
@@ -31,10 +30,13 @@ from hypercorn.typing import (
 from hypercorn.utils import parse_socket_addr
 
 from trioserve.http.asgi import CONNECTION_STATE
-from trioserve.http.protocol import Protocol, ServerSettings
+from trioserve.http.connections import Connections
+from trioserve.http.http1 import HeadBegun
+from trioserve.http.protocol import Protocol
+from trioserve.http.settings import ServerSettings
 from trioserve.logs import get_logger
 
-__all__ = ["Connection", "Connections"]
+__all__ = ["Connection"]
 
 LINGER = 2.0
 """Seconds for which a client that is still sending is listened to after our last word, so that its
@@ -89,32 +91,38 @@ class _Tasks(TaskGroup):
         return put
 
 
-class Connection(TCPServer):
+class Connection:
     """Serves one accepted stream. ``stalled`` says that the client was cut off for not reading."""
-
-    config: ServerSettings
-    stream: trio.SocketStream  # type: ignore[assignment]
 
     def __init__(
         self,
         app: AppWrapper,
-        config: ServerSettings,
+        settings: ServerSettings,
         context: WorkerContext,
         stream: trio.SocketStream,
         connections: Connections,
     ) -> None:
-        super().__init__(app, config, context, ConnectionState({}), stream)  # type: ignore[arg-type]
         self.stalled = False
+        self._app = app
+        self._settings = settings
+        self._context = context
+        self._socket = stream.socket
+        self._stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] = stream
+        if settings.tls is not None:
+            self._stream = trio.SSLStream(stream, settings.tls, server_side=True)
         self._connections = connections
+        self._protocol: Protocol | None = None
+        self._send_lock = trio.Lock()
         self._closing = False
-        self._reading = trio.CancelScope()
+        self._reading = trio.CancelScope(deadline=self._after(settings.request_timeout))
 
     async def run(self) -> None:
         """Serve until either side closes. Raises nothing but cancellation."""
-        descriptor = self.stream.socket.fileno()
+        descriptor = self._socket.fileno()
         try:
             self._connections.add(descriptor, self)
-            await self._serve()
+            if await self._set_up_tls():
+                await self._serve()
         except BaseExceptionGroup as group:
             errors, others = group.split(Exception)
             if errors is not None:
@@ -125,65 +133,97 @@ class Connection(TCPServer):
             _log.warning("a connection was dropped", exc_info=error)
         finally:
             self._connections.remove(descriptor, self)
-            self.stream.socket.close()
+            self._socket.close()
+
+    def close(self) -> None:
+        """End a connection that serves nothing, in an orderly way, as soon as its reader runs."""
+        self._reading.cancel()
 
     def abort(self) -> None:
         """End the connection at once: whatever reads, waits or sends on it stops."""
+        self._closing = True
         self._reading.cancel()
-        self.stream.socket.close()
+        self._socket.close()
+
+    async def _set_up_tls(self) -> bool:
+        """Shake hands, if there is TLS; False if that failed."""
+        if not isinstance(self._stream, trio.SSLStream):
+            return True
+        try:
+            with self._reading:
+                await self._stream.do_handshake()
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            _log.info("a client couldn't set up TLS", reason=str(error.__cause__ or error))
+            return False
+        if self._reading.cancelled_caught:
+            return False
+        self._reading = trio.CancelScope(deadline=self._after(self._settings.request_timeout))
+        return True
 
     async def _serve(self) -> None:
         try:
-            client = parse_socket_addr(self.stream.socket.family, self.stream.socket.getpeername())
-            server = parse_socket_addr(self.stream.socket.family, self.stream.socket.getsockname())
+            client = parse_socket_addr(self._socket.family, self._socket.getpeername())
+            server = parse_socket_addr(self._socket.family, self._socket.getsockname())
         except OSError:
             return  # The client has left already.
-        async with _Tasks() as task_group:
-            self._task_group = task_group
-            self.protocol = Protocol(
-                self.app,
-                self.config,
-                self.context,
-                task_group,
+        tls = self._stream if isinstance(self._stream, trio.SSLStream) else None
+        async with _Tasks() as tasks:
+            self._protocol = Protocol(
+                *(self._app, self._settings, self._context, tasks),
                 ConnectionState({CONNECTION_STATE: self}),
-                False,
                 client,
                 server,
-                self.protocol_send,
-                "http/1.1",
+                self._do,
+                alpn=tls.selected_alpn_protocol() if tls is not None else None,
             )
-            await self.protocol.initiate()
-            await self.idle_task.restart(task_group, self._idle_timeout)
-            await self._read_data()
+            await self._protocol.initiate()
+            await self._read(self._protocol)
 
-    async def _read_data(self) -> None:
+    async def _read(self, protocol: Protocol) -> None:
         with self._reading:
             while data := await self._receive():
                 if not self._closing:
-                    await self.protocol.handle(RawData(data))
-        await self.idle_task.stop()
+                    await protocol.handle(RawData(data))
+        if self._reading.cancelled_caught:
+            if not self._closing:
+                await protocol.end(timed_out=trio.current_time() >= self._reading.deadline)
+            await self._close_tls()
         # The client is gone, or half of it: there is nobody to send the rest to.
-        self.stream.socket.close()
-        await self.protocol.handle(Closed())
+        self._socket.close()
+        await protocol.handle(Closed())
 
     async def _receive(self) -> bytes:
         try:
-            return bytes(await self.stream.receive_some(MAX_RECV))
+            return bytes(await self._stream.receive_some(MAX_RECV))
         except (trio.ClosedResourceError, trio.BrokenResourceError):
             return b""
 
-    async def protocol_send(self, event: Event) -> None:
-        """Do what the protocol asks: send bytes, close, or note that nothing is being served."""
+    async def _do(self, event: Event) -> None:
+        """Do what the protocol asks: send bytes, close, or note what the client is about."""
         if isinstance(event, RawData):
             await self._send(event.data)
         elif isinstance(event, Closed):
-            self._finish()
-            await self.protocol.handle(Closed())
+            await self._finish()
+        elif isinstance(event, HeadBegun):
+            self._read_until(self._after(self._settings.request_timeout))
+        elif isinstance(event, Updated):
+            self._note_idle(event.idle)
+
+    def _note_idle(self, idle: bool) -> None:
+        self._connections.note_idle(self, idle)
+        if not idle:
+            self._read_until(math.inf)
+        elif self._context.terminated.is_set():
+            self.close()
         else:
-            # Shielded: the end of a response cancels the task that sends it, and a connection whose
-            # idle timeout wasn't started stays open for ever.
-            with trio.CancelScope(shield=True):
-                await super().protocol_send(event)
+            self._read_until(self._after(self._settings.keep_alive_timeout))
+
+    def _read_until(self, deadline: float) -> None:
+        if not self._closing:
+            self._reading.deadline = deadline
+
+    def _after(self, seconds: float) -> float:
+        return trio.current_time() + seconds
 
     async def _send(self, data: bytes) -> None:
         """Send all of ``data``, or give the connection up.
@@ -191,13 +231,11 @@ class Connection(TCPServer):
         Shielded, because half a frame would break what others send on the connection, and bounded,
         because a client that doesn't read must not hold anything up.
         """
-        if not data:
-            return
-        async with self.send_lock:
+        async with self._send_lock:
             try:
                 for start in range(0, len(data), _SEND_SLICE):
-                    with trio.move_on_after(self.config.send_timeout, shield=True) as scope:
-                        await self.stream.send_all(data[start : start + _SEND_SLICE])
+                    with trio.move_on_after(self._settings.send_timeout, shield=True) as scope:
+                        await self._stream.send_all(data[start : start + _SEND_SLICE])
                     if scope.cancelled_caught:
                         self.stalled = True
                         break
@@ -206,85 +244,31 @@ class Connection(TCPServer):
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 pass
         self.abort()
-        await self.protocol.handle(Closed())
+        assert self._protocol is not None
+        await self._protocol.handle(Closed())
 
-    def _finish(self) -> None:
+    async def _finish(self) -> None:
         """Say that nothing follows. A client that is still sending is listened to for a while.
 
-        Doesn't wait: the application's task, which may be the caller, is being cancelled by now.
+        Waits for nothing: the application's task, which may be the caller, is being cancelled by
+        now.
         """
+        assert self._protocol is not None
         self._closing = True
-        with contextlib.suppress(OSError):
-            self.stream.socket.shutdown(trio.socket.SHUT_WR)
-        if self._client_has_finished():
-            self.abort()
+        if not isinstance(self._stream, trio.SSLStream):
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(trio.socket.SHUT_WR)
+        if self._protocol.client_has_finished:
+            self._reading.cancel()
         else:
-            self._reading.deadline = trio.current_time() + LINGER
+            self._reading.deadline = self._after(LINGER)
+        await self._protocol.handle(Closed())
 
-    def _client_has_finished(self) -> bool:
-        connection = getattr(self.protocol.protocol, "connection", None)
-        return isinstance(connection, h11.Connection) and connection.their_state in (
-            *(h11.DONE, h11.MUST_CLOSE, h11.CLOSED),
-        )
-
-    async def _initiate_server_close(self) -> None:
-        await self.protocol.handle(Closed())
-        self.abort()
-
-
-class Connections:
-    """All connections of a server, and the task that notices when a client hangs up.
-
-    A connection whose reader reads sees its client leave by itself. One whose reader is parked
-    doesn't, so a second epoll, itself watched by trio, reports half-closed and broken sockets.
-    Where there is no epoll, such a client is noticed when its reader reads again.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, Connection] = {}
-        """By file descriptor, which the system may give to the next as soon as one is closed."""
-        self._epoll = select.epoll() if sys.platform == "linux" else None
-        self._removed = trio.Event()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, descriptor: int, connection: Connection) -> None:
-        """Watch a connection, by its socket's descriptor."""
-        self._open[descriptor] = connection
-        if self._epoll is not None:
-            self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
-
-    def remove(self, descriptor: int, connection: Connection) -> None:
-        """Forget a connection. Its socket, closed or not, leaves the epoll when it is closed."""
-        if self._open.get(descriptor) is connection:
-            del self._open[descriptor]
-        self._removed.set()
-
-    def abort_all(self) -> None:
-        """End every connection at once."""
-        for connection in list(self._open.values()):
-            connection.abort()
-
-    async def wait_none(self) -> None:
-        """Wait until no connection is left."""
-        while self._open:
-            self._removed = trio.Event()
-            await self._removed.wait()
-
-    async def watch_hangups(self) -> None:
-        """The task: end the connections whose clients have hung up. Runs until cancelled."""
-        if self._epoll is None:
-            await trio.sleep_forever()
-            return
-        while True:
-            await trio.lowlevel.wait_readable(self._epoll.fileno())
-            for descriptor, _ in self._epoll.poll(0):
-                connection = self._open.get(descriptor)
-                if connection is not None:
-                    connection.abort()
-
-    def close(self) -> None:
-        """Give the epoll back. The task has to have ended."""
-        if self._epoll is not None:
-            self._epoll.close()
+    async def _close_tls(self) -> None:
+        """Tell the client that this is the true end, and not somebody on the way who cut it off."""
+        if isinstance(self._stream, trio.SSLStream):
+            with (
+                contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError),
+                trio.move_on_after(LINGER, shield=True),
+            ):
+                await self._stream.aclose()

@@ -12,12 +12,10 @@ accepted any more, and what is under way to clients has :data:`FINAL_GRACE` seco
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
-from hypercorn.logging import Logger
 from hypercorn.trio.lifespan import Lifespan
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallable, Scope
@@ -25,9 +23,10 @@ from hypercorn.utils import LifespanFailureError, LifespanTimeoutError
 
 from trioserve.config import ServerConfig
 from trioserve.errors import TrioserveError
-from trioserve.http.connection import Connection, Connections
+from trioserve.http.connection import Connection
+from trioserve.http.connections import BoundedListener, Connections, connection_limit
 from trioserve.http.listeners import Listening, open_listening, removing_socket_file
-from trioserve.http.protocol import ServerSettings
+from trioserve.http.settings import ServerSettings, server_settings
 
 __all__ = ["CANCELLED_GRACE", "FINAL_GRACE", "serve_app"]
 
@@ -35,28 +34,6 @@ FINAL_GRACE = 2.0
 """Seconds in which the last answers and events have to leave."""
 CANCELLED_GRACE = 1.0
 """The same where the server is cancelled: somebody is in a hurry."""
-
-
-class _HypercornLog(Logger):
-    """What hypercorn has to say, in our log. Requests are logged by the application."""
-
-    def __init__(self, config: object) -> None:
-        self.access_logger = None
-        self.error_logger = logging.getLogger("trioserve.http")
-
-
-def _settings(config: ServerConfig) -> ServerSettings:
-    settings = ServerSettings()
-    settings.logger_class = _HypercornLog
-    settings.send_timeout = config.send_timeout
-    settings.include_server_header = False
-    settings.keep_alive_timeout = 75  # More than the 60 s after which proxies drop an idle one.
-    settings.keep_alive_max_requests = 100_000
-    settings.h11_max_incomplete_size = 1 << 16
-    settings.h2_max_concurrent_streams = 128
-    settings.h2_max_header_list_size = 1 << 16
-    settings.h2_max_inbound_frame_size = 1 << 14
-    return settings
 
 
 async def serve_app(
@@ -90,7 +67,7 @@ async def serve_app(
     if shutdown is None:
         shutdown = trio.Event()
     listening = await open_listening(config)
-    settings = _settings(config)
+    settings = server_settings(config)
     with removing_socket_file(config):
         try:
             async with trio.open_nursery() as nursery:
@@ -151,7 +128,7 @@ class _Server:
         self._settings = settings
         self._listening = listening
         self._context = WorkerContext(None)
-        self._connections = Connections()
+        self._connections = Connections(connection_limit())
         self._patience = trio.CancelScope()
         """Around all waiting that has no place in a server that was cancelled."""
 
@@ -198,9 +175,10 @@ class _Server:
         return num_cut
 
     async def _accept(self, handlers: trio.Nursery) -> None:
-        await trio.serve_listeners(
-            self._serve_connection, self._listening.listeners, handler_nursery=handlers
-        )
+        listeners = [
+            BoundedListener(listener, self._connections) for listener in self._listening.listeners
+        ]
+        await trio.serve_listeners(self._serve_connection, listeners, handler_nursery=handlers)
 
     async def _drain_after(self, shutdown: trio.Event, on_drain: Callable[[], None]) -> int:
         """Wait for ``shutdown``, and then for the requests that run; not if this is cancelled.
@@ -221,6 +199,7 @@ class _Server:
     async def _close_connections(self) -> None:
         """Close those that serve nothing, and the others when their last answer has left."""
         await self._context.terminated.set()
+        self._connections.close_idle()
         cancelled = self._patience.cancel_called
         with trio.move_on_after(CANCELLED_GRACE if cancelled else FINAL_GRACE):
             await self._connections.wait_none()

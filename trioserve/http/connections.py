@@ -1,0 +1,132 @@
+"""All connections of a server: how many there may be, which serve nothing, and who has hung up."""
+
+from __future__ import annotations
+
+import resource
+import select
+import sys
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from trioserve.http.connection import Connection
+
+__all__ = ["MAX_CONNECTIONS", "BoundedListener", "Connections", "connection_limit"]
+
+MAX_CONNECTIONS = 4096
+_RESERVED_DESCRIPTORS = 128
+"""For listeners, the worker's sockets, model files and whatever else the process has open."""
+
+
+def connection_limit() -> int:
+    """How many connections to hold at a time: what the process may open leaves room for them."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(most - _RESERVED_DESCRIPTORS, most // 2))
+
+
+class Connections:
+    """The open connections, and the task that notices when a client hangs up.
+
+    A connection whose reader reads sees its client leave by itself. One whose reader is parked
+    doesn't, so a second epoll, itself watched by trio, reports half-closed and broken sockets.
+    Where there is no epoll, such a client is noticed when its reader reads again.
+    """
+
+    def __init__(self, limit: int = MAX_CONNECTIONS) -> None:
+        self._limit = limit
+        self._open: dict[int, Connection] = {}
+        """By file descriptor, which the system may give to the next as soon as one is closed."""
+        self._idle: dict[Connection, None] = {}
+        """Those that serve nothing, the one that does for longest first."""
+        self._epoll = select.epoll() if sys.platform == "linux" else None
+        self._removed = trio.Event()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, descriptor: int, connection: Connection) -> None:
+        """Watch a connection, by its socket's descriptor. It serves nothing yet."""
+        self._open[descriptor] = connection
+        self._idle[connection] = None
+        if self._epoll is not None:
+            self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
+
+    def note_idle(self, connection: Connection, idle: bool) -> None:
+        """A connection has begun to serve a request, or has answered its last one."""
+        self._idle.pop(connection, None)
+        if idle:
+            self._idle[connection] = None
+
+    def remove(self, descriptor: int, connection: Connection) -> None:
+        """Forget a connection. Its socket, closed or not, leaves the epoll when it is closed."""
+        if self._open.get(descriptor) is connection:
+            del self._open[descriptor]
+        self._idle.pop(connection, None)
+        self._removed.set()
+        self._removed = trio.Event()
+
+    async def make_room(self) -> None:
+        """Wait until there is room for one more; whoever serves nothing for longest has to go."""
+        while len(self._open) >= self._limit:
+            for connection in self._idle:
+                connection.abort()
+                del self._idle[connection]
+                break
+            await self._removed.wait()
+
+    def close_idle(self) -> None:
+        """Close the connections that serve nothing."""
+        for connection in self._idle:
+            connection.close()
+
+    def abort_all(self) -> None:
+        """End every connection at once."""
+        for connection in list(self._open.values()):
+            connection.abort()
+
+    async def wait_none(self) -> None:
+        """Wait until no connection is left."""
+        while self._open:
+            await self._removed.wait()
+
+    async def watch_hangups(self) -> None:
+        """The task: end the connections whose clients have hung up. Runs until cancelled."""
+        if self._epoll is None:
+            await trio.sleep_forever()
+            return
+        while True:
+            await trio.lowlevel.wait_readable(self._epoll.fileno())
+            for descriptor, _ in self._epoll.poll(0):
+                connection = self._open.get(descriptor)
+                if connection is not None:
+                    connection.abort()
+
+    def close(self) -> None:
+        """Give the epoll back. The task has to have ended."""
+        if self._epoll is not None:
+            self._epoll.close()
+
+
+class BoundedListener(trio.abc.Listener[trio.SocketStream]):
+    """A listener that leaves clients in the system's queue while there are enough connections."""
+
+    def __init__(self, listener: trio.SocketListener, connections: Connections) -> None:
+        self._listener = listener
+        self._connections = connections
+
+    async def accept(self) -> trio.SocketStream:
+        """The next connection, once it has its place among the others."""
+        stream = await self._listener.accept()
+        try:
+            await self._connections.make_room()
+        except BaseException:
+            stream.socket.close()
+            raise
+        return stream
+
+    async def aclose(self) -> None:
+        """Close the listener beneath."""
+        await self._listener.aclose()

@@ -1,0 +1,236 @@
+"""HTTP/2 on one connection: hypercorn's, extended where it isn't enough for us.
+
+Hypercorn's has no backpressure: what a client's window doesn't let out piles up without bound. Here
+a writer waits while more than ``BUFFER_HIGH_WATER`` bytes are queued on its stream, and a stream
+that makes no progress for ``send_timeout`` seconds is reset. What is wrong with one stream resets
+that one; the others, which may be other people's behind a proxy, go on. A client that sends much
+that is of no use is cut off (:mod:`trioserve.http.frames`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import h2.events
+import h2.exceptions
+import h2.settings
+import trio
+from h2.errors import ErrorCodes
+from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.events import StreamClosed
+from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BufferCompleteError, H2Protocol, StreamBuffer
+from hypercorn.trio.worker_context import EventWrapper
+
+from trioserve.http.frames import FrameMeter, FrameRefused
+from trioserve.http.http1 import path_of
+from trioserve.http.settings import ServerSettings
+from trioserve.logs import get_logger
+
+__all__ = ["HTTP2"]
+
+_READ_SLICE = 1 << 13
+"""Bytes that are parsed at once: many small frames in them take 20 ms."""
+_SEND_SLICE = 1 << 16
+"""Bytes that are to be taken within ``send_timeout``, as over HTTP/1.1."""
+_METHOD_CHARACTERS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_")
+
+_log = get_logger("trioserve.http")
+
+
+class _StalledStreamError(Exception):
+    """A client let nothing of a stream through for too long."""
+
+
+class _BoundedBuffer(StreamBuffer):
+    """What waits on one HTTP/2 stream. Both waits end with an error when too little moves."""
+
+    def __init__(self, stall_timeout: float, on_sent: Callable[[], None]) -> None:
+        super().__init__(EventWrapper)
+        self._stall_timeout = stall_timeout
+        self._on_sent = on_sent
+        self._moved = trio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to be added."""
+        return self._complete
+
+    async def push(self, data: bytes) -> None:
+        await self._wait_below(BUFFER_HIGH_WATER)
+        if self._complete:
+            raise BufferCompleteError
+        self.buffer.extend(data)
+        await self._is_empty.clear()
+
+    async def drain(self) -> None:
+        await self._wait_below(1)
+
+    async def pop(self, max_length: int) -> bytes:
+        data = await super().pop(max_length)
+        if data:
+            self._on_sent()
+            self._signal()
+        return data
+
+    async def close(self) -> None:
+        await super().close()
+        self._signal()
+
+    def _signal(self) -> None:
+        self._moved.set()
+        self._moved = trio.Event()
+
+    async def _wait_below(self, size: int) -> None:
+        """Wait until fewer than ``size`` bytes wait; closing the buffer empties it."""
+        while len(self.buffer) >= size:
+            target = max(size, len(self.buffer) - _SEND_SLICE)
+            with trio.move_on_after(self._stall_timeout) as scope:
+                while len(self.buffer) >= target:
+                    await self._moved.wait()
+            if scope.cancelled_caught:
+                raise _StalledStreamError
+
+
+class _LocalSettings(h2.settings.Settings):
+    """Our settings. h2 would end the connection over one stream too many; we refuse that stream."""
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """What h2 goes by; what the client is told is read in another way."""
+        is_limit = key == h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS
+        return 1 << 31 if is_limit else super().get(key, default)
+
+
+class HTTP2(H2Protocol):
+    """One client's requests, many at a time."""
+
+    config: ServerSettings
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._meter = FrameMeter()
+        self._still_sending: dict[int, None] = {}
+        """Streams whose clients haven't ended them, answered or not."""
+        codes = h2.settings.SettingCodes
+        self.connection.local_settings = _LocalSettings(
+            client=False,
+            initial_values={
+                codes.MAX_CONCURRENT_STREAMS: self.config.h2_max_concurrent_streams,
+                codes.MAX_HEADER_LIST_SIZE: self.config.h2_max_header_list_size,
+                codes.ENABLE_CONNECT_PROTOCOL: 0,
+            },
+        )
+
+    async def handle(self, event: Event) -> None:
+        if not isinstance(event, RawData):
+            await super().handle(event)
+            return
+        try:
+            for start in range(0, len(event.data), _READ_SLICE):
+                part = event.data[start : start + _READ_SLICE]
+                self._meter.read(part, trio.current_time())
+                await super().handle(RawData(part))
+                if self.closed:
+                    return
+                await trio.lowlevel.checkpoint()
+        except FrameRefused as error:
+            await self._cut_off(error)
+
+    async def end(self, *, timed_out: bool) -> None:
+        """Nothing more is read, and no request is being served."""
+        with contextlib.suppress(h2.exceptions.ProtocolError):
+            self.connection.close_connection()
+            await self._flush()
+
+    async def _cut_off(self, error: FrameRefused) -> None:
+        client = self.client[0] if self.client else None
+        _log.warning("an HTTP/2 client was cut off", reason=str(error), client=client)
+        self.connection.close_connection(error.code)
+        await self._flush()
+        await self.send(Closed())
+
+    async def _handle_events(self, events: list[h2.events.Event]) -> None:
+        for event in events:
+            if self.closed:
+                return
+            if isinstance(event, h2.events.RequestReceived):
+                await self._take_request(event)
+            elif isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
+                # Answered, refused or reset already; the connection's window is not to close.
+                self.connection.acknowledge_received_data(
+                    event.flow_controlled_length, event.stream_id
+                )
+            else:
+                if isinstance(event, h2.events.StreamEnded | h2.events.StreamReset):
+                    self._still_sending.pop(event.stream_id, None)
+                if isinstance(event, h2.events.StreamReset) and not event.remote_reset:
+                    self._meter.charge(trio.current_time())  # For something that was wrong on it.
+                await super()._handle_events([event])
+        await self._flush()
+
+    async def _take_request(self, request: h2.events.RequestReceived) -> None:
+        stream_id = request.stream_id
+        num_open = len(self.streams.keys() | self._still_sending.keys())
+        if self.context.terminated.is_set() or num_open >= self.config.h2_max_concurrent_streams:
+            self._refuse(stream_id, ErrorCodes.REFUSED_STREAM)
+        elif not _is_well_formed(dict(request.headers)):
+            self._refuse(stream_id, ErrorCodes.PROTOCOL_ERROR)
+        else:
+            self._still_sending[stream_id] = None
+            await super()._handle_events([request])
+
+    def _refuse(self, stream_id: int, code: ErrorCodes) -> None:
+        self._meter.charge(trio.current_time())
+        self._reset_stream(stream_id, code)
+
+    def _reset_stream(self, stream_id: int, code: ErrorCodes) -> None:
+        self._still_sending.pop(stream_id, None)
+        # The client may have reset it, in what was read at once with its beginning.
+        with contextlib.suppress(h2.exceptions.ProtocolError):
+            self.connection.reset_stream(stream_id, code)
+
+    async def _create_stream(self, request: Any) -> None:
+        await super()._create_stream(request)
+        # The application's task has been spawned and not run: nothing is in the buffer yet.
+        if request.stream_id in self.stream_buffers:
+            self.stream_buffers[request.stream_id] = _BoundedBuffer(
+                self.config.send_timeout, self._meter.note_data_sent
+            )
+
+    async def _priority_updated(self, event: h2.events.PriorityUpdated) -> None:
+        """Nothing: all streams are equal. HTTP/2's priorities are deprecated."""
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        buffer = self.stream_buffers.get(event.stream_id)
+        unfinished = isinstance(buffer, _BoundedBuffer) and not buffer.ended
+        if isinstance(event, StreamClosed) and unfinished and not self.closed:
+            # The application has left before its response was complete.
+            await self._abandon(event.stream_id, ErrorCodes.INTERNAL_ERROR)
+            return
+        try:
+            await super().stream_send(event)
+        except _StalledStreamError:
+            await self._abandon(event.stream_id, ErrorCodes.CANCEL)
+
+    async def _abandon(self, stream_id: int, code: ErrorCodes) -> None:
+        """Give one stream up: the application sees its client leave, the others go on."""
+        if buffer := self.stream_buffers.get(stream_id):
+            await buffer.close()
+        self._reset_stream(stream_id, code)
+        await self._flush()
+        # For the sending task, which forgets a stream when it finds it closed.
+        with contextlib.suppress(KeyError):
+            self.priority.unblock(stream_id)
+        await super().stream_send(StreamClosed(stream_id=stream_id))
+
+
+def _is_well_formed(headers: dict[bytes, bytes]) -> bool:
+    method = headers.get(b":method", b"")
+    path = headers.get(b":path", b"")
+    return (
+        _METHOD_CHARACTERS.issuperset(method)
+        and method not in (b"", b"CONNECT")
+        and path_of(path) == path
+    )

@@ -1,0 +1,59 @@
+"""What the protocols and connections go by: hypercorn's configuration and our own limits."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+
+from hypercorn.config import Config
+from hypercorn.logging import Logger
+
+from trioserve.config import ServerConfig
+
+__all__ = ["ServerSettings", "server_settings"]
+
+MAX_HEAD_SIZE = 1 << 16
+"""Bytes of a request's head, over HTTP/2 both as sent and as unpacked."""
+MAX_STREAMS = 128
+"""Requests that may be open at a time on one HTTP/2 connection."""
+MAX_FRAME_SIZE = 1 << 14
+"""Bytes of one HTTP/2 frame: what every client has to start from."""
+
+
+class ServerSettings(Config):
+    """Hypercorn's configuration with what it doesn't know. All times are in seconds."""
+
+    send_timeout: float = 30.0
+    """How long a client may leave our bytes unread."""
+    request_timeout: float = 60.0
+    """How long a client has for a handshake, and then for a request's head."""
+    max_body_size: int = 32 << 20
+    """Bytes of a body past which a client that asks isn't told to go on."""
+    tls: ssl.SSLContext | None = None
+    """With what connections are encrypted, if they are."""
+
+
+class _HypercornLog(Logger):
+    """What hypercorn has to say, in our log. Requests are logged by the application."""
+
+    def __init__(self, config: object) -> None:
+        self.access_logger = None
+        self.error_logger = logging.getLogger("trioserve.http")
+
+
+def server_settings(config: ServerConfig, tls: ssl.SSLContext | None = None) -> ServerSettings:
+    """The settings that the server's options stand for."""
+    settings = ServerSettings()
+    settings.logger_class = _HypercornLog
+    settings.send_timeout = config.send_timeout
+    settings.request_timeout = config.request_timeout
+    settings.max_body_size = config.max_body_size
+    settings.tls = tls
+    settings.include_server_header = False
+    settings.keep_alive_timeout = 75  # More than the 60 s after which proxies drop an idle one.
+    settings.keep_alive_max_requests = 100_000
+    settings.h11_max_incomplete_size = MAX_HEAD_SIZE
+    settings.h2_max_concurrent_streams = MAX_STREAMS
+    settings.h2_max_header_list_size = MAX_HEAD_SIZE
+    settings.h2_max_inbound_frame_size = MAX_FRAME_SIZE
+    return settings
