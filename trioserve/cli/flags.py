@@ -53,7 +53,7 @@ _EPILOG = (
 _SIGNALS_EPILOG = (
     " Ctrl-C or SIGTERM lets running requests finish, for --shutdown-timeout seconds at most; "
     "a second one ends the server at once. The exit code is 0 if all have finished, 3 if some were "
-    "cut off, 1 if the server failed, and 128 plus the signal's number if a signal ended it at once."
+    "cut off, 1 if the server failed, and 128 + the signal's number if a signal ended it at once."
 )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -12,9 +14,10 @@ import trio
 from trioserve.cli.loading import LoadingReport
 from trioserve.config import ServerConfig
 from trioserve.groups import sole_exception
-from trioserve.logs import get_logger
+from trioserve.logs import ASKED_FOR, get_logger
 from trioserve.model_files.locate import default_name
 from trioserve.serving import serve
+from trioserve.task_dump import dump_tasks
 
 __all__ = ["CUT_OFF", "run_server"]
 
@@ -22,6 +25,7 @@ CUT_OFF = 3
 """The exit code where the time to finish was over before all requests had."""
 
 _log = get_logger("trioserve.serve")
+_dump_log = get_logger(ASKED_FOR)
 
 
 @attrs.define(eq=False)
@@ -72,6 +76,28 @@ def _model_name(config: ServerConfig) -> str:
     return default_name(path) if path.exists() else config.engine.model
 
 
+@contextlib.contextmanager
+def _dumping_tasks() -> Iterator[None]:
+    """At SIGUSR1, log all tasks and their stacks, also while Python code holds up the event loop.
+
+    That is why this isn't one of the signals that a task receives.
+    """
+
+    def dump(*_: object) -> None:
+        try:
+            tasks = dump_tasks()
+        except Exception as error:
+            tasks = f"there is no dump: {error!r}"
+        # Not in this thread: it may have been interrupted in the middle of a write to the log.
+        _thread.start_new_thread(_dump_log.info, ("task dump",), {"tasks": tasks})
+
+    previous = signal.signal(signal.SIGUSR1, dump)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
 async def run_server(config: ServerConfig) -> int:
     """Serve until drained or ended by a signal, and return the process's exit code.
 
@@ -82,7 +108,7 @@ async def run_server(config: ServerConfig) -> int:
         TrioserveError: the model can't be loaded, the address can't be used, the engine failed.
     """
     signals = trio.open_signal_receiver(*_ending_signals())
-    with LoadingReport() as report, signals as received:
+    with LoadingReport() as report, signals as received, _dumping_tasks():
         process = _Process(config, report)
         failure: BaseException | None = None
         try:
