@@ -132,7 +132,7 @@ def endpoint_lines() -> Iterator[str]:
                 paths = "<br>".join(
                     f"`{route.method} {openapi_path(rule)}`" for rule in route.rules
                 )
-                yield f"| {paths} | {route.summary} | {route.peers} |"
+                yield f"| {paths} | {route.summary} | {route.peers or '—'} |"
 
 
 def field_lines() -> Iterator[str]:
