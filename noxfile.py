@@ -89,6 +89,12 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Fuzz what reads others' bytes; what follows ``--`` are targets and ``--seconds`` for each."""
+    session.run(development(session), "-m", "fuzz", *session.posargs, env={"HF_HUB_OFFLINE": "1"})
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure throughput and latency of the default model, beside `transformers serve`."""
     session.run(development(session), "-m", "bench.throughput", *session.posargs)

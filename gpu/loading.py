@@ -165,7 +165,9 @@ def _load_on_cpu(
     attention = TorchCpuAttention(
         attrs.evolve(shape, num_pages=num_pages),
         config.num_heads,
-        cos_sin_table(config, start.max_model_len),
+        cos_sin_table(
+            config, start.max_model_len, min(start.max_model_len, num_pages * start.page_size)
+        ),
         config.windows,
     )
     sampler = Sampler(

@@ -17,8 +17,11 @@ from trioserve.model_files.config import ModelConfig, RopeScaling
 __all__ = ["cos_sin_table", "inverse_frequencies"]
 
 
-def cos_sin_table(config: ModelConfig, length: int) -> torch.Tensor:
-    """The table that rotates positions 0 to ``length - 1``: [length, head_dim] float32.
+def cos_sin_table(config: ModelConfig, length: int, rows: int | None = None) -> torch.Tensor:
+    """The table that rotates positions 0 to ``rows - 1``: [rows, head_dim] float32.
+
+    ``length`` is the longest sequence to be served, and ``rows`` as many unless given: fewer where
+    the cache has no room for such a sequence.
 
     Row p holds head_dim / 2 cosines and then head_dim / 2 sines, both times the attention factor
     that YaRN wants.
@@ -27,7 +30,8 @@ def cos_sin_table(config: ModelConfig, length: int) -> torch.Tensor:
         ModelLoadError: a kind of scaling that isn't known here.
     """
     frequencies, attention_factor = inverse_frequencies(config, length)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    positions = torch.arange(length if rows is None else rows, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
 
 

@@ -20,6 +20,8 @@ __all__ = [
     "WorkerLost",
 ]
 
+_MAX_HALF_MESSAGE = 1000
+
 
 class TrioserveError(Exception):
     """The base of every error that trioserve raises on purpose."""
@@ -47,7 +49,14 @@ class ContextTooLong(InvalidRequest):
 
 
 class ModelLoadError(TrioserveError):
-    """The model can't be found, read or understood; the message is one line and says what to do."""
+    """The model can't be found, read or understood; the message is one line and says what to do.
+
+    It may quote names out of a file that somebody else has made: characters that can't be printed
+    are written as escapes, and of a very long message the middle is left out.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_printable(message))
 
 
 class QueueFull(TrioserveError):
@@ -56,6 +65,16 @@ class QueueFull(TrioserveError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+def _printable(text: str) -> str:
+    if len(text) > 2 * _MAX_HALF_MESSAGE:
+        text = f"{text[:_MAX_HALF_MESSAGE]} … {text[-_MAX_HALF_MESSAGE:]}"
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in text
+    )
 
 
 class Draining(TrioserveError):
@@ -83,4 +102,12 @@ class EngineError(TrioserveError):
 
 
 class WorkerLost(TrioserveError):
-    """A worker process died, hung or spoke nonsense; the supervisor decides what follows."""
+    """A worker process died, hung or spoke nonsense; the supervisor decides what follows.
+
+    Attributes:
+        from_outside: whether it was ended by a signal that others send, and no fault raises.
+    """
+
+    def __init__(self, message: str, *, from_outside: bool = False) -> None:
+        super().__init__(message)
+        self.from_outside = from_outside

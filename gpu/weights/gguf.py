@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from io import FileIO
+from pathlib import Path
 
-import numpy as np
 import torch
 
 from gpu.weights.dequantize import dequantize
@@ -51,19 +51,20 @@ def load(
         if name != _ROPE_FACTORS
     }
     check_tensors(files.config, {n: tensor.shape for n, tensor in tensors.items()}, files.path)
-    try:
-        # Copy on write: torch warns of arrays that can't be written, though nothing here writes.
-        data = np.memmap(files.path, dtype=np.uint8, mode="c")
-    except OSError as error:
-        raise ModelLoadError(f"{files.path} can't be read: {error.strerror}") from error
     total = sum(tensor.num_bytes for tensor in tensors.values())
     done = 0
-    for name, tensor in tensors.items():
-        value = _read(data, tensor, dtype)
-        heads = _permuted_heads(name, files.config)
-        done += tensor.num_bytes
-        yield name, value if heads is None else unpermute(value, heads)
-        progress(done, total)
+    try:
+        # Read, not mapped: whoever cuts a mapped file short ends the process that looks at it.
+        with files.path.open("rb", buffering=0) as file:
+            for name, tensor in tensors.items():
+                value = dequantize(_read(files.path, file, tensor), tensor.type, dtype)
+                heads = _permuted_heads(name, files.config)
+                value = value.view(tensor.shape)
+                done += tensor.num_bytes
+                yield name, value if heads is None else unpermute(value, heads)
+                progress(done, total)
+    except OSError as error:
+        raise ModelLoadError(f"{files.path} can't be read: {error.strerror}") from error
 
 
 def hugging_face_name(name: str) -> str:
@@ -79,11 +80,17 @@ def hugging_face_name(name: str) -> str:
     return name
 
 
-def _read(
-    data: np.memmap[Any, np.dtype[np.uint8]], tensor: GGUFTensor, dtype: torch.dtype
-) -> torch.Tensor:
-    raw = torch.from_numpy(data[tensor.offset : tensor.offset + tensor.num_bytes])
-    return dequantize(raw, tensor.type, dtype).view(tensor.shape)
+def _read(path: Path, file: FileIO, tensor: GGUFTensor) -> torch.Tensor:
+    """The tensor's bytes as they stand in the file, [num_bytes] uint8."""
+    raw = torch.empty(tensor.num_bytes, dtype=torch.uint8)
+    room = raw.numpy().data
+    file.seek(tensor.offset)
+    while room:
+        count = file.readinto(room)  # one call reads 2 GiB at most
+        if not count:
+            raise ModelLoadError(f"{path} was cut short while it was read: fetch it again")
+        room = room[count:]
+    return raw
 
 
 def _permuted_heads(name: str, config: ModelConfig) -> int | None:

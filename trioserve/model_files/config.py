@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import attrs
 
-__all__ = ["ModelConfig", "RopeScaling"]
+from trioserve.errors import ModelLoadError
+
+__all__ = ["MAX_LAYERS", "MAX_NUMBER", "MAX_SIZE", "ModelConfig", "RopeScaling", "check_config"]
+
+MAX_LAYERS = 4096
+"""More than any model has, and few enough for what is made for each layer before its weights."""
+MAX_SIZE = 2**31 - 1
+"""Of any other count: they are 32-bit integers in messages and kernels."""
+MAX_NUMBER = 1e15
+"""Of RoPE's base, factors and the like: products of two of them are still finite."""
 
 
 @attrs.frozen(kw_only=True)
@@ -65,3 +77,32 @@ class ModelConfig:
     """The number format that the file names for its weights."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+
+def check_config(config: ModelConfig, path: Path) -> None:
+    """Refuse a shape that contradicts itself, of which the computation would know nothing to make.
+
+    Raises:
+        ModelLoadError: it does; the message names the numbers.
+    """
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    if heads % kv_heads:
+        raise _contradiction(path, f"{heads} heads can't share {kv_heads} heads of keys and values")
+    if head_dim % 2 or head_dim <= 2:
+        raise _contradiction(path, f"heads of {head_dim} numbers can't be rotated in pairs")
+    scaling = config.rope_scaling
+    if scaling is None:
+        return
+    factors = scaling.frequency_factors
+    if scaling.kind == "factors" and len(factors) != head_dim // 2:
+        raise _contradiction(path, f"{len(factors)} factors for {head_dim // 2} frequencies")
+    if not all(math.isfinite(factor) and factor > 0 for factor in factors):
+        raise _contradiction(path, "a factor of a frequency isn't a positive number")
+    if scaling.kind == "llama3" and scaling.low_freq_factor == scaling.high_freq_factor:
+        raise _contradiction(path, "low_freq_factor and high_freq_factor of RoPE are the same")
+    if scaling.kind == "yarn" and config.rope_theta == 1.0:
+        raise _contradiction(path, "RoPE can't be stretched with the base 1")
+
+
+def _contradiction(path: Path, reason: str) -> ModelLoadError:
+    return ModelLoadError(f"{path}: {reason}, so its configuration is damaged; fetch it again")

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from trioserve.errors import ModelLoadError
-from trioserve.model_files.config import ModelConfig, RopeScaling
+from trioserve.model_files.config import (
+    MAX_LAYERS,
+    MAX_NUMBER,
+    MAX_SIZE,
+    ModelConfig,
+    RopeScaling,
+    check_config,
+)
 from trioserve.model_files.gguf_header import GGUFHeader, GGUFTensor
 
 __all__ = ["CONTROL", "read_chat_template", "read_config", "read_token_text"]
@@ -40,21 +47,30 @@ class _Keys:
     def get(self, key: str) -> Any:
         return self.header.metadata.get(f"{self.prefix}.{key}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer, or an array that holds the same one for every layer."""
+    def integer(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
+        """An integer from 1 to ``most``, or an array that holds the same one for every layer."""
         value = self.get(key)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             raise self.error(key, value)
         return value
+
+    def positive(self, key: str) -> int | None:
+        """A positive integer; None for 0 and where there is none."""
+        value = self.get(key)
+        if value is None or (isinstance(value, int) and value == 0):
+            return None
+        return self.integer(key)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.error(key, value)
+        if not 0 < value <= MAX_NUMBER:  # NaN isn't either
             raise self.error(key, value)
         return float(value)
 
@@ -73,8 +89,8 @@ def read_config(header: GGUFHeader) -> ModelConfig:
     Raises:
         ModelLoadError: the architecture isn't served, or a key or tensor is missing or wrong.
     """
-    architecture = header.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    architecture = header.text("general.architecture")
+    if architecture is None or architecture not in ARCHITECTURES:
         raise ModelLoadError(
             f"{header.path}: the architecture {architecture} isn't served; "
             f"{', '.join(ARCHITECTURES)} are"
@@ -83,9 +99,9 @@ def read_config(header: GGUFHeader) -> ModelConfig:
         if name not in header.tensors:
             raise ModelLoadError(f"{header.path} has no tensor {name}: convert the model again")
     keys = _Keys(header, architecture)
-    if keys.get("expert_count"):
+    if keys.positive("expert_count") is not None:
         raise ModelLoadError(f"{header.path}: models with experts aren't served")
-    num_layers = keys.integer("block_count")
+    num_layers = keys.integer("block_count", most=MAX_LAYERS)
     if f"blk.{num_layers - 1}.attn_norm.weight" not in header.tensors:
         raise keys.error("block_count", num_layers)
     num_heads = keys.integer("attention.head_count")
@@ -95,14 +111,14 @@ def read_config(header: GGUFHeader) -> ModelConfig:
         if keys.integer(key, head_dim) != head_dim:
             raise keys.error(key, keys.get(key))
     no_rope_interval = _SMOLLM3_NO_ROPE_INTERVAL if architecture == "smollm3" else num_layers + 1
-    window = keys.get("attention.sliding_window") if architecture == "llama" else None
+    window = keys.positive("attention.sliding_window") if architecture == "llama" else None
     max_positions = keys.integer("context_length")
     scaling = _rope_scaling(keys, max_positions)
     if scaling is not None and scaling.kind == "yarn":
         stretched = int(scaling.factor * scaling.original_max_position_embeddings)
-        max_positions = max(max_positions, stretched)
+        max_positions = min(max(max_positions, stretched), MAX_SIZE)
     embeddings = header.tensors["token_embd.weight"]
-    return ModelConfig(
+    config = ModelConfig(
         family=architecture,
         vocab_size=embeddings.shape[0],
         hidden_size=hidden_size,
@@ -120,20 +136,22 @@ def read_config(header: GGUFHeader) -> ModelConfig:
         output_bias="blk.0.attn_output.bias" in header.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in header.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in header.tensors,
-        windows=(window or None,) * num_layers,
+        windows=(window,) * num_layers,
         rope_layers=tuple((layer + 1) % no_rope_interval != 0 for layer in range(num_layers)),
         dtype=_dtype(header),
         bos_token_id=_token_id(header, "bos"),
         eos_token_ids=_eos_ids(header),
     )
+    check_config(config, header.path)
+    return config
 
 
 def _rope_scaling(keys: _Keys, max_positions: int) -> RopeScaling | None:
     factors = keys.header.tensors.get("rope_freqs.weight")
-    kind = keys.get("rope.scaling.type") or "none"
+    kind = keys.header.text(f"{keys.prefix}.rope.scaling.type") or "none"
     # Files of the first years have the linear factor alone, under another key.
-    old_factor = keys.get("rope.scale_linear")
-    if kind == "none" and old_factor not in (None, 1.0):
+    old_factor = keys.number("rope.scale_linear", 1.0)
+    if kind == "none" and old_factor != 1.0:
         kind = "linear"
     if factors is not None:
         if kind != "none":
@@ -143,7 +161,7 @@ def _rope_scaling(keys: _Keys, max_positions: int) -> RopeScaling | None:
         return None
     if kind not in ("linear", "yarn"):
         raise keys.error("rope.scaling.type", kind)
-    factor = keys.number("rope.scaling.factor", old_factor)
+    factor = keys.number("rope.scaling.factor", None if old_factor == 1.0 else old_factor)
     original = keys.integer("rope.scaling.original_context_length", max_positions)
     if kind == "linear":
         return RopeScaling(kind=kind, factor=factor, original_max_position_embeddings=original)
@@ -164,19 +182,24 @@ def _read_floats(keys: _Keys, tensor: GGUFTensor) -> tuple[float, ...]:
         raise keys.error("rope_freqs.weight", tensor.type.name)
     with keys.header.path.open("rb") as file:
         file.seek(tensor.offset)
-        return tuple(np.frombuffer(file.read(tensor.num_bytes), "<f4").tolist())
+        data = file.read(tensor.num_bytes)
+    if len(data) < tensor.num_bytes:
+        raise keys.error("rope_freqs.weight", "cut short")
+    return tuple(np.frombuffer(data, "<f4").tolist())
 
 
 def _dtype(header: GGUFHeader) -> str:
     """The format of most matrices; bfloat16 where they are quantized."""
     counts = Counter(t.type.name for t in header.tensors.values() if len(t.shape) > 1)
-    return _FLOATS.get(counts.most_common(1)[0][0], "bfloat16")
+    return _FLOATS.get(max(counts, key=counts.__getitem__, default=""), "bfloat16")
 
 
 def _token_id(header: GGUFHeader, name: str) -> int | None:
     value = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
     tokens = header.texts("tokenizer.ggml.tokens")
-    return value if isinstance(value, int) and 0 <= value < len(tokens) else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 <= value < len(tokens) else None
 
 
 def _eos_ids(header: GGUFHeader) -> tuple[int, ...]:

@@ -1,5 +1,8 @@
 """The header of a GGUF file: metadata, and where each tensor lies.
 
+The file is read, not mapped: whoever cuts a mapped file short ends the process that looks at it.
+Nothing is made room for before the file has been seen to hold it.
+
 Layout (version 2 and 3, little-endian): the magic ``GGUF``, the version, the numbers of tensors and
 of metadata entries, the entries (key, type, value), the tensors' entries (name, dimensions, type,
 offset), padding, data. Strings have a 64-bit length in front. The gguf package has a reader too;
@@ -9,11 +12,13 @@ here in some tens of milliseconds.
 
 from __future__ import annotations
 
+import itertools
 import math
-import mmap
+import os
 import struct
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import attrs
 import numpy as np
@@ -41,6 +46,8 @@ _SCALARS: Final[dict[int, np.dtype[Any]]] = {
 }
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
+_READ_BUFFER = 1 << 20
+_MIN_ALIGNMENT, _MAX_ALIGNMENT = 8, 1 << 20
 
 
 @attrs.frozen
@@ -78,12 +85,41 @@ class GGUFTensor:
 
 @attrs.frozen
 class GGUFHeader:
-    """Metadata by key (arrays of texts are lists, of numbers numpy arrays), tensors by name."""
+    """Metadata by key (arrays of texts are lists, of numbers numpy arrays), tensors by name.
+
+    No two tensors share a byte, so all of them together are no larger than the file.
+    """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
     data_offset: int
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """The text under ``key``, ``default`` where there is none.
+
+        Raises:
+            ModelLoadError: it is something else.
+        """
+        value = self.metadata.get(key, default)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong_type(key)
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """The truth value under ``key``, ``default`` where there is none.
+
+        Raises:
+            ModelLoadError: it is something else.
+        """
+        value = self.metadata.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong_type(key)
+        return value
+
+    def wrong_type(self, key: str) -> ModelLoadError:
+        """The error for a value under ``key`` that is none of its kind."""
+        return ModelLoadError(f"{self.path} is damaged: {key} has the wrong type; fetch it again")
 
     def texts(self, key: str) -> list[str]:
         """The array of texts under ``key``; empty where there is none."""
@@ -103,28 +139,26 @@ def read_header(path: Path) -> GGUFHeader:
         ModelLoadError: it is no GGUF file, damaged, truncated, or has a tensor type not read.
     """
     try:
-        with path.open("rb") as file:
-            if file.read(4) != _MAGIC:
+        with path.open("rb", buffering=_READ_BUFFER) as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
                 raise ModelLoadError(f"{path} is no GGUF file: give another, or fetch it again")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(path, data).read()
+            return _Reader(path, file).read()
     except OSError as error:
         raise ModelLoadError(f"{path} can't be read: {error.strerror}") from error
 
 
 class _Reader:
-    """A position in the file's bytes; every read moves it, none goes past the end."""
+    """A position in the file; every read moves it, none goes past the end."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
-        self.data = data
+        self.file = file
+        self.size = os.fstat(file.fileno()).st_size
         self.position = len(_MAGIC)
 
     def read(self) -> GGUFHeader:
         try:
             return self._read()
-        except struct.error as error:
-            raise self.damaged("it ends inside its header") from error
         except UnicodeDecodeError as error:
             raise self.damaged("a text in its header is no UTF-8") from error
 
@@ -140,38 +174,43 @@ class _Reader:
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
             key = self.text()
+            if key in metadata:
+                raise self.damaged(f"it holds {key} twice")
             metadata[key] = self.value(self.u32())
-        if metadata.get("split.count", 0) > 1:
+        parts = metadata.get("split.count", 1)
+        if not isinstance(parts, int) or parts > 1:
             raise ModelLoadError(
                 f"{self.path} is one part of a split GGUF file: merge the parts with "
                 "llama-gguf-split --merge"
             )
         entries = [self.tensor_entry() for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", 32))
-        if alignment <= 0 or alignment & (alignment - 1):
+        alignment = metadata.get("general.alignment", 32)
+        if (
+            not isinstance(alignment, int)
+            or not _MIN_ALIGNMENT <= alignment <= _MAX_ALIGNMENT
+            or alignment & (alignment - 1)
+        ):
             raise self.damaged(f"its alignment is {alignment}")
         start = -(-self.position // alignment) * alignment
-        tensors = {entry[0]: self.tensor(start, *entry) for entry in entries}
+        tensors = {entry[0]: self.tensor(start, alignment, *entry) for entry in entries}
         if len(tensors) != num_tensors:
             raise self.damaged("it holds two tensors of one name")
+        self.check_apart(tensors.values())
         return GGUFHeader(self.path, metadata, tensors, start)
 
     def u32(self) -> int:
-        (value,) = _U32.unpack_from(self.data, self.position)
-        self.position += 4
+        (value,) = _U32.unpack(self.raw(4))
         return int(value)
 
     def u64(self) -> int:
-        (value,) = _U64.unpack_from(self.data, self.position)
-        self.position += 8
+        (value,) = _U64.unpack(self.raw(8))
         return int(value)
 
     def raw(self, size: int) -> bytes:
-        end = self.position + size
-        if end > len(self.data):
+        self.position += size
+        value = self.file.read(size) if self.position <= self.size else b""
+        if len(value) < size:
             raise self.damaged("it ends inside its header")
-        value = self.data[self.position : end]
-        self.position = end
         return value
 
     def text(self) -> str:
@@ -205,7 +244,13 @@ class _Reader:
         return name, shape[::-1], self.u32(), self.u64()
 
     def tensor(
-        self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int
+        self,
+        start: int,
+        alignment: int,
+        name: str,
+        shape: tuple[int, ...],
+        kind: int,
+        offset: int,
     ) -> GGUFTensor:
         type_ = TENSOR_TYPES.get(kind)
         if type_ is None:
@@ -218,13 +263,22 @@ class _Reader:
         if not shape or shape[-1] % type_.block_numbers:
             raise self.damaged(f"the rows of tensor {name} are no whole blocks of {type_.name}")
         num_bytes = numbers // type_.block_numbers * type_.block_bytes
+        if offset % alignment:
+            raise self.damaged(f"tensor {name} isn't aligned to {alignment} bytes")
         end = start + offset + num_bytes
-        if end > len(self.data):
+        if end > self.size:
             raise ModelLoadError(
                 f"{self.path} is truncated: tensor {name} ends at byte {end} of a file of "
-                f"{len(self.data)}; fetch it again"
+                f"{self.size}; fetch it again"
             )
         return GGUFTensor(name, shape, type_, start + offset, num_bytes)
+
+    def check_apart(self, tensors: Iterable[GGUFTensor]) -> None:
+        """Refuse tensors that share bytes: a small file could be a model of any size."""
+        in_order = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
+        for before, after in itertools.pairwise(in_order):
+            if before.offset + before.num_bytes > after.offset:
+                raise self.damaged(f"the tensors {before.name} and {after.name} overlap")
 
     def damaged(self, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path} is damaged: {reason}; fetch it again")

@@ -8,6 +8,7 @@ bytes, and a merge's rank is the score of the piece it makes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -25,9 +26,12 @@ from tokenizers import (
 from trioserve.errors import ModelLoadError
 from trioserve.model_files.gguf import CONTROL
 from trioserve.model_files.gguf_header import GGUFHeader
+from trioserve.model_files.native import refused_by_tokenizers
 
 __all__ = ["build_tokenizer"]
 
+_MAX_PIECE_CHARACTERS = 1024
+"""Of SentencePiece's; its own trainer makes 16 of them. The time to cut one grows as its square."""
 _NORMAL, _UNKNOWN, _USER_DEFINED = 1, 2, 4
 
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -83,17 +87,15 @@ def build_tokenizer(header: GGUFHeader) -> Tokenizer:
         ModelLoadError: the metadata is incomplete, or of a kind not served.
     """
     vocabulary = _Vocabulary.read(header)
-    kind = header.metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer, add_bos = _byte_level(header, vocabulary)
-    elif kind == "llama":
-        tokenizer, add_bos = _sentencepiece(header, vocabulary)
-    else:
+    kind = header.text("tokenizer.ggml.model")
+    if kind not in _KINDS:
         raise ModelLoadError(
             f"{header.path}: the tokenizer {kind} isn't served; gpt2 and llama are"
         )
-    _add_special(tokenizer, vocabulary)
-    _add_template(tokenizer, header, vocabulary, add_bos)
+    with refused_by_tokenizers(header.path):
+        tokenizer, add_bos = _KINDS[kind](header, vocabulary)
+        _add_special(tokenizer, vocabulary)
+        _add_template(tokenizer, header, vocabulary, add_bos)
     return tokenizer
 
 
@@ -122,8 +124,8 @@ def _incomplete(header: GGUFHeader, key: str) -> ModelLoadError:
 
 
 def _byte_level(header: GGUFHeader, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    pre = header.metadata.get("tokenizer.ggml.pre", "default")
-    splitting = _PRE.get(pre)
+    pre = header.text("tokenizer.ggml.pre", "default")
+    splitting = _PRE.get(str(pre))
     if splitting is None:
         known = ", ".join(_PRE)
         raise ModelLoadError(f"{header.path}: the pre-tokenizer {pre} isn't served; {known} are")
@@ -182,13 +184,20 @@ def _sentencepiece(header: GGUFHeader, vocabulary: _Vocabulary) -> tuple[Tokeniz
     tokenizer = Tokenizer(model)
     spaces = normalizers.Replace(" ", "▁")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if header.metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if header.flag("tokenizer.ggml.add_space_prefix", True):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     else:
         tokenizer.normalizer = spaces
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer, True
+
+
+_KINDS: dict[str | None, Callable[[GGUFHeader, _Vocabulary], tuple[Tokenizer, bool]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+}
+"""By ``tokenizer.ggml.model``: what makes the tokenizer, and whether BOS is added if not told."""
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
@@ -202,6 +211,8 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple
     for piece, kind, score in zip(vocabulary.tokens, vocabulary.types, scores, strict=True):
         if kind != _NORMAL:
             continue
+        if len(piece) > _MAX_PIECE_CHARACTERS:
+            raise ValueError(f"its vocabulary has a piece of {len(piece)} characters")
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in ids and right in ids:
@@ -241,7 +252,7 @@ def _add_template(
 
 def _special(header: GGUFHeader, vocabulary: _Vocabulary, name: str, default: bool) -> str | None:
     """The text of BOS or EOS where it is to be added, None where it isn't."""
-    if not header.metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+    if not header.flag(f"tokenizer.ggml.add_{name}_token", default):
         return None
     token = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
     if not isinstance(token, int) or not 0 <= token < len(vocabulary.tokens):

@@ -12,10 +12,19 @@ from typing import Any
 
 import tokenizers
 
-from trioserve.errors import ModelLoadError
-from trioserve.model_files.config import ModelConfig, RopeScaling
-from trioserve.model_files.jsonfile import read_object
+from trioserve.errors import InvalidRequest, ModelLoadError
+from trioserve.model_files.config import (
+    MAX_LAYERS,
+    MAX_NUMBER,
+    MAX_SIZE,
+    ModelConfig,
+    RopeScaling,
+    check_config,
+)
+from trioserve.model_files.jsonfile import read_file, read_object
+from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.model_files.shards import read_shards
+from trioserve.sampling import SamplingParams
 
 __all__ = [
     "read_chat_template",
@@ -57,11 +66,11 @@ class _Fields:
         self.path = path
         self.values = {**defaults, **values}
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer; null counts as absent."""
+    def integer(self, name: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
+        """An integer from 1 to ``most``; null counts as absent."""
         value = self.values.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             raise self.error(name, value)
         return value
 
@@ -69,7 +78,9 @@ class _Fields:
         """A positive number; null counts as absent."""
         value = self.values.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.error(name, value)
+        if not 0 < value <= MAX_NUMBER:  # NaN isn't either
             raise self.error(name, value)
         return float(value)
 
@@ -102,17 +113,17 @@ def read_config(folder: Path) -> ModelConfig:
     family = _family(path, values)
     fields = _Fields(path, values, _FAMILY_DEFAULTS[family])
     _refuse_unserved(fields)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     max_positions = fields.integer("max_position_embeddings")
     theta, scaling = _rope(fields, max_positions)
     if scaling is not None and scaling.kind == "yarn":
         stretched = int(scaling.factor * scaling.original_max_position_embeddings)
-        max_positions = max(max_positions, stretched)
+        max_positions = min(max(max_positions, stretched), MAX_SIZE)
     rope_layers = _rope_layers(fields, family, num_layers)
     attention_bias = fields.flag("attention_bias") and family != "mistral"
-    return ModelConfig(
+    config = ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -136,6 +147,8 @@ def read_config(folder: Path) -> ModelConfig:
         bos_token_id=_first(_ids(fields, "bos_token_id")),
         eos_token_ids=_eos_ids(fields, folder),
     )
+    check_config(config, path)
+    return config
 
 
 def _family(path: Path, values: Mapping[str, Any]) -> str:
@@ -193,6 +206,9 @@ def _rope(fields: _Fields, max_positions: int) -> tuple[float, RopeScaling | Non
             raise rope.error("factor", None)
         factor = max_positions / original
     attention_factor = rope.get("attention_factor")
+    mscale, mscale_all_dim = (
+        rope.number(name, 1.0) if rope.get(name) else 0.0 for name in ("mscale", "mscale_all_dim")
+    )
     return theta, RopeScaling(
         kind=str(kind),
         factor=factor,
@@ -201,9 +217,9 @@ def _rope(fields: _Fields, max_positions: int) -> tuple[float, RopeScaling | Non
         original_max_position_embeddings=original,
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
-        mscale=float(rope.get("mscale") or 0.0),
-        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+        attention_factor=None if attention_factor is None else rope.number("attention_factor", 1.0),
+        mscale=mscale,
+        mscale_all_dim=mscale_all_dim,
         truncate=rope.get("truncate") is not False,
     )
 
@@ -240,7 +256,9 @@ def _windows(
     if family == "smollm3":
         return tuple(None if rope else window for rope in rope_layers)
     full = fields.get("max_window_layers")
-    full = 28 if full is None else int(full)
+    full = 28 if full is None else full
+    if isinstance(full, bool) or not isinstance(full, int):
+        raise fields.error("max_window_layers", full)
     return tuple(window if layer >= full else None for layer in range(num_layers))
 
 
@@ -259,8 +277,9 @@ def _dtype(fields: _Fields, folder: Path) -> str:
 def _ids(fields: _Fields, name: str) -> tuple[int, ...]:
     value = fields.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
-        raise fields.error(name, value)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_SIZE:
+            raise fields.error(name, value)
     return tuple(ids)
 
 
@@ -277,16 +296,26 @@ def _eos_ids(fields: _Fields, folder: Path) -> tuple[int, ...]:
 
 
 def read_generation_defaults(folder: Path) -> dict[str, float | int]:
-    """The sampling defaults in generation_config.json; what only sampling uses, if it samples."""
-    values = read_object(folder / "generation_config.json", required=False)
+    """The sampling defaults in generation_config.json; what only sampling uses, if it samples.
+
+    Raises:
+        ModelLoadError: the file is damaged, or has a value that no request may have.
+    """
+    path = folder / "generation_config.json"
+    values = read_object(path, required=False)
     names = ["repetition_penalty"]
     if values.get("do_sample") is not False:
         names += ["temperature", "top_k", "top_p", "min_p"]
-    return {
+    defaults = {
         name: values[name]
         for name in names
         if isinstance(values.get(name), (int, float)) and not isinstance(values[name], bool)
     }
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequest as error:
+        raise ModelLoadError(f"{path} can't be right: {error}") from error
+    return defaults
 
 
 def read_chat_template(folder: Path) -> str | None:
@@ -294,14 +323,14 @@ def read_chat_template(folder: Path) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return read_file(path).decode("utf-8")
+        except UnicodeDecodeError as error:
             raise ModelLoadError(f"{path} can't be read: {error}") from error
     for name in ("chat_template.json", "tokenizer_config.json"):
         template = read_object(folder / name, required=False).get("chat_template")
         if isinstance(template, list):
-            named = {entry.get("name"): entry for entry in template if isinstance(entry, dict)}
-            template = named.get("default", {}).get("template")
+            named = [entry for entry in template if isinstance(entry, dict)]
+            template = next((e.get("template") for e in named if e.get("name") == "default"), None)
         if isinstance(template, str):
             return template
     return None
@@ -332,11 +361,9 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         if (path.parent / "tokenizer.model").exists():
             hint = "tokenizer.model alone isn't served, so convert it to tokenizer.json"
         raise ModelLoadError(f"{path} is missing: {hint}")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelLoadError(f"{path} is damaged: {reason}; fetch it again") from error
+    data = read_file(path)
+    with refused_by_tokenizers(path):
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

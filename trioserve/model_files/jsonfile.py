@@ -8,7 +8,7 @@ from typing import Any
 
 from trioserve.errors import ModelLoadError
 
-__all__ = ["parse_object", "read_object"]
+__all__ = ["parse_object", "read_file", "read_object"]
 
 
 def read_object(path: Path, *, required: bool = True) -> dict[str, Any]:
@@ -19,13 +19,23 @@ def read_object(path: Path, *, required: bool = True) -> dict[str, Any]:
     """
     if not required and not path.exists():
         return {}
+    if not path.exists():
+        raise ModelLoadError(f"{path} is missing: fetch the model's folder again")
+    return parse_object(read_file(path), path)
+
+
+def read_file(path: Path) -> bytes:
+    """All of a file. A device or a pipe isn't one, so that a link to one can't be read for ever.
+
+    Raises:
+        ModelLoadError: it can't be read.
+    """
+    if not path.is_file():
+        raise ModelLoadError(f"{path} can't be read: it is no file")
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise ModelLoadError(f"{path} is missing: fetch the model's folder again") from None
+        return path.read_bytes()
     except OSError as error:
         raise ModelLoadError(f"{path} can't be read: {error.strerror}") from error
-    return parse_object(data, path)
 
 
 def parse_object(data: bytes, path: Path) -> dict[str, Any]:
@@ -36,6 +46,8 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(data)
+    except RecursionError:
+        raise ModelLoadError(f"{path} is damaged: nested too deeply; fetch it again") from None
     except ValueError as error:
         raise ModelLoadError(f"{path} is damaged: no JSON ({error}); fetch it again") from error
     if not isinstance(value, dict):

@@ -6,9 +6,12 @@ dtype, shape and byte range), and the tensors.
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 
@@ -19,11 +22,22 @@ __all__ = ["Shard", "read_shards", "shard_paths"]
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 INDEX_NAME = "model.safetensors.index.json"
+_MAX_DIMENSIONS = 8
+_FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
+_ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+}
 
 
 @attrs.frozen
 class Shard:
-    """One safetensors file. ``shapes`` and ``dtypes`` (such as ``"BF16"``) are by tensor name."""
+    """One safetensors file. ``shapes`` and ``dtypes`` (such as ``"BF16"``) are by tensor name.
+
+    No two tensors share a byte, so all of them together are no larger than the file.
+    """
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
@@ -42,13 +56,19 @@ def shard_paths(folder: Path) -> tuple[Path, ...]:
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelLoadError(f"{index} is damaged: it has no weight_map; fetch it again")
-        paths = tuple(folder / name for name in sorted({str(name) for name in weight_map.values()}))
+        names = weight_map.values()
+        if not all(isinstance(name, str) and _FILE_NAME.fullmatch(name) for name in names):
+            raise ModelLoadError(
+                f"{index} is damaged: its weight_map holds what is no name of a file in its "
+                "folder; fetch it again"
+            )
+        paths = tuple(folder / name for name in sorted(set(names)))
     else:
         paths = (folder / "model.safetensors",)
         if not paths[0].exists():
             raise ModelLoadError(_no_weights(folder))
     for path in paths:
-        if not path.exists():
+        if not path.is_file():
             raise ModelLoadError(f"{path} is missing, and {INDEX_NAME} names it: fetch it again")
     return paths
 
@@ -106,22 +126,45 @@ def _read_shard(path: Path) -> Shard:
     entries.pop("__metadata__", None)
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    end = 0
-    try:
-        for name, entry in entries.items():
-            first, last = entry["data_offsets"]
-            shapes[name] = tuple(int(size) for size in entry["shape"])
-            dtypes[name] = str(entry["dtype"])
-            sizes[name] = int(last) - int(first)
-            end = max(end, int(last))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelLoadError(
-            f"{path} is damaged: a bad entry in its header; fetch it again"
-        ) from error
+    ranges: dict[str, tuple[int, int]] = {}
+    for name, entry in entries.items():
+        parts = _entry(entry)
+        if parts is None:
+            raise _bad_entry(path)
+        dtypes[name], shapes[name], ranges[name] = parts
+    in_order = sorted(ranges.values())
+    if any(before[1] > after[0] for before, after in itertools.pairwise(in_order)):
+        raise _bad_entry(path)
     size = path.stat().st_size
-    if size < 8 + len(header) + end:
-        raise ModelLoadError(
-            f"{path} is truncated: {size} bytes of {8 + len(header) + end}; fetch it again"
-        )
-    return Shard(path, shapes, dtypes, sizes)
+    end = 8 + len(header) + (in_order[-1][1] if in_order else 0)
+    if size < end:
+        raise ModelLoadError(f"{path} is truncated: {size} bytes of {end}; fetch it again")
+    num_bytes = {name: last - first for name, (first, last) in ranges.items()}
+    return Shard(path, shapes, dtypes, num_bytes)
+
+
+def _bad_entry(path: Path) -> ModelLoadError:
+    return ModelLoadError(f"{path} is damaged: a bad entry in its header; fetch it again")
+
+
+def _entry(entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]] | None:
+    """Dtype, shape and byte range of a header's entry; None if it isn't right in itself."""
+    if not isinstance(entry, dict):
+        return None
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets):
+        return None
+    if len(offsets) != 2 or offsets[0] > offsets[1] or len(shape) > _MAX_DIMENSIONS:
+        return None
+    # A type that isn't known here is told by its name when its tensor is wanted.
+    item = _ITEM_BYTES.get(dtype)
+    if item is not None and math.prod(shape) * item != offsets[1] - offsets[0]:
+        return None
+    return dtype, tuple(shape), (offsets[0], offsets[1])
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 63
+        for size in value
+    )

@@ -1,0 +1,43 @@
+"""Every fuzzing target on its seeds, on damage that is the same every time, and on old findings.
+
+``python -m fuzz`` runs the same targets under atheris for as long as one likes.
+"""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+
+from fuzz.target import mutations
+from fuzz.targets import TARGETS
+from tests.source_files import ROOT
+
+INPUTS = ROOT / "tests" / "fuzz_inputs"
+MUTATIONS = 60
+WITH_BYTES = [name for name, target in TARGETS.items() if target.strategy is None]
+WITH_STRATEGY = [name for name, target in TARGETS.items() if target.strategy is not None]
+
+
+@pytest.mark.parametrize("name", WITH_BYTES)
+def test_damaged_bytes(name: str) -> None:
+    target = TARGETS[name]
+    seeds = target.seeds()
+    assert seeds
+    for data in (*seeds, *mutations(seeds, MUTATIONS)):
+        target.check(data)
+
+
+@pytest.mark.parametrize("name", WITH_STRATEGY)
+def test_damaged_structures(name: str) -> None:
+    TARGETS[name].as_test(
+        max_examples=MUTATIONS, derandomize=True, phases=[hypothesis.Phase.generate]
+    )()
+
+
+def test_old_findings() -> None:
+    for path in sorted(INPUTS.glob("*/*")):
+        TARGETS[path.parent.name].check(path.read_bytes())
+
+
+def test_inputs_belong_to_targets() -> None:
+    assert {path.name for path in INPUTS.glob("*")} <= set(WITH_BYTES)
