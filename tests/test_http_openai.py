@@ -121,6 +121,7 @@ async def test_sampling_fields_reach_the_engine() -> None:
     assert call.params.stop_token_ids == (3, 4)
     assert call.params.stop == ("a", "b")
     expected = {"priority": 3, "cache_salt": "salt", "timeout": 12.5, "request_id": "cmpl-mine"}
+    assert isinstance(call.options.pop("arrived"), float)
     assert call.options == {**expected, "traceparent": "", "tracestate": ""}
 
 

@@ -25,10 +25,13 @@ def check_prompt(
     max_model_len: int,
     vocab_size: int,
     keep: int | None = None,
-) -> None:
+) -> int:
     """Refuse a prompt that can't fit, or that has ids which aren't the model's.
 
     With ``keep`` it is going to be cut to as many tokens.
+
+    Returns:
+        a number of tokens that it has at least.
 
     Raises:
         ContextTooLong: it is certain to be longer than the model's context.
@@ -46,6 +49,7 @@ def check_prompt(
         )
     if isinstance(prompt, TokensPrompt):
         _check_ids({"prompt": prompt.token_ids}, vocab_size)
+    return fewest
 
 
 def max_prompt_tokens(params: SamplingParams, max_model_len: int) -> int | None:

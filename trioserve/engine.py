@@ -8,7 +8,6 @@ and leaving that block, for whatever reason, is its abort. The tasks behind it a
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -25,12 +24,12 @@ from trioserve.admission import (
     sampler_params,
 )
 from trioserve.config import EngineConfig
+from trioserve.deadline import Deadline
+from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
 from trioserve.errors import (
-    DeadlineExceeded,
     Draining,
     EngineError,
     InvalidRequest,
-    QueueFull,
     RequestAborted,
 )
 from trioserve.generation import (
@@ -71,13 +70,25 @@ class Engine:
     _seeds: random.Random
     on_request_end: Callable[[Request], None] = lambda _: None
     """Called once for each request, when nothing more will be delivered of it."""
-    _open: set[Request] = attrs.field(factory=set)
-    """The requests whose caller's scope is open."""
-    _num_entering: int = 0
-    """Outputs of requests that are on their way to the queue."""
+    _open: dict[Request, None] = attrs.field(factory=dict)
+    """The requests whose caller's scope is open, in the order of their arrival."""
+    _entrance: Entrance = attrs.field(init=False)
     _draining: bool = False
     _closed: EngineError | None = None
     _idle: trio.Event = attrs.field(factory=trio.Event)
+
+    def __attrs_post_init__(self) -> None:
+        config = self.config
+        self._entrance = Entrance(
+            line=self._scheduler,
+            max_requests=config.max_num_queued_reqs,
+            max_tokens=config.max_num_queued_tokens or max(DEFAULT_MAX_TOKENS, self.max_model_len),
+        )
+
+    @property
+    def max_num_queued_tokens(self) -> int:
+        """Tokens that the prompts of waiting requests may have, before others are refused."""
+        return self._entrance.max_tokens
 
     @property
     def vocab_size(self) -> int:
@@ -96,8 +107,18 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """Whether a worker is attached and new requests are admitted."""
-        return self._scheduler.attached and not self._draining and self._closed is None
+        """Whether a worker is attached and at work, and new requests are admitted."""
+        return (
+            self._scheduler.attached
+            and not self._scheduler.stalled
+            and not self._draining
+            and self._closed is None
+        )
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the worker owes a step for so long that it may be hung."""
+        return self._scheduler.stalled
 
     @property
     def draining(self) -> bool:
@@ -112,6 +133,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        arrived: float | None = None,
         cache_salt: str = "",
         traceparent: str = "",
         tracestate: str = "",
@@ -127,7 +149,9 @@ class Engine:
             params: how to sample; or give its fields as keyword arguments.
             request_id: a name for logs (default: a random one).
             priority: smaller runs sooner under the priority policy.
-            timeout: seconds after which the block is cancelled and ``DeadlineExceeded`` raised.
+            timeout: seconds after which the block is cancelled and ``DeadlineExceeded`` raised
+                (default: the option ``default_timeout``); infinity for never.
+            arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
             cache_salt: share cached prefixes only with requests of the same salt.
             traceparent: the caller's W3C trace context; the request's span becomes its child.
             tracestate: what goes with ``traceparent``.
@@ -135,7 +159,7 @@ class Engine:
         Raises:
             InvalidRequest: an argument that can't be served; ``param`` names it.
             ContextTooLong: prompt and output don't fit the model or the page pool.
-            QueueFull: too many requests wait.
+            QueueFull: too many requests wait, or too many tokens in their prompts.
             Draining: the engine is shutting down.
             DeadlineExceeded: the timeout ran out.
         """
@@ -146,6 +170,7 @@ class Engine:
         _check_arguments(
             priority,
             timeout,
+            arrived,
             request_id=request_id or "",
             cache_salt=cache_salt,
             traceparent=traceparent,
@@ -155,7 +180,7 @@ class Engine:
             as_prompt(prompt), params, request_id or f"req-{uuid.uuid4().hex}", priority, cache_salt
         )
         request.traceparent, request.tracestate = traceparent, tracestate
-        return self._generation(request, timeout)
+        return self._generation(request, Deadline.of(timeout, arrived, self.config))
 
     async def complete(
         self,
@@ -165,6 +190,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        arrived: float | None = None,
         cache_salt: str = "",
         traceparent: str = "",
         tracestate: str = "",
@@ -178,6 +204,7 @@ class Engine:
             request_id=request_id,
             priority=priority,
             timeout=timeout,
+            arrived=arrived,
             cache_salt=cache_salt,
             traceparent=traceparent,
             tracestate=tracestate,
@@ -192,7 +219,7 @@ class Engine:
         """Counts of this moment."""
         return EngineStatistics(
             scheduler=self._scheduler.statistics(),
-            num_tokenizing=self._num_entering,
+            num_tokenizing=self._entrance.num_entering,
             num_streams=len(self._open),
             stream_bytes=self._stream_budget.waiting,
             worker_restarts=self._worker_restarts(),
@@ -205,7 +232,9 @@ class Engine:
             AssertionError: one is violated; this is a bug in trioserve.
         """
         self._scheduler.check_integrity()
-        assert 0 <= self._num_entering <= sum(len(request.sequences) for request in self._open)
+        self._entrance.check_integrity()
+        num_open = sum(len(request.sequences) for request in self._open)
+        assert self._entrance.num_entering <= num_open
         if not self._open:
             assert self._stream_budget.waiting == 0
 
@@ -248,7 +277,7 @@ class Engine:
     ) -> Request:
         check_params(params, self.config, vocab_size=self.vocab_size)
         keep = max_prompt_tokens(params, self.max_model_len)
-        check_prompt(
+        fewest_tokens = check_prompt(
             prompt,
             self.tokenizer,
             max_model_len=self.max_model_len,
@@ -264,6 +293,7 @@ class Engine:
             priority=priority,
             cache_salt=salt,
             max_prompt_tokens=keep,
+            fewest_tokens=fewest_tokens,
         )
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
         sampler = sampler_params(params, seed, self._eos_token_ids, self.tokenizer)
@@ -285,16 +315,21 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def _generation(
-        self, request: Request, timeout: float | None
+        self, request: Request, deadline: Deadline
     ) -> AsyncIterator[GenerationStream]:
-        self._check_room(len(request.sequences))
-        self._open.add(request)
+        if self._closed is not None:
+            raise self._closed
+        if self._draining:
+            raise Draining("the server is shutting down")
+        self._entrance.enter(request, trio.current_time())
+        self._open[request] = None
         try:
-            with trio.move_on_after(math.inf if timeout is None else timeout) as scope:
-                await self._enter(request)
+            with deadline.enforced():
+                self._to_tokenizer.send_nowait(request)
+                await request.admitted.wait()
+                if request.rejection is not None:
+                    raise request.rejection
                 yield GenerationStream(request)
-            if scope.cancelled_caught:
-                raise DeadlineExceeded(f"the request's timeout of {timeout:g} s ran out")
         finally:
             self._abandon(request)
 
@@ -306,32 +341,6 @@ class Engine:
         for request in self._open:
             request.reject(error)
             request.stream.close(error)
-
-    def _check_room(self, num_sequences: int) -> None:
-        if self._closed is not None:
-            raise self._closed
-        if self._draining:
-            raise Draining("the server is shutting down")
-        waiting = self._num_entering + self._scheduler.num_waiting
-        if waiting + num_sequences > self.config.max_num_queued_reqs:
-            outputs = f", and this one has {num_sequences} outputs" if num_sequences > 1 else ""
-            raise QueueFull(
-                f"{waiting} requests are waiting; the limit is {self.config.max_num_queued_reqs} "
-                f"(--max-num-queued-reqs){outputs}"
-            )
-
-    async def _enter(self, request: Request) -> None:
-        self._to_tokenizer.send_nowait(request)
-        num_sequences = len(request.sequences)
-        self._num_entering += num_sequences
-        # Not when this task wakes up: until then the request would count twice, here and in line.
-        request.on_admitted = lambda: self._has_entered(num_sequences)
-        await request.admitted.wait()
-        if request.rejection is not None:
-            raise request.rejection
-
-    def _has_entered(self, num_sequences: int) -> None:
-        self._num_entering -= num_sequences
 
     def _abandon(self, request: Request) -> None:
         """The caller's scope is left: nothing more is to be computed or kept. Never blocks."""
@@ -345,7 +354,8 @@ class Engine:
                 self._scheduler.abort(sequence, finish)
                 self.on_finished(sequence, sequence.finish or finish)
         request.stream.discard()
-        self._open.discard(request)
+        self._entrance.forget(request)
+        del self._open[request]
         if not self._open:
             self._idle.set()
 
@@ -354,13 +364,17 @@ def _with_index(sampler: SamplerParams, index: int) -> SamplerParams:
     return attrs.evolve(sampler, sequence_index=index) if index else sampler
 
 
-def _check_arguments(priority: int, timeout: float | None, **texts: str) -> None:
+def _check_arguments(
+    priority: int, timeout: float | None, arrived: float | None, **texts: str
+) -> None:
     """Refuse what would fail further in, where it would be every request's failure."""
     for name, value in texts.items():
         if not isinstance(value, str):
             raise InvalidRequest(f"{name} must be a string, got {value!r}", param=name)
     if not isinstance(priority, int):
         raise InvalidRequest(f"priority must be an integer, got {priority!r}", param="priority")
+    if arrived is not None and not (isinstance(arrived, (int, float)) and arrived == arrived):
+        raise InvalidRequest(f"arrived must be a time, got {arrived!r}", param="arrived")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
         raise InvalidRequest(
             f"timeout must be a number of seconds from 0 up, got {timeout!r}", param="timeout"

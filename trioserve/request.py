@@ -174,8 +174,8 @@ class Times:
 class Request:
     """What a caller asked for. It lives as long as the scope that asked.
 
-    The tokenizer sets ``prompt_ids``; the scheduler sets ``admitted`` (with ``rejection`` when it
-    refuses). Reading a request's progress needs no lock: everything happens on trio's thread.
+    The tokenizer tells :meth:`tokenized`; the scheduler sets ``admitted`` (with ``rejection`` when
+    it refuses). Reading a request's progress needs no lock: everything happens on trio's thread.
     """
 
     id: str
@@ -193,9 +193,13 @@ class Request:
     """What goes with ``traceparent``."""
     max_prompt_tokens: int | None = None
     """Cut a longer prompt to this many tokens, on the side that the parameters name."""
+    fewest_tokens: int = 0
+    """A number of tokens that the prompt has at least, known before it is tokenized."""
     prompt_ids: list[int] = attrs.field(factory=list)
     sequences: list[Sequence] = attrs.field(factory=list)
     admitted: trio.Event = attrs.field(factory=trio.Event)
+    on_tokenized: Callable[[], None] | None = None
+    """Called when ``prompt_ids`` are there; may raise ``QueueFull``."""
     on_admitted: Callable[[], None] | None = None
     """Called in the moment in which ``admitted`` is set; whoever waits for that runs later."""
     rejection: Exception | None = None
@@ -209,6 +213,16 @@ class Request:
         """Whether nothing more is to be computed for it."""
         return all(sequence.state is State.FINISHED for sequence in self.sequences)
 
+    def tokenized(self, prompt_ids: list[int]) -> None:
+        """The prompt's ids are known.
+
+        Raises:
+            QueueFull: there is no room for so many; the request is to be rejected.
+        """
+        self.prompt_ids = prompt_ids
+        if self.on_tokenized is not None:
+            self.on_tokenized()
+
     def admit(self) -> None:
         """Let the caller go on: the request is in the queue. Idempotent."""
         if self.admitted.is_set():
@@ -216,6 +230,7 @@ class Request:
         self.admitted.set()
         if self.on_admitted is not None:
             self.on_admitted()
+        self.on_tokenized = self.on_admitted = None
 
     def reject(self, error: Exception) -> None:
         """Let the caller go on, into ``error``; every sequence is finished. Idempotent."""

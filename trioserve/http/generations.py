@@ -35,6 +35,8 @@ class Job:
     request_id: str
     priority: int = 0
     timeout: float | None = None
+    arrived: float | None = None
+    """The moment on trio's clock from which ``timeout`` counts; None for when it is entered."""
     cache_salt: str = ""
     traceparent: str = ""
     tracestate: str = ""
@@ -124,6 +126,7 @@ def _generate(engine: Engine, job: Job) -> contextlib.AbstractAsyncContextManage
         request_id=job.request_id,
         priority=job.priority,
         timeout=job.timeout,
+        arrived=job.arrived,
         cache_salt=job.cache_salt,
         traceparent=job.traceparent,
         tracestate=job.tracestate,

@@ -12,6 +12,7 @@ import quart
 from werkzeug.exceptions import UnsupportedMediaType
 
 from trioserve.config import ServerConfig
+from trioserve.deadline import Deadline
 from trioserve.engine import Engine
 from trioserve.errors import InvalidRequest
 from trioserve.generation import Completion, completion_of, sampling_params
@@ -100,6 +101,13 @@ class Service:
         except InvalidRequest as error:
             raise renamed(error, renames or {}) from error
 
+    def deadline(self, timeout: float | None) -> Deadline:
+        """Until when the request being served may take, which names ``timeout`` or none.
+
+        The engine keeps the same, but knows nothing of what comes before it and after it.
+        """
+        return Deadline.of(timeout, self.record.started, self.engine.config)
+
     def check_number_of_prompts(self, count: int, param: str) -> None:
         """Refuse an empty batch, and one that could never be queued.
 
@@ -116,11 +124,15 @@ class Service:
         """The generations of ``jobs``, noted in the log's line, under the caller's trace."""
         record = self.record
         record.note_jobs(jobs, with_contents=self.config.log_requests)
-        if record.traceparent:
-            jobs = [
-                attrs.evolve(job, traceparent=record.traceparent, tracestate=record.tracestate)
-                for job in jobs
-            ]
+        jobs = [
+            attrs.evolve(
+                job,
+                arrived=record.started,
+                traceparent=record.traceparent,
+                tracestate=record.tracestate,
+            )
+            for job in jobs
+        ]
         return open_generations(self.engine, jobs)
 
     async def complete(self, jobs: Sequence[Job]) -> list[Completion]:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import tokenizers
 import trio
 
-from trioserve.errors import InvalidRequest
+from trioserve.errors import InvalidRequest, QueueFull
 from trioserve.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt
 from trioserve.stream import TokenLogprob
 from trioserve.text.chat_template import ChatTemplate
@@ -343,7 +343,11 @@ async def _hand_on(
     if isinstance(result, InvalidRequest):
         request.reject(result)
         return
-    request.prompt_ids = result
+    try:
+        request.tokenized(result)
+    except QueueFull as error:
+        request.reject(error)
+        return
     await submit.send(request)
 
 

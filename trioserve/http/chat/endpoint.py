@@ -57,8 +57,12 @@ class ChatEndpoints:
 
     async def chat_completions(self) -> quart.Response:
         """``POST /v1/chat/completions``."""
+        request = with_tools(await self._service.read(ChatCompletionRequest))
+        with self._service.deadline(request.timeout).enforced():
+            return await self._answer(request)
+
+    async def _answer(self, request: ChatCompletionRequest) -> quart.Response:
         service = self._service
-        request = with_tools(await service.read(ChatCompletionRequest))
         model = service.model(request.model)
         check_stream_options(request)
         try:

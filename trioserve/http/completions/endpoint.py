@@ -41,8 +41,12 @@ class CompletionEndpoints:
 
     async def completions(self) -> quart.Response:
         """``POST /v1/completions``."""
+        request = await self._service.read(CompletionRequest)
+        with self._service.deadline(request.timeout).enforced():
+            return await self._answer(request)
+
+    async def _answer(self, request: CompletionRequest) -> quart.Response:
         service = self._service
-        request = await service.read(CompletionRequest)
         model = service.model(request.model)
         check_stream_options(request)
         jobs = self._jobs(request)

@@ -25,8 +25,12 @@ class NativeEndpoints:
 
     async def generate(self) -> quart.Response:
         """``POST /generate``."""
+        request = await self._service.read(GenerateRequest)
+        with self._service.deadline(request.timeout).enforced():
+            return await self._answer(request)
+
+    async def _answer(self, request: GenerateRequest) -> quart.Response:
         service = self._service
-        request = await service.read(GenerateRequest)
         batch = read_batch(request, service)
         writer = NativeWriter(
             batch=batch,

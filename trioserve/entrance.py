@@ -1,0 +1,187 @@
+"""The way into the queue: how much may wait, who is refused, and when to come back.
+
+Two things are bounded, sequences and tokens. What waits in the scheduler's line counts, and what is
+on its way there: a request counts with the fewest tokens that its prompt can have until it has been
+tokenized, and with its true number from then on. If that turns out to be too much, it is refused
+then. A request that finds nobody before it is never refused, however large it is.
+
+Each output of a request counts, with the whole prompt, as the scheduler counts it. Beside the
+queue, the texts of all prompts that are held are bounded together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Protocol
+
+import attrs
+import trio
+
+from trioserve.errors import QueueFull
+from trioserve.request import Request
+from trioserve.text.prompt_size import characters_of
+
+__all__ = ["DEFAULT_MAX_TOKENS", "Departures", "Entrance", "Line", "seconds_until_room"]
+
+DEFAULT_MAX_TOKENS = 2 << 20
+MAX_CHARACTERS = 256 << 20
+"""Of all prompts together: a text stays in memory until its request is over, and one that is to be
+cut may be as long as a body of HTTP."""
+
+WINDOW_SECONDS = 30.0
+"""How far back departures are looked at."""
+_SAMPLE_SECONDS = 1.0
+MIN_RETRY_SECONDS = 1
+MAX_RETRY_SECONDS = 60
+
+
+class Line(Protocol):
+    """What is needed of the :class:`~trioserve.scheduler.Scheduler`."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot."""
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Their tokens, prompt and output so far."""
+
+
+def seconds_until_room(num_to_leave: float, num_left: int, seconds: float) -> int:
+    """When to try again, in whole seconds from 1 to 60.
+
+    Args:
+        num_to_leave: how many sequences have to leave the line until there is room.
+        num_left: how many have left it.
+        seconds: within which time.
+    """
+    # If nobody has left, the first one is expected right now.
+    estimate = math.ceil(num_to_leave * seconds / max(num_left, 1))
+    return min(max(estimate, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
+
+class Departures:
+    """How many have left the line within the last half minute, or a little more.
+
+    It is told and asked at once, whenever somebody comes, and never polls.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def note(self, total: int, now: float) -> tuple[int, float]:
+        """``total`` have left since the start: how many of them recently, and within what time."""
+        samples = self._samples
+        while len(samples) > 1 and samples[1][0] <= now - WINDOW_SECONDS:
+            samples.popleft()
+        if samples and samples[0][0] < now - 2 * WINDOW_SECONDS:
+            samples.popleft()
+        if not samples or samples[-1][0] <= now - _SAMPLE_SECONDS:
+            samples.append((now, total))
+        since, before = samples[0]
+        return max(total - before, 0), now - since
+
+
+@attrs.define(eq=False, kw_only=True)
+class Entrance:
+    """Counts who is on the way into ``line``, and refuses whom there is no room for.
+
+    All its methods run on trio's thread, and none waits.
+    """
+
+    line: Line
+    max_requests: int
+    max_tokens: int
+    num_entering: int = 0
+    """Outputs of requests that are on their way into the line."""
+    num_entering_tokens: int = 0
+    num_characters: int = 0
+    """Of the prompts of all requests that are open, wherever they are."""
+    _tokens: dict[Request, int] = attrs.field(factory=dict)
+    """Of each request on its way, those that it counts with."""
+    _characters: dict[Request, int] = attrs.field(factory=dict)
+    _num_entered: int = 0
+    _departures: Departures = attrs.field(factory=Departures)
+
+    def enter(self, request: Request, now: float) -> None:
+        """Count ``request`` until it is admitted or rejected, and hold its prompt till it is over.
+
+        Raises:
+            QueueFull: there is no room for it.
+        """
+        num_sequences = len(request.sequences)
+        num_tokens = request.fewest_tokens * num_sequences
+        characters = characters_of(request.prompt)
+        if self.num_characters and self.num_characters + characters > MAX_CHARACTERS:
+            raise QueueFull(
+                f"the prompts of open requests have {self.num_characters} characters, and this one "
+                f"has {characters}; at most {MAX_CHARACTERS} are held"
+            )
+        self._check(num_sequences, num_tokens, now)
+        self.num_entering += num_sequences
+        self.num_entering_tokens += num_tokens
+        self.num_characters += characters
+        self._tokens[request] = num_tokens
+        self._characters[request] = characters
+        request.on_tokenized = lambda: self._on_tokenized(request)
+        # Not when the caller's task wakes up: until then the request would count twice, here and
+        # in line.
+        request.on_admitted = lambda: self._on_admitted(request)
+
+    def forget(self, request: Request) -> None:
+        """``request`` is over."""
+        self.num_characters -= self._characters.pop(request)
+
+    def check_integrity(self) -> None:
+        """Assert that the counts are those of the requests that it knows."""
+        assert self.num_entering == sum(len(request.sequences) for request in self._tokens)
+        assert self.num_entering_tokens == sum(self._tokens.values())
+        assert self.num_characters == sum(self._characters.values())
+        assert self._tokens.keys() <= self._characters.keys()
+
+    def _on_tokenized(self, request: Request) -> None:
+        """The prompt of ``request``, which is on its way, is known now.
+
+        Raises:
+            QueueFull: there is no room for so many tokens.
+        """
+        num_sequences = len(request.sequences)
+        num_tokens = len(request.prompt_ids) * num_sequences
+        self.num_entering_tokens -= self._tokens[request]
+        self._tokens[request] = 0
+        self.num_entering -= num_sequences
+        try:
+            self._check(num_sequences, num_tokens, trio.current_time())
+        finally:
+            self.num_entering += num_sequences
+        self.num_entering_tokens += num_tokens
+        self._tokens[request] = num_tokens
+
+    def _on_admitted(self, request: Request) -> None:
+        """``request`` is in line now, or was rejected."""
+        self.num_entering_tokens -= self._tokens.pop(request)
+        self.num_entering -= len(request.sequences)
+        if request.rejection is None:
+            self._num_entered += len(request.sequences)
+
+    def _check(self, num_sequences: int, num_tokens: int, now: float) -> None:
+        waiting = self.num_entering + self.line.num_waiting
+        tokens = self.num_entering_tokens + self.line.num_waiting_tokens
+        recently = self._departures.note(self._num_entered - self.line.num_waiting, now)
+        too_many = waiting + num_sequences - self.max_requests
+        if too_many > 0:
+            outputs = f", and this one has {num_sequences} outputs" if num_sequences > 1 else ""
+            raise QueueFull(
+                f"{waiting} requests are waiting; the limit is {self.max_requests} "
+                f"(--max-num-queued-reqs){outputs}",
+                retry_after=seconds_until_room(too_many, *recently),
+            )
+        too_large = tokens + num_tokens - self.max_tokens
+        if too_large > 0 and waiting > 0:
+            to_leave = min(too_large / max(tokens / waiting, 1), waiting)
+            raise QueueFull(
+                f"{waiting} requests with {tokens} tokens are waiting, and this one has "
+                f"{num_tokens}; the limit is {self.max_tokens} (--max-num-queued-tokens)",
+                retry_after=seconds_until_room(to_leave, *recently),
+            )
