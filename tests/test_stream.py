@@ -141,6 +141,29 @@ def test_a_reader_that_keeps_up_is_not_refused_for_what_others_left() -> None:
         Stream(budget).push(Chunk("x" * 1000))
 
 
+async def test_several_chunks_of_one_step_are_taken_past_what_others_left() -> None:
+    """Those of the outputs of one request, whose reader hasn't run in between."""
+    budget = StreamBudget(per_stream=1000, total=1500)
+    slow = [Stream(budget), Stream(budget)]
+    for stream in slow:
+        stream.push(Chunk("x" * 600))
+    reader = Stream(budget)
+    async with trio.open_nursery() as nursery:
+        taken: list[Chunk] = []
+
+        async def read() -> None:
+            taken.extend(await reader.take())
+
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        for index in range(3):
+            reader.push(Chunk("y" * 100, index=index))
+    assert [chunk.index for chunk in taken] == [0, 1, 2]
+    reader.push(Chunk("y" * 100))
+    with pytest.raises(SlowReader, match="max_total_stream_bytes is 1500"):
+        reader.push(Chunk("y" * 100))
+
+
 def test_what_waits_is_given_back_once() -> None:
     budget = StreamBudget(per_stream=1000, total=1500)
     stream = Stream(budget)

@@ -4,8 +4,9 @@ The producer (the detokenizer) pushes chunks; the reader takes everything that h
 last looked, merged into one chunk per sequence. So a reader that keeps up sees every step, and one
 that lags sees fewer, larger chunks. What waits unread is counted in bytes, per stream and for all
 streams of an engine together (:class:`StreamBudget`); past either bound ``push`` says so and the
-producer ends the request. A reader for whom nothing waits keeps up, and isn't ended for what others
-have left: its next chunk is taken even past the common bound.
+producer ends the request. A reader for whom nothing waits keeps up, and so does one that a chunk has
+woken and that hasn't run since. It isn't ended for what others have left: its next chunk is taken
+even past the common bound.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ class Stream:
     _closed: bool = attrs.field(default=False, init=False)
     _error: BaseException | None = attrs.field(default=None, init=False)
     _reader: trio.lowlevel.Task | None = attrs.field(default=None, init=False)
+    _woken: bool = attrs.field(default=False, init=False)
+    """The reader waited for the first chunk that waits for it now."""
 
     @property
     def closed(self) -> bool:
@@ -138,7 +141,8 @@ class Stream:
                 f"the reader left {self._pending_bytes} bytes unread; "
                 f"max_stream_bytes is {self.budget.per_stream}"
             )
-        if self._pending and self.budget.waiting + size > self.budget.total:
+        lags = self._pending and not self._woken
+        if lags and self.budget.waiting + size > self.budget.total:
             raise SlowReader(
                 f"slow readers together left {self.budget.waiting} bytes unread; "
                 f"max_total_stream_bytes is {self.budget.total}"
@@ -197,9 +201,11 @@ class Stream:
         pending, self._pending = self._pending, []
         self.budget.waiting -= self._pending_bytes
         self._pending_bytes = 0
+        self._woken = False
         return pending
 
     def _wake(self) -> None:
         if self._reader is not None:
             trio.lowlevel.reschedule(self._reader)
             self._reader = None
+            self._woken = True
