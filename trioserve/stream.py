@@ -4,9 +4,9 @@ The producer (the detokenizer) pushes chunks; the reader takes everything that h
 last looked, merged into one chunk per sequence. So a reader that keeps up sees every step, and one
 that lags sees fewer, larger chunks. What waits unread is counted in bytes, per stream and for all
 streams of an engine together (:class:`StreamBudget`); past either bound ``push`` says so and the
-producer ends the request. A reader for whom nothing waits keeps up, and so does one that a chunk has
-woken and that hasn't run since. It isn't ended for what others have left: its next chunk is taken
-even past the common bound.
+producer ends the request. A reader for whom nothing waits keeps up, and so does one that a chunk
+has woken and that hasn't run since. It isn't ended for what others have left: its next chunk is
+taken even past the common bound.
 """
 
 from __future__ import annotations
