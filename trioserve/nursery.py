@@ -18,7 +18,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import trio
@@ -41,11 +41,14 @@ from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.tracing import open_tracing
+from trioserve.worker.socket_folder import sweep_socket_folders
 from trioserve.worker.supervisor import OnProgress, Supervisor, run_worker
 
 __all__ = ["LoadedModel", "open_engine", "run_engine", "start_message"]
 
 _log = get_logger("trioserve.engine")
+
+_T = TypeVar("_T")
 
 
 @attrs.frozen(kw_only=True)
@@ -132,9 +135,10 @@ async def _open_worker(
     config: EngineConfig, on_progress: OnProgress | None
 ) -> AsyncIterator[Engine]:
     """The engine over a worker process of its own."""
-    path = await trio.to_thread.run_sync(lambda: locate(config.model, revision=config.revision))
-    files = await trio.to_thread.run_sync(open_model, path)
-    loaded = await trio.to_thread.run_sync(LoadedModel.load, config, files)
+    await _in_thread(sweep_socket_folders)
+    path = await _in_thread(lambda: locate(config.model, revision=config.revision))
+    files = await _in_thread(lambda: open_model(path))
+    loaded = await _in_thread(lambda: LoadedModel.load(config, files))
     metrics = Metrics(loaded.name, config.metrics_prefix)
     scheduler = Scheduler(config, metrics)
     supervisor = Supervisor(
@@ -158,6 +162,11 @@ async def _open_worker(
             kv_cache_tokens=ready.num_pages * ready.page_size,
         )
         yield engine
+
+
+async def _in_thread(read: Callable[[], _T]) -> _T:
+    """What ``read`` returns. Cancelling doesn't wait for it: a disk or a Hub may take for ever."""
+    return await trio.to_thread.run_sync(read, abandon_on_cancel=True)
 
 
 def start_message(config: EngineConfig, path: Path) -> wire.Start:

@@ -31,13 +31,20 @@ class NngLink:
 
     @classmethod
     def listen(cls, url: str) -> NngLink:
-        """Listen at an ``ipc://`` address, for one worker to dial."""
-        socket = pynng.Pair0(
-            listen=url,
-            recv_max_size=wire.MAX_MESSAGE_BYTES,
-            send_buffer_size=wire.BUFFERED_MESSAGES,
-            recv_buffer_size=wire.BUFFERED_MESSAGES,
-        )
+        """Listen at an ``ipc://`` address, for one worker to dial.
+
+        Raises:
+            WorkerLost: that can't be done there.
+        """
+        try:
+            socket = pynng.Pair0(
+                listen=url,
+                recv_max_size=wire.MAX_MESSAGE_BYTES,
+                send_buffer_size=wire.BUFFERED_MESSAGES,
+                recv_buffer_size=wire.BUFFERED_MESSAGES,
+            )
+        except pynng.NNGException as error:
+            raise WorkerLost(f"no socket for the worker at {url}: {error}") from error
         return cls(socket, socket.recv_fd, socket.send_fd)
 
     async def send(self, message: wire.Message) -> None:

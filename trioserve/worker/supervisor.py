@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from trioserve.groups import sole_exception
 from trioserve.logs import get_logger
 from trioserve.worker import Link
 from trioserve.worker.link import NngLink
+from trioserve.worker.socket_folder import SocketFolder
 
 __all__ = ["Supervisor", "run_worker", "worker_command"]
 
@@ -61,16 +60,6 @@ def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-P", "-m", "gpu", "--connect", url], environment
 
 
-@contextlib.contextmanager
-def _socket_folder() -> Iterator[str]:
-    """A folder for one link's socket, which only this user can enter."""
-    folder = tempfile.mkdtemp(prefix="trioserve-")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @contextlib.asynccontextmanager
 async def run_worker(
     start: wire.Start, *, start_timeout: float, on_progress: OnProgress
@@ -86,21 +75,14 @@ async def run_worker(
         ModelLoadError: the worker says that it can't load what it was told to.
         EngineError: the process is a stranger: another package named gpu, or another version.
         WorkerLost: the process died, or hung while loading; a block that had begun is cancelled.
+            Or there is no room for its socket, or for the process.
     """
     lost: WorkerLost | None = None
     with (
-        _socket_folder() as folder,
-        contextlib.closing(NngLink.listen(url := f"ipc://{folder}/worker.sock")) as link,
+        contextlib.closing(SocketFolder.make()) as folder,
+        contextlib.closing(NngLink.listen(folder.url)) as link,
     ):
-        command, environment = worker_command(url)
-        process = await trio.lowlevel.open_process(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env=environment,
-            # A Ctrl-C in the terminal is for the parent, which ends its workers in order.
-            start_new_session=True,
-        )
+        process = await _start_process(folder.url)
 
         async def watch(scope: trio.CancelScope) -> None:
             nonlocal lost
@@ -116,7 +98,7 @@ async def run_worker(
                     nursery.start_soon(watch, nursery.cancel_scope)
                     await _greet(link, start)
                     # Connected: a name in the file system would only outlive a killed engine.
-                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.close()
                     ready = await _load(link, start_timeout, on_progress)
                     when = ""
                     yield link, ready
@@ -131,6 +113,21 @@ async def run_worker(
                 await _stop(process, link)
     if lost is not None:
         raise lost
+
+
+async def _start_process(url: str) -> trio.Process:
+    command, environment = worker_command(url)
+    try:
+        return await trio.lowlevel.open_process(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            # A Ctrl-C in the terminal is for the parent, which ends its workers in order.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise WorkerLost(f"the worker can't be started: {error.strerror or error}") from error
 
 
 def _describe_exit(code: int) -> str:
