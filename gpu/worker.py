@@ -11,6 +11,7 @@ to every process at once, and the engine still needs its worker while it drains.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import logging
 import os
@@ -30,6 +31,7 @@ from gpu import loading
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
 from gpu.kernels.device import KernelLaunchError
+from gpu.logs import set_up_logging
 from gpu.runner import Runner
 from gpu.slots import PlanError, described
 from trioserve import wire
@@ -254,7 +256,10 @@ def _exit_with_parent() -> None:
 
 def run(url: str) -> None:
     """Be the worker of the engine that listens at ``url``, until it says Quit."""
-    logging.basicConfig(format="worker %(process)d: %(message)s", level=logging.INFO)
+    set_up_logging()
+    # What all threads are doing, at a signal and where the process is about to end by one.
+    faulthandler.register(signal.SIGUSR1)
+    faulthandler.enable()
     _exit_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -16,6 +16,7 @@ SHARED = {
     "trioserve.checks",
     "trioserve.errors",
     "trioserve.grammar",
+    "trioserve.log_output",
     "trioserve.logits_processors",
     "trioserve.machine",
     "trioserve.model_files",

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 
+from trioserve.log_output import WORKER_LOG
 from trioserve.logs import get_logger, setup_logging
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def logging_restored() -> Iterator[None]:
+def logging_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(WORKER_LOG, "")
     root, ours = logging.getLogger(), logging.getLogger("trioserve")
     before = (root.handlers[:], root.level, ours.level)
     yield
@@ -79,3 +87,103 @@ def test_the_format_follows_the_terminal(
     assert line.endswith("[debug    ] to a person [trioserve.test] k=1\n")
     get_logger("trioserve.test").info("request", path="/\x1b[2J")
     assert capsys.readouterr().err.endswith("request [trioserve.test] path=/\\x1b[2J\n")
+
+
+@pytest.mark.usefixtures("logging_restored")
+def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What doesn't fit into the pipe is lost, and the next line that fits says how much."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        setup_logging("info", "json")
+        log = get_logger("trioserve.test")
+        for number in range(100):
+            log.info("many", number=number, text="x" * 2000)
+        taken = os.read(reading, 1 << 20)
+        log.info("again")
+        log.info("and again")
+        after = os.read(reading, 1 << 20)
+        monkeypatch.undo()
+    os.close(reading)
+    # The last line that was taken may lack its end.
+    numbers = [json.loads(line)["number"] for line in taken.splitlines()[:-1]]
+    assert 20 <= len(numbers) < 40
+    assert numbers == list(range(len(numbers)))
+    rest, lost, again, more = after.splitlines()
+    assert rest == b""
+    assert json.loads(lost)["event"] == "log lines dropped"
+    assert json.loads(lost)["number"] == 100 - len(numbers)
+    assert [json.loads(line)["event"] for line in (again, more)] == ["again", "and again"]
+
+
+@pytest.mark.usefixtures("logging_restored")
+@pytest.mark.parametrize("broken", ["full disk", "reader that left", "closed", "none"])
+def test_a_log_that_cant_be_written_fails_nobody(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = open("/dev/full" if broken == "full disk" else writing, "w")  # noqa: SIM115
+    if broken == "closed":
+        stream.close()
+    setup_logging("info", "json")
+    monkeypatch.setattr(sys, "stderr", None if broken == "none" else stream)
+    log = get_logger("trioserve.test")
+    log.info("to nobody")
+    log.exception("nor this", exc_info=ValueError("why"))
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):
+        stream.close()
+
+
+WORKER = """
+import logging, warnings
+from gpu.logs import set_up_logging
+set_up_logging()
+log = logging.getLogger("gpu.test")
+log.info("step %d", 1)
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("failed")
+warnings.warn("beware")
+raise ValueError("why")
+"""
+
+
+def run_worker_log(monkeypatch: pytest.MonkeyPatch, setting: str | None) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop(WORKER_LOG, None)
+    if setting is not None:
+        environment[WORKER_LOG] = setting
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    return done.stderr.splitlines()
+
+
+@pytest.mark.usefixtures("logging_restored")
+def test_a_worker_logs_as_its_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup_logging("info", "json")
+    events = [json.loads(line) for line in run_worker_log(monkeypatch, os.environ[WORKER_LOG])]
+    shown = [(event["level"], event["logger"], event["event"]) for event in events]
+    assert shown[:2] == [("info", "gpu.test", "step 1"), ("error", "gpu.test", "failed")]
+    assert shown[2][:2] == ("warning", "py.warnings")
+    assert "beware" in shown[2][2]
+    assert shown[3] == ("critical", "gpu.worker", "crashed")
+    assert "ZeroDivisionError" in events[1]["exception"]
+    assert "ValueError: why" in events[3]["exception"]
+    assert len({event["pid"] for event in events}) == 1
+    assert all(event["timestamp"].endswith("Z") for event in events)
+
+    setup_logging("error", "console")
+    first, *_, last = run_worker_log(monkeypatch, os.environ[WORKER_LOG])
+    assert first.startswith("worker ")
+    assert first.endswith(": failed")
+    assert last == "ValueError: why"
+
+
+def test_the_worker_of_a_library_logs_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = run_worker_log(monkeypatch, None)
+    assert first.endswith(": step 1")

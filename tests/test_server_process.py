@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pynng
 import trio
 
 ROOT = Path(__file__).parent.parent
@@ -38,8 +40,8 @@ async def serving(*options: str, stderr: Any = subprocess.PIPE) -> AsyncIterator
         process.kill()
 
 
-async def complete(client: httpx.AsyncClient, prompt: str = "x") -> httpx.Response:
-    body = {"prompt": prompt, "max_tokens": 3, "ignore_eos": True}
+async def complete(client: httpx.AsyncClient, *prompts: str) -> httpx.Response:
+    body = {"prompt": prompts, "max_tokens": 3, "ignore_eos": True}
     return await client.post("/v1/completions", json=body)
 
 
@@ -72,3 +74,51 @@ async def test_a_dump_at_sigusr1_even_while_the_event_loop_is_held_up() -> None:
     assert dump.startswith("engine fake\nrequests open: 1; ")
     assert " in token\n" in dump
     assert " in Scheduler._receive\n" in dump
+
+
+async def test_a_log_that_nobody_takes_ends_nothing() -> None:
+    """A full disk, a reader that has left, and one that has stopped reading."""
+    reading, closed = os.pipe()
+    os.close(reading)
+    stuck_reading, stuck = os.pipe()
+    full = os.open("/dev/full", os.O_WRONLY)
+    sinks = (closed, stuck, full)
+
+    async def use(sink: int) -> None:
+        async with serving("--log-requests", stderr=sink) as (process, client):
+            for _ in range(10):  # Each line is 8 kB, and a pipe takes 64.
+                assert (await complete(client, *["x" * 1000] * 8)).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+
+    async with trio.open_nursery() as nursery:
+        for sink in sinks:
+            nursery.start_soon(use, sink)
+    for descriptor in (*sinks, stuck_reading):
+        os.close(descriptor)
+
+
+async def test_a_worker_shows_its_threads_at_a_signal_and_at_a_crash(tmp_path: Path) -> None:
+    url = f"ipc://{tmp_path}/worker.sock"
+    command = [sys.executable, "-P", "-m", "gpu", "--connect", url]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with pynng.Pair0(listen=url, recv_timeout=50_000) as socket:
+        process = await trio.lowlevel.open_process(
+            command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        )
+        try:
+            await trio.to_thread.run_sync(socket.recv)  # Hello
+            process.send_signal(signal.SIGUSR1)
+            assert process.stderr is not None
+            text = b""
+            while b"in main\n" not in text:
+                text += await process.stderr.receive_some()
+            assert b"in watch\n" in text
+            process.send_signal(signal.SIGSEGV)
+            while part := await process.stderr.receive_some():
+                text += part
+            assert await process.wait() == -signal.SIGSEGV
+        finally:
+            process.kill()
+    assert b"Segmentation fault" in text
+    assert text.count(b"in main\n") == 2

@@ -8,11 +8,14 @@ that is all ours.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, cast
 
 import structlog
+
+from trioserve.log_output import WORKER_LOG, StderrHandler
 
 __all__ = ["ASKED_FOR", "get_logger", "setup_logging"]
 
@@ -78,17 +81,6 @@ class _Formatter(logging.Formatter):
         return self._renderer(None, level, event)
 
 
-class _StderrHandler(logging.Handler):
-    """Writes to whatever ``sys.stderr`` is at the time: a progress bar puts itself in between."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
-
-
 def _console_renderer() -> Renderer:
     console = structlog.dev.ConsoleRenderer(
         colors=sys.stderr.isatty(),
@@ -112,25 +104,27 @@ def _render_json(_: Any, level: str, event: dict[str, Any]) -> str:
 
 
 def setup_logging(level: str = "info", log_format: str = "auto") -> None:
-    """Send every log of this process to stderr. For programs; a library leaves this to its user.
+    """Send every log of this process and its workers to stderr. A library leaves this to its user.
 
     Args:
         level: the least level of trioserve's own events. Other libraries' start at "warning".
         log_format: ``console``, ``json``, or ``auto``: console on a terminal, else json.
     """
-    if log_format == "json" or (log_format == "auto" and not sys.stderr.isatty()):
+    as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
+    if as_json:
         timestamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
         formatter = _Formatter(timestamp, _render_json)
     else:
         timestamp = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
         formatter = _Formatter(timestamp, _console_renderer())
-    handler = _StderrHandler()
+    handler = StderrHandler()
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("trioserve").setLevel(level.upper())
     logging.getLogger(ASKED_FOR).setLevel(logging.INFO)
+    os.environ[WORKER_LOG] = f"{'json' if as_json else 'console'}:{level}"
     structlog.configure(
         processors=_PROCESSORS,
         wrapper_class=structlog.stdlib.BoundLogger,

@@ -1,0 +1,53 @@
+"""How a worker logs: as the server that started it does, to the stderr that both have."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import sys
+from types import TracebackType
+
+from trioserve.log_output import WORKER_LOG, StderrHandler
+
+__all__ = ["set_up_logging"]
+
+
+class _JsonFormatter(logging.Formatter):
+    """An object for each event, with the names that the server's have."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        now = datetime.datetime.now(datetime.UTC).isoformat()
+        event: dict[str, object] = {
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+            "pid": record.process,
+            "timestamp": now.replace("+00:00", "Z"),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event)
+
+
+def set_up_logging() -> None:
+    """Log to stderr, warnings and what ends the process included.
+
+    An engine in somebody's own program says nothing of it: then a worker logs lines of text.
+    """
+    log_format, _, level = os.environ.get(WORKER_LOG, "").partition(":")
+    handler = StderrHandler()
+    if log_format == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("worker %(process)d: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=level.upper() or logging.INFO)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_crash
+
+
+def _log_crash(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    logging.getLogger("gpu.worker").critical("crashed", exc_info=(kind, error, traceback))
