@@ -312,6 +312,30 @@ async def test_slow_readers_are_bounded_together_and_cost_a_fast_one_nothing(
         await settle(engine)
 
 
+async def test_the_reader_that_left_the_most_makes_room_and_the_others_lose_nothing(
+    autojump_clock: Clock,
+) -> None:
+    limits = {"max_stream_bytes": 100_000, "max_total_stream_bytes": 20_000}
+    async with open_fake_engine(slow_worker(), **limits) as engine:
+        async with (
+            engine.generate("large", max_tokens=1000, ignore_eos=True) as large,
+            engine.generate("small", max_tokens=250, ignore_eos=True) as small,
+        ):
+            for _ in range(10):
+                await trio.sleep(10)
+                if engine.statistics().scheduler.num_running == 1:
+                    (small_chunk,) = [await small.receive()]
+                    assert len(small_chunk.token_ids) > 50
+            with pytest.raises(SlowReader, match="max_total_stream_bytes"):
+                await large.receive()
+            assert engine.statistics().scheduler.num_running == 0
+            length = len(small_chunk.token_ids)
+            async for chunk in small:
+                length += len(chunk.token_ids)
+            assert length == 250
+        await settle(engine)
+
+
 async def test_a_dead_worker_is_a_pause(autojump_clock: Clock) -> None:
     """Several deaths while requests run: the streams go on, and the tokens are the same."""
     async with open_fake_engine(slow_worker()) as engine:
@@ -353,11 +377,19 @@ async def test_deaths_without_progress_end_the_engine_with_one_error(
     def script(step: int, plan: wire.Plan) -> None:
         raise WorkerDies
 
+    blamed = 0
     with pytest.raises(EngineError, match="the engine failed") as caught:
         async with open_fake_engine(lambda: FakeWorker(script=script)) as engine:
-            await engine.complete("a", max_tokens=5)
+            while True:
+                with pytest.raises(EngineError) as error:
+                    await engine.complete("a", max_tokens=5)
+                if "the worker failed on this request" not in str(error.value):
+                    raise error.value
+                blamed += 1
     assert caught.value.__cause__ is not None
-    assert engine.statistics().worker_restarts == engine.config.max_worker_restarts
+    # The first death of each request is one too many, the second one finds it guilty.
+    assert blamed == engine.config.max_worker_restarts
+    assert engine.statistics().worker_restarts == 2 * engine.config.max_worker_restarts
 
 
 async def test_a_failing_plan_fails_only_who_is_to_blame(autojump_clock: Clock) -> None:

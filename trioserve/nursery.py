@@ -149,7 +149,7 @@ async def _open_worker(
             on_progress=on_progress or (lambda _: None),
         ),
         max_restarts=config.max_worker_restarts,
-        progress_count=lambda: scheduler.num_steps,
+        judge=scheduler.judge,
     )
     async with run_engine(config, loaded, scheduler, metrics, supervisor) as engine:
         ready = engine.ready

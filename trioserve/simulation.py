@@ -87,7 +87,7 @@ async def open_fake_engine(
     supervisor = Supervisor(
         open_worker=lambda: _run_fake(make_worker(), config),
         max_restarts=config.max_worker_restarts,
-        progress_count=lambda: scheduler.num_steps,
+        judge=scheduler.judge,
     )
     async with run_engine(config, model, scheduler, metrics, supervisor) as engine:
         yield engine

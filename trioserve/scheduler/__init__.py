@@ -7,7 +7,8 @@ loop sends plans while another receives results.
 Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
 (one sequence), ``siblings`` (several of one request), ``memory`` with ``slots``, ``pages`` and
 ``prefix`` (what sequences hold), ``draft`` and ``results`` (a plan on its way out and back),
-``watchdog`` (when a worker counts as hung), ``integrity`` (what is always true).
+``recovery`` with ``blame`` (when something fails), ``watchdog`` (when a worker counts as hung),
+``integrity`` (what is always true).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.errors import EngineError, InvalidRequest, RequestAborted, WorkerLost
 from trioserve.groups import sole_exception
+from trioserve.logs import get_logger
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.limits import Limits
@@ -33,6 +35,8 @@ from trioserve.scheduler.watchdog import Watchdog
 from trioserve.worker import Link
 
 __all__ = ["Limits", "Observer", "Scheduler", "SchedulerCore", "SchedulerStatistics"]
+
+_log = get_logger("trioserve.scheduler")
 
 QUICK_CALLS = frozenset({"ping", "prepare", "statistics"})
 """Calls that keep the worker from its steps for no time to speak of, or for none."""
@@ -175,6 +179,33 @@ class Scheduler:
                 call.done.set()
         raise error
 
+    def judge(self, loss: WorkerLost) -> int:
+        """Why the worker was lost that was attached, or the one that was to be next.
+
+        The request that is to blame, if one is found to be, ends with an error.
+
+        Returns:
+            how many were lost, this one included, since there was progress: a step, or fewer
+            requests that may be to blame.
+        """
+        if self._core is None:
+            return 1
+        outputs, num_deaths = self._core.judge(loss)
+        self._end(outputs, str(loss))
+        return num_deaths
+
+    def _end(self, outputs: list[SequenceOutput], reason: str) -> None:
+        """Deliver the end of who is to blame, and log who is, or who may be."""
+        for request in dict.fromkeys(output.sequence.request for output in outputs):
+            _log.error("request blamed", request_id=request.id, reason=reason)
+        self._deliver(outputs)
+        assert self._core is not None
+        blame = self._core.recovery.blame
+        if blame.restricts:
+            _log.warning(
+                "requests suspected", number=len(blame.suspects), on_trial=len(blame.on_trial)
+            )
+
     async def _send(self, link: Link, core: SchedulerCore) -> None:
         """Send whatever is to be sent, as soon as it is."""
         while True:
@@ -208,7 +239,7 @@ class Scheduler:
                     self._deliver(core.on_result(message, now))
                     self._watchdog.learn(now)
                 case wire.Failure() if message.fatal or message.number >= first_valid:
-                    self._deliver(core.on_failure(message))
+                    self._end(core.on_failure(message), message.message)
                     first_valid = core.next_number
                     self._outbox.append(wire.Reset(next_plan=first_valid))
                 case wire.Reply():

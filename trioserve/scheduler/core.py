@@ -15,19 +15,19 @@ rejoins the line, so that its tokens in flight still arrive. It resumes as if it
 prompt and output as the prompt.
 
 Of the sequences of one request, one computes the prompt for all (:mod:`~.siblings`). An error of
-one is the end of all of them.
+one is the end of all of them. What happens when a plan fails or the worker is lost is
+:mod:`~.recovery`'s.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 
 import attrs
 
 from trioserve import wire
-from trioserve.errors import EngineError, WorkerLost
-from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput, State
+from trioserve.errors import WorkerLost
+from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import Computation, Line
 from trioserve.scheduler.draft import Draft, InFlight
@@ -36,6 +36,7 @@ from trioserve.scheduler.integrity import check_core
 from trioserve.scheduler.limits import Limits, prompt_logprobs_for, resolve_max_tokens
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.prefix import Match
+from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.results import Results
 from trioserve.scheduler.siblings import Siblings
 from trioserve.scheduler.statistics import Counters, Observer, SchedulerStatistics
@@ -44,9 +45,6 @@ __all__ = ["SchedulerCore"]
 
 MAX_PENDING = 8
 """How many of the waiting may be put off in one plan for a prefix that this plan computes."""
-
-MAX_FAILURES = 3
-"""Failures of plans without a completed step between them that a worker is forgiven."""
 
 
 class SchedulerCore:
@@ -68,11 +66,11 @@ class SchedulerCore:
         self.num_waiting_tokens = 0
         """Prompt and output so far of all who wait for a slot."""
         self._observer = observer
-        self._has_worker = True
+        self.has_worker = True
+        self.recovery = Recovery(self)
         self._num_arrivals = 0
         self._has_work = False
         """Whether somebody wanted to be computed when the newest result had been taken."""
-        self._num_failures = 0
 
     # ---- requests come and go
 
@@ -114,9 +112,11 @@ class SchedulerCore:
 
     def next_plan(self, now: float) -> wire.Plan | None:
         """What the worker is to do next; None if there is nothing, or enough is in flight."""
-        if not self._has_worker or len(self.in_flight) >= self.limits.max_plans_in_flight:
+        if not self.has_worker or len(self.in_flight) >= self.limits.max_plans_in_flight:
             return None
         draft = Draft(self.next_number, self.limits.max_num_batched_tokens)
+        if self.recovery.blame.restricts:
+            self._make_way()
         self._plan_running(draft)
         self._plan_admissions(draft, now)
         self.siblings.let_go()
@@ -127,6 +127,12 @@ class SchedulerCore:
         self.in_flight.append(in_flight)
         self.next_number += 1
         return plan
+
+    def _make_way(self) -> None:
+        """Whoever isn't on trial waits, and holds nothing that those who are may need."""
+        for computation in list(self.running):
+            if not self.recovery.blame.may_run(computation.sequence.request):
+                self._put_off(computation)
 
     def _plan_running(self, draft: Draft) -> None:
         """Give the running their tokens."""
@@ -168,9 +174,13 @@ class SchedulerCore:
         if not self.waiting or self.preempted or not self._has_seat(draft):
             return
         num_pending = 0
+        candidates = list(self.waiting)
+        blame = self.recovery.blame
+        if blame.restricts:
+            candidates = [each for each in candidates if blame.may_run(each.sequence.request)]
         for computation in policy.admission_order(
             self.limits.scheduling_policy,
-            list(self.waiting),
+            candidates,
             lambda waiting: len(self.memory.match(waiting, draft.number).nodes),
         ):
             match = self.memory.match(computation, draft.number)
@@ -225,14 +235,18 @@ class SchedulerCore:
     # ---- leaving
 
     def _preempt(self, computation: Computation) -> None:
-        """Take the slot and pages of ``computation`` away; it will resume from its tokens."""
+        """Take the slot and pages of ``computation`` away, for somebody else needs them."""
         self.counters.num_preemptions += 1
+        self._put_off(computation)
+
+    def _put_off(self, computation: Computation) -> None:
+        """Have ``computation`` wait, without a slot; it will resume from its tokens."""
         self._leave(computation)
         computation.sequence.move_to(State.PREEMPTED)
         self.preempted.append(computation)
-        self._rejoin()
+        self.rejoin()
 
-    def _rejoin(self) -> None:
+    def rejoin(self) -> None:
         """Put the preempted back in line whom no plan in flight names."""
         oldest = self.in_flight[0].number if self.in_flight else self.next_number
         for computation in [each for each in self.preempted if each.last_plan < oldest]:
@@ -255,9 +269,10 @@ class SchedulerCore:
         sequence.compute = None
         sequence.finish = finish
         sequence.move_to(State.FINISHED)
+        self.recovery.blame.forget(sequence)
         self.siblings.on_finished(sequence.request)
 
-    def _finish_all(self, request: Request, finish: Finish) -> list[SequenceOutput]:
+    def finish_all(self, request: Request, finish: Finish) -> list[SequenceOutput]:
         """End every sequence of ``request`` that hasn't ended, in one go."""
         alive = [sequence for sequence in request.sequences if sequence.state is not State.FINISHED]
         for sequence in reversed(alive):  # Nobody is to lead the others on the way.
@@ -279,7 +294,6 @@ class SchedulerCore:
         results = Results.read(result, plan)
         self.in_flight.popleft()
         self.memory.acknowledge(plan.number)
-        self._num_failures = 0
         self.counters.count_step(result, plan.num_tokens, had_work=self._has_work)
         if self._observer is not None and plan.num_tokens:
             self._observer.observe_step(plan.num_tokens)
@@ -297,10 +311,11 @@ class SchedulerCore:
                 continue
             token_index = offsets[index]
             if results.tokens[token_index] < 0 or sequence.max_tokens == 0:
-                outputs += self._finish_all(sequence.request, ending_without_token(sequence))
+                outputs += self.finish_all(sequence.request, ending_without_token(sequence))
             else:
                 outputs.append(self._accept(sequence, results, token_index, now))
-        self._rejoin()
+        self.recovery.on_step(plan)
+        self.rejoin()
         self._has_work = bool(self.running or self.waiting)
         return outputs
 
@@ -333,68 +348,20 @@ class SchedulerCore:
     # ---- failures
 
     def on_failure(self, failure: wire.Failure) -> list[SequenceOutput]:
-        """A plan in flight failed: everybody resumes after a Reset, but who is to blame.
-
-        To blame is the sequence that the worker names, or the one that was alone in the plan.
-        The caller sends a Reset with :attr:`next_number` before the next plan.
-
-        Raises:
-            WorkerLost: the worker can't go on, or fails again and again.
-        """
-        self._num_failures += 1
-        if failure.fatal or self._num_failures >= MAX_FAILURES:
-            raise WorkerLost(f"plan {failure.number} failed: {failure.message}")
-        plan = next((plan for plan in self.in_flight if plan.number == failure.number), None)
-        if plan is None:
-            raise WorkerLost(f"plan {failure.number} failed and isn't in flight: {failure.message}")
-        rows = [computation for computation, _, _ in plan.rows]
-        blamed = [row for row in rows if len(rows) == 1 or row.slot == failure.slot >= 0]
-        outputs: list[SequenceOutput] = []
-        for computation in blamed:
-            if computation.sequence.state is not State.FINISHED:
-                error = EngineError(f"the worker failed on this request: {failure.message}")
-                finish = Finish(FinishReason.ERROR, error=error)
-                outputs += self._finish_all(computation.sequence.request, finish)
-        self._forget_worker()
-        return outputs
+        """See :meth:`.Recovery.on_failure`."""
+        return self.recovery.on_failure(failure)
 
     def on_worker_lost(self) -> None:
-        """There is no worker any more: everybody waits, and makes no plans until a restart."""
-        self._forget_worker()
-        self._has_worker = False
+        """See :meth:`.Recovery.on_worker_lost`."""
+        self.recovery.on_worker_lost()
 
-    def _forget_worker(self) -> None:
-        """What the worker knew is gone: its slots, its pages, the plans on their way."""
-        self.in_flight.clear()
-        for computation in self.running.take_all():
-            computation.leave_slot()
-            computation.sequence.move_to(State.PREEMPTED)
-            self.preempted.append(computation)
-        # Whoever was let go for a prompt that is gone may have to be held again.
-        for computation in self.waiting.take_all():
-            self.siblings.enter(computation)
-        self._rejoin()
-        self.memory = Memory(self.limits)
+    def judge(self, loss: WorkerLost) -> tuple[list[SequenceOutput], int]:
+        """See :meth:`.Recovery.judge`."""
+        return self.recovery.judge(loss)
 
     def restart(self, limits: Limits) -> list[SequenceOutput]:
-        """A new worker is ready, and counts plans from 1.
-
-        Returns:
-            the end, with an error, of the sequences that no longer fit within ``limits``.
-        """
-        assert not self._has_worker
-        self.limits = limits
-        self._forget_worker()
-        self._has_worker = True
-        self._num_failures = 0
-        self.next_number = 1
-        longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
-        error = EngineError("the new worker has less room, and this request doesn't fit any more")
-        finish = Finish(FinishReason.ERROR, error=error)
-        # The first of each request is in line, whoever else of it is held.
-        too_long = [each.sequence.request for each in self.waiting if each.limit > longest]
-        ends = [self._finish_all(request, finish) for request in dict.fromkeys(too_long)]
-        return list(itertools.chain.from_iterable(ends))
+        """See :meth:`.Recovery.restart`."""
+        return self.recovery.restart(limits)
 
     # ---- what can be seen from outside
 

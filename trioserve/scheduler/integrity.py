@@ -34,6 +34,7 @@ def check_core(core: SchedulerCore) -> None:
         _check_counts(core, computation)
     _check_pages(core)
     _check_in_flight(core)
+    core.recovery.blame.check()
 
 
 def _check_lines(core: SchedulerCore) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -35,8 +36,15 @@ HELLO_TIMEOUT = 120.0
 """Seconds for the process to start and import its libraries."""
 QUIT_GRACE = 0.5
 """Seconds for a worker that was told to quit."""
+KILL_GRACE = 10.0
+"""Seconds for a worker that was killed. One that waits in the kernel can't be had sooner."""
 FIRST_RESTART_DELAY = 0.05
 MAX_RESTART_DELAY = 5.0
+
+SENT_BY_OTHERS = frozenset(
+    {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM}
+)
+"""Signals that no fault of the worker's own raises; the kernel sends SIGKILL out of memory."""
 
 _PACKAGES_FOLDER = Path(trioserve.__file__).resolve().parent.parent
 _log = get_logger("trioserve.worker")
@@ -87,7 +95,10 @@ async def run_worker(
         async def watch(scope: trio.CancelScope) -> None:
             nonlocal lost
             code = await process.wait()
-            lost = WorkerLost(f"worker {process.pid} {_describe_exit(code)}{when}")
+            lost = WorkerLost(
+                f"worker {process.pid} {_describe_exit(code)}{when}",
+                from_outside=-code in SENT_BY_OTHERS,
+            )
             scope.cancel()
 
         body_error: BaseException | None = None
@@ -106,6 +117,8 @@ async def run_worker(
             except BaseExceptionGroup as group:
                 # The watcher raises nothing, so this can only be the block's own exception.
                 body_error = sole_exception(group)
+            if isinstance(body_error, WorkerLost):
+                raise WorkerLost(f"worker {process.pid}: {body_error}") from body_error
             if body_error is not None:
                 raise body_error
         finally:
@@ -180,15 +193,22 @@ def _check_hello(message: wire.Message) -> None:
 
 
 async def _stop(process: trio.Process, link: NngLink) -> None:
-    """End the process: politely, then by force. Called shielded; takes at most the grace."""
+    """End the process: politely, then by force, and with it whatever it has started.
+
+    Called shielded; takes at most the two graces. A stopped process ends like any other.
+    """
     assert process.stdin is not None
     if process.returncode is None:
         link.send_nowait(wire.Quit())
         with trio.move_on_after(QUIT_GRACE):
             await process.wait()
-    if process.returncode is None:
-        process.kill()
+    # The worker leads a group of its own, and its children may hold memory that the next one needs.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with trio.move_on_after(KILL_GRACE):
         await process.wait()
+    if process.returncode is None:
+        _log.error("worker can't be killed", pid=process.pid, seconds=KILL_GRACE)
     await process.stdin.aclose()
 
 
@@ -202,12 +222,13 @@ class Supervisor:
     Args:
         open_worker: opens one worker's life, as :func:`run_worker` does.
         max_restarts: deaths without progress between them that are forgiven.
-        progress_count: steps completed so far; growth between two deaths is progress.
+        judge: is told of every loss; says how many there were, this one included, since there was
+            progress.
     """
 
     open_worker: OpenWorker
     max_restarts: int
-    progress_count: Callable[[], int]
+    judge: Callable[[WorkerLost], int]
     restarts: int = attrs.field(default=0, init=False)
     """Workers that were replaced since the start."""
 
@@ -224,10 +245,8 @@ class Supervisor:
             WorkerLost: the first worker never got ready, or workers died ``max_restarts + 1`` times
                 without progress in between.
         """
-        deaths = 0
         started = False
         while True:
-            steps_before = self.progress_count()
             try:
                 async with self.open_worker() as (link, ready):
                     if not started:
@@ -235,9 +254,21 @@ class Supervisor:
                         task_status.started(ready)
                     await attach(link, ready)
             except WorkerLost as error:
-                deaths = 1 if self.progress_count() > steps_before else deaths + 1
-                _log.warning("worker lost", reason=str(error), deaths_without_progress=deaths)
+                deaths = self._count(error)
                 if deaths > self.max_restarts or not started:
                     raise
-                self.restarts += 1
-            await trio.sleep(min(FIRST_RESTART_DELAY * 2 ** (deaths - 1), MAX_RESTART_DELAY))
+            except ModelLoadError as error:
+                if not started:
+                    raise
+                # It could be loaded before: what is in the way may go.
+                if (deaths := self._count(WorkerLost(str(error)))) > self.max_restarts:
+                    raise
+            else:
+                raise AssertionError("a worker was let go that wasn't lost")
+            self.restarts += 1
+            await trio.sleep(min(FIRST_RESTART_DELAY * 2 ** max(deaths - 1, 0), MAX_RESTART_DELAY))
+
+    def _count(self, loss: WorkerLost) -> int:
+        deaths = self.judge(loss)
+        _log.warning("worker lost", reason=str(loss), deaths_without_progress=deaths)
+        return deaths
