@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import trio
 import trio.testing
@@ -116,52 +118,102 @@ def test_a_stream_past_its_own_bound_is_refused_with_the_option() -> None:
 
 
 def test_all_streams_share_one_bound_and_give_it_back() -> None:
-    budget = StreamBudget(per_stream=1000, total=1500)
+    budget = StreamBudget(per_stream=1400, total=1500)
     first, second = Stream(budget), Stream(budget)
-    first.push(Chunk("x" * 800))
-    second.push(Chunk("x" * 500))
-    with pytest.raises(SlowReader, match="max_total_stream_bytes is 1500"):
+    first.push(Chunk("x" * 500))
+    second.push(Chunk("x" * 800))
+    with pytest.raises(SlowReader, match=r"left 1428 .* this one 864 of them; max_.* is 1500"):
         second.push(Chunk("x" * 100))
     first.discard()
-    second.push(Chunk("x" * 100))
+    second.push(Chunk("x" * 50))
     second.discard()
     assert budget.waiting == 0
 
 
-def test_a_reader_that_keeps_up_is_not_refused_for_what_others_left() -> None:
+async def test_the_one_that_lags_the_most_makes_room_for_the_others() -> None:
+    budget = StreamBudget(per_stream=10_000, total=10_000)
+    streams = [Stream(budget) for _ in range(4)]
+    evicted: list[tuple[int, SlowReader]] = []
+    for number, (stream, size) in enumerate(zip(streams, (100, 5000, 1500, 3000), strict=True)):
+        stream.on_evicted = lambda error, number=number: evicted.append((number, error))
+        stream.push(Chunk("x" * (size - 64)))
+    # The first one lags, too, but it is the smallest.
+    for _ in range(3):
+        streams[0].push(Chunk("y" * 100))
+    ((number, error),) = evicted
+    assert number == 1
+    assert "this one 5000 of them" in str(error)
+    assert budget.waiting == sum(stream.pending_bytes for stream in streams)
+    with pytest.raises(SlowReader) as caught:
+        await streams[1].take()
+    assert caught.value is error
+    streams[1].push(Chunk("nobody hears it"))
+    # All others have lost nothing.
+    for number, size in ((0, 36 + 300), (2, 1436), (3, 2936)):
+        (chunk,) = await streams[number].take()
+        assert len(chunk.text) == size
+    assert budget.waiting == 0
+    assert budget.largest() is None
+
+
+async def test_a_reader_that_keeps_up_is_not_refused_for_what_others_left() -> None:
     budget = StreamBudget(per_stream=1000, total=1500)
     slow = [Stream(budget), Stream(budget)]
     for stream in slow:
         stream.push(Chunk("x" * 600))
-    reader = Stream(budget)
-    reader.push(Chunk("x" * 600))
-    with pytest.raises(SlowReader, match="max_total_stream_bytes is 1500"):
-        reader.push(Chunk("x"))
+    fast = [Stream(budget) for _ in range(4)]
+    taken: list[Chunk] = []
+
+    async def read(stream: Stream) -> None:
+        taken.extend(await stream.take())
+
+    async with trio.open_nursery() as nursery:
+        for stream in fast:
+            nursery.start_soon(read, stream)
+        await trio.testing.wait_all_tasks_blocked()
+        for stream in fast:
+            for index in range(3):  # The reader doesn't run in between.
+                stream.push(Chunk("y" * 100, index=index))
+    assert len(taken) == 12
+    assert all(stream.closed for stream in slow)
     with pytest.raises(SlowReader, match="max_stream_bytes is 1000"):
         Stream(budget).push(Chunk("x" * 1000))
+    assert budget.waiting == 0
 
 
-async def test_several_chunks_of_one_step_are_taken_past_what_others_left() -> None:
-    """Those of the outputs of one request, whose reader hasn't run in between."""
-    budget = StreamBudget(per_stream=1000, total=1500)
-    slow = [Stream(budget), Stream(budget)]
-    for stream in slow:
-        stream.push(Chunk("x" * 600))
-    reader = Stream(budget)
-    async with trio.open_nursery() as nursery:
-        taken: list[Chunk] = []
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 4), st.sampled_from(["push", "take", "discard"]), st.integers(0, 300)
+        ),
+        max_size=60,
+    )
+)
+def test_the_common_bound_holds_whoever_pushes_and_takes(
+    steps: list[tuple[int, str, int]],
+) -> None:
+    async def main() -> None:
+        budget = StreamBudget(per_stream=800, total=1000)
+        streams = [Stream(budget) for _ in range(5)]
+        for number, what, size in steps:
+            stream = streams[number]
+            if what == "push":
+                lost = {other: other.pending_bytes for other in streams if not other.closed}
+                largest = max(lost.values(), default=0)
+                with contextlib.suppress(SlowReader):
+                    stream.push(Chunk("x" * size))
+                for other, before in lost.items():
+                    if other.closed:
+                        assert before >= largest / 2 > 0
+            elif what == "discard":
+                stream.discard()
+            elif stream.pending_bytes:
+                await stream.take()
+            assert budget.waiting == sum(each.pending_bytes for each in streams) <= 1000
+            lagging = {each for group in budget._lagging for each in group}
+            assert lagging == {each for each in streams if each.pending_bytes}
 
-        async def read() -> None:
-            taken.extend(await reader.take())
-
-        nursery.start_soon(read)
-        await trio.testing.wait_all_tasks_blocked()
-        for index in range(3):
-            reader.push(Chunk("y" * 100, index=index))
-    assert [chunk.index for chunk in taken] == [0, 1, 2]
-    reader.push(Chunk("y" * 100))
-    with pytest.raises(SlowReader, match="max_total_stream_bytes is 1500"):
-        reader.push(Chunk("y" * 100))
+    trio.run(main)
 
 
 def test_what_waits_is_given_back_once() -> None:

@@ -8,6 +8,7 @@ and leaving that block, for whatever reason, is its abort. The tasks behind it a
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +32,7 @@ from trioserve.errors import (
     EngineError,
     InvalidRequest,
     RequestAborted,
+    SlowReader,
 )
 from trioserve.generation import (
     Completion,
@@ -295,6 +297,7 @@ class Engine:
             max_prompt_tokens=keep,
             fewest_tokens=fewest_tokens,
         )
+        request.stream.on_evicted = functools.partial(self._evict, request)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
         sampler = sampler_params(params, seed, self._eos_token_ids, self.tokenizer)
         request.sequences += [
@@ -341,6 +344,13 @@ class Engine:
         for request in self._open:
             request.reject(error)
             request.stream.close(error)
+
+    def _evict(self, request: Request, error: SlowReader) -> None:
+        """The request's stream was cut off for the sake of others. Never blocks."""
+        finish = Finish(FinishReason.ABORT, error=error)
+        for sequence in reversed(request.sequences):
+            if not sequence.delivered:
+                self._scheduler.abort(sequence, finish)
 
     def _abandon(self, request: Request) -> None:
         """The caller's scope is left: nothing more is to be computed or kept. Never blocks."""

@@ -3,15 +3,15 @@
 The producer (the detokenizer) pushes chunks; the reader takes everything that has come since it
 last looked, merged into one chunk per sequence. So a reader that keeps up sees every step, and one
 that lags sees fewer, larger chunks. What waits unread is counted in bytes, per stream and for all
-streams of an engine together (:class:`StreamBudget`); past either bound ``push`` says so and the
-producer ends the request. A reader for whom nothing waits keeps up, and so does one that a chunk
-has woken and that hasn't run since. It isn't ended for what others have left: its next chunk is
-taken even past the common bound.
+streams of an engine together (:class:`StreamBudget`). Past the first bound ``push`` says so and the
+producer ends the request. Past the second, one of those that lag the most is cut off to make room,
+whether that is the stream being pushed to or another. A reader that keeps up, which means that it
+waits when a chunk comes, is never ended for what others have left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import attrs
 import trio
@@ -95,11 +95,31 @@ def _join(run: list[Chunk]) -> Chunk:
 
 @attrs.define(eq=False)
 class StreamBudget:
-    """Bytes of output that may wait unread: of one stream, and of all of an engine's together."""
+    """Bytes of output that may wait unread: of one stream, and of all of an engine's together.
+
+    Streams that lag are kept by the order of magnitude of what waits in them, so that one of the
+    largest is found in constant time, always the same.
+    """
 
     per_stream: int
     total: int
     waiting: int = 0
+    _lagging: list[dict[Stream, None]] = attrs.field(factory=list)
+    """By the number of bits of their bytes."""
+
+    def move(self, stream: Stream, before: int, after: int) -> None:
+        """What waits in ``stream``, which lags, has changed from ``before`` to ``after`` bytes."""
+        old, new = before.bit_length(), after.bit_length()
+        if old != new and before:
+            del self._lagging[old][stream]
+        if old != new and after:
+            while len(self._lagging) <= new:
+                self._lagging.append({})
+            self._lagging[new][stream] = None
+
+    def largest(self) -> Stream | None:
+        """A stream that lags in which at least half as much waits as in any; None if none lags."""
+        return next((next(iter(each)) for each in reversed(self._lagging) if each), None)
 
 
 @attrs.define(eq=False)
@@ -107,6 +127,8 @@ class Stream:
     """What lies between the detokenizer and one reader. One task reads; nothing else blocks."""
 
     budget: StreamBudget
+    on_evicted: Callable[[SlowReader], None] | None = None
+    """Called when the stream was cut off for the sake of others; its request is to end."""
     _pending: list[Chunk] = attrs.field(factory=list, init=False)
     _pending_bytes: int = attrs.field(default=0, init=False)
     _closed: bool = attrs.field(default=False, init=False)
@@ -128,10 +150,12 @@ class Stream:
     def push(self, chunk: Chunk) -> None:
         """Hand over a chunk without blocking. Does nothing on a closed stream.
 
+        Other streams may be cut off for it, which their ``on_evicted`` is told.
+
         Raises:
-            SlowReader: the bytes that wait, this chunk's included, are past the budget, and some of
-                them wait here. The chunk isn't taken; the caller is to end the request and close
-                the stream with the error.
+            SlowReader: the bytes that wait, this chunk's included, are past the budget, and too
+                many of them wait here. The chunk isn't taken; the caller is to end the request and
+                close the stream with the error.
         """
         if self._closed:
             return
@@ -141,16 +165,38 @@ class Stream:
                 f"the reader left {self._pending_bytes} bytes unread; "
                 f"max_stream_bytes is {self.budget.per_stream}"
             )
-        lags = self._pending and not self._woken
-        if lags and self.budget.waiting + size > self.budget.total:
-            raise SlowReader(
-                f"slow readers together left {self.budget.waiting} bytes unread; "
-                f"max_total_stream_bytes is {self.budget.total}"
-            )
+        self._make_room(size)
+        before, self._pending_bytes = self._pending_bytes, self._pending_bytes + size
         self._pending.append(chunk)
-        self._pending_bytes += size
         self.budget.waiting += size
         self._wake()
+        if not self._woken:
+            self.budget.move(self, before, self._pending_bytes)
+
+    def _make_room(self, size: int) -> None:
+        budget = self.budget
+        lags = bool(self._pending) and not self._woken
+        while budget.waiting + size > budget.total:
+            victim = budget.largest()
+            if victim is None:
+                return
+            if lags and self._pending_bytes >= victim.pending_bytes:
+                victim = self
+            error = SlowReader(
+                f"slow readers together left {budget.waiting} bytes unread, this one "
+                f"{victim.pending_bytes} of them; max_total_stream_bytes is {budget.total}"
+            )
+            if victim is self:
+                raise error
+            victim._evict(error)
+
+    def _evict(self, error: SlowReader) -> None:
+        """Drop what waits; whoever reads gets ``error``, and nothing more comes."""
+        self._drop_pending()
+        self._closed = True
+        self._error = error
+        if self.on_evicted is not None:
+            self.on_evicted(error)
 
     def close(self, error: BaseException | None = None) -> None:
         """Nothing follows: what waits is still read, then ``error`` or the end. Idempotent."""
@@ -200,6 +246,8 @@ class Stream:
     def _drop_pending(self) -> list[Chunk]:
         pending, self._pending = self._pending, []
         self.budget.waiting -= self._pending_bytes
+        if pending and not self._woken:
+            self.budget.move(self, self._pending_bytes, 0)
         self._pending_bytes = 0
         self._woken = False
         return pending
