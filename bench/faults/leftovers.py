@@ -2,20 +2,24 @@
 
 ::
 
-    before = await Holdings.now()
-    ...  # faults
-    await nothing_held(engine)
-    await nothing_left(before)
+    async with open_engine(...) as engine:
+        before = await Holdings.now()
+        ...  # faults
+        await nothing_held(engine)
+        await nothing_left(before)
 
-Tests use it, too.
+The first engine of a program starts threads of libraries that stay: look from within one, or let
+``nothing_left`` look at the other sorts of things alone. Tests use it, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -26,7 +30,16 @@ from bench.faults.processes import children_of
 from trioserve import Engine
 from trioserve.errors import WorkerLost
 
-__all__ = ["Holdings", "Leftovers", "living_tasks", "nothing_held", "nothing_left"]
+__all__ = [
+    "OUTSIDE",
+    "SORTS",
+    "Holdings",
+    "Leftovers",
+    "living_tasks",
+    "nothing_held",
+    "nothing_left",
+    "own_temporary_folder",
+]
 
 
 class Leftovers(AssertionError):
@@ -75,14 +88,26 @@ class Holdings:
             folders=Counter(str(folder) for folder in temporary.glob("trioserve-*")),
         )
 
-    def more_than(self, before: Holdings) -> dict[str, dict[str, int]]:
+    def more_than(self, before: Holdings, sorts: Sequence[str]) -> dict[str, dict[str, int]]:
         """What there is more of than ``before``: how many more, by sort and kind."""
-        more = {}
-        for field in attrs.fields(Holdings):
-            extra = getattr(self, field.name) - getattr(before, field.name)
-            if extra:
-                more[field.name] = dict(extra)
-        return more
+        extra = {sort: getattr(self, sort) - getattr(before, sort) for sort in sorts}
+        return {sort: dict(counts) for sort, counts in extra.items() if counts}
+
+
+SORTS = tuple(field.name for field in attrs.fields(Holdings))
+OUTSIDE = ("tasks", "children", "folders")
+"""What the first engine of a program leaves none of, either."""
+
+
+@contextlib.contextmanager
+def own_temporary_folder() -> Iterator[Path]:
+    """A folder in which this program, and nobody else, keeps its temporary files meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = before
 
 
 def _kinds_of_descriptors() -> list[str]:
@@ -117,14 +142,21 @@ def _name(pid: int) -> str:
         return "gone"
 
 
-async def nothing_left(before: Holdings, *, within: float = 20.0) -> None:
+async def nothing_left(
+    before: Holdings, *, sorts: Sequence[str] = SORTS, within: float = 20.0
+) -> None:
     """Wait until the program holds no more than ``before``; nng and the kernel take a moment.
+
+    Args:
+        before: what it may hold.
+        sorts: the fields of :class:`Holdings` to look at.
+        within: seconds.
 
     Raises:
         Leftovers: it still does after ``within`` seconds.
     """
     deadline = trio.current_time() + within
-    while more := (await Holdings.now()).more_than(before):
+    while more := (await Holdings.now()).more_than(before, sorts):
         if trio.current_time() > deadline:
             raise Leftovers(f"left after {within:g} s: {more}")
         await trio.sleep(0.05)

@@ -1,8 +1,9 @@
 """A long run under mixed load, with clients that leave and workers that are killed: is memory flat?
 
 ``python -m bench.faults.soak --seconds 3600``. A closed loop of clients asks a real server for
-everything that :mod:`bench.faults.mixture` has. Some leave before they are answered, and now and
-then the worker is killed. The memory of both processes is sampled throughout.
+everything that :mod:`bench.faults.mixture` has. Some leave before they are answered. In the first
+half the worker is killed every few minutes; in the second half the last one is left alone, so that
+it is seen whether it grows. The memory of both processes is sampled throughout.
 
 The verdict: no request was lost, nothing is held at the end, and neither process's memory grows.
 The slope is that of a straight line through all samples after the warm-up (for the worker: after
@@ -43,27 +44,22 @@ class Scenario:
     clients: int = 12
     leaving: float = 0.2
     """Share of the requests whose client leaves at a random moment."""
-    kill_every: float = 400.0
+    kill_every: float = 300.0
+    kill_until: float = 0.5
+    """Share of the time after which no worker is killed any more."""
     longest_prompt: int = 400
     longest_output: int = 96
     seed: int = 0
-    server_warm_up: float = 600.0
-    """Of an hour; of a shorter run as much less."""
-    worker_warm_up: float = 120.0
-    """Of the time between two kills at most a third."""
+    warm_up: float = 600.0
+    """Of each process; of a run shorter than an hour, a sixth of the run. A worker has seen most
+    shapes of a batch by then, for each of which its libraries keep code and buffers."""
     server_growth: float = 16.0
-    worker_growth: float = 32.0
-    restart_time: float = 30.0
+    worker_growth: float = 64.0
 
     @property
-    def worker_settled(self) -> float:
-        """Age at which a worker's memory begins to count."""
-        return min(self.worker_warm_up, self.kill_every / 3, self.seconds / 3)
-
-    @property
-    def server_settled(self) -> float:
-        """The same of the server."""
-        return min(self.server_warm_up, self.seconds / 3)
+    def settled(self) -> float:
+        """Age at which a process's memory begins to count."""
+        return min(self.warm_up, self.seconds / 6)
 
 
 @attrs.frozen(kw_only=True)
@@ -135,7 +131,7 @@ class Soak:
     async def _kill(self) -> None:
         while True:
             await trio.sleep(self.scenario.kill_every)
-            if self._now > self.scenario.seconds - self.scenario.restart_time:
+            if self._now > self.scenario.seconds * self.scenario.kill_until:
                 return
             self.kills += self.subject.signal_worker()
 
@@ -157,7 +153,7 @@ class Soak:
 
     def server_trend(self) -> Trend:
         """Of the server's memory, bytes a second."""
-        settled = self.scenario.server_settled
+        settled = self.scenario.settled
         return trend_of([(s.time, s.server_bytes) for s in self.samples if s.time >= settled])
 
     def worker_trend(self) -> Trend:
@@ -166,7 +162,7 @@ class Soak:
         for sample in self.samples:
             if sample.worker is not None and sample.worker_bytes:
                 lives.setdefault(sample.worker, []).append(sample)
-        settled = self.scenario.worker_settled
+        settled = self.scenario.settled
         return trend_of(
             *(
                 [(s.time, s.worker_bytes) for s in life if s.time - life[0].time >= settled]
@@ -187,7 +183,7 @@ def _figures(soak: Soak, at_rest: dict[str, float], descriptors: tuple[int, int]
         "server": of_server[0] - 2 * of_server[1] <= scenario.server_growth,
         "worker": of_worker[0] - 2 * of_worker[1] <= scenario.worker_growth,
     }
-    settled = [s for s in soak.samples if s.time >= scenario.server_settled]
+    settled = [s for s in soak.samples if s.time >= scenario.settled]
     return {
         "completed": soak.completed,
         "left_by_their_clients": soak.left,
@@ -258,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--kill-every", type=float, default=400.0, metavar="SECONDS")
+    parser.add_argument("--kill-every", type=float, default=300.0, metavar="SECONDS")
     parser.add_argument("--leaving", type=float, default=0.2, metavar="SHARE")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
