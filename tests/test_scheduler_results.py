@@ -122,11 +122,25 @@ Change = Callable[[wire.StepResult], wire.StepResult]
             lambda r: attrs.evolve(r, offsets=wire.from_ints([0, 0, 0]), tokens=b""),
             "0 tokens for slot 1, where 1 was due",
         ),
+        (lambda r: attrs.evolve(r, offsets=wire.from_ints([-1, 1, 2])), "fit neither rows"),
+        (lambda r: attrs.evolve(r, offsets=b""), "fit neither rows"),
+        (lambda r: attrs.evolve(r, tokens=r.tokens[:-1]), "result 1 is damaged"),
+        (lambda r: attrs.evolve(r, offsets=r.offsets[:-1]), "result 1 is damaged"),
+        (lambda r: attrs.evolve(r, tokens=wire.from_ints([3, 256])), "none of the vocabulary"),
+        (lambda r: attrs.evolve(r, tokens=wire.from_ints([-2, 3])), "none of the vocabulary"),
+        (lambda r: attrs.evolve(r, logprobs=b""), "without their log-prob"),
+        (lambda r: attrs.evolve(r, logprobs=r.logprobs[4:]), "without their log-prob"),
+        (lambda r: attrs.evolve(r, logprobs=r.logprobs[1:]), "result 1 is damaged"),
+        (lambda r: attrs.evolve(r, top_offsets=r.top_offsets[4:]), "fit no tokens"),
+        (lambda r: attrs.evolve(r, top_offsets=wire.from_ints([0, 3, 2])), "fit no tokens"),
+        (lambda r: attrs.evolve(r, top_ids=wire.from_ints([0, 1, 2, 256])), "none of the vocab"),
+        (lambda r: attrs.evolve(r, top_ids=wire.from_ints([0, 1, 2, -1])), "none of the vocab"),
+        (lambda r: attrs.evolve(r, top_logprobs=r.top_logprobs[:4]), "come without their"),
     ],
 )
 def test_a_result_that_is_wrong_is_refused_whole(change: Change, message: str) -> None:
     bench = Bench.make(worker())
-    sequences = [bench.submit([1, 2]), bench.submit([3])]
+    sequences = [bench.submit([1, 2], logprobs=2), bench.submit([3], logprobs=2)]
     bench.plan()
     with pytest.raises(WorkerLost, match=message):
         bench.core.on_result(change(bench.results[0]), 0.0)

@@ -50,6 +50,8 @@ class _PendingCall:
 
     done: trio.Event = attrs.field(factory=trio.Event)
     reply: wire.Reply | None = None
+    result: Any = None
+    """What the reply holds, if it is no error."""
 
 
 class Scheduler:
@@ -73,6 +75,9 @@ class Scheduler:
         """There may be something to send."""
         self._outbox: deque[wire.Message] = deque()
         """Goes out before the next plan."""
+        self._is_stuck = False
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called whenever the last plan has come back and nobody is left to be computed."""
         self._calls: dict[int, _PendingCall] = {}
         self._num_calls = 0
         self._watchdog = Watchdog(config.watchdog_timeout)
@@ -173,6 +178,7 @@ class Scheduler:
         finally:
             self._worker_there = trio.Event()
             self._core.on_worker_lost()
+            self._is_stuck = False
             self._follow(self._core)
             self._outbox.clear()
             for call in self._calls.values():
@@ -215,7 +221,9 @@ class Scheduler:
             else:
                 message = core.next_plan(trio.current_time())
                 self._follow(core)
+            self._is_stuck = message is None and not core.in_flight and core.num_unfinished > 0
             if message is None:
+                self._look_around(core)
                 self._work = trio.Event()
                 await self._work.wait()
                 continue
@@ -224,6 +232,17 @@ class Scheduler:
             except WorkerLost:
                 # The receiver notices too, once it has taken all that the worker still said.
                 return
+
+    def _look_around(self, core: SchedulerCore) -> None:
+        """There is nothing to send: because everybody has what they want?"""
+        if self._is_stuck:
+            _log.error(
+                "stuck: no plan is made for anybody, and none is in flight",
+                running=len(core.running),
+                waiting=core.num_waiting,
+            )
+        elif not core.in_flight:
+            self.on_idle()
 
     async def _receive(self, link: Link, core: SchedulerCore, first_valid: int) -> None:
         """Take whatever the worker says.
@@ -296,7 +315,7 @@ class Scheduler:
             raise WorkerLost(f"the worker was lost before it answered {name!r}")
         if call.reply.error:
             raise EngineError(f"{name}: {call.reply.error}")
-        return msgspec.msgpack.decode(call.reply.result)
+        return call.result
 
     @contextlib.contextmanager
     def _watchdog_held(self) -> Iterator[None]:
@@ -313,6 +332,11 @@ class Scheduler:
         """Hand ``reply`` over. The caller may have given up; then nobody wants it."""
         call = self._calls.get(reply.number)
         if call is not None:
+            if not reply.error:
+                try:
+                    call.result = msgspec.msgpack.decode(reply.result)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    raise WorkerLost(f"the worker sent a damaged reply: {error}") from error
             call.reply = reply
             call.done.set()
 
@@ -350,8 +374,18 @@ class Scheduler:
 
     @property
     def stalled(self) -> bool:
-        """Whether a plan has been due for more than half of the time that the watchdog allows."""
-        return self._watchdog.is_late(trio.current_time())
+        """Whether there is no progress, though there could be.
+
+        A plan has been due for more than half of the time that the watchdog allows; or somebody is
+        to be computed, and neither is a plan made for anybody nor is one in flight, which is a bug.
+        """
+        return self._is_stuck or self._watchdog.is_late(trio.current_time())
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is to be computed, and no plan is in flight."""
+        core = self._core
+        return core is None or (not core.in_flight and core.num_unfinished == 0)
 
     def statistics(self) -> SchedulerStatistics:
         """Counts of this moment; all 0 before the first worker."""

@@ -291,7 +291,7 @@ class SchedulerCore:
         if not self.in_flight:
             raise WorkerLost(f"result of plan {result.number} came, and none is in flight")
         plan = self.in_flight[0]
-        results = Results.read(result, plan)
+        results = Results.read(result, plan, self.limits.vocab_size)
         self.in_flight.popleft()
         self.memory.acknowledge(plan.number)
         self.counters.count_step(result, plan.num_tokens, had_work=self._has_work)
@@ -369,6 +369,11 @@ class SchedulerCore:
     def num_waiting(self) -> int:
         """Sequences that wait for a slot, those included that wait for their siblings' prompt."""
         return len(self.waiting) + len(self.siblings)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that are still to be computed, wherever they are."""
+        return self.num_waiting + len(self.running) + len(self.preempted)
 
     def statistics(self) -> SchedulerStatistics:
         """A snapshot."""

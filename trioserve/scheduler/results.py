@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from trioserve import wire
 from trioserve.errors import WorkerLost
@@ -28,7 +30,7 @@ class Results:
     _message: wire.StepResult
 
     @classmethod
-    def read(cls, message: wire.StepResult, plan: InFlight) -> Results:
+    def read(cls, message: wire.StepResult, plan: InFlight, vocab_size: int) -> Results:
         """The rows of ``message``, which must be those of ``plan``.
 
         Raises:
@@ -38,10 +40,19 @@ class Results:
             raise WorkerLost(f"result of plan {message.number} came instead of {plan.number}")
         if (message.slots, message.generations) != (plan.slots, plan.generations):
             raise WorkerLost(f"the rows of result {message.number} aren't those of its plan")
+        try:
+            return cls._read_columns(message, plan, vocab_size)
+        except ValueError as error:
+            raise WorkerLost(f"result {message.number} is damaged: {error}") from error
+
+    @classmethod
+    def _read_columns(cls, message: wire.StepResult, plan: InFlight, vocab_size: int) -> Results:
         offsets, tokens = wire.ints(message.offsets).tolist(), wire.ints(message.tokens).tolist()
-        rising = all(before <= after for before, after in itertools.pairwise(offsets))
-        if len(offsets) != len(plan.rows) + 1 or not rising or offsets[-1] != len(tokens):
+        if len(offsets) != len(plan.rows) + 1 or not _are_offsets(offsets, len(tokens)):
             raise WorkerLost(f"the offsets of result {message.number} fit neither rows nor tokens")
+        if tokens and not (min(tokens) >= -1 and max(tokens) < vocab_size):
+            raise ValueError("a token is none of the vocabulary")
+        wants_logprobs = False
         for index, (computation, _, samples) in enumerate(plan.rows):
             given = offsets[index + 1] - offsets[index]
             # A sequence that has ended meanwhile may or may not have been computed once more.
@@ -51,10 +62,13 @@ class Results:
                     f"where {int(samples)} was due"
                 )
             params = computation.sequence.request.params
-            drawn = given and tokens[offsets[index]] >= 0
-            if drawn and params.logprobs is not None and params.logprob_token_ids:
-                _check_asked(message, offsets[index], len(params.logprob_token_ids))
-        pieces = _check_pieces(message, plan) if plan.pieces or message.prompts else []
+            if params.logprobs is not None and given:
+                wants_logprobs = True
+                if params.logprob_token_ids and tokens[offsets[index]] >= 0:
+                    _check_asked(message, offsets[index], len(params.logprob_token_ids))
+        if wants_logprobs:
+            _check_logprobs(message, len(tokens), vocab_size)
+        pieces = _check_pieces(message, plan, vocab_size) if plan.pieces or message.prompts else []
         return cls(offsets, tokens, pieces, message)
 
     def logprob(self, index: int, params: SamplingParams) -> TokenLogprob:
@@ -80,6 +94,31 @@ class Results:
         return TokenLogprob(self.tokens[index], logprob, "", top, asked)
 
 
+def _are_offsets(offsets: list[int], total: int) -> bool:
+    """Whether ``offsets`` cut ``total`` entries into pieces, some of them empty."""
+    rising = all(before <= after for before, after in itertools.pairwise(offsets))
+    return rising and offsets[0] == 0 and offsets[-1] == total
+
+
+def _check_logprobs(message: wire.StepResult, num_tokens: int, vocab_size: int) -> None:
+    """Demand a log-probability for each token, and alternatives that can be told apart."""
+    if len(wire.floats(message.logprobs)) != num_tokens:
+        raise ValueError("its tokens come without their log-probabilities")
+    if message.top_offsets:
+        ids = wire.ints(message.top_ids)
+        offsets = wire.ints(message.top_offsets).tolist()
+        if len(offsets) != num_tokens + 1 or not _are_offsets(offsets, len(ids)):
+            raise ValueError("its alternatives fit no tokens")
+        if len(wire.floats(message.top_logprobs)) != len(ids):
+            raise ValueError("its alternatives come without their log-probabilities")
+        _check_ids(ids, vocab_size)
+
+
+def _check_ids(ids: npt.NDArray[np.int32], vocab_size: int) -> None:
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+        raise ValueError("an alternative is none of the vocabulary")
+
+
 def _check_asked(message: wire.StepResult, index: int, due: int) -> None:
     """Demand that token ``index`` comes with the log-probabilities of ``due`` other tokens."""
     start, stop = [*wire.ints(message.ids_offsets)[index : index + 2].tolist(), 0, 0][:2]
@@ -91,7 +130,7 @@ def _check_asked(message: wire.StepResult, index: int, due: int) -> None:
 
 
 def _check_pieces(
-    message: wire.StepResult, plan: InFlight
+    message: wire.StepResult, plan: InFlight, vocab_size: int
 ) -> list[tuple[PromptLogprobs, wire.PromptPiece]]:
     """The pieces of ``message`` with where they belong: those that are due, and no others.
 
@@ -106,6 +145,7 @@ def _check_pieces(
         if piece is not None:
             try:
                 due.logprobs.check(piece, due.start, due.stop)
+                _check_ids(wire.ints(piece.top_ids), vocab_size)
             except ValueError as error:
                 raise WorkerLost(
                     f"a prompt's log-probabilities in result {message.number} are wrong: {error}"
