@@ -34,9 +34,9 @@ from trioserve.testing import FakeWorker, memory_link_pair, serve_fake
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.worker import Link
-from trioserve.worker.supervisor import Supervisor
+from trioserve.worker.supervisor import OpenWorker, Supervisor
 
-__all__ = ["FAKE_CHAT_TEMPLATE", "byte_tokenizer", "open_fake_engine"]
+__all__ = ["FAKE_CHAT_TEMPLATE", "byte_tokenizer", "open_fake_engine", "run_fake_worker"]
 
 FAKE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -61,6 +61,7 @@ async def open_fake_engine(
     tokenizer: tokenizers.Tokenizer | None = None,
     eos_token_ids: tuple[int, ...] = (),
     generation_defaults: dict[str, Any] | None = None,
+    open_worker: OpenWorker | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
     """An engine whose model is called ``fake``, for as long as the block lasts.
@@ -70,6 +71,8 @@ async def open_fake_engine(
         tokenizer: of at least the worker's vocabulary (default: :func:`byte_tokenizer`).
         eos_token_ids: tokens that end a sequence by themselves.
         generation_defaults: sampling parameters of requests that bring none.
+        open_worker: opens each worker's life in place of ``make_worker``, for tests that want a
+            hand in it: usually something around :func:`run_fake_worker`.
         options: fields of :class:`~trioserve.EngineConfig`.
 
     Raises:
@@ -85,7 +88,7 @@ async def open_fake_engine(
     metrics = Metrics(model.name, config.metrics_prefix)
     scheduler = Scheduler(config, metrics)
     supervisor = Supervisor(
-        open_worker=lambda: _run_fake(make_worker(), config),
+        open_worker=open_worker or (lambda: run_fake_worker(make_worker(), config)),
         max_restarts=config.max_worker_restarts,
         judge=scheduler.judge,
     )
@@ -94,17 +97,29 @@ async def open_fake_engine(
 
 
 @contextlib.asynccontextmanager
-async def _run_fake(
-    worker: FakeWorker, config: EngineConfig
+async def run_fake_worker(
+    worker: FakeWorker, config: EngineConfig, *, killed: trio.Event | None = None
 ) -> AsyncIterator[tuple[Link, wire.Ready]]:
-    """A fake worker's life; its death cancels the block, as a real worker's does."""
+    """A fake worker's life; its death cancels the block, as a real worker's does.
+
+    Args:
+        worker: the worker.
+        config: whose bounds it is told.
+        killed: ends it at once when it is set, whatever it does.
+
+    Raises:
+        WorkerLost: it died.
+    """
     ready = _within(worker.ready(), config)
     engine_side, worker_side = memory_link_pair()
     lost = False
 
     async def serve(scope: trio.CancelScope) -> None:
         nonlocal lost
-        await serve_fake(worker, worker_side)
+        with trio.CancelScope() as life:
+            if killed is not None:
+                nursery.start_soon(_cancel_when_set, killed, life)
+            await serve_fake(worker, worker_side)
         lost = True
         scope.cancel()
 
@@ -116,10 +131,17 @@ async def _run_fake(
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         error = sole_exception(group)
+    if lost and (error is None or isinstance(error, WorkerLost)):
+        # Whoever was at the link noticed only that it is closed.
+        from_outside = killed is not None and killed.is_set()
+        raise WorkerLost("the fake worker ended", from_outside=from_outside)
     if error is not None:
         raise error
-    if lost:
-        raise WorkerLost("the fake worker ended")
+
+
+async def _cancel_when_set(event: trio.Event, scope: trio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 def _within(ready: wire.Ready, config: EngineConfig) -> wire.Ready:

@@ -1,0 +1,189 @@
+"""Scenarios drawn from a seed. What can go wrong is made likely: little memory, short queues."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import attrs
+
+from trioserve.grammar import Grammar
+from trioserve.testing.simulation.expected import ids_of
+from trioserve.testing.simulation.scenario import (
+    Client,
+    Departure,
+    Fault,
+    Scenario,
+    WorkerKind,
+    seed_of,
+)
+
+__all__ = ["REFUSED_GRAMMAR", "draw_scenario"]
+
+STEP = 0.01
+POISONED = 0.0
+REFUSED_GRAMMAR = "refused"
+"""The text of a grammar that no worker compiles."""
+
+_ALPHABETS = ("ab", "abc .", "ab\u00e9", "a\U0001f600 ", "\u00e9\U0001f600\u4e2d", "abcdefgh!")
+_EOS = "!"
+_STOPS = ("a", "ab", "aba", "abab", "b a", "bb", "\u00e9", "\U0001f600", "c.", "aaaa")
+_PROMPTS = ("abcabcabcabcabcabc", "aaaaaaaaaaaaaaaaaa", "once upon a time ab")
+_SECONDS = (0.0, STEP / 2, STEP, 3 * STEP, 10 * STEP, 1.0)
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The scenario that is called ``seed``."""
+    choose = random.Random(seed)
+    worker = _worker(choose)
+    count = choose.choice((1, 2, 3, 5, 8, 12, 20))
+    span = choose.choice((0.0, 0.05, 0.3))
+    clients = [_client(choose, number, worker, span) for number in range(count)]
+    faults = _faults(choose)
+    options = _options(choose)
+    if choose.random() < POISONED:
+        # One that ends every worker it comes to. It has to be found before the engine gives up.
+        poisoned = choose.randrange(count)
+        clients[poisoned] = _poisonous(clients[poisoned])
+        faults = []
+        options["max_worker_restarts"] = 40
+    return Scenario(
+        seed=seed,
+        options=options,
+        worker=worker,
+        clients=tuple(clients),
+        faults=tuple(faults),
+        eos_token_ids=ids_of(_EOS),
+        ends=choose.choice(("idle", "idle", "idle", "drain", "abort", "cancel")),
+        ends_at=choose.uniform(0, span + 0.3),
+    )
+
+
+def _worker(choose: random.Random) -> WorkerKind:
+    page_size = choose.choice((1, 2, 4, 8))
+    num_pages = choose.randint(24, 60) // page_size + choose.choice((1, 1, 2, 40))
+    shrinks = choose.random() < 0.05
+    return WorkerKind(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_model_len=choose.choice((40, 64, 256)),
+        max_num_batched_tokens=choose.choice((1, 3, 8, 16, 64)),
+        alphabet=tuple(dict.fromkeys(ids_of(choose.choice(_ALPHABETS)))),
+        nothing_in=choose.choice((0, 0, 0, 0, 40)),
+        computes_past_stop=choose.random() < 0.5,
+        step_time=choose.choice((0.0, STEP, STEP, STEP)),
+        seconds_per_token=choose.choice((0.0, 0.0, STEP / 10)),
+        call_time=choose.choice((0.0, STEP, 5 * STEP, 3.0)),
+        load_time=choose.choice((0.0, 0.1, 2.0)),
+        link_delay=choose.choice((0.0, 0.0, STEP / 3)),
+        pages_after_loss=max(1, num_pages // 2) if shrinks else None,
+    )
+
+
+def _options(choose: random.Random) -> dict[str, Any]:
+    return {
+        "seed": 0,
+        "max_num_seqs": choose.choice((1, 2, 3, 8)),
+        "max_plans_in_flight": choose.choice((1, 1, 2, 2, 3)),
+        "max_num_queued_reqs": choose.choice((4, 2048, 2048, 2048)),
+        "scheduling_policy": choose.choice(("fcfs", "fcfs", "lpm", "priority")),
+        "capacity_policy": choose.choice(("max_utilization", "guaranteed_no_evict")),
+        "enable_prefix_caching": choose.random() < 0.7,
+        "max_stream_bytes": choose.choice((1024, 1 << 20)),
+        "max_total_stream_bytes": choose.choice((2048, 256 << 20)),
+        "grammar_timeout": 1.0,
+        "max_worker_restarts": choose.choice((0, 3, 3, 8)),
+        "watchdog_timeout": 5.0,
+    }
+
+
+def _client(choose: random.Random, number: int, worker: WorkerKind, span: float) -> Client:
+    return Client(
+        number=number,
+        arrives=choose.choice((0.0, choose.uniform(0, span))),
+        prompt=(prompt := _prompt(choose)),
+        params=_params(choose, number, long=isinstance(prompt, str) and len(prompt) > 100),
+        priority=choose.randint(0, 2),
+        cache_salt=choose.choice(("", "", "", "salt")),
+        timeout=choose.choice((None, None, None, None, choose.choice(_SECONDS))),
+        leaves=_departure(choose) if choose.random() < 0.35 else None,
+        pause=choose.choice((0.0, 0.0, 0.0, STEP / 2, 5 * STEP, 1.0)),
+    )
+
+
+def _prompt(choose: random.Random) -> Any:
+    beginning = choose.choice(_PROMPTS)[: choose.randint(1, 18)]
+    text = beginning + "".join(choose.choices("abc", k=choose.choice((0, 0, 1, 5))))
+    match choose.randrange(8):
+        case 0:
+            return (text * 2500)[: choose.randint(2001, 2500)]  # encoded in a thread
+        case 1:
+            return ({"role": "user", "content": text},)
+        case 2 | 3 | 4:
+            return ids_of(text)
+        case _:
+            return text
+
+
+def _params(choose: random.Random, number: int, *, long: bool) -> dict[str, Any]:
+    max_tokens = choose.choice((0, 1, 2, 5, 10, 20, 30, 30))
+    params: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "seed": seed_of(choose.choice((0, 0, 1, 2)), number),
+        "n": choose.choice((1, 1, 1, 2, 3)),
+    }
+    if long:
+        params["truncate_prompt_tokens"] = choose.randint(1, 18)
+        params["truncation_side"] = choose.choice(("left", "right"))
+    if choose.random() < 0.4:
+        params["stop"] = tuple(choose.sample(_STOPS, choose.randint(1, 3)))
+        params["include_stop_str_in_output"] = choose.random() < 0.3
+    if choose.random() < 0.3:
+        params["stop_token_ids"] = ids_of(choose.choice("abc"))
+        params["include_stop_str_in_output"] = choose.random() < 0.3
+    if choose.random() < 0.2:
+        params["min_tokens"] = choose.randint(0, max_tokens)
+    if choose.random() < 0.2:
+        params["ignore_eos"] = True
+    if choose.random() < 0.2:
+        params["logprobs"] = choose.choice((0, 2))
+        params["logprob_token_ids"] = choose.choice(((), ids_of("ab")))
+    if choose.random() < 0.15:
+        params["prompt_logprobs"] = choose.choice((0, 2))
+    if choose.random() < 0.1:
+        params["allowed_token_ids"] = ids_of("abc")
+    if choose.random() < 0.15 and "min_tokens" not in params:
+        params["grammar"] = Grammar("regex", choose.choice(("fine", "fine too", REFUSED_GRAMMAR)))
+    return params
+
+
+def _departure(choose: random.Random) -> Departure:
+    match choose.randrange(4):
+        case 0:
+            return Departure(how="chunks", at=choose.randint(0, 6))
+        case 1:
+            return Departure(how="error", at=choose.randint(0, 6))
+        case 2:
+            return Departure(how="time", at=choose.choice(_SECONDS) + choose.choice(_SECONDS))
+        case _:
+            when_woken = choose.random() < 0.5
+            return Departure(how="checkpoint", at=choose.randint(1, 12), when_woken=when_woken)
+
+
+def _faults(choose: random.Random) -> list[Fault]:
+    if choose.random() < 0.4:
+        return []
+    what = ("killed", "killed", "dies", "dies", "fails", "blames", "fatal", "hangs", "pauses")
+    faults = []
+    for worker in range(choose.choice((1, 1, 2, 4))):
+        for _ in range(choose.choice((0, 1, 1, 2))):
+            kind = choose.choice((*what, "loading") if worker or choose.random() < 0.2 else what)
+            at: float = choose.choice((0, 1, 2, 3, 5, 8, 13))
+            if kind in ("killed", "loading"):
+                at = choose.uniform(0, 0.3)
+            faults.append(Fault(worker=worker, what=kind, at=at, seconds=choose.uniform(0, 1.5)))
+    return faults
+
+
+def _poisonous(client: Client) -> Client:
+    return attrs.evolve(client, poisonous=True, leaves=None, timeout=None)

@@ -1,0 +1,215 @@
+"""Whether what a client got is what it had to get, and whether an error was due."""
+
+from __future__ import annotations
+
+import attrs
+from trio import EndOfChannel
+
+from trioserve.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    Draining,
+    EngineError,
+    InvalidRequest,
+    QueueFull,
+    RequestAborted,
+    SlowReader,
+)
+from trioserve.generation import GenerationStream
+from trioserve.stream import Chunk
+from trioserve.testing.fake_model import fake_logprobs
+from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
+from trioserve.testing.simulation.expected import (
+    ExpectedOutput,
+    expected_outputs,
+    prompt_ids_of,
+    text_of,
+)
+from trioserve.testing.simulation.scenario import Client, Scenario
+from trioserve.testing.simulation.trace import Violation
+from trioserve.testing.simulation.watch import Books
+
+__all__ = ["Circumstances", "Visit"]
+
+
+@attrs.define(eq=False)
+class Circumstances:
+    """What may be the reason of an error."""
+
+    scenario: Scenario
+    books: Books
+    ended: bool = False
+    """The scenario's end has come: draining, abort or cancellation."""
+    failed: bool = False
+    """The engine has failed as a whole, for too many deaths."""
+
+
+@attrs.define(eq=False)
+class Visit:
+    """One client's use of the engine, from its coming to its going."""
+
+    client: Client
+    circumstances: Circumstances
+    entered_at: float | None = None
+    left: bool = False
+    num_request_ends: int = 0
+    flushed: bool = False
+    """What has come last has to be followed by an error."""
+    chunks: list[list[Chunk]] = attrs.field(init=False)
+    """For each output."""
+    expected: list[ExpectedOutput] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.chunks = [[] for _ in range(self.client.num_outputs)]
+        self.expected = expected_outputs(self.circumstances.scenario, self.client)
+
+    def is_over(self, index: int) -> bool:
+        """Whether nothing more may be computed for an output."""
+        own = self.chunks[index]
+        ended = bool(own) and own[-1].finish_reason is not None
+        return self.left or self.num_request_ends > 0 or ended
+
+    @property
+    def num_chunks(self) -> int:
+        """How many have come."""
+        return sum(map(len, self.chunks))
+
+    # ---- what it gets
+
+    def take(self, chunk: Chunk) -> None:
+        """A chunk has come."""
+        own, expected = self.chunks[chunk.index], self.expected[chunk.index]
+        self._demand(not own or own[-1].finish_reason is None, "nothing comes after the end", chunk)
+        self._demand(not self.flushed, "text is the tokens' less the stop", chunk)
+        own.append(chunk)
+        tokens = tuple(token for each in own for token in each.token_ids)
+        text = "".join(each.text for each in own)
+        self._demand(
+            tokens == expected.token_ids[: len(tokens)], "tokens are those of the model", tokens
+        )
+        # Before an error comes what was held back, a part of a character too.
+        self.flushed = not expected.text.startswith(text)
+        if self.flushed:
+            flushed_well = text == text_of(tokens) and chunk.finish_reason is None
+            self._demand(flushed_well, "text is the tokens' less the stop", text)
+        if chunk.finish_reason is not None:
+            got = (tokens, text, chunk.finish_reason, chunk.stop_reason)
+            due = attrs.astuple(expected)[:4]
+            self._demand(got == due, "an output ends where and as it must", f"{got}, not {due}")
+        self._check_logprobs(chunk, expected, len(tokens))
+
+    def _check_logprobs(self, chunk: Chunk, expected: ExpectedOutput, num_tokens: int) -> None:
+        if self.client.params.get("logprobs") is None:
+            self._demand(chunk.logprobs is None, "log-probabilities come where asked for", chunk)
+            return
+        entries = chunk.logprobs or ()
+        first = num_tokens - len(chunk.token_ids)
+        got = [(entry.token_id, entry.logprob) for entry in entries]
+        due = list(zip(expected.token_ids, expected.logprobs, strict=True))[first:num_tokens]
+        self._demand(got == due, "log-probabilities are the tokens'", f"{got}, not {due}")
+        if self.client.params.get("logprob_token_ids"):
+            asked = [tuple(logprob for _, logprob, _ in entry.asked) for entry in entries]
+            wanted = list(expected.asked[first:num_tokens])
+            self._demand(asked == wanted, "log-probabilities are of the ids asked for", asked)
+
+    def check_whole(self, stream: GenerationStream) -> None:
+        """The stream has come to its end."""
+        self._demand(not self.flushed, "text is the tokens' less the stop")
+        for own in self.chunks:
+            finals = [chunk for chunk in own if chunk.finish_reason is not None]
+            self._demand(len(finals) == 1, "each output has one final chunk", own)
+        prompt = prompt_ids_of(self.client)
+        self._demand(stream.prompt_token_ids == prompt, "the prompt is what was sent")
+        usage = stream.usage
+        counted = sum(len(chunk.token_ids) for own in self.chunks for chunk in own)
+        self._demand(
+            (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), counted),
+            "usage is what was delivered",
+            usage,
+        )
+        self._demand(0 <= usage.cached_tokens < len(prompt), "usage is what was delivered", usage)
+        if self.client.params.get("prompt_logprobs") is not None:
+            found = stream.prompt_logprobs
+            got = [] if found is None else [each.logprob for each in found.entries(prompt)]
+            due = [
+                float(fake_logprobs(prompt[:place], 256)[prompt[place]])
+                for place in range(1, len(prompt))
+            ]
+            self._demand(got == due, "the prompt's log-probabilities are complete", got)
+
+    # ---- how it ended
+
+    def check_error(self, error: BaseException, now: float) -> None:
+        """The client got ``error``: there must be a reason."""
+        client, around = self.client, self.circumstances
+        reasons: dict[type[BaseException], bool] = {
+            DeadlineExceeded: client.timeout is not None
+            and self.entered_at is not None
+            and abs(now - self.entered_at - client.timeout) < 1e-6,
+            QueueFull: self._may_be_refused(),
+            Draining: around.ended and around.scenario.ends in ("drain", "abort"),
+            RequestAborted: around.ended and around.scenario.ends == "abort",
+            SlowReader: client.pause > 0 or around.scenario.worker.step_time == 0,
+            ContextTooLong: not self._fits(),
+            InvalidRequest: self._is_refused(),
+            EngineError: self._may_fail(),
+            EndOfChannel: False,
+        }
+        for kind, is_due in reasons.items():
+            if isinstance(error, kind):
+                self._demand(is_due, "an error has a reason", repr(error))
+                return
+        raise Violation("errors are trioserve's own", repr(error)) from error
+
+    def check_left_in_time(self, now: float) -> None:
+        """It is out of the block, for whatever reason."""
+        timeout = self.client.timeout
+        if timeout is not None and self.entered_at is not None:
+            late = now - self.entered_at - timeout
+            self._demand(late < 1e-6, "a deadline ends a request in any stage", f"{late:g} s late")
+
+    def _may_be_refused(self) -> bool:
+        bound: int = self.circumstances.scenario.options["max_num_queued_reqs"]
+        others = sum(each.num_outputs for each in self.circumstances.scenario.clients)
+        return others > bound
+
+    def _fits(self) -> bool:
+        worker = self.circumstances.scenario.worker
+        num_prompt = len(prompt_ids_of(self.client))
+        max_tokens: int = self.client.params["max_tokens"]
+        return (
+            num_prompt < worker.max_model_len
+            and num_prompt + max_tokens <= worker.max_model_len
+            and num_prompt + max(max_tokens, 1) <= worker.fewest_pages * worker.page_size
+        )
+
+    def _is_refused(self) -> bool:
+        params, worker = self.client.params, self.circumstances.scenario.worker
+        grammar = params.get("grammar")
+        options = self.circumstances.scenario.options
+        slow = worker.call_time + worker.link_delay >= options["grammar_timeout"]
+        troubled = bool(self.circumstances.scenario.faults) or any(
+            each.poisonous for each in self.circumstances.scenario.clients
+        )
+        if grammar is not None and (slow or troubled or grammar.text == REFUSED_GRAMMAR):
+            return True
+        return not self._fits() or self._has_nothing_to_draw()
+
+    def _has_nothing_to_draw(self) -> bool:
+        return any(each.finish_reason == "error" for each in self.expected)
+
+    def _may_fail(self) -> bool:
+        around, client = self.circumstances, self.client
+        worker = around.scenario.worker
+        return (
+            around.failed
+            or (around.ended and around.scenario.ends == "cancel")
+            or client.number in around.books.may_be_blamed
+            or self._has_nothing_to_draw()
+            or (worker.pages_after_loss is not None and not self._fits())
+            or (client.params.get("grammar") is not None and around.books.deaths >= 3)
+        )
+
+    def _demand(self, holds: bool, invariant: str, detail: object = "") -> None:
+        if not holds:
+            raise Violation(invariant, f"client {self.client.number}: {detail}")

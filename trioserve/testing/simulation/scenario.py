@@ -1,0 +1,163 @@
+"""What happens in one simulated life of an engine: all of it chosen beforehand, from one seed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from typing import Any
+
+import attrs
+
+from trioserve import wire
+from trioserve.sampling import SamplerParams
+from trioserve.testing.fake_model import TokenFunction
+
+__all__ = ["Client", "Departure", "Fault", "Scenario", "WorkerKind", "client_of", "seed_of"]
+
+_MAX_CLIENTS = 1000
+
+
+@attrs.frozen(kw_only=True)
+class Departure:
+    """How a client leaves before its output has ended."""
+
+    how: str
+    """``chunks``: after so many chunks; ``error``: the same, by an exception of its own; ``time``:
+    so many seconds after it came; ``checkpoint``: at the so-manieth checkpoint of its block."""
+    at: float
+    when_woken: bool = False
+    """At that checkpoint: when what it waited for has come, instead of when it begins to wait."""
+
+
+@attrs.frozen(kw_only=True)
+class Client:
+    """One caller of ``generate``."""
+
+    number: int
+    arrives: float
+    """Seconds after the engine is up."""
+    prompt: Any
+    """Text, token ids or messages."""
+    params: dict[str, Any]
+    """Fields of SamplingParams, with a seed that :func:`seed_of` made."""
+    priority: int = 0
+    cache_salt: str = ""
+    timeout: float | None = None
+    leaves: Departure | None = None
+    pause: float = 0.0
+    """Seconds that it takes over each chunk."""
+    poisonous: bool = False
+    """A worker that computes anything for it dies."""
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs it asks for."""
+        return int(self.params.get("n", 1))
+
+
+@attrs.frozen(kw_only=True)
+class Fault:
+    """Something that befalls a worker.
+
+    ======= =======================================================================================
+    what    at
+    ======= =======================================================================================
+    loading the worker dies while it loads its model (seconds after its start)
+    killed  from outside, at that many seconds after it was ready
+    dies    in the step of that number (the worker's own count from 0)
+    fails   the plan of that step fails, and nobody is named
+    blames  the same, and the slot of one of its rows is named
+    fatal   the same, and the worker says that it can't go on
+    hangs   that step never ends
+    pauses  that step takes ``seconds`` more
+    ======= =======================================================================================
+    """
+
+    worker: int
+    """Which one of the workers, from 0."""
+    what: str
+    at: float
+    seconds: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class WorkerKind:
+    """What the workers are like."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    alphabet: tuple[int, ...]
+    """The tokens that the model ever draws."""
+    nothing_in: int = 0
+    """One draw in so many gives no token at all; 0 for never."""
+    computes_past_stop: bool = False
+    step_time: float = 0.01
+    seconds_per_token: float = 0.0
+    call_time: float = 0.0
+    load_time: float = 0.1
+    link_delay: float = 0.0
+    """Seconds that a message of the engine is under way."""
+    pages_after_loss: int | None = None
+    """Pages of every worker but the first, if they have fewer."""
+
+    def pages_of(self, worker: int) -> int:
+        """The pages of one of the workers."""
+        later = self.num_pages if self.pages_after_loss is None else self.pages_after_loss
+        return later if worker else self.num_pages
+
+    @property
+    def fewest_pages(self) -> int:
+        """The pages of the smallest of them."""
+        return min(self.pages_of(0), self.pages_of(1))
+
+    def token_function(self) -> TokenFunction:
+        """The model: tokens depend on all that is before them, the seed and the output's index."""
+        alphabet, nothing_in = self.alphabet, self.nothing_in
+
+        def token(context: list[int], sampler: SamplerParams) -> int:
+            kind = sampler.seed // _MAX_CLIENTS
+            start = zlib.crc32(f"{kind}/{sampler.sequence_index}".encode())
+            drawn = zlib.crc32(wire.from_ints(context), start)
+            if nothing_in and drawn // 65536 % nothing_in == 0:
+                return -1
+            return alphabet[drawn % len(alphabet)]
+
+        return token
+
+
+def seed_of(kind: int, client: int) -> int:
+    """A request's seed: clients of one ``kind`` get the same tokens, and can be told apart."""
+    return kind * _MAX_CLIENTS + client
+
+
+def client_of(sampler: SamplerParams) -> int:
+    """The client whose seed it is."""
+    return sampler.seed % _MAX_CLIENTS
+
+
+@attrs.frozen(kw_only=True)
+class Scenario:
+    """Everything that is to happen. ``seed`` gives the order of events as well."""
+
+    seed: int
+    options: dict[str, Any]
+    """Of the engine."""
+    worker: WorkerKind
+    clients: tuple[Client, ...]
+    faults: tuple[Fault, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    ends: str = "idle"
+    """``idle``: when all clients are done; ``drain``: the same, and nobody is admitted after
+    ``ends_at``; ``abort``: all that is open is aborted then, too; ``cancel``: the engine's scope
+    is cancelled then."""
+    ends_at: float = 0.0
+
+    def only(
+        self, clients: Collection[int] | None = None, faults: Collection[int] | None = None
+    ) -> Scenario:
+        """The same with these clients, by number, and these faults, by place; None for all."""
+        kept = [each for each in self.clients if clients is None or each.number in clients]
+        left = [each for place, each in enumerate(self.faults) if faults is None or place in faults]
+        return attrs.evolve(self, clients=tuple(kept), faults=tuple(left))

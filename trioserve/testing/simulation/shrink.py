@@ -1,0 +1,55 @@
+"""A smaller scenario in which the same goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from trioserve.testing.simulation.scenario import Scenario
+from trioserve.testing.simulation.world import Report, simulate
+
+__all__ = ["shrink"]
+
+
+def shrink(report: Report, *, most_runs: int = 300) -> Report:
+    """Leave out clients and faults as long as the same invariant doesn't hold.
+
+    Args:
+        report: of a run with a violation.
+        most_runs: how often to try at most.
+    """
+    assert report.violation is not None
+    smallest = report
+    runs = 0
+    found = True
+    while found:
+        found = False
+        for smaller in _smaller(smallest.scenario):
+            if runs == most_runs:
+                return smallest
+            runs += 1
+            again = simulate(smaller)
+            if (
+                again.violation is not None
+                and again.violation.invariant == report.violation.invariant
+            ):
+                smallest, found = again, True
+                break
+    return smallest
+
+
+def _smaller(scenario: Scenario) -> Iterator[Scenario]:
+    """The scenario with half of its clients, without one of them, and without one of its faults."""
+    numbers = [client.number for client in scenario.clients]
+    half = len(numbers) // 2
+    if half > 1:
+        yield scenario.only(clients=numbers[half:])
+        yield scenario.only(clients=numbers[:half])
+    for number in numbers:
+        if len(numbers) > 1:
+            yield scenario.only(clients=[other for other in numbers if other != number])
+    for fault in scenario.faults:
+        yield attrs.evolve(
+            scenario, faults=tuple(other for other in scenario.faults if other is not fault)
+        )

@@ -1,0 +1,227 @@
+"""Looks at every plan and result on their way, and keeps books of its own about them.
+
+Here is known what each plan in flight may touch, and whose rows they are, from the messages alone.
+So it is noticed when a page or a slot is handed on too early, when something is computed for
+somebody who has left, and when somebody comes in before his turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+
+import attrs
+import trio
+
+from trioserve import wire
+from trioserve.errors import WorkerLost
+from trioserve.testing.simulation.scenario import client_of
+from trioserve.testing.simulation.trace import Trace, Violation
+from trioserve.testing.simulation.turns import Row, Turns
+from trioserve.worker import Link
+
+__all__ = ["Books", "WatchedLink"]
+
+
+@attrs.define(eq=False)
+class _OpenSlot:
+    row: Row
+    generation: int
+    pages: list[int]
+
+
+@attrs.define(eq=False)
+class _PlanInFlight:
+    number: int
+    touched: dict[int, tuple[int, tuple[int, ...]]]
+    """By slot: the generation, and the pages that a row may read or write."""
+    rows: list[Row]
+
+
+@attrs.define(eq=False)
+class Books:
+    """What is known of one scenario from its messages, over all of its workers."""
+
+    trace: Trace
+    depth: int
+    page_size: int
+    is_over: Callable[[Row], bool]
+    """Whether nothing more is to be computed for an output."""
+    after_step: Callable[[], None]
+    """Called when the engine has made a plan or taken a message."""
+    turns: Turns
+    slots: dict[int, _OpenSlot] = attrs.field(factory=dict)
+    in_flight: deque[_PlanInFlight] = attrs.field(factory=deque)
+    may_be_blamed: set[int] = attrs.field(factory=set)
+    """Clients that were alone in flight when something failed, or that a worker named."""
+    num_unanswered: int = 0
+    """Plans without an answer. A worker answers each, those too that it refuses."""
+    num_steps: int = 0
+    num_tokens: int = 0
+    steps_of_worker: int = 0
+    deaths: int = 0
+    deaths_without_progress: int = 0
+    num_failures: int = 0
+
+    def worker_ready(self) -> None:
+        """A new worker knows nothing."""
+        self.slots.clear()
+        self.in_flight.clear()
+        self.steps_of_worker = self.num_unanswered = 0
+
+    def worker_lost(self) -> None:
+        """It has died, or will be replaced for what it did."""
+        self._suspect([row for plan in self.in_flight for row in plan.rows])
+        self.turns.accident()
+        self.deaths += 1
+        self.deaths_without_progress = (
+            1 if self.steps_of_worker else self.deaths_without_progress + 1
+        )
+        self.worker_ready()
+
+    def _suspect(self, rows: list[Row]) -> None:
+        """Something failed that concerns ``rows``."""
+        clients = {client for client, _ in rows}
+        if len(clients) == 1:
+            self.may_be_blamed |= clients
+
+    # ---- what the engine says
+
+    def on_send(self, message: wire.Message) -> None:
+        """The engine has made ``message`` this very moment."""
+        if isinstance(message, wire.Plan):
+            self._on_plan(message)
+        elif isinstance(message, wire.Reset):
+            self.trace.note("reset")
+            self.slots.clear()
+            self.in_flight.clear()
+        elif isinstance(message, wire.Call):
+            self.trace.note(f"call {message.number} {message.name}")
+
+    def _on_plan(self, plan: wire.Plan) -> None:
+        closed = wire.ints(plan.closed).tolist()
+        for slot in closed:
+            self.turns.closed(self.slots.pop(slot).row)
+        for opened in plan.opened:
+            self._open(opened)
+        self.turns.opened([self.slots[opened.slot].row for opened in plan.opened])
+        pages = _pairs(plan.page_slots, plan.page_ids)
+        for slot, page in pages:
+            self._check_page_is_fresh(slot, page)
+            self.slots[slot].pages.append(page)
+        counts = _pairs(plan.row_slots, plan.row_counts)
+        rows = [(self.slots[slot].row, count) for slot, count in counts]
+        self.trace.note(
+            f"plan {plan.number}: "
+            + " ".join(f"{client}.{index}x{count}" for (client, index), count in rows)
+            + "".join(f" open {each.slot}@{each.computed}" for each in plan.opened)
+            + (f" close {closed}" if closed else "")
+            + (f" pages {pages}" if pages else "")
+        )
+        for row, _ in rows:
+            if self.is_over(row):
+                raise Violation("nothing is computed for who has left", f"output {row}")
+        touched = {
+            slot: (self.slots[slot].generation, tuple(self.slots[slot].pages)) for slot, _ in counts
+        }
+        self.num_unanswered += 1
+        self.in_flight.append(_PlanInFlight(plan.number, touched, [row for row, _ in rows]))
+        if len(self.in_flight) > self.depth:
+            raise Violation("no more plans are in flight than allowed")
+
+    def _open(self, opened: wire.OpenSlot) -> None:
+        for plan in self.in_flight:
+            if opened.slot in plan.touched:
+                raise Violation(
+                    "a slot is reused only after all plans with it are acknowledged",
+                    f"slot {opened.slot}, plan {plan.number}",
+                )
+        sampler = opened.sampler
+        row = client_of(sampler), sampler.sequence_index
+        if any(other.row == row for other in self.slots.values()):
+            raise Violation("nobody has two slots", f"output {row}")
+        pages = wire.ints(opened.pages).tolist()
+        shared = opened.computed // self.page_size
+        self.slots[opened.slot] = _OpenSlot(row, opened.generation, pages[:shared])
+        for page in pages[shared:]:
+            self._check_page_is_fresh(opened.slot, page)
+            self.slots[opened.slot].pages.append(page)
+
+    def _check_page_is_fresh(self, slot: int, page: int) -> None:
+        """Nobody may be touching the page that ``slot`` is going to write."""
+        mine = self.slots[slot].generation
+        for plan in self.in_flight:
+            for other, (generation, pages) in plan.touched.items():
+                if (other, generation) != (slot, mine) and page in pages:
+                    raise Violation(
+                        "a page is reused only after all plans with it are acknowledged",
+                        f"page {page}, plan {plan.number}",
+                    )
+        for other, open_slot in self.slots.items():
+            if page in open_slot.pages:
+                raise Violation("no page is held twice", f"page {page}, slots {other} and {slot}")
+
+    # ---- what the worker says
+
+    def on_receive(self, message: wire.Message) -> None:
+        """The engine takes ``message`` next."""
+        if isinstance(message, wire.StepResult):
+            rows = self.in_flight.popleft().rows
+            self.num_unanswered -= 1
+            self.num_steps += 1
+            self.steps_of_worker += 1
+            tokens = wire.ints(message.tokens).tolist()
+            self.num_tokens += len(tokens)
+            offsets = wire.ints(message.offsets).tolist()
+            for row, (start, stop) in zip(rows, itertools.pairwise(offsets), strict=True):
+                self.turns.sampled(row, stop - start)
+            self.trace.note(f"result {message.number}: {tokens}")
+        elif isinstance(message, wire.Failure):
+            self.trace.note(f"failure {message.number}: {message.message}, slot {message.slot}")
+            self.num_unanswered -= 1
+            self.num_failures += 1
+            self.turns.accident()
+            for plan in self.in_flight:
+                if plan.number == message.number:
+                    self._suspect(plan.rows)
+            if message.slot in self.slots:
+                self.may_be_blamed.add(self.slots[message.slot].row[0])
+        elif isinstance(message, wire.Reply):
+            self.trace.note(f"reply {message.number}: {message.error or 'fine'}")
+
+
+def _pairs(*columns: bytes) -> list[tuple[int, int]]:
+    first, second = (wire.ints(column).tolist() for column in columns)
+    return list(zip(first, second, strict=True))
+
+
+@attrs.define(eq=False)
+class WatchedLink:
+    """The engine's end of a link, with :class:`Books` in the middle.
+
+    Every message of the engine is ``delay`` seconds under way.
+    """
+
+    _link: Link
+    _books: Books
+    _delay: float
+
+    async def send(self, message: wire.Message) -> None:
+        """Send ``message``, as the link does."""
+        self._books.on_send(message)
+        self._books.after_step()
+        if self._delay:
+            await trio.sleep(self._delay)
+        await self._link.send(message)
+
+    async def receive(self) -> wire.Message:
+        """The next message, as the link gives it."""
+        self._books.after_step()
+        try:
+            message = await self._link.receive()
+        except WorkerLost:
+            self._books.trace.note("the link is closed")
+            raise
+        self._books.on_receive(message)
+        return message

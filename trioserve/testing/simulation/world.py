@@ -1,0 +1,493 @@
+"""One scenario, run: the real engine, fake workers that have bad luck, and clients that check."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve import wire
+from trioserve.config import EngineConfig
+from trioserve.engine import Engine
+from trioserve.errors import EngineError, RequestAborted, TrioserveError, WorkerLost
+from trioserve.request import Request
+from trioserve.simulation import open_fake_engine, run_fake_worker
+from trioserve.testing import FakeWorker, StepFails, WorkerDies
+from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
+from trioserve.testing.simulation.judge import Circumstances, Visit
+from trioserve.testing.simulation.scenario import Client, Fault, Scenario, client_of
+from trioserve.testing.simulation.trace import Trace, Violation
+from trioserve.testing.simulation.turns import Row, Turns
+from trioserve.testing.simulation.watch import Books, WatchedLink
+from trioserve.testing.virtual import CancelAtCheckpoint, run_virtual
+from trioserve.worker import Link
+
+__all__ = ["Report", "run_scenario", "simulate"]
+
+HORIZON = 10_000.0
+"""Seconds after which whoever isn't done is stuck."""
+MAX_TASK_STEPS = 100_000
+"""What goes on for so long without coming to an end never does."""
+FOR_EVER = 1e6
+"""Seconds of a step that hangs."""
+SETTLING = 200.0
+"""Seconds after the last client in which everything has to come to rest."""
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """What came of one run."""
+
+    scenario: Scenario
+    violation: Violation | None
+    trace: Trace
+    digest: str
+    num_steps: int
+    num_tokens: int
+    num_checkpoints: int
+    """Of the first client that counts them: where it could have left."""
+    workers_lost: int
+    outcomes: dict[str, int]
+    """How many clients ended how."""
+
+    def without_trace(self) -> Report:
+        """The same in little memory."""
+        return attrs.evolve(self, trace=Trace())
+
+
+def simulate(scenario: Scenario) -> Report:
+    """Run ``scenario`` twice. That both runs are the same is one of the invariants."""
+    first, second = run_scenario(scenario), run_scenario(scenario)
+    if first.digest == second.digest:
+        return first
+    pairs = zip(first.trace.lines, second.trace.lines, strict=False)
+    where = next((f"{one!r} and {other!r}" for one, other in pairs if one != other), "the length")
+    violation = Violation("the same seed gives the same run", where)
+    return attrs.evolve(first, violation=first.violation or violation)
+
+
+class _LeftByError(Exception):
+    """A client's own."""
+
+
+def run_scenario(scenario: Scenario) -> Report:
+    """Run ``scenario`` once."""
+    world = _World(scenario)
+    try:
+        run_virtual(
+            world.run,
+            seed=scenario.seed,
+            instruments=[world.steps],
+            on_idle=world.check_idle,
+        )
+    except BaseExceptionGroup as group:
+        raise _first_error(group) from group
+    return Report(
+        scenario=scenario,
+        violation=world.violation,
+        trace=world.trace,
+        digest=world.trace.digest(),
+        num_steps=world.books.num_steps,
+        num_tokens=world.books.num_tokens,
+        num_checkpoints=world.num_checkpoints,
+        workers_lost=world.books.deaths,
+        outcomes=dict(sorted(world.outcomes.items())),
+    )
+
+
+def _first_error(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class _StepLimit(trio.abc.Instrument):
+    """Counts the steps of all tasks, and ends a run that goes round in circles."""
+
+    def __init__(self, world: _World) -> None:
+        self._world = world
+        self._count = 0
+
+    def before_task_step(self, _: trio.lowlevel.Task) -> None:
+        self._count += 1
+        if self._count == MAX_TASK_STEPS:
+            self._world.blame(Violation("everything comes to an end", "steps without end"))
+
+
+class _World:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.trace = Trace()
+        self.steps = _StepLimit(self)
+        self.violation: Violation | None = None
+        self.engine: Engine | None = None
+        self.worker: FakeWorker | None = None
+        self.num_workers = 0
+        self.num_checkpoints = 0
+        self.outcomes: dict[str, int] = {}
+        self.books = Books(
+            trace=self.trace,
+            depth=scenario.options["max_plans_in_flight"],
+            page_size=scenario.worker.page_size,
+            is_over=lambda row: self.visits[row[0]].is_over(row[1]),
+            after_step=self.check,
+            turns=Turns(
+                is_unfinished=self._is_unfinished,
+                enabled=scenario.options["scheduling_policy"] == "fcfs"
+                and not scenario.options["enable_prefix_caching"],
+            ),
+        )
+        self.around = Circumstances(scenario, self.books)
+        self.visits = {each.number: Visit(each, self.around) for each in scenario.clients}
+        self.all_gone = trio.Event()
+        self.scope = trio.CancelScope()
+        self.engine_scope = trio.CancelScope()
+
+    def _is_unfinished(self, row: Row, num_tokens: int) -> bool:
+        client, index = row
+        visit = self.visits[client]
+        # An output's error is the end of all of the request's.
+        may_fail = any(each.finish_reason == "error" for each in visit.expected)
+        unfinished = num_tokens < len(visit.expected[index].token_ids)
+        return unfinished and not (self.around.ended or may_fail or visit.is_over(index))
+
+    # ---- what must be true
+
+    def blame(self, error: Violation) -> None:
+        """Keep the first of them, and end the run."""
+        if self.violation is None:
+            self.violation = error
+            self.trace.note(f"VIOLATION {error}")
+            self.scope.cancel()
+
+    def check(self) -> None:
+        """The engine's own invariants, after each step."""
+        if self.engine is not None:
+            self.engine.check_integrity()
+
+    def check_idle(self) -> None:
+        """Nobody can run, and time is about to jump."""
+        if self.engine is None or self.violation is not None:
+            return
+        try:
+            self.check()
+            self._check_not_stalled(self.engine)
+        except AssertionError as error:
+            self.blame(_as_violation(error))
+
+    def _check_not_stalled(self, engine: Engine) -> None:
+        now = engine.statistics()
+        if not engine.healthy or self.worker is None or self.books.num_unanswered:
+            return
+        busy = now.scheduler.num_running + now.scheduler.num_waiting
+        if busy and not self.scenario.worker.link_delay:
+            raise Violation("who can be computed is computed", f"{busy} outputs, no plan")
+        if not now.num_streams and not self.scenario.worker.link_delay and self.worker.slots:
+            raise Violation("the worker is told of each slot that closes", f"{self.worker.slots}")
+
+    # ---- the run
+
+    async def run(self) -> None:
+        tasks_before = trio.lowlevel.current_statistics().tasks_living
+        try:
+            with self.scope, _logs_into(self.trace):
+                with trio.move_on_after(HORIZON) as horizon:
+                    await self._run_all()
+                if horizon.cancelled_caught:
+                    raise Violation("everything comes to an end", self._who_is_open())
+        except AssertionError as error:
+            self.blame(_as_violation(error))
+        tasks_after = trio.lowlevel.current_statistics().tasks_living
+        if self.violation is None and tasks_after != tasks_before:
+            self.blame(Violation("no task is left", f"{tasks_after - tasks_before} more"))
+
+    def _who_is_open(self) -> str:
+        return f"clients {[n for n, visit in self.visits.items() if not visit.left]}"
+
+    async def _run_all(self) -> None:
+        try:
+            # The clients are outside: they outlive the engine, and are told of its end.
+            async with trio.open_nursery() as clients:
+                await self._run_engine(clients)
+        except BaseExceptionGroup as group:
+            raise _first_error(group) from None
+
+    async def _run_engine(self, clients: trio.Nursery) -> None:
+        try:
+            with self.engine_scope:
+                async with open_fake_engine(
+                    open_worker=self._open_worker,
+                    eos_token_ids=self.scenario.eos_token_ids,
+                    **self.scenario.options,
+                ) as self.engine:
+                    self.engine.on_request_end = self._request_ended
+                    for client in self.scenario.clients:
+                        clients.start_soon(self._visit, self.engine, client)
+                    if self.scenario.ends != "idle":
+                        clients.start_soon(self._end, self.engine)
+                    await self._wait_until_done(self.engine)
+        except EngineError as error:
+            self._check_failure(error)
+        except WorkerLost as error:
+            self._check_failure(error)
+
+    async def _wait_until_done(self, engine: Engine) -> None:
+        """Until all clients are gone, and everything has come to rest."""
+        await self.all_gone.wait()
+        await trio.sleep(SETTLING)
+        now = engine.statistics()
+        idle = attrs.asdict(now.scheduler)
+        held = {name: idle[name] for name in ("num_running", "num_waiting", "plans_in_flight")}
+        held |= {"pages_held": now.scheduler.pages_held, "streams": now.num_streams}
+        held |= {"bytes": now.stream_bytes, "tokenizing": now.num_tokenizing}
+        if any(held.values()):
+            raise Violation("nothing is held when nothing runs", str(held))
+        engine.check_integrity()
+
+    def _check_failure(self, error: Exception) -> None:
+        """The engine has failed: only too many deaths may be the reason."""
+        self.trace.note(f"the engine failed: {error}")
+        cause = error.__cause__
+        while cause is not None and not isinstance(cause, AssertionError):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause
+        limit = self.scenario.options["max_worker_restarts"]
+        if not self.around.failed:
+            raise Violation(
+                "the engine fails only for too many deaths",
+                f"{error!r} after {self.books.deaths_without_progress} of {limit}",
+            ) from error
+
+    async def _end(self, engine: Engine) -> None:
+        await trio.sleep(self.scenario.ends_at)
+        self.trace.note(f"the end: {self.scenario.ends}")
+        self.around.ended = True
+        if self.scenario.ends == "cancel":
+            self.engine_scope.cancel()
+            return
+        engine.drain()
+        if self.scenario.ends == "abort":
+            engine.abort_all(RequestAborted("the end"))
+
+    # ---- workers
+
+    @contextlib.asynccontextmanager
+    async def _open_worker(self) -> AsyncIterator[tuple[Link, wire.Ready]]:
+        number = self.num_workers
+        self.num_workers += 1
+        kind = self.scenario.worker
+        faults = [fault for fault in self.scenario.faults if fault.worker == number]
+        self.trace.note(f"worker {number} starts")
+        try:
+            for fault in faults:
+                if fault.what == "loading":
+                    await trio.sleep(fault.at)
+                    raise WorkerLost("it died while loading")
+            await trio.sleep(kind.load_time)
+            self.worker = self._make_worker(number, faults)
+            self.books.worker_ready()
+            config = EngineConfig("fake", **self.scenario.options)
+            killed = trio.Event()
+            async with trio.open_nursery() as nursery:
+                for fault in faults:
+                    if fault.what == "killed":
+                        nursery.start_soon(self._kill, killed, fault.at)
+                async with run_fake_worker(self.worker, config, killed=killed) as (link, ready):
+                    self.trace.note(f"worker {number} is ready")
+                    yield WatchedLink(link, self.books, kind.link_delay), ready
+                nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            error = _first_error(group)
+            if not isinstance(error, WorkerLost):
+                raise
+            self._lost(number, error)
+            raise error from None
+        except WorkerLost as error:
+            self._lost(number, error)
+            raise
+        finally:
+            self.worker = None
+
+    def _lost(self, number: int, error: WorkerLost) -> None:
+        self.books.worker_lost()
+        self.trace.note(f"worker {number} is lost: {error}")
+        limit = self.scenario.options["max_worker_restarts"]
+        self.around.failed = self.books.deaths_without_progress > limit or self.engine is None
+
+    async def _kill(self, killed: trio.Event, after: float) -> None:
+        await trio.sleep(after)
+        self.trace.note("the worker is killed")
+        killed.set()
+
+    def _make_worker(self, number: int, faults: list[Fault]) -> FakeWorker:
+        kind = self.scenario.worker
+        at_step = {int(each.at): each for each in faults if each.what not in ("killed", "loading")}
+        poison = {client.number for client in self.scenario.clients if client.poisonous}
+        clients: dict[int, int] = {}
+        """Of each slot of the worker."""
+        slow: dict[int, float] = {}
+
+        def script(step: int, plan: wire.Plan) -> None:
+            clients.update({each.slot: client_of(each.sampler) for each in plan.opened})
+            slots = wire.ints(plan.row_slots).tolist()
+            if any(clients[slot] in poison for slot in slots):
+                raise WorkerDies
+            fault = at_step.pop(step, None)
+            if fault is None:
+                return
+            self.trace.note(f"worker {number}, plan {plan.number}: {fault.what}")
+            match fault.what:
+                case "dies":
+                    raise WorkerDies
+                case "hangs":
+                    slow[plan.number] = FOR_EVER
+                case "pauses":
+                    slow[plan.number] = fault.seconds
+                case "blames" if slots:
+                    raise StepFails("out of luck", slot=slots[len(slots) // 2])
+                case _:
+                    raise StepFails("out of luck", fatal=fault.what == "fatal")
+
+        def step_time(plan: wire.Plan) -> float:
+            num_tokens = int(wire.ints(plan.row_counts).sum())
+            usual = kind.step_time + num_tokens * kind.seconds_per_token
+            return usual + slow.get(plan.number, 0.0)
+
+        def prepare(arguments: Any) -> Any:
+            refused = arguments["grammar"][1] == REFUSED_GRAMMAR
+            return {"error": "no such grammar", "param": "grammar"} if refused else None
+
+        return FakeWorker(
+            num_pages=kind.pages_of(number),
+            page_size=kind.page_size,
+            max_model_len=kind.max_model_len,
+            max_num_batched_tokens=kind.max_num_batched_tokens,
+            token=kind.token_function(),
+            computes_past_stop=kind.computes_past_stop,
+            step_time=step_time,
+            script=script,
+            calls={"prepare": prepare},
+            call_time=kind.call_time,
+        )
+
+    # ---- clients
+
+    def _request_ended(self, request: Request) -> None:
+        visit = self.visits[int(request.id)]
+        visit.num_request_ends += 1
+        states = [(each.state.value, each.delivered) for each in request.sequences]
+        if visit.num_request_ends > 1 or any(each != ("finished", True) for each in states):
+            raise Violation("a request ends once", f"client {request.id}: {states}")
+
+    async def _visit(self, engine: Engine, client: Client) -> None:
+        visit = self.visits[client.number]
+        await trio.sleep(client.arrives)
+        outcome = "left"
+        try:
+            with self._departure(client):
+                outcome = await self._use(engine, visit)
+        except _LeftByError:
+            outcome = "left by error"
+        except TrioserveError as error:
+            outcome = type(error).__name__
+            visit.left = True
+            self.trace.note(f"client {client.number}: {error!r}")
+            visit.check_error(error, trio.current_time())
+        visit.left = True
+        self.trace.note(f"client {client.number}: {outcome}")
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        visit.check_left_in_time(trio.current_time())
+        self.check()
+        if all(visit.left for visit in self.visits.values()):
+            self.all_gone.set()
+
+    @contextlib.contextmanager
+    def _departure(self, client: Client) -> Iterator[None]:
+        leaves = client.leaves
+        if leaves is None or leaves.how in ("chunks", "error"):
+            yield
+        elif leaves.how == "time":
+            with trio.move_on_after(leaves.at):
+                yield
+        else:
+            number = int(leaves.at) or None
+            counter = CancelAtCheckpoint(number, when_woken=leaves.when_woken)
+            trio.lowlevel.add_instrument(counter)
+            try:
+                with counter.watch():
+                    yield
+            finally:
+                trio.lowlevel.remove_instrument(counter)
+                self.num_checkpoints = counter.count
+
+    async def _use(self, engine: Engine, visit: Visit) -> str:
+        """Ask for the output and read it; how it ended."""
+        client = visit.client
+        generation = engine.generate(
+            client.prompt,
+            request_id=str(client.number),
+            priority=client.priority,
+            cache_salt=client.cache_salt,
+            timeout=client.timeout,
+            **client.params,
+        )
+        visit.entered_at = trio.current_time()
+        self.trace.note(f"client {client.number} comes")
+        try:
+            async with generation as stream:
+                if self._leaves_now(visit):
+                    return "left"
+                async for chunk in stream:
+                    self.trace.note(f"client {client.number} gets {chunk}")
+                    visit.take(chunk)
+                    if self._leaves_now(visit):
+                        return "left"
+                    await trio.sleep(client.pause)
+                visit.check_whole(stream)
+                # The end stays the end.
+                with contextlib.suppress(trio.EndOfChannel):
+                    visit.take(await stream.receive())
+                return "whole"
+        finally:
+            visit.left = True
+
+    def _leaves_now(self, visit: Visit) -> bool:
+        leaves = visit.client.leaves
+        if leaves is None or leaves.how not in ("chunks", "error"):
+            return False
+        if visit.num_chunks < leaves.at:
+            return False
+        if leaves.how == "error":
+            raise _LeftByError
+        return True
+
+
+@contextlib.contextmanager
+def _logs_into(trace: Trace) -> Iterator[None]:
+    """What the engine logs becomes a part of the trace, and goes nowhere else."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            trace.note(f"log: {record.getMessage()}")
+
+    logger, handler = logging.getLogger("trioserve"), Handler()
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+
+
+def _as_violation(error: AssertionError) -> Violation:
+    if isinstance(error, Violation):
+        return error
+    violation = Violation(str(error) or "an assertion failed")
+    violation.__cause__ = error
+    return violation

@@ -1,0 +1,186 @@
+"""Runs of trio that happen the same way each time: virtual time, and an order drawn from a seed.
+
+:func:`run_virtual` is :func:`trio.run` for tests. Its clock stands still while any task can run,
+and jumps to the next deadline when none can, so a minute of waiting takes no time. Tasks that can
+run at the same moment run in an order that is drawn from ``seed``: another seed, another
+interleaving. Nothing is left to chance, so what fails once fails again with the same seed::
+
+    def test_my_app():
+        for seed in range(100):
+            run_virtual(my_scenario, seed=seed)
+
+Functions that a program hands to ``trio.to_thread.run_sync`` run on trio's own thread, after a
+while of virtual time, so that a thread can't bring chance in either. What is left for the program
+to do: no clock but trio's, no randomness but a seeded generator's, no order taken from a set of
+objects, whose hashes are their addresses.
+
+This leans on parts of trio that aren't public. :func:`check_trio` says whether they are still what
+they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
+from unittest import mock
+
+import trio
+import trio.testing
+from trio._core import _run
+
+__all__ = ["CancelAtCheckpoint", "check_trio", "run_virtual"]
+
+T = TypeVar("T")
+
+LONGEST_THREAD = 0.02
+"""Seconds of virtual time that a function takes at most which is meant for a thread."""
+
+WHAT_IS_LEANED_ON = (
+    "if _ALLOW_DETERMINISTIC_SCHEDULING:",
+    "batch.sort(key=lambda t: t._counter)",
+    "_r.shuffle(batch)",
+    "elif runner.clock_autojump_threshold < timeout:",
+    "runner.clock._autojump()",
+    'runner.instruments.call("before_task_step", task)',
+    'runner.instruments.call("after_task_step", task)',
+)
+"""Lines of trio's event loop that the order of events comes from."""
+
+
+def check_trio() -> None:
+    """Assert that trio still has what a virtual run needs.
+
+    Raises:
+        AssertionError: it hasn't; the message says where to look.
+    """
+    advice = (
+        f"trio {trio.__version__} has changed: see unrolled_run() in trio/_core/_run.py and "
+        "trio/_core/_mock_clock.py, then trioserve/testing/virtual.py, which leans on them"
+    )
+    loop = inspect.getsource(_run.unrolled_run)
+    for line in WHAT_IS_LEANED_ON:
+        assert line in loop, f"the event loop lacks {line!r}; {advice}"
+    assert isinstance(getattr(_run, "_r", None), random.Random), f"_r is gone; {advice}"
+    assert _run._ALLOW_DETERMINISTIC_SCHEDULING in (True, False), advice
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    for name in ("_autojump", "_real_clock"):
+        assert callable(getattr(clock, name, None)), f"MockClock.{name} is gone; {advice}"
+    counter = {field.name for field in trio.lowlevel.Task.__attrs_attrs__}
+    assert "_counter" in counter, f"a task's _counter is gone; {advice}"
+
+
+def run_virtual(
+    function: Callable[..., Awaitable[T]],
+    *args: Any,
+    seed: int = 0,
+    instruments: Sequence[trio.abc.Instrument] = (),
+    on_idle: Callable[[], None] = lambda: None,
+) -> T:
+    """Run ``function(*args)`` in virtual time, in the order of events that ``seed`` gives.
+
+    Args:
+        function: what :func:`trio.run` would be given.
+        args: its arguments.
+        seed: of the order in which tasks run, and of how long threads take.
+        instruments: as for :func:`trio.run`.
+        on_idle: called whenever no task can run, before time jumps. Must not raise.
+    """
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    jump = clock._autojump
+
+    def jump_after_a_look() -> None:
+        on_idle()
+        jump()
+
+    # Rather than counting on a rate of 0: there is no other clock at all.
+    clock._real_clock = lambda: 0.0
+    clock._autojump = jump_after_a_look  # type: ignore[method-assign]
+    before = _run._r.getstate()
+    with (
+        mock.patch.object(_run, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
+        _without_threads(random.Random(seed)),
+    ):
+        _run._r.seed(seed)
+        try:
+            return trio.run(function, *args, clock=clock, instruments=instruments)
+        finally:
+            _run._r.setstate(before)
+
+
+@contextlib.contextmanager
+def _without_threads(choose: random.Random) -> Iterator[None]:
+    """What is meant for a thread runs here, when its time is over."""
+
+    async def run_sync(
+        function: Callable[..., Any],
+        *args: Any,
+        abandon_on_cancel: bool = False,
+        limiter: trio.CapacityLimiter | None = None,
+        **_: Any,
+    ) -> Any:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        async with contextlib.AsyncExitStack() as stack:
+            if limiter is not None:
+                await stack.enter_async_context(limiter)
+            with trio.CancelScope(shield=not abandon_on_cancel):
+                await trio.sleep(choose.uniform(0, LONGEST_THREAD))
+            return function(*args)
+
+    with mock.patch.object(trio.to_thread, "run_sync", run_sync):
+        yield
+
+
+class CancelAtCheckpoint(trio.abc.Instrument):
+    """Counts the checkpoints of a block, and cancels it at the one that was asked for.
+
+    ::
+
+        counter = CancelAtCheckpoint(3)
+        run_virtual(main, counter, instruments=[counter])
+
+        async def main(counter):
+            with counter.watch():
+                ...  # left at the third checkpoint in here
+
+    Args:
+        number: the checkpoint, counted from 1; None to count only.
+        when_woken: cancel when what the task waited for has come and the task is about to run, so
+            that the two race; else when it has just begun to wait.
+    """
+
+    def __init__(self, number: int | None = None, *, when_woken: bool = False) -> None:
+        self.count = 0
+        """Checkpoints that the block has come to."""
+        self._number = number
+        self._when_woken = when_woken
+        self._task: trio.lowlevel.Task | None = None
+        self._scope: trio.CancelScope | None = None
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[trio.CancelScope]:
+        """The block, in the task whose checkpoints count."""
+        with trio.CancelScope() as scope:
+            self._scope, self._task = scope, trio.lowlevel.current_task()
+            try:
+                yield scope
+            finally:
+                self._scope = self._task = None
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        """The task has come to a checkpoint."""
+        if task is self._task:
+            self.count += 1
+            if not self._when_woken:
+                self._cancel_if_due()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        """The task leaves a checkpoint."""
+        if task is self._task and self._when_woken:
+            self._cancel_if_due()
+
+    def _cancel_if_due(self) -> None:
+        if self.count == self._number and self._scope is not None:
+            self._scope.cancel()
