@@ -11,6 +11,7 @@ import openai
 import pytest
 import trio
 import trio.testing
+from h2_client import h2_client
 from http_stub import (
     Running,
     StubEngine,
@@ -26,7 +27,6 @@ from http_stub import (
     server_config,
     words,
 )
-from test_server import h2_client
 
 from trioserve.errors import ShuttingDown
 from trioserve.http import create_app, serve_app
