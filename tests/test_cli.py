@@ -302,6 +302,18 @@ def test_chat_answers_the_lines_of_a_pipe() -> None:
     assert " tokens, " in err
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [("generate", "smollm2-135m", "Once", "--max-tokens", "3"), ("doctor",), ("doctor", "--json")],
+)
+def test_output_that_can_not_be_written_is_one_line(argv: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "trioserve", *argv]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    line = "trioserve: the output can't be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
 def test_doctor_finds_this_machine_fit() -> None:
     code, out, err = run_cli("doctor", "--json")
     assert (code, err) == (0, "")

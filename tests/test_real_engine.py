@@ -192,6 +192,32 @@ def test_a_script_without_trio(
     assert workers() == []
 
 
+def test_closing_a_script_s_model_ends_what_another_thread_waits_for(tiny: Path) -> None:
+    llm = LLM(str(tiny), device="cpu", dtype="float32", num_threads=1)
+    engine = llm._engine_thread.engine
+    assert engine is not None
+    (worker,) = workers()
+    errors: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            llm.generate([[3, 4]] * 4, max_tokens=5, ignore_eos=True)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=generate)
+    worker.suspend()  # nothing ends by itself
+    thread.start()
+    while engine.statistics().num_streams < 4:
+        time.sleep(0.01)
+    llm.close()
+    thread.join(10)
+    (error,) = errors
+    assert isinstance(error, EngineError)
+    assert "closed" in str(error)
+    assert workers() == []
+
+
 @pytest.fixture
 def ctrl_c_raises() -> Iterator[None]:
     """Python's own handling of SIGINT, also where the tests run in a shell's background, which

@@ -255,6 +255,18 @@ class TestCollector:
                     await trio.sleep_forever()
             assert scope.cancelled_caught
 
+    async def test_who_is_cancelled_while_spans_are_sent_does_not_wait(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(tracing, "FLUSH_SECONDS", math.inf)
+        with collecting(hang=True) as collector, trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send_one_span, collector.url)
+                while not collector.requests:
+                    await trio.sleep(0.01)
+                nursery.cancel_scope.cancel()
+            assert "the last spans weren't taken in time" in caplog.text
+
     async def test_nobody_listens(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

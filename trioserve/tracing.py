@@ -154,20 +154,25 @@ async def open_tracing(endpoint: str | None) -> AsyncIterator[Tracing]:
         _log.warning("no spans", needs="trioserve[otel]", because=f"{ENDPOINT_VARIABLE} is set")
         yield Tracing()
         return
-    limit = FLUSH_SECONDS
+    hurried = False
     try:
         yield Tracing(provider.get_tracer("trioserve"))
     except BaseException as error:
-        if not isinstance(error, Exception):
-            limit = CANCELLED_FLUSH_SECONDS
+        hurried = not isinstance(error, Exception)
         raise
     finally:
-        with trio.move_on_after(limit, shield=True) as scope:
-            await trio.to_thread.run_sync(provider.shutdown, abandon_on_cancel=True)
-        if scope.cancelled_caught:
-            _log.warning("the last spans weren't taken in time", endpoint=url, seconds=limit)
-            # What it has begun it gives up now, and then the threads end that were abandoned.
-            exporter.shutdown()
+        limit = CANCELLED_FLUSH_SECONDS if hurried else FLUSH_SECONDS
+        taken = False
+        try:
+            # Who gets into a hurry only now, as by a second signal, doesn't wait at all.
+            with trio.move_on_after(limit, shield=hurried):
+                await trio.to_thread.run_sync(provider.shutdown, abandon_on_cancel=True)
+                taken = True
+        finally:
+            if not taken:
+                _log.warning("the last spans weren't taken in time", endpoint=url, seconds=limit)
+                # What it has begun it gives up now, and then the threads end that were abandoned.
+                exporter.shutdown()
 
 
 def _with_path(endpoint: str) -> str:

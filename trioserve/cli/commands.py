@@ -25,6 +25,7 @@ from trioserve.cli.flags import (
     server_config,
     strangers,
 )
+from trioserve.cli.output import OutputError, discard_output, writing
 from trioserve.config import EngineConfig
 from trioserve.errors import TrioserveError
 from trioserve.sampling import SamplingParams
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except TrioserveError as error:
         print(f"trioserve: {error}", file=sys.stderr)
+        if isinstance(error, OutputError):
+            discard_output()
         return 1
 
 
@@ -66,8 +69,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
     except* KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except* BrokenPipeError:
-        # Python would report the same again when it flushes stdout on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         code = 128 + signal.SIGPIPE
     return code
 
@@ -144,12 +146,13 @@ def _doctor(arguments: dict[str, Any]) -> int:
     from trioserve.cli import doctor
 
     report = doctor.examine()
-    if arguments["json"]:
-        print(doctor.as_json(report))
-    else:
-        import rich.console
+    with writing():
+        if arguments["json"]:
+            print(doctor.as_json(report), flush=True)
+        else:
+            import rich.console
 
-        rich.console.Console(highlight=False).print(doctor.as_table(report))
+            rich.console.Console(highlight=False).print(doctor.as_table(report))
     return 0 if report.healthy else 1
 
 

@@ -12,6 +12,7 @@ import attrs
 import trio
 
 from trioserve.cli.loading import LoadingReport
+from trioserve.cli.output import writing
 from trioserve.config import ServerConfig
 from trioserve.groups import sole_exception
 from trioserve.logs import ASKED_FOR, get_logger
@@ -42,7 +43,8 @@ class _Process:
         """The server listens: say where, on stdout."""
         self.serving = True
         self.report.close()
-        print(f"Serving {_model_name(self.config)} at {', '.join(value)}", flush=True)
+        with writing():
+            print(f"Serving {_model_name(self.config)} at {', '.join(value)}", flush=True)
 
     async def watch(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
         """Drain at the first signal; at the second, or before there is anything to drain, end."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import attrs
 import trio
 
+from trioserve.cli.output import writing
 from trioserve.errors import InvalidRequest
 from trioserve.groups import sole_exception
 from trioserve.request import ChatPrompt
@@ -76,8 +77,9 @@ class Terminal:
             text = text.translate(_CONTROLS)
         # A terminal that isn't UTF-8 must not end the reply at the first emoji.
         encoding = self._stdout.encoding or "utf-8"
-        self._stdout.write(text.encode(encoding, "replace").decode(encoding))
-        self._stdout.flush()
+        with writing():
+            self._stdout.write(text.encode(encoding, "replace").decode(encoding))
+            self._stdout.flush()
 
     def note(self, line: str) -> None:
         """Tell the person something that isn't output."""
