@@ -82,10 +82,13 @@ async def test_closing_wakes_a_receiver_and_refuses_a_sender(url: str) -> None:
     assert not link.send_nowait(wire.Quit())
 
 
-async def test_nonsense_from_the_worker_is_a_lost_worker(url: str, peer: pynng.Pair0) -> None:
+@pytest.mark.parametrize("message", [b"\xffnonsense", b""], ids=["no tag", "empty"])
+async def test_nonsense_from_the_worker_is_a_lost_worker(
+    url: str, peer: pynng.Pair0, message: bytes
+) -> None:
     link = NngLink.listen(url)
     peer.dial(url, block=True)
-    peer.send(b"\xffnonsense")
+    peer.send(message)
     with pytest.raises(WorkerLost, match="nonsense"):
         await link.receive()
     link.close()

@@ -80,6 +80,8 @@ class NngLink:
                 raise WorkerLost("the link to the worker is closed") from None
             except wire.WireError as error:
                 raise WorkerLost(f"the worker sent nonsense: {error}") from error
+            except RuntimeError as error:  # pynng can't unpack a message without bytes
+                raise WorkerLost(f"the worker sent nonsense: {error}") from error
 
     def send_nowait(self, message: wire.Message) -> bool:
         """Send if that can be done at once; says whether it was."""
