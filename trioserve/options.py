@@ -215,7 +215,13 @@ def option(
         "secret": secret,
     }
     converter = _as_tuple if repeatable else None
-    return attrs.field(default=default, metadata=metadata, validator=_check, converter=converter)
+    return attrs.field(
+        default=default,
+        metadata=metadata,
+        validator=_check,
+        converter=converter,
+        repr=not secret,
+    )
 
 
 def _with_unit(number: int) -> str:

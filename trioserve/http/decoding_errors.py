@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 import typing
@@ -76,12 +77,18 @@ def _choices(type_: Any, path: str) -> str:
                 if holder.__struct_config__.tag_field == name:
                     values.append(holder.__struct_config__.tag)
                 else:
-                    hints = typing.get_type_hints(holder, include_extras=True)
+                    hints = _hints(holder)
                     reached += [hints[name]] if name in hints else []
     for each in (each for held in reached for each in _alternatives(held)):
         if typing.get_origin(each) is typing.Literal:
             values += typing.get_args(each)
     return f", expected one of {', '.join(map(str, values))}" if values else ""
+
+
+@functools.cache
+def _hints(holder: type[msgspec.Struct]) -> dict[str, Any]:
+    """The annotations of a class, evaluated, which takes long for one with many fields."""
+    return typing.get_type_hints(holder, include_extras=True)
 
 
 def _alternatives(annotation: Any) -> list[Any]:

@@ -1,0 +1,142 @@
+"""No source unpickles, evaluates or fetches what a client gave; secrets and sockets are kept."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from http_stub import StubEngine, captured_logs, client_of
+
+from tests.dangerous_code import dangers_in
+from tests.source_files import ROOT, modules_of
+from trioserve.config import EngineConfig, ServerConfig
+from trioserve.http.utilities.endpoint import shown_options
+from trioserve.options import options_of
+from trioserve.worker.socket_folder import SocketFolder
+
+# --- the sources ---
+
+OWN_MODULE = "a module of this project, by a name that stands in the source"
+GPU_LIBRARY = "CuPy, by a name that stands in the source"
+OWN_TOOL = "a tool of the system or of this project, whose arguments no client sets"
+ALLOWED = {
+    "trioserve/__init__.py importlib.import_module": OWN_MODULE,
+    "trioserve/http/__init__.py importlib.import_module": OWN_MODULE,
+    "gpu/kernels/catalogue.py importlib.import_module": OWN_MODULE,
+    "gpu/__main__.py importlib.import_module": GPU_LIBRARY,
+    "gpu/devices.py importlib.import_module": GPU_LIBRARY,
+    "gpu/kernels/device.py importlib.import_module": GPU_LIBRARY,
+    "gpu/kernels/nvrtc.py importlib.import_module": GPU_LIBRARY,
+    "gpu/constraints/processors.py importlib.import_module": "--logits-processors: the operator's",
+    "trioserve/cli/doctor.py subprocess.run": OWN_TOOL,
+    "trioserve/machine.py subprocess.run": OWN_TOOL,
+    "gpu/emulation/build.py subprocess.run": OWN_TOOL,
+    "gpu/kernels/sass.py subprocess.run": OWN_TOOL,
+    "gpu/emulation/__init__.py ctypes.CDLL": "kernels that this project compiled, in its tests",
+    "trioserve/worker/supervisor.py trio.lowlevel.open_process": "the worker",
+    "gpu/constraints/grammar_trial.py subprocess.Popen": "the process in which grammars are tried",
+    "trioserve/http/listeners.py socket.socket": "what the server listens on",
+    "trioserve/http/listeners.py connect": "whether somebody listens on the operator's socket",
+    "trioserve/load/client.py trio.open_tcp_stream": "the load generator, not the server",
+    "trioserve/load/client.py connect": "the load generator, not the server",
+    "trioserve/model_files/locate.py huggingface_hub.snapshot_download": "the operator's model",
+    "trioserve/tracing.py opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter": (
+        "--otlp-traces-endpoint: the operator's"
+    ),
+}
+"""What may be there, and why: whoever adds to it has to say where the argument comes from."""
+
+
+def test_no_code_runs_unpickles_or_fetches_what_a_client_gave() -> None:
+    found = {
+        f"{path.relative_to(ROOT)} {name}"
+        for package in ("trioserve", "gpu")
+        for path in modules_of(package)
+        for name in dangers_in(path.read_text())
+    }
+    assert found - ALLOWED.keys() == set()
+    assert ALLOWED.keys() - found == set(), "nothing there needs this any more"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import pickle", "pickle"),
+        ("from pickle import loads", "pickle.loads"),
+        ("import yaml as y", "yaml"),
+        ("import urllib.request", "urllib.request"),
+        ("from urllib import request", "urllib.request"),
+        ("async def f(body):\n    return eval(body)", "eval"),
+        ("f = exec", "exec"),
+        ("import torch\ntorch.load(path, weights_only=True)", "torch.load"),
+        ("from torch import load\nload(path)", "torch.load"),
+        ("import numpy as np\nnp.load(path)", "numpy.load"),
+        ("import subprocess as s\ns.run(body)", "subprocess.run"),
+        ("run(body, shell=True)", "shell=True"),
+        ("AutoModel.from_pretrained(name)", "from_pretrained"),
+        ("load(name, trust_remote_code=True)", "trust_remote_code=True"),
+        ("import trio\ntrio.open_tcp_stream(host, 80)", "trio.open_tcp_stream"),
+        ("import jinja2\njinja2.Template(body)", "jinja2.Template"),
+        ("import tempfile\ntempfile.mktemp()", "tempfile.mktemp"),
+        ("import os\nos.system(body)", "os.system"),
+    ],
+)
+def test_what_the_search_finds(source: str, name: str) -> None:
+    assert name in list(dangers_in(source))
+
+
+def test_what_the_search_leaves_alone() -> None:
+    source = "import re\nre.compile('x')\nimport json\njson.loads(body)\nself.compile = 1\n"
+    assert list(dangers_in(source)) == []
+
+
+def test_there_is_no_option_that_runs_a_models_code() -> None:
+    names = {option.flag for option in options_of(ServerConfig)}
+    assert not any("trust" in name or "remote-code" in name for name in names)
+
+
+# --- secrets and sockets ---
+
+KEY = "sk-a-key-that-nobody-may-see"
+
+
+async def test_keys_stand_in_no_answer_and_no_log() -> None:
+    stub = StubEngine()
+    wrong = {"Authorization": f"Bearer {KEY[:-1]}x"}
+    right = {"Authorization": f"Bearer {KEY}"}
+    chat = {"messages": [{"role": "user", "content": "x"}], "model": "other", "bogus": 1}
+    with captured_logs() as entries:
+        client = client_of(stub, api_key=[KEY])
+        texts = []
+        for headers in (wrong, right, {}, {"Authorization": KEY}):
+            for path in ("/v1/chat/completions", "/v1/models", "/nowhere", f"/v1/models/{KEY[:5]}"):
+                response = await client.post(path, json=chat, headers=headers)
+                texts.append(await response.get_data(True))
+                response = await client.get(path, headers=headers)
+                texts.append(await response.get_data(True))
+    shown = repr((texts, entries))
+    assert "unauthorized" in shown or "401" in shown
+    assert KEY not in shown
+    assert KEY[:-1] not in shown
+
+
+def test_keys_stand_in_no_description_of_the_options() -> None:
+    config = ServerConfig(engine=EngineConfig("m"), api_key=[KEY], admin_api_key=[KEY])
+    assert KEY not in repr(config)
+    assert KEY not in repr(shown_options(config))
+
+
+def test_only_this_user_can_reach_the_worker(tmp_path: Path) -> None:
+    umask = os.umask(0)  # the most careless there is
+    try:
+        folder = SocketFolder.make()
+    finally:
+        os.umask(umask)
+    try:
+        mode = stat.S_IMODE(os.stat(folder.path).st_mode)
+        assert mode == 0o700
+        assert os.stat(folder.path).st_uid == os.getuid()
+    finally:
+        folder.close()
