@@ -157,6 +157,7 @@ class StubEngine:
     calls: list[Call] = attrs.field(factory=list)
     healthy: bool = True
     draining: bool = False
+    stalled: bool = False
 
     def drain(self) -> None:
         self.draining = True

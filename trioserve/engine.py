@@ -72,6 +72,8 @@ class Engine:
     _seeds: random.Random
     on_request_end: Callable[[Request], None] = lambda _: None
     """Called once for each request, when nothing more will be delivered of it."""
+    on_none_open: Callable[[], None] = lambda: None
+    """Called whenever the last open request has ended."""
     _open: dict[Request, None] = attrs.field(factory=dict)
     """The requests whose caller's scope is open, in the order of their arrival."""
     _entrance: Entrance = attrs.field(init=False)
@@ -121,6 +123,11 @@ class Engine:
     def stalled(self) -> bool:
         """Whether the worker owes a step for so long that it may be hung."""
         return self._scheduler.stalled
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is open, and nothing is computed any more for those that were."""
+        return not self._open and self._scheduler.idle
 
     @property
     def draining(self) -> bool:
@@ -270,7 +277,8 @@ class Engine:
     async def wait_idle(self) -> None:
         """Wait until no request is open."""
         while self._open:
-            self._idle = trio.Event()
+            if self._idle.is_set():
+                self._idle = trio.Event()
             await self._idle.wait()
         await trio.lowlevel.checkpoint()
 
@@ -368,6 +376,7 @@ class Engine:
         del self._open[request]
         if not self._open:
             self._idle.set()
+            self.on_none_open()
 
 
 def _with_index(sampler: SamplerParams, index: int) -> SamplerParams:

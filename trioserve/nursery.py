@@ -28,6 +28,7 @@ from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.errors import EngineError, ModelLoadError
 from trioserve.groups import holds_cancellation, sole_exception
+from trioserve.idle_check import IdleCheck
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
 from trioserve.model_files import ModelFiles, load_tokenizer_from, locate, open_model
@@ -151,7 +152,9 @@ async def _open_worker(
         max_restarts=config.max_worker_restarts,
         judge=scheduler.judge,
     )
-    async with run_engine(config, loaded, scheduler, metrics, supervisor) as engine:
+    async with run_engine(
+        config, loaded, scheduler, metrics, supervisor, asks_idle_worker=True
+    ) as engine:
         ready = engine.ready
         _log.info(
             "model loaded",
@@ -200,8 +203,13 @@ async def run_engine(
     scheduler: Scheduler,
     metrics: Metrics,
     supervisor: Supervisor,
+    *,
+    asks_idle_worker: bool = False,
 ) -> AsyncIterator[Engine]:
-    """The nursery itself, over any kind of worker; :func:`open_engine` gives it the real one."""
+    """The nursery itself, over any kind of worker; :func:`open_engine` gives it the real one.
+
+    ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
+    """
     to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
     to_preparation, preparation_inbox = trio.open_memory_channel[Request](math.inf)
     to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
@@ -241,6 +249,9 @@ async def run_engine(
                 config, model, ready, scheduler, metrics, supervisor, to_tokenizer
             )
             metrics.watch(engine)
+            idle_check = IdleCheck(engine, asks_worker=asks_idle_worker)
+            scheduler.on_idle = engine.on_none_open = idle_check.note
+            nursery.start_soon(guarded, idle_check.run)
             try:
                 with reporting(functools.partial(_report, engine)):
                     yield engine

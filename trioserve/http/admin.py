@@ -6,7 +6,7 @@ import quart
 
 from trioserve.http.openapi import build_document
 from trioserve.http.routes import ROUTES
-from trioserve.http.service import Service, json_response
+from trioserve.http.service import Service, health_word, json_response
 from trioserve.http.utilities.schemas import HealthReply
 from trioserve.metrics import CONTENT_TYPE_LATEST
 from trioserve.task_dump import dump_tasks
@@ -22,10 +22,8 @@ class AdminEndpoints:
 
     async def health(self) -> quart.Response:
         """``GET /health``: 200 while new requests can be computed, else 503."""
-        engine = self._service.engine
-        if engine.healthy:
-            return json_response(HealthReply("ok"))
-        return json_response(HealthReply("draining" if engine.draining else "no_worker"), 503)
+        word = health_word(self._service.engine)
+        return json_response(HealthReply(word), 200 if word == "ok" else 503)
 
     async def metrics(self) -> quart.Response:
         """``GET /metrics``, in Prometheus' text format."""

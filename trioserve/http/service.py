@@ -25,9 +25,18 @@ from trioserve.http.sse import EventStream, StreamWriter, stream_response
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
 
-__all__ = ["Service", "json_response"]
+__all__ = ["Service", "health_word", "json_response"]
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
+
+
+def health_word(engine: Engine) -> str:
+    """How ``engine`` is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+    if engine.healthy:
+        return "ok"
+    if engine.draining:
+        return "draining"
+    return "stalled" if engine.stalled else "no_worker"
 
 
 def json_response(value: Any, status: int = 200) -> quart.Response:

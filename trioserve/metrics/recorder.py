@@ -75,6 +75,7 @@ class Metrics:
         self.finished: collections.Counter[str] = collections.Counter()
         self.aborts: collections.Counter[str] = collections.Counter()
         self.num_rejected: int = 0
+        self.integrity_violations: int = 0
         self.grammars: collections.Counter[tuple[str, str]] = collections.Counter()
         self.http_responses: collections.Counter[tuple[str, str, int]] = collections.Counter()
         self.time_to_first_token: Histogram = Histogram(FIRST_TOKEN_SECONDS)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -221,12 +221,12 @@ class Scheduler:
             else:
                 message = core.next_plan(trio.current_time())
                 self._follow(core)
-            self._is_stuck = message is None and not core.in_flight and core.num_unfinished > 0
             if message is None:
                 self._look_around(core)
                 self._work = trio.Event()
                 await self._work.wait()
                 continue
+            self._is_stuck = False
             try:
                 await link.send(message)
             except WorkerLost:
@@ -234,14 +234,16 @@ class Scheduler:
                 return
 
     def _look_around(self, core: SchedulerCore) -> None:
-        """There is nothing to send: because everybody has what they want?"""
-        if self._is_stuck:
+        """There is nothing to send: is that because nobody wants anything?"""
+        was_stuck = self._is_stuck
+        self._is_stuck = not core.in_flight and core.num_unfinished > 0
+        if self._is_stuck and not was_stuck:
             _log.error(
                 "stuck: no plan is made for anybody, and none is in flight",
                 running=len(core.running),
                 waiting=core.num_waiting,
             )
-        elif not core.in_flight:
+        if self.idle:
             self.on_idle()
 
     async def _receive(self, link: Link, core: SchedulerCore, first_valid: int) -> None:
@@ -379,7 +381,8 @@ class Scheduler:
         A plan has been due for more than half of the time that the watchdog allows; or somebody is
         to be computed, and neither is a plan made for anybody nor is one in flight, which is a bug.
         """
-        return self._is_stuck or self._watchdog.is_late(trio.current_time())
+        late = self._watchdog.is_late(trio.current_time())
+        return self.attached and (late or self._is_stuck)
 
     @property
     def idle(self) -> bool:

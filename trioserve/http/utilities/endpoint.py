@@ -11,7 +11,7 @@ import quart
 import trioserve
 from trioserve.config import ServerConfig
 from trioserve.errors import DeadlineExceeded, Draining, EngineError, QueueFull, WorkerLost
-from trioserve.http.service import Service, json_response
+from trioserve.http.service import Service, health_word, json_response
 from trioserve.http.utilities.schemas import (
     HealthReply,
     Load,
@@ -119,7 +119,7 @@ class UtilityEndpoints:
     async def _generate_one_token(self) -> str:
         engine = self._service.engine
         if not engine.healthy:
-            return "draining" if engine.draining else "no_worker"
+            return health_word(engine)
         try:
             await engine.complete(
                 TokensPrompt((0,)),

@@ -172,7 +172,7 @@ class Welcome(msgspec.Struct, kw_only=True):
 
 
 class HealthReply(msgspec.Struct):
-    """``ok``, or why not: ``draining``, ``no_worker``, ``busy`` or ``timeout``."""
+    """``ok``, or why not: ``draining``, ``no_worker``, ``stalled``, ``busy`` or ``timeout``."""
 
     status: Annotated[str, about("One word.")]
 

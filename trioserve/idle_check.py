@@ -1,0 +1,97 @@
+"""Looks at an idle engine: do the invariants hold, has the worker let go of everything?
+
+Whoever runs out of work notes it; nothing is polled. What is found is a bug in trioserve: it is
+logged once, with the place that found it, and counted, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve.engine import Engine
+from trioserve.errors import EngineError, WorkerLost
+from trioserve.logs import get_logger
+
+__all__ = ["IdleCheck"]
+
+INTERVAL = 1.0
+"""Seconds between two looks, at least."""
+MAX_SHARE = 0.01
+"""Of the time that looks may take. One at a large page pool takes long, and holds the loop up."""
+WORKER_TIMEOUT = 30.0
+"""Seconds for the worker to say what it holds; it has nothing else to do."""
+
+_log = get_logger("trioserve.engine")
+
+
+@attrs.define(eq=False)
+class IdleCheck:
+    """The task that looks, and the note that wakes it.
+
+    Args:
+        engine: whom it looks at.
+        asks_worker: whether the worker is asked, too, what it holds.
+    """
+
+    engine: Engine
+    asks_worker: bool = False
+    _noted: trio.Event = attrs.field(init=False, factory=trio.Event)
+    _next: float = attrs.field(init=False, default=0.0)
+    _known: set[str] = attrs.field(init=False, factory=set)
+    """Findings that have been logged."""
+
+    def note(self) -> None:
+        """The engine may be idle now. Cheap, and may be called at any time."""
+        self._noted.set()
+
+    async def run(self) -> None:
+        """Look whenever the engine is idle again, until cancelled."""
+        while True:
+            await self._noted.wait()
+            await trio.sleep_until(self._next)
+            self._noted = trio.Event()
+            if self.engine.idle:
+                began = trio.current_time()
+                self._look()
+                took = trio.current_time() - began
+                if self.asks_worker:
+                    await self._ask_worker()
+                self._next = trio.current_time() + max(INTERVAL, took / MAX_SHARE)
+
+    def _look(self) -> None:
+        try:
+            self.engine.check_integrity()
+        except Exception as error:  # a state that is broken breaks the check in any way
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            what = str(error) or place.line or type(error).__name__
+            self._report(f"{what} ({place.filename}:{place.lineno})", error)
+
+    async def _ask_worker(self) -> None:
+        """Compare what the worker holds with nothing, which is what an idle engine holds."""
+        engine = self.engine
+        before = engine.statistics()
+        held: dict[str, Any] | None = None
+        with trio.move_on_after(WORKER_TIMEOUT):
+            try:
+                held = await engine.call_worker("statistics")
+            except (EngineError, WorkerLost):
+                return
+        if not engine.idle or engine.statistics() != before:
+            return
+        if held is None:
+            _log.warning("an idle worker doesn't answer", seconds=WORKER_TIMEOUT)
+        elif held["open_slots"] or held["pages_used"]:
+            self._report(
+                f"the worker holds {held['open_slots']} slots and {held['pages_used']} pages"
+                " of requests that have ended"
+            )
+
+    def _report(self, finding: str, error: Exception | None = None) -> None:
+        self.engine.metrics.integrity_violations += 1
+        if finding not in self._known:
+            self._known.add(finding)
+            _log.error("integrity violated", finding=finding, exc_info=error)
