@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from trioserve import preparation
-from trioserve.errors import EngineError, InvalidRequest, WorkerLost
+from trioserve.errors import EngineError, InvalidRequest, QueueFull, WorkerLost
 from trioserve.grammar import Grammar
 from trioserve.preparation import (
     MAX_CALLS,
@@ -126,7 +126,8 @@ class Running:
         assert self.worker.num_open == 0
         assert not self.stage._open
         assert self.stage._turns.borrowed_tokens == 0
-        assert not self.stage._suspects_turn.locked()
+        assert self.stage._suspects_turn.borrowed_tokens == 0
+        assert not self.stage._calls
 
 
 @contextlib.asynccontextmanager
@@ -280,7 +281,7 @@ async def test_a_lost_worker_delays_and_time_without_one_does_not_count(
 async def test_what_takes_too_long_is_refused_and_may_be_tried_again(
     autojump_clock: Clock, params: Any, param: str
 ) -> None:
-    worker = ScriptedWorker(seconds=50)
+    worker = ScriptedWorker(seconds=15)
     async with running(worker) as case:
         case.send(request := make_request(**params))
         started = trio.current_time()
@@ -289,8 +290,69 @@ async def test_what_takes_too_long_is_refused_and_may_be_tried_again(
         assert isinstance(request.rejection, InvalidRequest)
         assert request.rejection.param == param
         assert "takes longer than 10 s" in str(request.rejection)
-        worker.seconds = 1
         case.send(again := make_request(**params))
+        await trio.sleep(4)
+        assert case.passed() == []
+        await trio.sleep(2)
+        assert case.passed() == [again]
+        # The worker was asked once, and nobody need ask it again.
+        case.send(third := make_request(**params))
+        await trio.testing.wait_all_tasks_blocked()
+        assert case.passed() == [third]
+    assert len(worker.calls) == 1
+
+
+@pytest.mark.parametrize("abandoned", [True, False])
+async def test_what_nobody_waits_for_any_more_keeps_its_turn_while_the_worker_computes(
+    autojump_clock: Clock, abandoned: bool
+) -> None:
+    """Else costly grammars that are sent and given up would take the time of all others' calls."""
+    worker = ScriptedWorker(seconds=15)
+    async with running(worker) as case:
+        costly = [make_request(f"costly {number}") for number in range(MAX_CALLS)]
+        case.send(*costly)
+        await trio.sleep(1 if abandoned else TIMEOUT + 1)
+        if abandoned:
+            for request in costly:
+                leave(request)
+        assert all(request.admitted.is_set() for request in costly)
+        worker.seconds = 1
+        case.send(good := make_request("good"))
+        await trio.sleep(14 - trio.current_time())
+        assert len(worker.calls) == worker.num_open == MAX_CALLS
+        await trio.sleep(3)
+        assert case.passed() == [good]
+    assert worker.most_open == MAX_CALLS
+
+
+async def test_a_worker_that_never_answers_keeps_no_turn_for_ever(autojump_clock: Clock) -> None:
+    worker = ScriptedWorker(seconds=math.inf)
+    async with running(worker) as case:
+        case.send(*(make_request(f"costly {number}") for number in range(MAX_CALLS)))
+        await trio.sleep(preparation.MAX_CALL_SECONDS - 1)
+        worker.seconds = 1
+        case.send(good := make_request("good"))
+        await trio.sleep(0.5)
+        assert case.passed() == []
+        await trio.sleep(2)
+        assert case.passed() == [good]
+
+
+async def test_different_questions_that_wait_are_bounded_and_equal_ones_are_not(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "MAX_QUESTIONS", 5)
+    async with running(ScriptedWorker(seconds=1)) as case:
+        waiting = [make_request(f"grammar {number}") for number in range(5)]
+        equal = [make_request("grammar 3") for _ in range(20)]
+        case.send(*waiting, refused := make_request("grammar 5"), *equal, plain := make_request())
+        await trio.testing.wait_all_tasks_blocked()
+        assert case.passed() == [plain]
+        assert isinstance(refused.rejection, QueueFull)
+        assert "5 different grammars or extra_args" in str(refused.rejection)
+        await trio.sleep(4)
+        assert set(case.passed()) == {*waiting, *equal}
+        case.send(again := make_request("grammar 5"))
         await trio.sleep(2)
         assert case.passed() == [again]
 

@@ -12,6 +12,11 @@ compiled beforehand would hold up the step in which the request begins. For the 
 remembered here than the worker keeps. What took too long isn't remembered, as it may be ready by
 the next time.
 
+A call that nobody waits for any more, because it takes too long or all have left, keeps its turn
+until the worker has answered: the worker computes on, and calls beyond those that it can compute at
+a time would only wait there. Whoever asks the same meanwhile joins that call. Different questions
+that are open at a time are bounded; past the bound a request is refused as by a full queue.
+
 When the worker is lost, the question waits for the next one and is asked again. In case it was the
 question that ended the worker, it is asked with no other of that kind beside it, and given up when
 it has cost ``MAX_WORKERS_LOST`` more: else one request could end the engine for all.
@@ -30,7 +35,7 @@ import attrs
 import msgspec
 import trio
 
-from trioserve.errors import EngineError, InvalidRequest, WorkerLost
+from trioserve.errors import EngineError, InvalidRequest, QueueFull, WorkerLost
 from trioserve.request import Request
 from trioserve.sampling import SamplingParams
 
@@ -38,6 +43,12 @@ __all__ = ["Preparation", "PreparingWorker"]
 
 MAX_CALLS = 2
 """Calls under way at a time: the others' time to answer doesn't run while they wait their turn."""
+MAX_QUESTIONS = 256
+"""Different ones that are open at a time. Each may take seconds, and what waits for them counts
+among the queued: so they can't fill the queue for requests that have nothing to prepare."""
+MAX_CALL_SECONDS = 60.0
+"""For how long a call that nobody waits for keeps its turn, should no answer ever come."""
+RETRY_SECONDS = 5.0
 MAX_VERDICTS = 512
 MAX_VERDICT_BYTES = 2 << 20
 """Of what was asked. The worker keeps twice as many grammars, of twice the length."""
@@ -81,6 +92,18 @@ class _Question:
         return "extra_args" if self.arguments["grammar"] is None else "grammar"
 
 
+@attrs.define(eq=False)
+class _Call:
+    """A call to the worker under way, or its outcome: a verdict or an error, once it is done."""
+
+    question: _Question
+    turns: list[trio.CapacityLimiter]
+    """Those that it has a place of, until it is done."""
+    done: trio.Event = attrs.field(factory=trio.Event)
+    verdict: _Verdict | None = None
+    error: Exception | None = None
+
+
 @attrs.frozen
 class _Verdict:
     """An answer: ``refusal`` is None if all is fine, which the ``worker``-th one said."""
@@ -113,8 +136,12 @@ class Preparation:
         self._open: dict[bytes, _Question] = {}
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._verdict_bytes = 0
+        self._calls: dict[bytes, _Call] = {}
+        """Those under way, whether somebody waits for them or not."""
         self._turns = trio.CapacityLimiter(MAX_CALLS)
-        self._suspects_turn = trio.Lock()
+        self._suspects_turn = trio.CapacityLimiter(1)
+        self._nursery: trio.Nursery | None = None
+        """Of the calls, while the task runs."""
 
     async def run(
         self,
@@ -125,24 +152,39 @@ class Preparation:
 
         Ends when ``requests`` is closed and everything was sent on, and then closes ``submit``.
         """
-        async with submit, trio.open_nursery() as nursery:
-            async for request in requests:
-                if request.ended:
-                    continue
-                try:
-                    question = _question_of(request.params)
-                except InvalidRequest as error:
-                    request.reject(error)
-                    continue
-                verdict = None if question is None else self._remembered(question.key)
-                if question is None or verdict is not None:
-                    await _hand_on(request, verdict.refusal if verdict else None, submit)
-                elif (asked := self._open.get(question.key)) is not None:
-                    self._join(asked, request)
-                else:
-                    self._open[question.key] = question
-                    self._join(question, request)
-                    nursery.start_soon(self._settle, question, submit)
+        async with submit, trio.open_nursery() as self._nursery:
+            async with trio.open_nursery() as nursery:
+                async for request in requests:
+                    if not request.ended:
+                        await self._take(request, submit, nursery)
+            self._nursery.cancel_scope.cancel()
+
+    async def _take(
+        self, request: Request, submit: trio.MemorySendChannel[Request], nursery: trio.Nursery
+    ) -> None:
+        """Let ``request`` through, reject it, or let it wait for an answer."""
+        try:
+            question = _question_of(request.params)
+        except InvalidRequest as error:
+            request.reject(error)
+            return
+        verdict = None if question is None else self._remembered(question.key)
+        if question is None or verdict is not None:
+            await _hand_on(request, verdict.refusal if verdict else None, submit)
+        elif (asked := self._open.get(question.key)) is not None:
+            self._join(asked, request)
+        elif len(self._open) >= MAX_QUESTIONS:
+            request.reject(
+                QueueFull(
+                    f"{len(self._open)} different grammars or extra_args are being prepared or "
+                    "wait for it; that is the limit",
+                    retry_after=RETRY_SECONDS,
+                )
+            )
+        else:
+            self._open[question.key] = question
+            self._join(question, request)
+            nursery.start_soon(self._settle, question, submit)
 
     def _remembered(self, key: bytes) -> _Verdict | None:
         verdict = self._verdicts.get(key)
@@ -195,11 +237,10 @@ class Preparation:
         """Ask until a worker answers; the error that the answer is, if it is one."""
         try:
             with contextlib.suppress(WorkerLost):
-                return await self._ask(question)
-            async with self._suspects_turn:
-                for _ in range(MAX_WORKERS_LOST):
-                    with contextlib.suppress(WorkerLost):
-                        return await self._ask(question)
+                return await self._ask(question, [self._turns])
+            for _ in range(MAX_WORKERS_LOST):
+                with contextlib.suppress(WorkerLost):
+                    return await self._ask(question, [self._suspects_turn, self._turns])
         except EngineError as error:
             return error
         return EngineError(
@@ -207,30 +248,66 @@ class Preparation:
             f"{question.param}"
         )
 
-    async def _ask(self, question: _Question) -> InvalidRequest | None:
-        """Ask once.
+    async def _ask(
+        self, question: _Question, turns: list[trio.CapacityLimiter]
+    ) -> InvalidRequest | None:
+        """Ask once, or wait for the same call of somebody before who doesn't wait any more.
 
         Raises:
             WorkerLost: the worker was lost before it answered.
             EngineError: it can't answer.
         """
-        async with self._turns:
+        call = self._calls.get(question.key) or await self._start(question, turns)
+        with trio.move_on_after(self._timeout):
+            await call.done.wait()
+        if call.error is not None:
+            raise call.error
+        if call.verdict is not None:
+            return call.verdict.refusal
+        self._observe(question, "timeout", self._timeout)
+        return _refusal(
+            f"the request's {question.param} takes longer than {self._timeout:g} s to prepare "
+            "(--grammar-timeout)",
+            question.param,
+        )
+
+    async def _start(self, question: _Question, turns: list[trio.CapacityLimiter]) -> _Call:
+        """Begin a call when it is its turn and there is a worker; it then goes on by itself."""
+        call = _Call(question, [])
+        try:
+            for turn in turns:
+                await turn.acquire_on_behalf_of(call)
+                call.turns.append(turn)
             await self._worker.wait_attached()
-            number = self._worker.num_attached
-            started = trio.current_time()
-            with trio.move_on_after(self._timeout) as scope:
+        except BaseException:
+            self._end(call)
+            raise
+        self._calls[question.key] = call
+        assert self._nursery is not None
+        self._nursery.start_soon(self._run, call)
+        return call
+
+    async def _run(self, call: _Call) -> None:
+        question, number = call.question, self._worker.num_attached
+        started = trio.current_time()
+        try:
+            with trio.move_on_after(max(self._timeout, MAX_CALL_SECONDS)):
                 answer = await self._worker.call("prepare", question.arguments)
-        if scope.cancelled_caught:
-            self._observe(question, "timeout", started)
-            return _refusal(
-                f"the request's {question.param} takes longer than {self._timeout:g} s to prepare "
-                "(--grammar-timeout)",
-                question.param,
-            )
-        refusal = _read(answer)
-        self._observe(question, "ok" if refusal is None else "refused", started)
-        self._remember(question, _Verdict(refusal, number, question.num_bytes))
-        return refusal
+                call.verdict = _Verdict(_read(answer), number, question.num_bytes)
+        except (EngineError, WorkerLost) as error:
+            call.error = error
+        finally:
+            del self._calls[question.key]
+            self._end(call)
+        if (verdict := call.verdict) is not None:
+            outcome = "ok" if verdict.refusal is None else "refused"
+            self._observe(question, outcome, trio.current_time() - started)
+            self._remember(question, verdict)
+
+    def _end(self, call: _Call) -> None:
+        for turn in call.turns:
+            turn.release_on_behalf_of(call)
+        call.done.set()
 
     def _remember(self, question: _Question, verdict: _Verdict) -> None:
         if question.key in self._verdicts:
@@ -241,10 +318,10 @@ class Preparation:
             _, dropped = self._verdicts.popitem(last=False)
             self._verdict_bytes -= dropped.num_bytes
 
-    def _observe(self, question: _Question, outcome: str, started: float) -> None:
+    def _observe(self, question: _Question, outcome: str, seconds: float) -> None:
         grammar = question.arguments["grammar"]
         if grammar is not None:
-            self._observe_grammar(grammar[0], outcome, trio.current_time() - started)
+            self._observe_grammar(grammar[0], outcome, seconds)
 
 
 def _question_of(params: SamplingParams) -> _Question | None:
