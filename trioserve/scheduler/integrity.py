@@ -104,9 +104,11 @@ def _check_pages(core: SchedulerCore) -> None:
         holders.update(computation.pages)
         for place, page in enumerate(computation.pages):
             places[page].add(place)
-    for page in range(pool.num_pages):
-        assert pool.holders(page) == holders[page], f"page {page} has a holder nobody knows"
-        if holders[page] > 1:
+    unknown = pool.held() - holders.keys()
+    assert not unknown, f"page {min(unknown)} has a holder nobody knows"
+    for page, number in holders.items():
+        assert pool.holders(page) == number, f"page {page} has a holder nobody knows"
+        if number > 1:
             assert pool.is_kept(page), f"page {page} is shared and not published"
             assert len(places[page]) == 1, f"page {page} stands at two places"
 

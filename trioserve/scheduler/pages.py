@@ -27,7 +27,7 @@ parent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import attrs
 
@@ -79,6 +79,14 @@ class PagePool:
     def holders(self, page: int) -> int:
         """How many sequences hold ``page``."""
         return self._holders[page]
+
+    def held(self) -> set[int]:
+        """The pages that somebody holds. Takes as long as the pool is large."""
+        return {page for page, number in enumerate(self._holders) if number}
+
+    def kept(self) -> Set[int]:
+        """The pages that the prefix cache keeps."""
+        return self._kept
 
     def is_kept(self, page: int) -> bool:
         """Whether the prefix cache keeps ``page``."""
@@ -132,6 +140,11 @@ class PagePool:
         assert page not in self._kept, f"page {page} is kept twice"
         self._kept.add(page)
 
+    def unkeep(self, page: int) -> None:
+        """The prefix cache wants ``page``, which is held, no more."""
+        assert self._holders[page] > 0, f"page {page} is given up but not held"
+        self._kept.remove(page)
+
     def evict(self) -> int:
         """Free the page that has been idle longest, and say which it was. There must be one."""
         page = next(iter(self._idle))
@@ -149,8 +162,7 @@ class PagePool:
 
     def check(self) -> None:
         """Assert that every page is in exactly one place, and that each place suits it."""
-        held = {page for page in range(self.num_pages) if self._holders[page] > 0}
-        places = [set(self._free), held, set(self._retiring), set(self._idle)]
+        places = [set(self._free), self.held(), set(self._retiring), set(self._idle)]
         assert len(self._free) == len(places[0]), "a page is free twice"
         assert sum(map(len, places)) == len(set().union(*places)) == self.num_pages
         assert self._kept >= places[3], "an idle page is not kept"

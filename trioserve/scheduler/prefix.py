@@ -126,6 +126,31 @@ class PrefixCache:
             cursor = self._add(parent, key, pages[index], plan)
         return cursor
 
+    def retract(self, cursor: Node | None, plan: int) -> tuple[bool, Node | None]:
+        """Take what plans after ``plan`` compute for one sequence back, if nobody counts on it.
+
+        Args:
+            cursor: the deepest node on the path that the sequence holds.
+            plan: the oldest plan in flight.
+
+        Returns:
+            whether nobody does, and the new cursor; where somebody does, nothing has changed.
+        """
+        retracted: list[Node] = []
+        node = cursor
+        while node is not None and node.plan > plan:
+            # A child that isn't on the path was computed after pages of this one.
+            if self.pool.holders(node.page) > 1 or len(node.children) > bool(retracted):
+                return False, cursor
+            retracted.append(node)
+            node = node.parent
+        for each in retracted:
+            del self._node_of[each.page]
+            self.pool.unkeep(each.page)
+        if retracted:
+            self._remove(retracted[-1])
+        return True, node if node is not None and node.parent is not None else None
+
     def leave(
         self,
         namespace: Namespace,
@@ -160,11 +185,7 @@ class PrefixCache:
         for _ in range(count):
             node = self._node_of.pop(self.pool.evict())
             assert not node.children, "a page was evicted from under its children"
-            parent = node.parent
-            assert parent is not None
-            del parent.children[node.key]
-            if parent.parent is None and not parent.children:
-                del self._roots[parent.key]
+            self._remove(node)
 
     def check(self) -> None:
         """Assert that the tree and the pool agree, and that rule 4 holds."""
@@ -184,7 +205,7 @@ class PrefixCache:
                 mine, parents = self.pool.holders(node.page), self.pool.holders(node.parent.page)
                 assert parents >= mine, f"page {node.page} is held without its parent"
         assert seen == self._node_of.keys()
-        assert all((page in seen) == self.pool.is_kept(page) for page in range(self.pool.num_pages))
+        assert seen == self.pool.kept(), "a page is kept that isn't published"
 
     def _key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
@@ -194,6 +215,14 @@ class PrefixCache:
         if root is None:
             root = self._roots[namespace] = Node(None, namespace, _NO_PAGE, plan=0, depth=0)
         return root
+
+    def _remove(self, node: Node) -> None:
+        """Take ``node`` and what is below it out of the tree."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.key]
 
     def _add(self, parent: Node, key: tuple[int, ...], page: int, plan: int) -> Node:
         self.pool.keep(page)
