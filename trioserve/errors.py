@@ -111,3 +111,7 @@ class WorkerLost(TrioserveError):
     def __init__(self, message: str, *, from_outside: bool = False) -> None:
         super().__init__(message)
         self.from_outside = from_outside
+
+
+class NoRoomForWorker(WorkerLost):
+    """No worker can be started at the moment: the disk is full, or no process is to be had."""

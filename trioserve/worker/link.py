@@ -15,7 +15,7 @@ import pynng
 import trio
 
 from trioserve import wire
-from trioserve.errors import WorkerLost
+from trioserve.errors import NoRoomForWorker, WorkerLost
 
 __all__ = ["NngLink"]
 
@@ -34,7 +34,7 @@ class NngLink:
         """Listen at an ``ipc://`` address, for one worker to dial.
 
         Raises:
-            WorkerLost: that can't be done there.
+            NoRoomForWorker: that can't be done there.
         """
         try:
             socket = pynng.Pair0(
@@ -44,7 +44,7 @@ class NngLink:
                 recv_buffer_size=wire.BUFFERED_MESSAGES,
             )
         except pynng.NNGException as error:
-            raise WorkerLost(f"no socket for the worker at {url}: {error}") from error
+            raise NoRoomForWorker(f"no socket for the worker at {url}: {error}") from error
         return cls(socket, socket.recv_fd, socket.send_fd)
 
     async def send(self, message: wire.Message) -> None:

@@ -15,7 +15,7 @@ import tempfile
 
 import attrs
 
-from trioserve.errors import WorkerLost
+from trioserve.errors import NoRoomForWorker
 
 __all__ = ["SocketFolder", "sweep_socket_folders"]
 
@@ -39,7 +39,7 @@ class SocketFolder:
         """Make one where temporary files go.
 
         Raises:
-            WorkerLost: it can't be made there; one line says why.
+            NoRoomForWorker: it can't be made there; one line says why.
         """
         try:
             for _ in range(_ATTEMPTS):
@@ -48,11 +48,11 @@ class SocketFolder:
                 if lock is not None:
                     return cls(path, lock)
         except OSError as error:
-            raise WorkerLost(
+            raise NoRoomForWorker(
                 f"there is no place for the worker's socket in {_place()}: "
                 f"{error.strerror or error} (TMPDIR names another)"
             ) from error
-        raise WorkerLost(f"folders for the worker's socket are swept away in {_place()}")
+        raise NoRoomForWorker(f"folders for the worker's socket are swept away in {_place()}")
 
     @property
     def url(self) -> str:

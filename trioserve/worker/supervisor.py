@@ -23,7 +23,7 @@ import trio
 
 import trioserve
 from trioserve import wire
-from trioserve.errors import EngineError, ModelLoadError, WorkerLost
+from trioserve.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost
 from trioserve.groups import sole_exception
 from trioserve.logs import get_logger
 from trioserve.worker import Link
@@ -83,7 +83,7 @@ async def run_worker(
         ModelLoadError: the worker says that it can't load what it was told to.
         EngineError: the process is a stranger: another package named gpu, or another version.
         WorkerLost: the process died, or hung while loading; a block that had begun is cancelled.
-            Or there is no room for its socket, or for the process.
+        NoRoomForWorker: there is no room for its socket, or for the process.
     """
     lost: WorkerLost | None = None
     with (
@@ -140,7 +140,7 @@ async def _start_process(url: str) -> trio.Process:
             start_new_session=True,
         )
     except OSError as error:
-        raise WorkerLost(f"the worker can't be started: {error.strerror or error}") from error
+        raise NoRoomForWorker(f"the worker can't be started: {error.strerror or error}") from error
 
 
 def _describe_exit(code: int) -> str:
@@ -246,13 +246,23 @@ class Supervisor:
                 without progress in between.
         """
         started = False
+        attempts = 0
         while True:
             try:
                 async with self.open_worker() as (link, ready):
+                    attempts = 0
                     if not started:
                         started = True
                         task_status.started(ready)
                     await attach(link, ready)
+            except NoRoomForWorker as error:
+                if not started:
+                    raise
+                # Nobody died of it, and whoever makes room needs longer than a few attempts last.
+                attempts += 1
+                _log.error("no worker can be started", reason=str(error), attempts=attempts)
+                await trio.sleep(_delay(attempts))
+                continue
             except WorkerLost as error:
                 deaths = self._count(error)
                 if deaths > self.max_restarts or not started:
@@ -266,9 +276,14 @@ class Supervisor:
             else:
                 raise AssertionError("a worker was let go that wasn't lost")
             self.restarts += 1
-            await trio.sleep(min(FIRST_RESTART_DELAY * 2 ** max(deaths - 1, 0), MAX_RESTART_DELAY))
+            await trio.sleep(_delay(deaths))
 
     def _count(self, loss: WorkerLost) -> int:
         deaths = self.judge(loss)
         _log.warning("worker lost", reason=str(loss), deaths_without_progress=deaths)
         return deaths
+
+
+def _delay(attempts: int) -> float:
+    """Seconds to wait after so many attempts in a row that came to nothing."""
+    return float(min(FIRST_RESTART_DELAY * 2 ** max(attempts - 1, 0), MAX_RESTART_DELAY))
