@@ -103,6 +103,10 @@ class Runner:
         self._next_plan = next_plan
         self._refuses = self._spoiled = False
 
+    def drop(self, slot: int, generation: int) -> None:
+        """Rows of plans to come compute nothing of ``slot``, and none gives a token of it."""
+        self._slots.drop(slot, generation)
+
     def step(self, plan: Plan) -> StepResult:
         """Run one plan from submission to result; no other may be pending.
 

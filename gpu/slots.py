@@ -52,7 +52,8 @@ class Slot:
     """Position of the first prompt token whose log-probability is wanted; -1 if none is."""
     num_pages: int = 0
     stopped: bool = False
-    """Its last token is a stop id, or there was none to draw: nothing more is to be computed."""
+    """Nothing more is to be computed: its last token is a stop id, there was none to draw, or
+    nobody wants it any more."""
     _buffer: npt.NDArray[np.int32]
     _length: int
 
@@ -112,6 +113,8 @@ class SlotTable:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._slots: dict[int, Slot] = {}
+        self._dropped: set[tuple[int, int]] = set()
+        """Slot and generation of those that nobody wants any more before they are opened."""
         self.block_tables = np.zeros((0, -(-max_model_len // page_size)), dtype=np.int32)
 
     def __len__(self) -> int:
@@ -126,6 +129,15 @@ class SlotTable:
     def clear(self) -> None:
         """Forget every slot."""
         self._slots.clear()
+        self._dropped.clear()
+
+    def drop(self, number: int, generation: int) -> None:
+        """Compute nothing more of a slot that is open, or that a plan on its way opens."""
+        slot = self._slots.get(number)
+        if slot is not None and slot.generation == generation:
+            slot.stopped = True
+        else:
+            self._dropped.add((number, generation))
 
     def num_pages_used(self) -> int:
         """How many different pages the open slots hold."""
@@ -174,9 +186,11 @@ class SlotTable:
             computed=opened.computed,
             sampler=opened.sampler,
             prompt_logprobs_from=opened.prompt_logprobs_from,
+            stopped=(number, opened.generation) in self._dropped,
             buffer=buffer,
             length=len(tokens),
         )
+        self._dropped.discard((number, opened.generation))
         pages = ints(opened.pages)
         self._append_pages(np.full(len(pages), number, dtype=np.int32), pages)
 

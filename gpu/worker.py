@@ -19,6 +19,7 @@ import select
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,6 +68,8 @@ class Worker:
         self._last_progress = -PROGRESS_INTERVAL
         self._background = Background[wire.Reply](PREPARING_THREADS, "prepare")
         self._constraints: Constraints | None = None
+        self._ahead: deque[wire.Message] = deque()
+        """Messages that were taken from the socket and are to be handled in their turn."""
 
     @property
     def busy(self) -> bool:
@@ -134,6 +137,9 @@ class Worker:
             if runner.num_pending and (runner.completions is None or not runner.accepts):
                 self._finish(runner)
                 continue
+            if self._ahead:
+                self._handle(runner, self._ahead.popleft())
+                continue
             # A step's end counts while the step is pending.
             poll = waiting if runner.num_pending else idle
             ready = {descriptor for descriptor, _ in poll.poll()}
@@ -146,7 +152,10 @@ class Worker:
     def _handle(self, runner: Runner, message: wire.Message) -> None:
         match message:
             case wire.Plan():
+                self._look_ahead(runner)
                 self._submit(runner, message)
+            case wire.Drop():
+                runner.drop(message.slot, message.generation)
             case wire.Reset():
                 runner.reset(message.next_plan)
             case wire.Call(name="prepare") if self._constraints is not None:
@@ -155,6 +164,16 @@ class Worker:
                 self._send(self._answer(runner, message))
             case _:
                 raise wire.WireError(f"{type(message).__name__} came while serving")
+
+    def _look_ahead(self, runner: Runner) -> None:
+        """Hear who was dropped while the plan that is to begin lay in the socket."""
+        with contextlib.suppress(pynng.TryAgain):
+            while True:
+                message = self._receive(block=False)
+                if isinstance(message, wire.Drop):
+                    runner.drop(message.slot, message.generation)
+                else:
+                    self._ahead.append(message)
 
     def _prepare(self, call: wire.Call, constraints: Constraints) -> None:
         if self._background.num_unfinished >= MAX_PREPARING:

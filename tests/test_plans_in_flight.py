@@ -429,6 +429,29 @@ class TestWorker:
         assert tokens == [[4], [5], [6], [7]]
         assert executor.begun == ["forward", "draw", *["forward", "draw"] * 3]
 
+    def test_a_slot_that_is_dropped_while_its_plan_waits_is_not_computed(
+        self, socket: pynng.Pair0, executor: DeferredExecutor, maker: PlanMaker
+    ) -> None:
+        executor.needing.add(2)
+        maker.open(2, [1, 2, 3])
+        socket.send(wire.encode(maker.plan({2: 3})))
+        socket.send(wire.encode(maker.plan({2: 1})))  # is deferred, so the next one waits
+        maker.open(5, [1, 2, 3, 4])
+        socket.send(wire.encode(maker.plan({2: 1, 5: 4})))
+        socket.send(wire.encode(wire.Drop(slot=5, generation=maker.generations[5])))
+        maker.close(5)
+        maker.open(5, [6, 7])
+        socket.send(wire.encode(maker.plan({2: 1, 5: 2})))
+        tokens = []
+        for _ in range(4):
+            executor.complete()
+            result = wire.decode(socket.recv())
+            assert isinstance(result, wire.StepResult)
+            tokens.append(given(result))
+        assert tokens == [[[4]], [[5]], [[6], []], [[7], [502]]]
+        assert executor.submitted[2] == [(2, 4, 1)]
+        assert executor.submitted[3] == [(2, 5, 1), (5, 0, 2)]
+
     def test_a_refused_plan_is_answered_after_the_one_before_it(
         self, socket: pynng.Pair0, executor: DeferredExecutor, maker: PlanMaker
     ) -> None:

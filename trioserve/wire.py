@@ -7,8 +7,9 @@ the envelope a few microseconds (:func:`ints`, :func:`floats` and their inverses
 The conversation: the worker says :class:`Hello`; the engine checks it and answers :class:`Start`;
 the worker loads its model, saying :class:`Progress` as it goes, and then :class:`Ready` or a
 :class:`Failure`. From then on the engine sends :class:`Plan` messages and the worker answers each
-with a :class:`StepResult`, in order. :class:`Call` and :class:`Reply` are for the rare and slow:
-a reply may come long after its call, and steps go on meanwhile.
+with a :class:`StepResult`, in order; :class:`Drop` names those of whom nothing more is wanted.
+:class:`Call` and :class:`Reply` are for the rare and slow: a reply may come long after its call,
+and steps go on meanwhile.
 :class:`Quit` ends the worker.
 """
 
@@ -32,6 +33,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "PROTOCOL_VERSION",
     "Call",
+    "Drop",
     "Failure",
     "Hello",
     "Message",
@@ -288,8 +290,31 @@ class Quit:
     """Engine to worker: finish and exit."""
 
 
+@attrs.frozen(kw_only=True)
+class Drop:
+    """Engine to worker: nothing more is wanted of a slot that plans on their way still name.
+
+    Their rows that haven't begun needn't be computed, and give no token then. A plan to come closes
+    the slot. Nobody else reads pages that such a row would write.
+    """
+
+    slot: int
+    generation: int
+
+
 Message = (
-    Hello | Start | Progress | Ready | Plan | StepResult | Reset | Failure | Call | Reply | Quit
+    Hello
+    | Start
+    | Progress
+    | Ready
+    | Plan
+    | StepResult
+    | Reset
+    | Failure
+    | Call
+    | Reply
+    | Quit
+    | Drop
 )
 
 # The position in this tuple is the tag byte, so new messages go at the end.
@@ -305,6 +330,7 @@ _CLASSES: tuple[type, ...] = (
     Call,
     Reply,
     Quit,
+    Drop,
 )
 _TAG_OF = {cls: bytes([tag]) for tag, cls in enumerate(_CLASSES)}
 _ENCODER = msgspec.msgpack.Encoder()

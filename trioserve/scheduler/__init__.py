@@ -78,6 +78,8 @@ class Scheduler:
         self._is_stuck = False
         self.on_idle: Callable[[], None] = lambda: None
         """Called whenever the last plan has come back and nobody is left to be computed."""
+        self._num_steps_idle = 0
+        """Steps that were done when it was called last."""
         self._calls: dict[int, _PendingCall] = {}
         self._num_calls = 0
         self._watchdog = Watchdog(config.watchdog_timeout)
@@ -136,6 +138,9 @@ class Scheduler:
                 sequence.request.reject(finish.error or RequestAborted("the request was aborted"))
         else:
             assert self._core is not None
+            drop = self._core.drop(sequence)
+            if drop is not None:
+                self._outbox.append(drop)
             output = self._core.abort(sequence, finish)
         if output is not None:
             self._deliver([output])
@@ -243,7 +248,9 @@ class Scheduler:
                 running=len(core.running),
                 waiting=core.num_waiting,
             )
-        if self.idle:
+        num_steps = core.counters.num_steps
+        if self.idle and num_steps > self._num_steps_idle:
+            self._num_steps_idle = num_steps
             self.on_idle()
 
     async def _receive(self, link: Link, core: SchedulerCore, first_valid: int) -> None:

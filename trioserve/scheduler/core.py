@@ -108,6 +108,20 @@ class SchedulerCore:
         self._finish(sequence, finish)
         return SequenceOutput(sequence, finish=finish)
 
+    def drop(self, sequence: Sequence) -> wire.Drop | None:
+        """What spares the worker rows of ``sequence``, which is about to be aborted.
+
+        Of the oldest plan in flight there is nothing to be spared: it has begun. Nor is there where
+        somebody else's rows read what those rows compute.
+        """
+        computation = sequence.compute
+        if not computation.holds_slot or not self.in_flight:
+            return None
+        oldest = self.in_flight[0].number
+        if computation.last_plan <= oldest or not self.memory.retract(computation, oldest):
+            return None
+        return wire.Drop(slot=computation.slot, generation=computation.generation)
+
     # ---- a plan
 
     def next_plan(self, now: float) -> wire.Plan | None:

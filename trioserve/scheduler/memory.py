@@ -107,6 +107,11 @@ class Memory:
         self.slots.close(computation.slot, computation.last_plan)
         computation.leave_slot()
 
+    def retract(self, computation: Computation, plan: int) -> bool:
+        """See that nobody counts on what plans after ``plan`` compute; False if somebody does."""
+        nobody, computation.cursor = self.prefix.retract(computation.cursor, plan)
+        return nobody
+
     def acknowledge(self, plan: int) -> None:
         """Plan ``plan`` is done: what only it and earlier ones named can be used again."""
         self.pool.acknowledge(plan)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
@@ -86,7 +87,7 @@ class _Slot:
     sampler: SamplerParams
     prompt_logprobs_from: int
     stopped: bool = False
-    """It drew a stop id, or there was nothing to draw."""
+    """It drew a stop id, there was nothing to draw, or nobody wants it any more."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -125,6 +126,7 @@ class FakeWorker:
     slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
     _next_plan: int = attrs.field(init=False, default=1)
     _failed: bool = attrs.field(init=False, default=False)
+    _dropped: set[tuple[int, int]] = attrs.field(init=False, factory=set)
     _tokens: Ints = attrs.field(init=False, repr=False)
     """[num_pages * page_size]: the token at each place, -1 where nothing is."""
     _digests: npt.NDArray[np.uint64] = attrs.field(init=False, repr=False)
@@ -153,8 +155,17 @@ class FakeWorker:
     def reset(self, message: wire.Reset) -> None:
         """Forget every slot; plans are welcome again."""
         self.slots.clear()
+        self._dropped.clear()
         self._failed = False
         self._next_plan = message.next_plan
+
+    def drop(self, message: wire.Drop) -> None:
+        """Nothing more is wanted of a slot that is open, or that a plan on its way opens."""
+        slot = self.slots.get(message.slot)
+        if slot is not None and slot.generation == message.generation:
+            slot.stopped = True
+        else:
+            self._dropped.add((message.slot, message.generation))
 
     def step(self, plan: wire.Plan) -> wire.StepResult | wire.Failure:
         """Run one plan.
@@ -200,6 +211,7 @@ class FakeWorker:
                 pages=_list(opened.pages),
                 sampler=opened.sampler,
                 prompt_logprobs_from=opened.prompt_logprobs_from,
+                stopped=(opened.slot, opened.generation) in self._dropped,
             )
             assert 0 <= slot.computed < len(slot.tokens), "nothing is left to compute"
             assert 0 < slot.prompt_length <= len(slot.tokens)
@@ -352,12 +364,20 @@ async def serve_fake(worker: FakeWorker, link: MemoryLink) -> None:
 
 
 async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.Nursery) -> None:
+    ahead: deque[wire.Message] = deque()
     while True:
-        match await link.receive():
+        match ahead.popleft() if ahead else await link.receive():
             case wire.Plan() as plan:
+                for message in link.receive_waiting():
+                    if isinstance(message, wire.Drop):
+                        worker.drop(message)
+                    else:
+                        ahead.append(message)
                 answer = worker.step(plan)
                 await trio.sleep(worker.seconds_for(plan))
                 await link.send(answer)
+            case wire.Drop() as drop:
+                worker.drop(drop)
             case wire.Reset() as reset:
                 worker.reset(reset)
             case wire.Call() as call if worker.call_time:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import attrs
@@ -49,6 +50,14 @@ class MemoryLink:
             return wire.decode(await self._from_peer.receive())
         except (trio.EndOfChannel, trio.ClosedResourceError):
             raise WorkerLost("the link is closed") from None
+
+    def receive_waiting(self) -> list[wire.Message]:
+        """What has been sent and not received yet, without waiting for more."""
+        found: list[wire.Message] = []
+        with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
+            while True:
+                found.append(wire.decode(self._from_peer.receive_nowait()))
+        return found
 
     def close(self) -> None:
         """Both ends notice. Idempotent."""
