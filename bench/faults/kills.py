@@ -111,7 +111,7 @@ class Kills:
                 nursery.start_soon(self._ask, random.Random(number))
             for _ in range(self.scenario.kills):
                 await trio.sleep(numbers.expovariate(1 / self.scenario.mean_interval))
-                self.kills.append(await self._kill())
+                self.kills.append(await self.disturb())
             self._done = True
 
     async def _ask(self, numbers: random.Random) -> None:
@@ -120,20 +120,29 @@ class Kills:
                 index = numbers.randrange(len(self.requests))
                 self.records.append((index, await client.send(self.requests[index])))
 
-    async def _kill(self) -> Kill:
+    async def disturb(self) -> Kill:
         """Kill the worker, and wait until its successor has made progress."""
         with trio.fail_after(300):
-            while not self.subject.signal_worker():
-                await trio.sleep(0.01)
-            killed = trio.current_time()
-            while await self.subject.healthy():
-                await trio.sleep(0.002)
-            while not await self.subject.healthy():
-                await trio.sleep(0.01)
-            attached = trio.current_time()
-            before = (await self.subject.metrics())["generation_tokens_total"]
-            while (await self.subject.metrics())["generation_tokens_total"] == before:
-                await trio.sleep(0.02)
+            killed = await self.kill()
+            return await self.recovery(killed)
+
+    async def kill(self) -> float:
+        """Kill the worker, and wait until that has been noticed; when it was killed."""
+        while not self.subject.signal_worker():
+            await trio.sleep(0.01)
+        killed = trio.current_time()
+        while await self.subject.healthy():
+            await trio.sleep(0.002)
+        return killed
+
+    async def recovery(self, killed: float) -> Kill:
+        """Wait until another worker has made progress."""
+        while not await self.subject.healthy():
+            await trio.sleep(0.01)
+        attached = trio.current_time()
+        before = (await self.subject.metrics())["generation_tokens_total"]
+        while (await self.subject.metrics())["generation_tokens_total"] == before:
+            await trio.sleep(0.02)
         return Kill(killed=killed, attached=attached)
 
     def _whole(self, record: Record) -> bool:

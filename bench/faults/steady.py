@@ -15,6 +15,8 @@ from trioserve.errors import TrioserveError
 
 __all__ = ["Steady"]
 
+_AFTER_A_FAILURE = 0.1
+
 
 @attrs.define(eq=False, kw_only=True)
 class Steady:
@@ -88,6 +90,7 @@ class Steady:
                         self._note_progress()
             except TrioserveError as error:
                 self.failed[f"{type(error).__name__}: {error}"] += 1
+                await trio.sleep(_AFTER_A_FAILURE)
                 continue
             self.answered += 1
             self.tokens += len(tokens)
