@@ -18,6 +18,7 @@ class H2Client:
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self.stream = stream
+        self._sending = trio.Lock()
         config = h2.config.H2Configuration(
             client_side=True,
             header_encoding="utf-8",
@@ -41,7 +42,8 @@ class H2Client:
         return stream_id
 
     async def flush(self) -> None:
-        await self.stream.send_all(self.connection.data_to_send())
+        async with self._sending:
+            await self.stream.send_all(self.connection.data_to_send())
 
     async def events(self) -> AsyncIterator[Any]:
         """Events as they come, to the end of the connection."""
