@@ -15,10 +15,11 @@ import pytest
 import trio
 from http_stub import captured_logs, connect, http_client, raw_request, server_config
 
-from trioserve import Engine
+from trioserve import Engine, EngineConfig, wire
 from trioserve.http import create_app, serve_app
-from trioserve.simulation import open_fake_engine
-from trioserve.testing import FakeWorker
+from trioserve.simulation import open_fake_engine, run_fake_worker
+from trioserve.testing import FakeWorker, WorkerDies
+from trioserve.worker import Link
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -308,3 +309,42 @@ async def test_a_scrape() -> None:
     ):
         assert line in lines
     assert any(line.startswith("trioserve:http_requests_total") for line in lines)
+
+
+async def test_a_stream_is_kept_alive_while_the_worker_is_replaced() -> None:
+    """The client sees comments in the gap, and then the tokens that were to come."""
+    body: dict[str, Any] = {"prompt": "A", "max_tokens": 40, "seed": 7, "stream": True}
+    opened: list[None] = []
+
+    def die_once(step: int, _: wire.Plan) -> None:
+        if step == 5 and len(opened) == 1:
+            raise WorkerDies
+
+    @contextlib.asynccontextmanager
+    async def open_worker() -> AsyncIterator[tuple[Link, wire.Ready]]:
+        if opened:
+            await trio.sleep(0.5)
+        opened.append(None)
+        async with run_fake_worker(FakeWorker(script=die_once), EngineConfig("fake")) as pair:
+            yield pair
+
+    def tokens_of(events: list[str]) -> str:
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
+
+    async with site() as calm:
+        expected = (await calm.post(TEXT, **body)).text.strip().split("\n\n")
+    server: dict[str, Any] = {"keep_alive_interval": 0.1}
+    async with site(server=server, open_worker=open_worker) as here:
+        events = (await here.post(TEXT, **body)).text.strip().split("\n\n")
+        assert here.engine.statistics().worker_restarts == 1
+        comments = [index for index, event in enumerate(events) if event == ": keep-alive"]
+        assert len(comments) >= 3
+        before, after = events[: comments[0]], events[comments[-1] + 1 :]
+        assert [events[index] for index in range(comments[0], comments[-1] + 1)] == (
+            [": keep-alive"] * len(comments)
+        )
+        assert before
+        assert after[-1] == expected[-1] == "data: [DONE]"
+        assert tokens_of(before + after[:-1]) == tokens_of(expected[:-1])
+        await here.idle()
