@@ -241,6 +241,27 @@ async def test_an_idle_worker_is_asked_what_it_holds(
     assert any(silent) == (reply is None)
 
 
+async def test_an_engine_that_stays_idle_is_looked_at_once(autojump_clock: object) -> None:
+    calls: list[float] = []
+
+    def statistics(_: object) -> dict[str, int]:
+        calls.append(trio.current_time())
+        return {"open_slots": 0, "pages_used": 0}
+
+    async with open_fake_engine(lambda: FakeWorker(calls={"statistics": statistics})) as engine:
+        check = IdleCheck(engine, asks_worker=True)
+        engine.on_none_open = engine._scheduler.on_idle = check.note
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(check.run)
+            for _ in range(3):
+                await engine.complete("x", max_tokens=3)
+                await trio.sleep(1000)
+            nursery.cancel_scope.cancel()
+    # Again after the last plan, if that was on its way when the last request ended.
+    assert 3 <= len(calls) <= 6
+    assert all(moment % 1000 < 3 for moment in calls)
+
+
 async def test_several_may_wait_for_an_idle_engine(autojump_clock: object) -> None:
     async with open_fake_engine() as engine, trio.open_nursery() as nursery:
         async with engine.generate("x", max_tokens=3):
