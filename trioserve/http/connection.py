@@ -43,6 +43,10 @@ LINGER = 2.0
 own sending doesn't make its system throw our answer away."""
 _SEND_SLICE = 1 << 16
 """Bytes that are to be taken within ``send_timeout``: a slow reader who does read isn't cut off."""
+_NO_TLS = (
+    b"HTTP/1.1 400 \r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
+    b"This is a port for TLS: use https://\n"
+)
 
 _log = get_logger("trioserve.http")
 
@@ -153,12 +157,18 @@ class Connection:
             with self._reading:
                 await self._stream.do_handshake()
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            _log.info("a client couldn't set up TLS", reason=str(error.__cause__ or error))
+            await self._note_no_tls(error.__cause__ or error)
             return False
         if self._reading.cancelled_caught:
             return False
         self._reading = trio.CancelScope(deadline=self._after(self._settings.request_timeout))
         return True
+
+    async def _note_no_tls(self, error: BaseException) -> None:
+        _log.info("a client couldn't set up TLS", reason=getattr(error, "reason", str(error)))
+        if getattr(error, "reason", None) == "HTTP_REQUEST":
+            with contextlib.suppress(OSError), trio.move_on_after(LINGER):
+                await self._socket.send(_NO_TLS)
 
     async def _serve(self) -> None:
         try:

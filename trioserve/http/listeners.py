@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+import ssl
 import stat
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ import trio
 
 from trioserve.config import ServerConfig
 from trioserve.errors import TrioserveError
+from trioserve.http.tls import tls_context
 
 __all__ = ["Listening", "check_address", "open_listening", "removing_socket_file"]
 
@@ -22,10 +24,11 @@ BACKLOG = 2048
 
 @attrs.frozen
 class Listening:
-    """Open listeners, and their addresses as URLs (``unix:/path`` for a Unix socket)."""
+    """Open listeners, their addresses as URLs (``unix:/path`` for a Unix socket), and any TLS."""
 
     listeners: list[trio.SocketListener]
     urls: list[str]
+    tls: ssl.SSLContext | None
 
     def close(self) -> None:
         """Close every listener. Idempotent."""
@@ -37,16 +40,18 @@ async def open_listening(config: ServerConfig) -> Listening:
     """Listen as ``config`` says.
 
     Raises:
-        TrioserveError: the address is in use, unknown or not allowed.
+        TrioserveError: the address is in use, unknown or not allowed; or TLS can't be set up.
     """
+    tls = tls_context(config)
     if config.uds is not None:
-        return _listen_on_path(config.uds)
+        return _listen_on_path(config.uds, tls)
     try:
         listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=BACKLOG)
     except OSError as error:
         place = f"{config.host}:{config.port}"
         raise TrioserveError(f"can't listen on {place}: {_why(error)}") from error
-    return Listening(listeners, [_url(listener.socket) for listener in listeners])
+    scheme = "http" if tls is None else "https"
+    return Listening(listeners, [_url(scheme, listener.socket) for listener in listeners], tls)
 
 
 async def check_address(config: ServerConfig) -> None:
@@ -66,12 +71,12 @@ def _why(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _url(sock: trio.socket.SocketType) -> str:
+def _url(scheme: str, sock: trio.socket.SocketType) -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _listen_on_path(path: str) -> Listening:
+def _listen_on_path(path: str, tls: ssl.SSLContext | None) -> Listening:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_dead_socket(path)
@@ -81,7 +86,7 @@ def _listen_on_path(path: str) -> Listening:
         sock.close()
         raise TrioserveError(f"can't listen on {path}: {_why(error)}") from error
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
-    return Listening([listener], [f"unix:{path}"])
+    return Listening([listener], [f"unix:{path}"], tls)
 
 
 def _remove_dead_socket(path: str) -> None:

@@ -12,7 +12,7 @@ accepted any more, and what is under way to clients has :data:`FINAL_GRACE` seco
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
@@ -43,6 +43,7 @@ async def serve_app(
     shutdown: trio.Event | None = None,
     on_drain: Callable[[], None] = lambda: None,
     on_cut: Callable[[], None] = lambda: None,
+    watch_connections: Callable[[Sized], None] = lambda _: None,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> int:
     """Listen and serve until cancelled, or until ``shutdown`` is set and everything has ended.
@@ -56,6 +57,7 @@ async def serve_app(
         shutdown: once set, the requests that run get ``shutdown_timeout`` seconds to finish.
         on_drain: called at that moment, to refuse what still comes.
         on_cut: called when their time is over, to end what still runs.
+        watch_connections: is given the open connections, to count them at any time.
         task_status: is given the URLs listened on (the real port where 0 was asked for).
 
     Returns:
@@ -67,7 +69,7 @@ async def serve_app(
     if shutdown is None:
         shutdown = trio.Event()
     listening = await open_listening(config)
-    settings = server_settings(config)
+    settings = server_settings(config, listening.tls)
     with removing_socket_file(config):
         try:
             async with trio.open_nursery() as nursery:
@@ -75,6 +77,7 @@ async def serve_app(
                 await nursery.start(lifespan.handle_lifespan)
                 await lifespan.wait_for_startup()
                 server = _Server(app, config, settings, listening)
+                watch_connections(server.connections)
                 task_status.started(listening.urls)
                 num_cut = await server.run(shutdown, on_drain, on_cut)
                 await lifespan.wait_for_shutdown()
@@ -128,9 +131,11 @@ class _Server:
         self._settings = settings
         self._listening = listening
         self._context = WorkerContext(None)
-        self._connections = Connections(connection_limit())
+        self.connections = Connections(connection_limit())
         self._patience = trio.CancelScope()
         """Around all waiting that has no place in a server that was cancelled."""
+        self._num_cut = 0
+        self._interrupt: BaseException | None = None
 
     async def run(
         self, shutdown: trio.Event, on_drain: Callable[[], None], on_cut: Callable[[], None]
@@ -139,15 +144,29 @@ class _Server:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._notice_cancellation)
-                # The end takes time of its own, which is bounded, also where the server's scope
-                # was cancelled.
-                with trio.CancelScope(shield=True):
-                    num_cut = await self._serve(shutdown, on_drain, on_cut)
-                nursery.cancel_scope.cancel()
+                # In a task of its own: where trio raises a KeyboardInterrupt in this one, it is
+                # nothing but a cancellation to that.
+                nursery.start_soon(self._serve_shielded, nursery, shutdown, on_drain, on_cut)
         finally:
-            self._connections.close()
-        return num_cut
+            self.connections.close()
+        if self._interrupt is not None:
+            raise self._interrupt
+        return self._num_cut
 
+    @trio.lowlevel.enable_ki_protection
+    async def _serve_shielded(
+        self,
+        nursery: trio.Nursery,
+        shutdown: trio.Event,
+        on_drain: Callable[[], None],
+        on_cut: Callable[[], None],
+    ) -> None:
+        # The end takes time of its own, which is bounded, also where the server was cancelled.
+        with trio.CancelScope(shield=True):
+            self._num_cut = await self._serve(shutdown, on_drain, on_cut)
+        nursery.cancel_scope.cancel()
+
+    @trio.lowlevel.enable_ki_protection
     async def _notice_cancellation(self) -> None:
         try:
             await trio.sleep_forever()
@@ -158,7 +177,7 @@ class _Server:
         self, shutdown: trio.Event, on_drain: Callable[[], None], on_cut: Callable[[], None]
     ) -> int:
         async with trio.open_nursery() as background:
-            background.start_soon(self._connections.watch_hangups)
+            background.start_soon(self.connections.watch_hangups)
             async with trio.open_nursery() as handlers:
                 try:
                     async with trio.open_nursery() as accepting:
@@ -169,14 +188,14 @@ class _Server:
                     await self._close_connections()
                 finally:
                     # Sends are shielded from cancellation, but not from a closed socket.
-                    self._connections.abort_all()
+                    self.connections.abort_all()
                     handlers.cancel_scope.cancel()
             background.cancel_scope.cancel()
         return num_cut
 
     async def _accept(self, handlers: trio.Nursery) -> None:
         listeners = [
-            BoundedListener(listener, self._connections) for listener in self._listening.listeners
+            BoundedListener(listener, self.connections) for listener in self._listening.listeners
         ]
         await trio.serve_listeners(self._serve_connection, listeners, handler_nursery=handlers)
 
@@ -199,14 +218,19 @@ class _Server:
     async def _close_connections(self) -> None:
         """Close those that serve nothing, and the others when their last answer has left."""
         await self._context.terminated.set()
-        self._connections.close_idle()
+        self.connections.close_idle()
         cancelled = self._patience.cancel_called
         with trio.move_on_after(CANCELLED_GRACE if cancelled else FINAL_GRACE):
-            await self._connections.wait_none()
+            await self.connections.wait_none()
 
     async def _serve_connection(self, stream: trio.SocketStream) -> None:
-        connection = Connection(self._app, self._settings, self._context, stream, self._connections)
-        await connection.run()
+        connection = Connection(self._app, self._settings, self._context, stream, self.connections)
+        try:
+            await connection.run()
+        except* KeyboardInterrupt as interrupt:
+            # Trio raises it in whatever task runs. The others are ended first, and properly.
+            self._interrupt = interrupt
+            self._patience.cancel()
 
 
 def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
