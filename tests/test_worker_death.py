@@ -1,0 +1,228 @@
+"""Real workers that are killed, crash and hang under requests of every kind, which notice a pause.
+
+The model is tiny and computes in float32, so the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+import psutil
+import pytest
+import trio
+import trio.testing
+
+from tests.engines import assert_idle, open_tiny_engine
+from tests.tiny_models import make_tiny
+from trioserve import Engine, wire
+from trioserve.errors import ModelLoadError, WorkerLost
+from trioserve.grammar import Grammar
+from trioserve.worker import supervisor
+from trioserve.worker.link import NngLink
+from trioserve.worker.supervisor import Supervisor
+
+LONG = list(range(5, 105))
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt": [3, 4, 5], "temperature": 0, "max_tokens": 150},
+    "seeded": {"prompt": [3, 4, 6], "temperature": 0.9, "seed": 1, "max_tokens": 150},
+    "several": {"prompt": LONG, "n": 2, "seed": 2, "max_tokens": 100},
+    "of the prompt": {"prompt": LONG[::-1], "seed": 3, "prompt_logprobs": 1, "max_tokens": 60},
+    "with logprobs": {"prompt": [7, 8], "seed": 4, "logprobs": 2, "max_tokens": 80},
+    "in a grammar": {"prompt": [9, 9], "seed": 5, "grammar": Grammar("regex", "(ab|cd){20,60}")},
+    "with stops": {"prompt": [9, 8], "seed": 6, "stop": ["never to be seen"], "max_tokens": 90},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama2", tmp_path_factory.mktemp("llama2"))
+
+
+def sole_worker() -> psutil.Process:
+    (worker,) = [each for each in psutil.Process().children() if "gpu" in each.cmdline()]
+    return worker
+
+
+@attrs.define(eq=False)
+class Answers:
+    """What has come of each kind of request, and how many tokens in all."""
+
+    outputs: dict[str, dict[int, str]] = attrs.field(factory=dict)
+    token_ids: dict[str, dict[int, list[int]]] = attrs.field(factory=dict)
+    reported: dict[str, object] = attrs.field(factory=dict)
+    num_tokens: int = 0
+
+    async def ask(self, engine: Engine, kind: str) -> None:
+        params = {"ignore_eos": kind != "in a grammar", **KINDS[kind]}
+        texts = self.outputs.setdefault(kind, {})
+        tokens = self.token_ids.setdefault(kind, {})
+        logprobs: list[object] = []
+        async with engine.generate(params.pop("prompt"), **params) as stream:
+            async for chunk in stream:
+                texts[chunk.index] = texts.get(chunk.index, "") + chunk.text
+                tokens.setdefault(chunk.index, []).extend(chunk.token_ids)
+                # Rounding may differ in the last digit: another batch computes it.
+                logprobs += [round(each.logprob, 4) for each in chunk.logprobs or ()]
+                self.num_tokens += len(chunk.token_ids)
+            if stream.prompt_logprobs is not None:
+                entries = stream.prompt_logprobs.entries(list(stream.prompt_token_ids))
+                logprobs += [round(each.logprob, 4) for each in entries]
+        self.reported[kind] = logprobs
+
+    async def ask_all(self, engine: Engine) -> None:
+        async with trio.open_nursery() as nursery:
+            for kind in KINDS:
+                nursery.start_soon(self.ask, engine, kind)
+
+
+@pytest.mark.parametrize(
+    ("depth", "signals"),
+    [(1, (signal.SIGKILL, signal.SIGSTOP)), (2, (signal.SIGSEGV, signal.SIGKILL))],
+)
+async def test_requests_of_every_kind_outlive_their_worker(
+    tiny: Path, caplog: pytest.LogCaptureFixture, depth: int, signals: tuple[signal.Signals, ...]
+) -> None:
+    """No token is retracted, repeated or another one, whatever it was that ended the worker."""
+    options = {"max_plans_in_flight": depth, "watchdog_timeout": 2, "max_num_batched_tokens": 64}
+    async with open_tiny_engine(tiny, **options) as engine:
+        calm, disturbed = Answers(), Answers()
+        await calm.ask_all(engine)
+
+        async def disturb() -> None:
+            for number, each in enumerate(signals, 1):
+                due = number * calm.num_tokens // (len(signals) + 1)
+                while disturbed.num_tokens < due:
+                    await trio.sleep(0.002)
+                worker = sole_worker()
+                worker.send_signal(each)
+                while engine.statistics().worker_restarts < number:
+                    await trio.sleep(0.01)
+                assert not worker.is_running()
+
+        with caplog.at_level(logging.WARNING):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(disturb)
+                nursery.start_soon(disturbed.ask_all, engine)
+        assert engine.statistics().worker_restarts == len(signals)
+        assert disturbed.token_ids == calm.token_ids
+        assert disturbed.outputs == calm.outputs
+        assert disturbed.reported == calm.reported
+        assert "request blamed" not in caplog.text
+        if signal.SIGSTOP in signals:
+            assert "no step within" in caplog.text
+        await assert_idle(engine)
+
+
+# ---- the process and what it has started
+
+
+@attrs.define(eq=False)
+class Undead:
+    """A process that waits in the kernel, where no signal reaches it."""
+
+    pid: int
+    stdin: trio.testing.MemorySendStream = attrs.field(
+        factory=lambda: trio.testing.memory_stream_one_way_pair()[0]
+    )
+    returncode: int | None = None
+
+    async def wait(self) -> None:
+        await trio.sleep_forever()
+
+
+class DeafLink:
+    def send_nowait(self, _: wire.Message) -> bool:
+        return False
+
+
+async def test_a_process_that_can_not_be_killed_holds_nobody_up(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The group of this number is nobody's: process ids end before it.
+    undead = Undead(pid=(1 << 31) - 1)
+    with trio.fail_after(60):
+        await supervisor._stop(cast(trio.Process, undead), cast(NngLink, DeafLink()))
+    assert trio.current_time() == supervisor.QUIT_GRACE + supervisor.KILL_GRACE
+    assert "worker can't be killed" in caplog.text
+
+
+async def test_what_a_worker_has_started_ends_with_it() -> None:
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    child = psutil.Process(int(await process.stdout.receive_some()))
+    # A worker that dies by itself leaves its children behind, too.
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    assert child.is_running()
+    await supervisor._stop(process, cast(NngLink, DeafLink()))
+    with trio.fail_after(10):
+        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+            await trio.sleep(0.01)
+    await process.stdout.aclose()
+
+
+# ---- loading again
+
+
+def supervised(
+    losses: list[WorkerLost | ModelLoadError], deaths: list[WorkerLost]
+) -> tuple[Supervisor, Callable[..., Awaitable[None]]]:
+    """A supervisor whose workers are lost so, or never loaded, and what it attaches them to."""
+
+    class Life:
+        async def __aenter__(self) -> tuple[Any, Any]:
+            loss = losses.pop(0)
+            if isinstance(loss, ModelLoadError):
+                raise loss
+            self.loss = loss
+            return None, None
+
+        async def __aexit__(self, *_: object) -> None:
+            raise self.loss
+
+    async def attach(*_: object) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def judge(loss: WorkerLost) -> int:
+        deaths.append(loss)
+        return len(deaths)
+
+    return Supervisor(open_worker=cast(Any, Life), max_restarts=3, judge=judge), attach
+
+
+async def test_a_model_that_can_not_be_loaded_again_at_once_is_tried_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """As when the memory of the last worker isn't free yet."""
+    refusal = ModelLoadError("the weights take more than there is")
+    deaths: list[WorkerLost] = []
+    keeper, attach = supervised([WorkerLost("killed"), *[refusal] * 4], deaths)
+    with pytest.raises(ModelLoadError):
+        await keeper.run(attach)
+    assert len(deaths) == 4
+    assert keeper.restarts == 3
+    # The first time it is the user's to mend.
+    keeper, attach = supervised([refusal], deaths := [])
+    with pytest.raises(ModelLoadError):
+        await keeper.run(attach)
+    assert deaths == []
