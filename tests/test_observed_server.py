@@ -57,6 +57,8 @@ async def test_metrics_log_and_spans_of_one_request(tmp_path: Path) -> None:
     assert found["vllm:prompt_tokens_total"] == usage["prompt_tokens"]
     assert found["vllm:event_loop_lag_seconds_count"] >= 1
     assert found["vllm:worker_step_seconds_total"] > 0
+    assert found["vllm:http_connections"] == 1
+    assert found["vllm:integrity_violations_total"] == 0
     assert not any(name.startswith("trioserve:") for name in found)
 
     line = next(entry for entry in logs if entry["event"] == "request")

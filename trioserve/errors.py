@@ -106,11 +106,14 @@ class WorkerLost(TrioserveError):
 
     Attributes:
         from_outside: whether it was ended by a signal that others send, and no fault raises.
+        reason: ``killed`` (from outside), ``crashed`` (the process ended otherwise), ``hung``, or
+            ``failed`` (it said that it can't go on, or what makes no sense).
     """
 
-    def __init__(self, message: str, *, from_outside: bool = False) -> None:
+    def __init__(self, message: str, *, from_outside: bool = False, reason: str = "failed") -> None:
         super().__init__(message)
         self.from_outside = from_outside
+        self.reason = "killed" if from_outside else reason
 
 
 class NoRoomForWorker(WorkerLost):

@@ -238,6 +238,7 @@ async def run_engine(
                 engine.close(_as_engine_error(failure))
             nursery.cancel_scope.cancel()
 
+    supervisor.on_loss, supervisor.on_replaced = metrics.worker_lost, metrics.worker_replaced
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(guarded, model.tokenizer.run, tokenizer_inbox, to_preparation)

@@ -71,6 +71,7 @@ async def serve(
                     shutdown=shutdown,
                     on_drain=engine.drain,
                     on_cut=lambda: engine.abort_all(ShuttingDown("the server is shutting down")),
+                    watch_connections=engine.metrics.watch_connections,
                     task_status=task_status,
                 )
                 nursery.cancel_scope.cancel()

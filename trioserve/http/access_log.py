@@ -64,6 +64,8 @@ class AccessRecord:
     usage: Usage | None = None
     reason: str | None = None
     contents: Contents | None = None
+    error: str | None = None
+    """The code of the error that the client got."""
     _num_outputs: int = 0
     _queue_time: float | None = None
     _first_token: float | None = None
@@ -100,7 +102,7 @@ class AccessRecord:
 
     def note_error(self, reason: str) -> None:
         """Keep why the request failed."""
-        self.reason = reason
+        self.reason = self.error = reason
 
     def write(self, metrics: Metrics) -> None:
         """Log the line and count the response."""
@@ -112,6 +114,8 @@ class AccessRecord:
             )
         method = self.method if self.method in _METHODS else OTHER
         metrics.observe_response(method, self.route, status)
+        if self.error is not None:
+            metrics.observe_error(self.error)
         fields: dict[str, object] = {
             "method": self.method,
             "path": self.path,

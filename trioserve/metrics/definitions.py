@@ -24,12 +24,15 @@ ABORT_STAGES = ("tokenizing", "preparing", "waiting", "prefill", "decode")
 
 GRAMMAR_OUTCOMES = ("ok", "refused", "timeout")
 
+LOSS_REASONS = ("killed", "crashed", "hung", "failed")
+
 GROUPS = {
     "requests": "Requests",
     "latency": "Latency",
     "tokens": "Tokens",
     "cache": "KV cache",
     "worker": "Worker",
+    "reliability": "Reliability",
     "http": "HTTP",
 }
 """The title of every group of metrics, in the order in which the documentation shows them."""
@@ -328,6 +331,48 @@ _WORKER = (
     ),
 )
 
+_RELIABILITY = (
+    Definition(
+        name="worker_losses",
+        kind="counter",
+        help="Workers lost: `killed` from outside, `crashed`, `hung` past the watchdog's time, or "
+        "`failed`: said that they can't go on, or nonsense",
+        group="reliability",
+        labels=("reason",),
+        read=lambda s: [((reason,), s.metrics.worker_losses[reason]) for reason in LOSS_REASONS],
+    ),
+    histogram(
+        "reliability",
+        "worker_replacement_seconds",
+        lambda s: s.metrics.replacement_seconds,
+        "From a worker's loss to the moment in which the next one is ready",
+    ),
+    histogram(
+        "reliability",
+        "worker_interruption_seconds",
+        lambda s: s.metrics.interruption_seconds,
+        "From a worker's loss to the next token, where requests waited for it",
+    ),
+    counter(
+        "reliability",
+        "integrity_violations",
+        lambda s: s.metrics.integrity_violations,
+        "Looks at the idle engine that found something wrong; each is a bug, and in the log",
+    ),
+    Definition(
+        name="http_errors",
+        kind="counter",
+        help="Errors that clients got, by their code, those that ended a stream included",
+        group="reliability",
+        labels=("code",),
+        common=False,
+        read=lambda s: [((code,), count) for code, count in sorted(s.metrics.http_errors.items())],
+    ),
+    gauge(
+        "reliability", "http_connections", lambda s: len(s.metrics.connections), "Open connections"
+    ),
+)
+
 _HTTP = (
     Definition(
         name="http_requests",
@@ -349,4 +394,6 @@ _HTTP = (
     ),
 )
 
-DEFINITIONS: tuple[Definition, ...] = (*_REQUESTS, *_LATENCY, *_TOKENS, *_CACHE, *_WORKER, *_HTTP)
+DEFINITIONS: tuple[Definition, ...] = (
+    *(*_REQUESTS, *_LATENCY, *_TOKENS, *_CACHE, *_WORKER, *_RELIABILITY, *_HTTP),
+)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sized
 from typing import Protocol
 
+import trio
 from prometheus_client import CollectorRegistry, generate_latest
 
 from trioserve import wire
 from trioserve.config import EngineConfig
+from trioserve.errors import WorkerLost
 from trioserve.metrics.exposition import Exposition
 from trioserve.metrics.histogram import (
     FIRST_TOKEN_SECONDS,
@@ -27,6 +30,11 @@ from trioserve.statistics import EngineStatistics
 __all__ = ["Metrics", "Watched"]
 
 DEFAULT_PREFIX = "trioserve"
+MAX_ERROR_CODES = 100
+"""Codes of errors that are told apart, so that they stay bounded, whatever raises them."""
+OTHER = "other"
+REFUSALS = ("deadline_exceeded", "draining", "key_limit", "queue_full", "shutting_down")
+"""Codes that are shown from the start, because somebody may want to be told of the first."""
 
 _STAGES = {
     State.WAITING: "waiting",
@@ -77,6 +85,14 @@ class Metrics:
         self.num_rejected: int = 0
         self.integrity_violations: int = 0
         self.grammars: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.worker_losses: collections.Counter[str] = collections.Counter()
+        self.replacement_seconds: Histogram = Histogram(REQUEST_SECONDS)
+        self.interruption_seconds: Histogram = Histogram(REQUEST_SECONDS)
+        self._interrupted_at: float | None = None
+        """When a worker was lost whose requests have got no token since."""
+        self.http_errors: collections.Counter[str] = collections.Counter(dict.fromkeys(REFUSALS, 0))
+        self.connections: Sized = ()
+        """The HTTP server's open connections."""
         self.http_responses: collections.Counter[tuple[str, str, int]] = collections.Counter()
         self.time_to_first_token: Histogram = Histogram(FIRST_TOKEN_SECONDS)
         self.inter_token_latency: Histogram = Histogram(INTER_TOKEN_SECONDS)
@@ -103,6 +119,10 @@ class Metrics:
         """Read the gauges from ``engine`` at every scrape."""
         self.watched = engine
 
+    def watch_connections(self, connections: Sized) -> None:
+        """Count an HTTP server's open connections at every scrape."""
+        self.connections = connections
+
     def observe_step(self, num_tokens: int) -> None:
         """A step computed ``num_tokens`` tokens, of prompts and of outputs together."""
         self.iteration_tokens.observe(num_tokens)
@@ -110,6 +130,8 @@ class Metrics:
     def observe_tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """``sequence`` got ``num_tokens`` tokens at ``now``; its times are as they were before."""
         request = sequence.request
+        if self._interrupted_at is not None:
+            self._went_on(request, self._interrupted_at, now)
         if request.times.first_token is None:
             self.time_to_first_token.observe(now - request.times.arrived)
             self._count_prompt(request)
@@ -172,6 +194,29 @@ class Metrics:
         """
         self.grammars[kind, outcome] += 1
         self.grammar_seconds.observe(seconds)
+
+    def worker_lost(self, loss: WorkerLost) -> None:
+        """A worker was lost; who was running waits for the next one."""
+        self.worker_losses[loss.reason] += 1
+        statistics = self.statistics()
+        has_work = statistics is not None and statistics.scheduler.num_waiting > 0
+        if has_work and self._interrupted_at is None:
+            self._interrupted_at = trio.current_time()
+
+    def _went_on(self, request: Request, interrupted_at: float, now: float) -> None:
+        """The first token since a worker was lost; none of those that waited may be left."""
+        self._interrupted_at = None
+        if request.times.queued is not None and request.times.queued <= interrupted_at:
+            self.interruption_seconds.observe(now - interrupted_at)
+
+    def worker_replaced(self, seconds: float) -> None:
+        """The next worker is attached, ``seconds`` after the last one was lost."""
+        self.replacement_seconds.observe(seconds)
+
+    def observe_error(self, code: str) -> None:
+        """An HTTP request was answered with an error, or ended by one."""
+        known = code in self.http_errors or len(self.http_errors) < MAX_ERROR_CODES
+        self.http_errors[code if known else OTHER] += 1
 
     def observe_response(self, method: str, route: str, status: int) -> None:
         """An HTTP request ended; ``route`` is a known path or one word for all others."""

@@ -287,7 +287,7 @@ class Scheduler:
             # If it is this process that was stopped, what the worker said meanwhile comes first.
             await trio.sleep(SECOND_LOOK)
             if trio.current_time() >= self._watchdog.deadline:
-                raise WorkerLost(self._watchdog.accusation())
+                raise WorkerLost(self._watchdog.accusation(), reason="hung")
 
     def _follow(self, core: SchedulerCore) -> None:
         """Plans may have come or gone: move the watchdog's deadline."""

@@ -98,6 +98,7 @@ async def run_worker(
             lost = WorkerLost(
                 f"worker {process.pid} {_describe_exit(code)}{when}",
                 from_outside=-code in SENT_BY_OTHERS,
+                reason="crashed",
             )
             scope.cancel()
 
@@ -118,7 +119,8 @@ async def run_worker(
                 # The watcher raises nothing, so this can only be the block's own exception.
                 body_error = sole_exception(group)
             if isinstance(body_error, WorkerLost):
-                raise WorkerLost(f"worker {process.pid}: {body_error}") from body_error
+                message = f"worker {process.pid}: {body_error}"
+                raise WorkerLost(message, reason=body_error.reason) from body_error
             if body_error is not None:
                 raise body_error
         finally:
@@ -152,7 +154,8 @@ async def _greet(link: Link, start: wire.Start) -> None:
         _check_hello(await link.receive())
         await link.send(start)
     if scope.cancelled_caught:
-        raise WorkerLost(f"the worker said nothing within {HELLO_TIMEOUT:g} s of its start")
+        message = f"the worker said nothing within {HELLO_TIMEOUT:g} s of its start"
+        raise WorkerLost(message, reason="hung")
 
 
 async def _load(link: Link, start_timeout: float, on_progress: OnProgress) -> wire.Ready:
@@ -162,7 +165,8 @@ async def _load(link: Link, start_timeout: float, on_progress: OnProgress) -> wi
         if scope.cancelled_caught:
             raise WorkerLost(
                 f"the worker made no progress for {start_timeout:g} s while loading "
-                "(--worker-start-timeout)"
+                "(--worker-start-timeout)",
+                reason="hung",
             )
         match message:
             case wire.Progress():
@@ -224,13 +228,19 @@ class Supervisor:
         max_restarts: deaths without progress between them that are forgiven.
         judge: is told of every loss; says how many there were, this one included, since there was
             progress.
+        on_loss: is told of every loss, after that.
+        on_replaced: is told how many seconds after the loss of a worker the next one is attached.
     """
 
     open_worker: OpenWorker
     max_restarts: int
     judge: Callable[[WorkerLost], int]
+    on_loss: Callable[[WorkerLost], None] = lambda _: None
+    on_replaced: Callable[[float], None] = lambda _: None
     restarts: int = attrs.field(default=0, init=False)
     """Workers that were replaced since the start."""
+    _lost_at: float | None = attrs.field(default=None, init=False)
+    """When the first was lost since one was ready."""
 
     async def run(
         self, attach: Attach, task_status: trio.TaskStatus[wire.Ready] = trio.TASK_STATUS_IGNORED
@@ -251,6 +261,7 @@ class Supervisor:
             try:
                 async with self.open_worker() as (link, ready):
                     attempts = 0
+                    self._note_replaced()
                     if not started:
                         started = True
                         task_status.started(ready)
@@ -280,8 +291,24 @@ class Supervisor:
 
     def _count(self, loss: WorkerLost) -> int:
         deaths = self.judge(loss)
-        _log.warning("worker lost", reason=str(loss), deaths_without_progress=deaths)
+        _log.warning(
+            "worker lost",
+            reason=str(loss),
+            kind=loss.reason,
+            restarts=self.restarts,
+            deaths_without_progress=deaths,
+        )
+        if self._lost_at is None:
+            self._lost_at = trio.current_time()
+        self.on_loss(loss)
         return deaths
+
+    def _note_replaced(self) -> None:
+        if self._lost_at is not None:
+            seconds = trio.current_time() - self._lost_at
+            self._lost_at = None
+            _log.info("worker replaced", seconds=round(seconds, 3), restarts=self.restarts)
+            self.on_replaced(seconds)
 
 
 def _delay(attempts: int) -> float:
