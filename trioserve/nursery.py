@@ -227,6 +227,8 @@ async def run_engine(
     )
     detokenizer = Detokenizer(model.tokenizer, scheduler.abort, on_delivered)
 
+    # A Ctrl-C in a program that handles no signals is for its main task, not for whoever runs.
+    @trio.lowlevel.enable_ki_protection
     async def guarded(run: Callable[..., Awaitable[None]], *args: Any, **kwargs: Any) -> None:
         """Run a task of the engine. Its failure is the engine's, and ends the block."""
         nonlocal failure

@@ -103,6 +103,15 @@ class HTTPConnection(TrioASGIHTTPConnection):
         request.at_end = self.at_end
         return request
 
+    # A Ctrl-C in a program that handles no signals is for its main task, not for whoever runs.
+    @trio.lowlevel.enable_ki_protection
+    async def handle_request(  # type: ignore[override]
+        self, nursery: trio.Nursery, request: Request, send: ASGISendCallable
+    ) -> None:
+        """Answer the request."""
+        await super().handle_request(nursery, request, send)
+
+    @trio.lowlevel.enable_ki_protection
     async def handle_messages(  # type: ignore[override]
         self, nursery: trio.Nursery, request: Request, receive: ASGIReceiveCallable
     ) -> None:

@@ -217,6 +217,7 @@ class Scheduler:
                 "requests suspected", number=len(blame.suspects), on_trial=len(blame.on_trial)
             )
 
+    @trio.lowlevel.enable_ki_protection
     async def _send(self, link: Link, core: SchedulerCore) -> None:
         """Send whatever is to be sent, as soon as it is."""
         while True:
@@ -253,6 +254,7 @@ class Scheduler:
             self._num_steps_idle = num_steps
             self.on_idle()
 
+    @trio.lowlevel.enable_ki_protection
     async def _receive(self, link: Link, core: SchedulerCore, first_valid: int) -> None:
         """Take whatever the worker says.
 
