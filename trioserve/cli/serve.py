@@ -15,6 +15,7 @@ from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
 from trioserve.config import ServerConfig
 from trioserve.groups import sole_exception
+from trioserve.http.connections import raise_descriptor_limit
 from trioserve.logs import ASKED_FOR, get_logger
 from trioserve.model_files.locate import default_name
 from trioserve.serving import serve
@@ -109,6 +110,7 @@ async def run_server(config: ServerConfig) -> int:
     Raises:
         TrioserveError: the model can't be loaded, the address can't be used, the engine failed.
     """
+    raise_descriptor_limit()
     signals = trio.open_signal_receiver(*_ending_signals())
     with LoadingReport() as report, signals as received, _dumping_tasks():
         process = _Process(config, report)

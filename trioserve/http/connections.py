@@ -12,7 +12,13 @@ import trio
 if TYPE_CHECKING:
     from trioserve.http.connection import Connection
 
-__all__ = ["MAX_CONNECTIONS", "BoundedListener", "Connections", "connection_limit"]
+__all__ = [
+    "MAX_CONNECTIONS",
+    "BoundedListener",
+    "Connections",
+    "connection_limit",
+    "raise_descriptor_limit",
+]
 
 MAX_CONNECTIONS = 4096
 _RESERVED_DESCRIPTORS = 128
@@ -25,6 +31,19 @@ def connection_limit() -> int:
     if most == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return min(MAX_CONNECTIONS, max(most - _RESERVED_DESCRIPTORS, most // 2))
+
+
+def raise_descriptor_limit() -> None:
+    """Let the process open as many files as that many connections take, where it may.
+
+    For a process that is all ours: where programs use ``select``, more than 1024 are trouble.
+    """
+    current, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + _RESERVED_DESCRIPTORS
+    if most != resource.RLIM_INFINITY:
+        wanted = min(wanted, most)
+    if current != resource.RLIM_INFINITY and current < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 class Connections:
