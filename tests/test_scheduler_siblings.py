@@ -334,3 +334,18 @@ def test_min_tokens_mask_nothing_where_nothing_would_stop() -> None:
     bench.drain()
     assert sequence.finish is not None
     assert isinstance(sequence.finish.error, EngineError)
+
+
+def test_rows_are_not_spared_that_a_row_in_flight_of_one_who_left_reads() -> None:
+    """The leader's rows must be computed: its sibling, which has left before it, reads them."""
+    bench = Bench.make(worker(page_size=1), max_plans_in_flight=3)
+    bench.submit([9] * 5, max_tokens=1)
+    bench.plan()
+    leader, sibling = bench.submit_all([1, 2, 3, 4], n=2)
+    bench.plan()
+    assert bench.rows(bench.plan()) == [(1, 1), (2, 1)]
+    for sequence in (sibling, leader):
+        assert bench.core.drop(sequence) is None
+        bench.core.abort(sequence, ABORT)
+        bench.core.check_integrity()
+    bench.drain()

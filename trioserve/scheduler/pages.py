@@ -88,6 +88,10 @@ class PagePool:
         """The pages that the prefix cache keeps."""
         return self._kept
 
+    def epoch(self, page: int) -> int:
+        """The last plan that named a former holder of ``page``; 0 if it has had none."""
+        return self._epochs[page]
+
     def is_kept(self, page: int) -> bool:
         """Whether the prefix cache keeps ``page``."""
         return page in self._kept

@@ -139,8 +139,13 @@ class PrefixCache:
         retracted: list[Node] = []
         node = cursor
         while node is not None and node.plan > plan:
-            # A child that isn't on the path was computed after pages of this one.
-            if self.pool.holders(node.page) > 1 or len(node.children) > bool(retracted):
+            # A child that isn't on the path was computed after pages of this one. Who has left may
+            # still have a row in flight that reads it.
+            if (
+                self.pool.holders(node.page) > 1
+                or self.pool.epoch(node.page) > plan
+                or len(node.children) > bool(retracted)
+            ):
                 return False, cursor
             retracted.append(node)
             node = node.parent
