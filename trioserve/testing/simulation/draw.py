@@ -21,7 +21,7 @@ from trioserve.testing.simulation.scenario import (
 __all__ = ["REFUSED_GRAMMAR", "draw_scenario"]
 
 STEP = 0.01
-POISONED = 0.0
+POISONED = 0.1
 REFUSED_GRAMMAR = "refused"
 """The text of a grammar that no worker compiles."""
 
@@ -46,7 +46,7 @@ def draw_scenario(seed: int) -> Scenario:
         poisoned = choose.randrange(count)
         clients[poisoned] = _poisonous(clients[poisoned])
         faults = []
-        options["max_worker_restarts"] = 40
+        options["max_worker_restarts"] = 3
     return Scenario(
         seed=seed,
         options=options,
@@ -55,18 +55,18 @@ def draw_scenario(seed: int) -> Scenario:
         faults=tuple(faults),
         eos_token_ids=ids_of(_EOS),
         ends=choose.choice(("idle", "idle", "idle", "drain", "abort", "cancel")),
-        ends_at=choose.uniform(0, span + 0.3),
+        ends_at=choose.uniform(0, span + 0.6),
     )
 
 
 def _worker(choose: random.Random) -> WorkerKind:
     page_size = choose.choice((1, 2, 4, 8))
-    num_pages = choose.randint(24, 60) // page_size + choose.choice((1, 1, 2, 40))
+    num_pages = choose.randint(36, 72) // page_size + choose.choice((1, 1, 2, 40))
     shrinks = choose.random() < 0.05
     return WorkerKind(
         num_pages=num_pages,
         page_size=page_size,
-        max_model_len=choose.choice((40, 64, 256)),
+        max_model_len=choose.choice((48, 64, 256)),
         max_num_batched_tokens=choose.choice((1, 3, 8, 16, 64)),
         alphabet=tuple(dict.fromkeys(ids_of(choose.choice(_ALPHABETS)))),
         nothing_in=choose.choice((0, 0, 0, 0, 40)),
@@ -85,14 +85,16 @@ def _options(choose: random.Random) -> dict[str, Any]:
         "seed": 0,
         "max_num_seqs": choose.choice((1, 2, 3, 8)),
         "max_plans_in_flight": choose.choice((1, 1, 2, 2, 3)),
-        "max_num_queued_reqs": choose.choice((4, 2048, 2048, 2048)),
-        "scheduling_policy": choose.choice(("fcfs", "fcfs", "lpm", "priority")),
-        "capacity_policy": choose.choice(("max_utilization", "guaranteed_no_evict")),
-        "enable_prefix_caching": choose.random() < 0.7,
+        "max_num_queued_reqs": choose.choice((4, 12, 2048, 2048, 2048)),
+        "scheduling_policy": choose.choice(("fcfs", "fcfs", "fcfs", "lpm", "priority")),
+        "capacity_policy": choose.choice(
+            ("max_utilization", "max_utilization", "guaranteed_no_evict")
+        ),
+        "enable_prefix_caching": choose.random() < 0.5,
         "max_stream_bytes": choose.choice((1024, 1 << 20)),
         "max_total_stream_bytes": choose.choice((2048, 256 << 20)),
         "grammar_timeout": 1.0,
-        "max_worker_restarts": choose.choice((0, 3, 3, 8)),
+        "max_worker_restarts": choose.choice((0, 3, 3, 3, 8, 8)),
         "watchdog_timeout": 5.0,
     }
 
@@ -186,4 +188,5 @@ def _faults(choose: random.Random) -> list[Fault]:
 
 
 def _poisonous(client: Client) -> Client:
-    return attrs.evolve(client, poisonous=True, leaves=None, timeout=None)
+    params = {name: value for name, value in client.params.items() if name != "grammar"}
+    return attrs.evolve(client, poisonous=True, leaves=None, timeout=None, params=params)

@@ -188,9 +188,8 @@ class Visit:
         grammar = params.get("grammar")
         options = self.circumstances.scenario.options
         slow = worker.call_time + worker.link_delay >= options["grammar_timeout"]
-        troubled = bool(self.circumstances.scenario.faults) or any(
-            each.poisonous for each in self.circumstances.scenario.clients
-        )
+        scenario = self.circumstances.scenario
+        troubled = bool(scenario.faults) or scenario.is_poisoned
         if grammar is not None and (slow or troubled or grammar.text == REFUSED_GRAMMAR):
             return True
         return not self._fits() or self._has_nothing_to_draw()
@@ -202,13 +201,17 @@ class Visit:
         around, client = self.circumstances, self.client
         worker = around.scenario.worker
         return (
-            around.failed
+            (around.failed and not around.scenario.is_poisoned)
             or (around.ended and around.scenario.ends == "cancel")
-            or client.number in around.books.may_be_blamed
+            or (client.number in around.books.may_be_blamed and self._may_be_blamed())
             or self._has_nothing_to_draw()
             or (worker.pages_after_loss is not None and not self._fits())
             or (client.params.get("grammar") is not None and around.books.deaths >= 3)
         )
+
+    def _may_be_blamed(self) -> bool:
+        """Where there is somebody to find, nobody else may be blamed."""
+        return self.client.poisonous or not self.circumstances.scenario.is_poisoned
 
     def _demand(self, holds: bool, invariant: str, detail: object = "") -> None:
         if not holds:

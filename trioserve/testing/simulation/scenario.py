@@ -154,6 +154,11 @@ class Scenario:
     is cancelled then."""
     ends_at: float = 0.0
 
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether one of the clients ends workers."""
+        return any(client.poisonous for client in self.clients)
+
     def only(
         self, clients: Collection[int] | None = None, faults: Collection[int] | None = None
     ) -> Scenario:

@@ -7,9 +7,10 @@ somebody who has left, and when somebody comes in before his turn.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import attrs
 import trio
@@ -50,6 +51,8 @@ class Books:
     """Whether nothing more is to be computed for an output."""
     after_step: Callable[[], None]
     """Called when the engine has made a plan or taken a message."""
+    blame: Callable[[Exception], None]
+    """Is told of what is wrong."""
     turns: Turns
     slots: dict[int, _OpenSlot] = attrs.field(factory=dict)
     in_flight: deque[_PlanInFlight] = attrs.field(factory=deque)
@@ -86,6 +89,14 @@ class Books:
         if len(clients) == 1:
             self.may_be_blamed |= clients
 
+    @contextlib.contextmanager
+    def blaming(self) -> Iterator[None]:
+        """What is found to be wrong is no exception to the engine, which must not deal with it."""
+        try:
+            yield
+        except Exception as error:
+            self.blame(error)
+
     # ---- what the engine says
 
     def on_send(self, message: wire.Message) -> None:
@@ -96,6 +107,8 @@ class Books:
             self.trace.note("reset")
             self.slots.clear()
             self.in_flight.clear()
+        elif isinstance(message, wire.Drop):
+            self.trace.note(f"drop {message.slot}")
         elif isinstance(message, wire.Call):
             self.trace.note(f"call {message.number} {message.name}")
 
@@ -185,8 +198,8 @@ class Books:
             for plan in self.in_flight:
                 if plan.number == message.number:
                     self._suspect(plan.rows)
-            if message.slot in self.slots:
-                self.may_be_blamed.add(self.slots[message.slot].row[0])
+                    named = dict(zip(plan.touched, plan.rows, strict=True)).get(message.slot)
+                    self.may_be_blamed |= set() if named is None else {named[0]}
         elif isinstance(message, wire.Reply):
             self.trace.note(f"reply {message.number}: {message.error or 'fine'}")
 
@@ -209,19 +222,22 @@ class WatchedLink:
 
     async def send(self, message: wire.Message) -> None:
         """Send ``message``, as the link does."""
-        self._books.on_send(message)
-        self._books.after_step()
+        with self._books.blaming():
+            self._books.on_send(message)
+            self._books.after_step()
         if self._delay:
             await trio.sleep(self._delay)
         await self._link.send(message)
 
     async def receive(self) -> wire.Message:
         """The next message, as the link gives it."""
-        self._books.after_step()
+        with self._books.blaming():
+            self._books.after_step()
         try:
             message = await self._link.receive()
         except WorkerLost:
             self._books.trace.note("the link is closed")
             raise
-        self._books.on_receive(message)
+        with self._books.blaming():
+            self._books.on_receive(message)
         return message

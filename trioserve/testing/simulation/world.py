@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import attrs
@@ -14,6 +14,7 @@ from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.errors import EngineError, RequestAborted, TrioserveError, WorkerLost
+from trioserve.groups import sole_exception
 from trioserve.request import Request
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
@@ -135,6 +136,7 @@ class _World:
             page_size=scenario.worker.page_size,
             is_over=lambda row: self.visits[row[0]].is_over(row[1]),
             after_step=self.check,
+            blame=self.blame,
             turns=Turns(
                 is_unfinished=self._is_unfinished,
                 enabled=scenario.options["scheduling_policy"] == "fcfs"
@@ -157,11 +159,11 @@ class _World:
 
     # ---- what must be true
 
-    def blame(self, error: Violation) -> None:
-        """Keep the first of them, and end the run."""
+    def blame(self, error: Exception) -> None:
+        """Keep the first thing that is wrong, and end the run."""
         if self.violation is None:
-            self.violation = error
-            self.trace.note(f"VIOLATION {error}")
+            self.violation = _as_violation(error)
+            self.trace.note(f"VIOLATION {self.violation}")
             self.scope.cancel()
 
     def check(self) -> None:
@@ -176,8 +178,8 @@ class _World:
         try:
             self.check()
             self._check_not_stalled(self.engine)
-        except AssertionError as error:
-            self.blame(_as_violation(error))
+        except Exception as error:
+            self.blame(error)
 
     def _check_not_stalled(self, engine: Engine) -> None:
         now = engine.statistics()
@@ -199,8 +201,8 @@ class _World:
                     await self._run_all()
                 if horizon.cancelled_caught:
                     raise Violation("everything comes to an end", self._who_is_open())
-        except AssertionError as error:
-            self.blame(_as_violation(error))
+        except Exception as error:
+            self.blame(error)
         tasks_after = trio.lowlevel.current_statistics().tasks_living
         if self.violation is None and tasks_after != tasks_before:
             self.blame(Violation("no task is left", f"{tasks_after - tasks_before} more"))
@@ -226,7 +228,7 @@ class _World:
                 ) as self.engine:
                     self.engine.on_request_end = self._request_ended
                     for client in self.scenario.clients:
-                        clients.start_soon(self._visit, self.engine, client)
+                        clients.start_soon(self._blamed, self._visit, self.engine, client)
                     if self.scenario.ends != "idle":
                         clients.start_soon(self._end, self.engine)
                     await self._wait_until_done(self.engine)
@@ -251,13 +253,8 @@ class _World:
     def _check_failure(self, error: Exception) -> None:
         """The engine has failed: only too many deaths may be the reason."""
         self.trace.note(f"the engine failed: {error}")
-        cause = error.__cause__
-        while cause is not None and not isinstance(cause, AssertionError):
-            cause = cause.__cause__
-        if cause is not None:
-            raise cause
         limit = self.scenario.options["max_worker_restarts"]
-        if not self.around.failed:
+        if not self.around.failed or self.scenario.is_poisoned:
             raise Violation(
                 "the engine fails only for too many deaths",
                 f"{error!r} after {self.books.deaths_without_progress} of {limit}",
@@ -302,10 +299,11 @@ class _World:
                     yield WatchedLink(link, self.books, kind.link_delay), ready
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
-            error = _first_error(group)
-            if not isinstance(error, WorkerLost):
-                raise
-            self._lost(number, error)
+            error = sole_exception(group)
+            if isinstance(error, WorkerLost):
+                self._lost(number, error)
+            elif isinstance(error, AssertionError):
+                self.blame(error)
             raise error from None
         except WorkerLost as error:
             self._lost(number, error)
@@ -382,7 +380,13 @@ class _World:
         visit.num_request_ends += 1
         states = [(each.state.value, each.delivered) for each in request.sequences]
         if visit.num_request_ends > 1 or any(each != ("finished", True) for each in states):
-            raise Violation("a request ends once", f"client {request.id}: {states}")
+            self.blame(Violation("a request ends once", f"client {request.id}: {states}"))
+
+    async def _blamed(self, visit: Callable[..., Awaitable[None]], *args: Any) -> None:
+        try:
+            await visit(*args)
+        except Exception as error:
+            self.blame(error)
 
     async def _visit(self, engine: Engine, client: Client) -> None:
         visit = self.visits[client.number]
@@ -485,9 +489,12 @@ def _logs_into(trace: Trace) -> Iterator[None]:
         logger.propagate = propagates
 
 
-def _as_violation(error: AssertionError) -> Violation:
+def _as_violation(error: Exception) -> Violation:
     if isinstance(error, Violation):
         return error
-    violation = Violation(str(error) or "an assertion failed")
+    if isinstance(error, AssertionError):
+        violation = Violation(str(error) or "an assertion of the engine's holds")
+    else:
+        violation = Violation("nothing fails but what is said to", repr(error))
     violation.__cause__ = error
     return violation

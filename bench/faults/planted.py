@@ -1,0 +1,345 @@
+"""Does the simulation bite? Plants faults that other servers have had, and shows each one found.
+
+``python -m bench.faults.planted``. Each fault is a few lines put over the engine's own, in the same
+place and with the same effect as in the report that is named. Seeds are run until an invariant
+doesn't hold. The exit status is 1 if a fault isn't found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import attrs
+import trio
+
+from trioserve.engine import Engine
+from trioserve.errors import RequestAborted, WorkerLost
+from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput, State
+from trioserve.scheduler import Scheduler, SchedulerCore
+from trioserve.scheduler.computation import Computation
+from trioserve.scheduler.memory import Memory
+from trioserve.scheduler.pages import PagePool
+from trioserve.scheduler.recovery import Recovery
+from trioserve.scheduler.slots import SlotTable
+from trioserve.stream import Chunk
+from trioserve.testing.simulation import Report, draw_scenario, run_scenario
+from trioserve.text.detokenizer import Detokenizer
+from trioserve.worker.supervisor import Supervisor
+
+Plant = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@attrs.frozen
+class PlantedFault:
+    """A fault, and where it comes from."""
+
+    name: str
+    origin: str
+    """The issue of another project that reports it."""
+    plant: Plant
+
+
+@attrs.frozen
+class Find:
+    """How a fault was found."""
+
+    fault: PlantedFault
+    num_seeds: int
+    seconds: float
+    report: Report | None
+    """Of the seed in which an invariant didn't hold; None if there was none."""
+
+
+def _over(owner: type, name: str, make: Callable[[Any], Any]) -> Plant:
+    """Put ``make(original)`` in the place of a method."""
+    return lambda: mock.patch.object(owner, name, make(getattr(owner, name)))
+
+
+def _abort_in_transition(original: Any) -> Any:
+    """Who was in the newest plan is neither in the queue any more nor yet in the batch."""
+
+    def abort(self: Scheduler, sequence: Sequence, finish: Finish) -> None:
+        computation = sequence.compute
+        just_planned = (
+            sequence.state is State.PREFILL
+            and self._core is not None
+            and computation.last_plan == self._core.next_number - 1
+        )
+        if not just_planned:
+            original(self, sequence, finish)
+
+    return abort
+
+
+def _released_at_once(original: Any) -> Any:
+    """Pages are free as soon as nobody holds them, whatever is in flight."""
+    return lambda self, pages, epoch: original(self, pages, 0)
+
+
+def _closed_at_once(original: Any) -> Any:
+    """A slot is free as soon as its sequence has left, whatever is in flight."""
+    return lambda self, slot, epoch: original(self, slot, 0)
+
+
+def _parent_kept(original: Any) -> Any:
+    """The parent of several outputs is removed by the last of them to finish, not by an abort."""
+
+    def abandon(self: Engine, request: Request) -> None:
+        aborted = not all(sequence.delivered for sequence in request.sequences)
+        original(self, request)
+        if aborted and len(request.sequences) > 1:
+            self._open[request] = None
+
+    return abandon
+
+
+def _stop_string_behind(original: Any) -> Any:
+    """The text that matched is sent when the final chunk is out."""
+
+    def close(self: Any, sequence: Sequence, finish: Finish, error: Exception | None) -> None:
+        if isinstance(finish.stop_reason, str):
+            rest = Chunk(finish.stop_reason, index=sequence.index)
+            sequence.request.stream.push(rest)
+        original(self, sequence, finish, error)
+
+    return close
+
+
+def _waiting_forgotten(original: Any) -> Any:
+    """A restart puts back who was running, and forgets who was in line."""
+
+    def on_worker_lost(self: Recovery) -> None:
+        core = self._core
+        for computation in core.waiting.take_all():
+            core.num_waiting_tokens -= computation.sequence.num_tokens
+        original(self)
+
+    return on_worker_lost
+
+
+def _preempted_last(original: Any) -> Any:
+    """Who is preempted goes to the end of the line."""
+
+    def preempt(self: SchedulerCore, computation: Computation) -> None:
+        first, *rest = computation.order
+        computation.order = (first + (1 << 40), *rest)
+        original(self, computation)
+
+    return preempt
+
+
+def _released_twice(original: Any) -> Any:
+    """An abort and the end of the step both give the last page back."""
+
+    def leave(self: Memory, computation: Computation) -> None:
+        last = computation.pages[-1:]
+        epoch = computation.last_plan
+        original(self, computation)
+        if not self.pool.holders(last[0]) and not self.pool.is_kept(last[0]):
+            self.pool._free.append(last[0])
+            self.pool._epochs[last[0]] = epoch
+
+    return leave
+
+
+def _stream_kept_on_reject(original: Any) -> Any:
+    """Who is refused after it was noted isn't crossed out."""
+
+    def abandon(self: Engine, request: Request) -> None:
+        original(self, request)
+        if request.rejection is not None:
+            self._open[request] = None
+
+    return abandon
+
+
+def _abort_not_flushed(original: Any) -> Any:
+    """Who is ended by the server is dropped without a last word."""
+
+    def abort_all(self: Engine, error: RequestAborted) -> None:
+        finish = Finish(FinishReason.ABORT, error=error)
+        with mock.patch.object(Scheduler, "_deliver"):
+            for request in self._open:
+                for sequence in request.sequences:
+                    self._scheduler.abort(sequence, finish)
+
+    return abort_all
+
+
+class _DeafEvent:
+    """An event that whoever waits for it can't be called away from."""
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+        self.is_set, self.set = self._event.is_set, self._event.set
+
+    async def wait(self) -> None:
+        with trio.CancelScope(shield=True):
+            await self._event.wait()
+
+
+def _deadline_forgotten(original: Any) -> Any:
+    """The time that a request has isn't looked at before it is in line."""
+
+    def make_request(self: Engine, *args: Any) -> Request:
+        request: Request = original(self, *args)
+        request.admitted = _DeafEvent()  # type: ignore[assignment]
+        return request
+
+    return make_request
+
+
+def _stop_not_told(original: Any) -> Any:
+    """The scheduler isn't told of a stop string, and goes on to the length."""
+
+    def init(self: Any, tokenizer: Any, abort: Any, on_delivered: Any) -> None:
+        def silent(sequence: Sequence, finish: Finish) -> None:
+            if finish.reason is not FinishReason.STOP:
+                abort(sequence, finish)
+
+        original(self, tokenizer, silent, on_delivered)
+
+    return init
+
+
+def _death_unnoticed(original: Any) -> Any:
+    """Nobody waits for the worker's end: its requests hang."""
+
+    async def run(self: Any, attach: Any, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        async def attach_for_ever(link: Any, ready: Any) -> None:
+            try:
+                await attach(link, ready)
+            except WorkerLost:
+                await trio.sleep_forever()
+
+        await original(self, attach_for_ever, task_status)
+
+    return run
+
+
+def _resumed_without_output(original: Any) -> Any:
+    """Who resumes after a preemption begins again with the prompt: tokens come twice."""
+
+    def accept(self: SchedulerCore, sequence: Sequence, *args: Any) -> SequenceOutput:
+        output: SequenceOutput = original(self, sequence, *args)
+        if self.counters.num_preemptions and len(output.token_ids) == 1:
+            return attrs.evolve(output, token_ids=output.token_ids * 2)
+        return output
+
+    return accept
+
+
+FAULTS = (
+    PlantedFault(
+        "an abort is lost during a batch's transition",
+        "sgl-project/sglang#36876",
+        _over(Scheduler, "abort", _abort_in_transition),
+    ),
+    PlantedFault(
+        "a page is reused before its step is acknowledged",
+        "vllm-project/vllm#45357",
+        _over(PagePool, "release", _released_at_once),
+    ),
+    PlantedFault(
+        "the parent of n > 1 is leaked",
+        "vllm-project/vllm#51629",
+        _over(Engine, "_abandon", _parent_kept),
+    ),
+    PlantedFault(
+        "the stop string comes after the final chunk",
+        "vllm-project/vllm#57052",
+        _over(Detokenizer, "_close", _stop_string_behind),
+    ),
+    PlantedFault(
+        "waiting requests are forgotten on a restart",
+        "a710128/nanovllm-voxcpm#84",
+        _over(Recovery, "on_worker_lost", _waiting_forgotten),
+    ),
+    PlantedFault(
+        "a slot is reused before its step is acknowledged",
+        "vllm-project/vllm#32255",
+        _over(SlotTable, "close", _closed_at_once),
+    ),
+    PlantedFault(
+        "the preempted lose their place in line",
+        "vllm-project/vllm#45388",
+        _over(SchedulerCore, "_preempt", _preempted_last),
+    ),
+    PlantedFault(
+        "a page is freed twice",
+        "vllm-project/vllm#33377",
+        _over(Memory, "leave", _released_twice),
+    ),
+    PlantedFault(
+        "a rejected request's stream is kept",
+        "sgl-project/sglang#40360",
+        _over(Engine, "_abandon", _stream_kept_on_reject),
+    ),
+    PlantedFault(
+        "aborted outputs aren't flushed at a shutdown",
+        "vllm-project/vllm#36964",
+        _over(Engine, "abort_all", _abort_not_flushed),
+    ),
+    PlantedFault(
+        "a deadline is forgotten while a request is prepared",
+        "sgl-project/sglang#6931",
+        _over(Engine, "_make_request", _deadline_forgotten),
+    ),
+    PlantedFault(
+        "computing goes on after a stop string",
+        "vllm-project/vllm#10806",
+        _over(Detokenizer, "__init__", _stop_not_told),
+    ),
+    PlantedFault(
+        "a worker's death isn't noticed",
+        "sgl-project/sglang#18421",
+        _over(Supervisor, "run", _death_unnoticed),
+    ),
+    PlantedFault(
+        "tokens come twice after a preemption",
+        "vllm-project/vllm#15996",
+        _over(SchedulerCore, "_accept", _resumed_without_output),
+    ),
+)
+
+
+def find(fault: PlantedFault, *, most_seeds: int = 3000) -> Find:
+    """Run seeds with ``fault`` in place until an invariant doesn't hold."""
+    started = time.monotonic()
+    with fault.plant():
+        for seed in range(most_seeds):
+            report = run_scenario(draw_scenario(seed))
+            if report.violation is not None:
+                return Find(fault, seed + 1, time.monotonic() - started, report)
+    return Find(fault, most_seeds, time.monotonic() - started, None)
+
+
+def _row(find: Find) -> str:
+    violation = None if find.report is None else find.report.violation
+    told = "NOT FOUND" if violation is None else violation.invariant
+    fault = find.fault
+    return f"| {fault.name} | {fault.origin} | {find.num_seeds} | {find.seconds:.2f} | {told} |"
+
+
+def main(arguments: list[str]) -> int:
+    """Plant each fault in turn and print a table; 1 if one isn't found."""
+    parser = argparse.ArgumentParser(prog="python -m bench.faults.planted", description=__doc__)
+    parser.add_argument("--most-seeds", type=int, default=3000, help="to try for each fault")
+    options = parser.parse_args(arguments)
+    print("| fault | reported as | found at seed no. | seconds | what told |")
+    print("|---|---|---|---|---|")
+    finds = []
+    for fault in FAULTS:
+        finds.append(find(fault, most_seeds=options.most_seeds))
+        print(_row(finds[-1]), flush=True)
+    return 0 if all(each.report is not None for each in finds) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
