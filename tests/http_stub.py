@@ -148,6 +148,7 @@ class StubEngine:
     config: EngineConfig = attrs.field(factory=lambda: EngineConfig("stub"))
     model_name: str = "stub"
     max_model_len: int = 2048
+    max_num_queued_tokens: int = 2 << 20
     vocab_size: int = 0x110000
     tokenizer: StubTokenizer = attrs.field(factory=StubTokenizer)
     metrics: Metrics = attrs.field(factory=lambda: Metrics("stub"))

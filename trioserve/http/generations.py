@@ -19,6 +19,7 @@ import trio
 from trioserve.engine import Engine
 from trioserve.errors import InvalidRequest
 from trioserve.generation import GenerationStream, Usage
+from trioserve.http.bounds import check_prompt_logprobs
 from trioserve.request import Prompt
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
@@ -195,10 +196,12 @@ class _Several(Generations):
                     await nursery.start(self._run, index, job, self._to_reader.clone())
             await self._opened.wait()
             if self._error is None:
+                self.streams = [self._entered[index] for index in range(len(self._jobs))]
+                self._error = self._refusal()
+            if self._error is None:
                 self._exits = stack.pop_all()
         if self._error is not None:
             raise self._error
-        self.streams = [self._entered[index] for index in range(len(self._jobs))]
         return self
 
     async def __aexit__(
@@ -240,6 +243,14 @@ class _Several(Generations):
                 self._fail(renamed(error, job.renames))
             except Exception as error:
                 self._fail(error)
+
+    def _refusal(self) -> InvalidRequest | None:
+        """Why they are too much together, now that all prompts are known."""
+        try:
+            check_prompt_logprobs(self._jobs, self.streams)
+        except InvalidRequest as error:
+            return renamed(error, self._jobs[0].renames)
+        return None
 
     def _fail(self, error: Exception) -> None:
         """Keep the first error and wake whoever enters or reads, to raise it."""

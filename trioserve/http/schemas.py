@@ -18,6 +18,7 @@ import msgspec
 from trioserve.checks import MAX_LOGIT_BIAS
 from trioserve.errors import InvalidRequest
 from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
+from trioserve.http.bounds import check_body
 from trioserve.http.decoding_errors import MAX_REREAD_BYTES, as_invalid_request
 from trioserve.sampling import MAX_SEED, MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
@@ -172,6 +173,7 @@ def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
     Raises:
         InvalidRequest: it isn't one; ``param`` names the field where there is one to name.
     """
+    check_body(body)
     try:
         request = _decode(request_type, body)
     except msgspec.ValidationError as error:

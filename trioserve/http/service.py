@@ -18,6 +18,7 @@ from trioserve.errors import InvalidRequest
 from trioserve.generation import Completion, completion_of, sampling_params
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.asgi import Request
+from trioserve.http.bounds import AnswerSize, check_batch
 from trioserve.http.errors import ModelNotFound
 from trioserve.http.generations import Generations, Job, open_generations, renamed
 from trioserve.http.schemas import parse_body
@@ -118,19 +119,29 @@ class Service:
         return Deadline.of(timeout, self.record.started, self.engine.config)
 
     def check_number_of_prompts(self, count: int, param: str) -> None:
-        """Refuse an empty batch, and one that could never be queued.
+        """Refuse an empty batch, and one that is too large.
 
         Raises:
-            InvalidRequest: there are none, or more than may wait.
+            InvalidRequest: there are none, or more than the server's options allow.
         """
-        limit = self.engine.config.max_num_queued_reqs
+        limit = self.config.max_prompts_per_request
         if not 1 <= count <= limit:
             raise InvalidRequest(
-                f"{param} holds {count} prompts; from 1 to {limit} are served at once", param=param
+                f"{param} holds {count} prompts; from 1 to {limit} are served at once "
+                "(--max-prompts-per-request)",
+                param=param,
             )
 
     def _open(self, jobs: Sequence[Job]) -> Generations:
-        """The generations of ``jobs``, noted in the log's line, under the caller's trace."""
+        """The generations of ``jobs``, noted in the log's line, under the caller's trace.
+
+        Raises:
+            InvalidRequest: together they could never be queued.
+        """
+        try:
+            check_batch(jobs, self.engine)
+        except InvalidRequest as error:
+            raise renamed(error, jobs[0].renames) from error
         record = self.record
         record.note_jobs(jobs, with_contents=self.config.log_requests)
         jobs = [
@@ -145,15 +156,24 @@ class Service:
         return open_generations(self.engine, jobs)
 
     async def complete(self, jobs: Sequence[Job]) -> list[Completion]:
-        """Run every job to its end; leaving it, cancelled or not, aborts what isn't finished."""
+        """Run every job to its end; leaving it, cancelled or not, aborts what isn't finished.
+
+        Raises:
+            InvalidRequest: the answer would be too large to be held.
+            TrioserveError: a job failed.
+        """
         generations = self._open(jobs)
         chunks: list[list[Chunk]] = [[] for _ in jobs]
         record = self.record
+        size = AnswerSize()
         async with generations:
             try:
                 async for index, chunk in generations:
                     record.note_chunk(index, chunk)
+                    size.add(chunk)
                     chunks[index].append(chunk)
+            except InvalidRequest as error:
+                raise renamed(error, jobs[0].renames) from error
             finally:
                 record.note_streams(generations.streams)
         return [

@@ -9,10 +9,22 @@ from msgspec import UNSET, UnsetType
 
 from trioserve.http.schemas import about, hint, only
 
-__all__ = ["ChatMessage", "ChatTool", "ChosenFunction", "FunctionDefinition", "ToolChoice"]
+__all__ = [
+    "MAX_TOOLS",
+    "ChatMessage",
+    "ChatTool",
+    "ChosenFunction",
+    "FunctionDefinition",
+    "Messages",
+    "ToolChoice",
+]
 
 MAX_TOOLS = 128
 """How many functions one request may describe, as in the OpenAI API."""
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 1024
+"""Of the content of one message."""
 
 _TEXT_ONLY = "the models that are served read and write text only"
 _FunctionName = Annotated[
@@ -55,6 +67,10 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     index: Annotated[Any, hint()] = None
 
 
+_Parts = Annotated[list[TextPart | RefusalPart], msgspec.Meta(max_length=MAX_PARTS)]
+_Calls = Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOLS)]
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One message of a conversation; the chat template sees every field that is given.
 
@@ -66,7 +82,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
         about("Who speaks: system, user, assistant, tool, or what else the template knows."),
     ]
     content: Annotated[
-        str | list[TextPart | RefusalPart] | UnsetType | None,
+        str | _Parts | UnsetType | None,
         about("What is said, as a whole or in parts."),
     ] = UNSET
     name: Annotated[str | None, about("Who it is; most templates don't print it.")] = None
@@ -77,13 +93,16 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
     reasoning_content: Annotated[
         str | None, about("What came before an earlier answer; templates know this name.")
     ] = None
-    tool_calls: Annotated[list[MessageToolCall] | None, about("Earlier tool calls.")] = None
+    tool_calls: Annotated[_Calls | None, about("Earlier tool calls.")] = None
     tool_call_id: Annotated[str | None, about("The call that this message answers.")] = None
     annotations: Annotated[Any, only([], why="there is no web search")] = None
     audio: Annotated[Any, only(why=_TEXT_ONLY)] = None
     function_call: Annotated[
         MessageFunction | None, about("An earlier call, by the older name: as one of `tool_calls`.")
     ] = None
+
+
+Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class FunctionDefinition(

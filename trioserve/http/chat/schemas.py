@@ -13,6 +13,7 @@ from trioserve.http.chat.messages import (
     ChatTool,
     ChosenFunction,
     FunctionDefinition,
+    Messages,
     ToolChoice,
 )
 from trioserve.http.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
@@ -36,15 +37,15 @@ __all__ = [
     "TopLogprob",
 ]
 
+MAX_DOCUMENTS = 1024
+
 _TEXT_ONLY = "the models that are served read and write text only"
 
 
 class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[
-        Annotated[list[ChatMessage], msgspec.Meta(min_length=1)], about("The conversation so far.")
-    ]
+    messages: Annotated[Messages, about("The conversation so far.")]
     max_tokens: Annotated[
         Count | None, about("Tokens of an answer at most; what the model's context leaves if none.")
     ] = None
@@ -93,7 +94,7 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         bool | None, about("If false, reasoning stays in the content, marks and all: SGLang's.")
     ] = None
     documents: Annotated[
-        list[dict[str, Any]] | None,
+        Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_DOCUMENTS)] | None,
         about("For the chat template; refused where that doesn't look at them."),
     ] = None
     chat_template_kwargs: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from trioserve.http.chat.messages import MAX_TOOLS, ChatMessage, ChatTool, ToolChoice
+from trioserve.http.chat.messages import MAX_TOOLS, ChatTool, Messages, ToolChoice
 from trioserve.http.schemas import Exclusive, TokenId, about, only
 
 __all__ = [
@@ -56,7 +56,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         about("A text, or a list of texts; it or `messages` has to be given."),
     ] = None
     messages: Annotated[
-        Annotated[list[ChatMessage], msgspec.Meta(min_length=1)] | None,
+        Messages | None,
         about("The messages of a chat, which the model's chat template puts into one text."),
     ] = None
     add_special_tokens: Annotated[

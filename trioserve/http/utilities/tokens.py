@@ -48,6 +48,8 @@ class TokenEndpoints:
         service = self._service
         request = await service.read(TokenizeRequest)
         service.model(request.model)
+        if isinstance(request.prompt, list):
+            service.check_number_of_prompts(len(request.prompt), "prompt")
         ids, names = await self._run(_weight(request), lambda: _tokenize(request, self._format))
         listed = isinstance(request.prompt, list)
         counts = [len(each) for each in ids]
@@ -67,6 +69,8 @@ class TokenEndpoints:
         service.model(request.model)
         tokenizer = service.engine.tokenizer
         lists, listed = one_or_several(request.tokens, "tokens")
+        if listed:
+            service.check_number_of_prompts(len(lists), "tokens")
         _check_ids(lists, tokenizer)
         skip = bool(request.skip_special_tokens)
         weight = _CHARACTERS_PER_TOKEN * sum(map(len, lists))
