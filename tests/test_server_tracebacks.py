@@ -1,0 +1,85 @@
+"""What goes wrong inside is told in the log, and never to a client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from http_stub import StubEngine, captured_logs, http_client, served
+
+from trioserve.http.routes import ROUTES, Route
+
+SECRET = "/home/operator/secret"
+ADMIN = {"Authorization": "Bearer admin"}
+NEEDS_NO_ENGINE = {"welcome", "version", "tasks"}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat_completions": {"messages": [{"role": "user", "content": "x"}]},
+    "completions": {"prompt": "x"},
+    "generate": {"text": "x"},
+    "tokenize": {"prompt": "x"},
+    "detokenize": {"tokens": [1]},
+}
+
+
+class FailingEngine(StubEngine):
+    """An engine with a bug in everything that a handler can ask of it."""
+
+    armed = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("armed", "metrics", "draining") and object.__getattribute__(self, "armed"):
+            raise RuntimeError(SECRET)
+        return super().__getattribute__(name)
+
+
+def fail() -> Any:
+    raise RuntimeError(SECRET)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_no_route_tells_a_client_what_went_wrong(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = FailingEngine()
+    monkeypatch.setattr(stub.metrics, "render", fail)
+    with captured_logs() as logs:
+        async with served(stub, admin_api_key=("admin",)) as url:
+            stub.armed = True
+            async with http_client(url, headers=ADMIN) as client:
+                for route in ROUTES:
+                    for rule in route.rules:
+                        logs.clear()
+                        response = await _ask(client, route, rule, streams)
+                        _check(route, response, logs)
+            stub.armed = False
+
+
+async def _ask(client: httpx.AsyncClient, route: Route, rule: str, streams: bool) -> Any:
+    body = BODIES.get(route.handler)
+    if body is not None and streams and route.events is not None:
+        body = {**body, "stream": True}
+    path = rule.replace("<path:name>", "x")
+    return await client.request(route.method, path, json=body)
+
+
+def _check(route: Route, response: httpx.Response, logs: list[dict[str, Any]]) -> None:
+    assert SECRET not in response.text + str(response.headers)
+    assert "Traceback" not in response.text
+    if route.handler in NEEDS_NO_ENGINE:
+        assert response.status_code == 200
+        return
+    if route.handler in ("models", "model"):
+        assert response.status_code in (200, 404, 500)
+        return
+    assert response.status_code == 500, route
+    assert json.loads(response.text) == {
+        "error": {
+            "message": "the server failed on this request",
+            "type": "server_error",
+            "param": None,
+            "code": "internal_error",
+        }
+    }
+    assert [entry["event"] for entry in logs if "error" in entry] == ["a request failed"]
