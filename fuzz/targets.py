@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from fuzz import model_files
+from fuzz import grammars, messages, model_files, requests, templates, texts
 from fuzz.target import Target
 
 __all__ = ["TARGETS"]
 
-TARGETS: dict[str, Target] = {target.name: target for target in model_files.TARGETS}
+_MODULES = (model_files, messages, templates, texts, requests, grammars)
+TARGETS: dict[str, Target] = {
+    target.name: target for module in _MODULES for target in module.TARGETS
+}

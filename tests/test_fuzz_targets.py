@@ -11,11 +11,17 @@ import pytest
 from fuzz.target import mutations
 from fuzz.targets import TARGETS
 from tests.source_files import ROOT
+from trioserve.text import template_sandbox
 
 INPUTS = ROOT / "tests" / "fuzz_inputs"
 MUTATIONS = 60
 WITH_BYTES = [name for name, target in TARGETS.items() if target.strategy is None]
 WITH_STRATEGY = [name for name, target in TARGETS.items() if target.strategy is not None]
+
+
+@pytest.fixture(autouse=True)
+def less_time_for_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize("name", WITH_BYTES)

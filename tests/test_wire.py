@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -96,6 +99,45 @@ def test_arbitrary_bytes_are_a_message_or_a_wire_error(data: bytes) -> None:
 def test_damage_is_a_wire_error(data: bytes) -> None:
     with pytest.raises(wire.WireError):
         wire.decode(data)
+
+
+def opened_slot(extra_args: bytes, *, tag: bytes = b"\x04") -> bytes:
+    """A plan that opens one slot, whose sampler has ``extra_args`` as MessagePack."""
+    sampler = b"\x81" + msgspec.msgpack.encode("extra_args") + extra_args
+    fields = {"slot": 1, "generation": 1, "tokens": b"", "prompt_length": 0, "computed": 0}
+    body = b"".join(map(msgspec.msgpack.encode, (x for kv in fields.items() for x in kv)))
+    body += msgspec.msgpack.encode("pages") + msgspec.msgpack.encode(b"")
+    slot = b"\x87" + body + msgspec.msgpack.encode("sampler") + sampler
+    start = msgspec.msgpack.encode("number") + b"\x01" + msgspec.msgpack.encode("opened")
+    return tag + b"\x82" + start + b"\x91" + slot
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x07\x82\xa6number\x01\xa7message\xa2\xeeo",  # no UTF-8
+        opened_slot(b"\x81\xa1a" + b"\x91" * 100_000 + b"\x01"),  # nested too deeply
+        b"\x04\x82\xa6number\x01\xa6opened\xdd\xff\xff\xff\xff",  # four billion slots
+        b"\x04\x82\xa6number\x01\xa6closed\xc6\xff\xff\xff\xff",  # four billion bytes
+        b"\x07\x82\xa6number\x01\xa7message\xdb\xff\xff\xff\xff",  # four billion letters
+        b"\x04\xdf\xff\xff\xff\xff",  # four billion fields
+        opened_slot(b"\xdf\xff\xff\xff\xff"),
+    ],
+)
+def test_hostile_bytes_are_a_wire_error_and_cost_no_memory(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(wire.WireError):
+            wire.decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_plan_with_arguments_is_read_where_they_are_fine() -> None:
+    plan = wire.decode(opened_slot(b"\x81\xa1a\x91\x01"))
+    assert isinstance(plan, wire.Plan)
+    assert plan.opened[0].sampler.extra_args == {"a": [1]}
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))

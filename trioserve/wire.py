@@ -124,6 +124,11 @@ class Start:
     """Where the tokenizer comes from if it isn't the model's own, else empty; for grammars."""
     logits_processors: list[str]
     """``module:Class`` of each, in the order in which they are applied."""
+    free_memory: int = 0
+    """:attr:`Ready.free_memory` of the first worker, which this one replaces; 0 if it is the first.
+
+    The memory of a process that has ended may come back a little later.
+    """
 
 
 @attrs.frozen(kw_only=True)
@@ -149,6 +154,8 @@ class Ready:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    free_memory: int = 0
+    """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
 
 
 @attrs.frozen(kw_only=True)
@@ -354,7 +361,7 @@ def decode(data: bytes) -> Message:
         raise WireError(f"unknown message tag in {data[:1]!r}")
     try:
         message = _DECODERS[data[0]].decode(memoryview(data)[1:])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"damaged {_CLASSES[data[0]].__name__} message: {error}") from error
     return typing.cast(Message, message)
 

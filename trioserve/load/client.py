@@ -101,7 +101,7 @@ class Client:
             finished = True
         except (trio.TooSlowError, OSError, trio.BrokenResourceError) as error:
             record.error = f"{type(error).__name__}: {error}".rstrip(": ")
-        except (h11.RemoteProtocolError, msgspec.DecodeError) as error:
+        except (h11.RemoteProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             record.error = f"not a valid answer: {error}"
         finally:
             if not finished:

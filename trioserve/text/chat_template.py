@@ -19,14 +19,14 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from trioserve.errors import InvalidRequest, ModelLoadError
 from trioserve.request import ChatPrompt
+from trioserve.text.template_sandbox import MAX_CHARACTERS, BoundedEnvironment
 
 __all__ = ["ChatTemplate"]
 
-MAX_RENDERED_CHARACTERS = 64 << 20
+MAX_RENDERED_CHARACTERS = MAX_CHARACTERS
 _CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "
 """Put at the end of the message to be continued. Its space shows whether the template trims."""
 
@@ -63,13 +63,13 @@ def _to_json(
     )
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
+        filters={"tojson": _to_json},
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -96,14 +96,18 @@ class ChatTemplate:
         **special_tokens: str | None,
     ) -> None:
         self.source = source
-        environment = _environment()
+        self._environment = _environment()
         try:
-            tree = environment.parse(source)
-            self._template = environment.from_string(source)
+            tree = self._environment.parse(source)
+            self._template = self._environment.from_string(self._environment.bounded(source))
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(
                 f"the chat template is not valid jinja2: line {error.lineno}: {error.message}"
             ) from error
+        except (RecursionError, SyntaxError, ValueError, MemoryError) as error:
+            # jinja2 makes Python of it, which has limits of its own.
+            reason = f"{type(error).__name__}: {error}"
+            raise ModelLoadError(f"the chat template can't be compiled: {reason}") from error
         tokens = {"bos_token": bos_token, "eos_token": eos_token, **special_tokens}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
@@ -144,6 +148,7 @@ class ChatTemplate:
         }
         pieces: list[str] = []
         length = 0
+        self._environment.begin()
         try:
             for piece in self._template.generate(**variables):
                 pieces.append(piece)
