@@ -95,6 +95,12 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def simulate(session: nox.Session) -> None:
+    """Simulate the engine for a minute, or as what follows ``--`` says: ``--seconds 3600``."""
+    session.run(development(session), "-m", "trioserve.testing.simulation", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure throughput and latency of the default model, beside `transformers serve`."""
     session.run(development(session), "-m", "bench.throughput", *session.posargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -117,3 +119,11 @@ def test_a_block_is_left_at_the_checkpoint_that_is_asked_for(when_woken: bool) -
     assert passes(None) == (3, 3)
     # What it had waited for was there: it is called away at the next one.
     assert [passes(number)[0] for number in (1, 2, 3)] == ([1, 2, 3] if when_woken else [0, 1, 2])
+
+
+def test_the_program_on_the_simulation_page_runs() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "simulation.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    names["test_a_dead_worker_changes_nothing"]()
