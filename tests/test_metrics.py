@@ -318,6 +318,19 @@ class TestLoopLag:
             await measure_loop_lag(lag)
         assert (sum(lag.histogram.counts), lag.peak) == (10, 0.0)
 
+    async def test_long_delays_are_in_the_log_but_not_all_of_them(
+        self, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(measure_loop_lag, LoopLag())
+            for seconds in (0.5, 3.0, 4.0, 5.0):
+                await trio.testing.wait_all_tasks_blocked()
+                autojump_clock.jump(seconds + INTERVAL)
+                await trio.sleep(1)
+            nursery.cancel_scope.cancel()
+        warnings = [record.__dict__["fields"]["seconds"] for record in caplog.records]
+        assert warnings == pytest.approx([3, 5], abs=INTERVAL + 0.01)
+
     def test_a_peak_is_forgotten(self) -> None:
         metrics = Metrics("m")
         metrics.loop_lag.observe(0.75)

@@ -142,6 +142,14 @@ def test_the_panels_a_text_points_at_exist() -> None:
         assert set(re.findall(r"\*\*(.*?)\*\*", panel["description"])) <= titles
 
 
+def test_alerts_and_examples_name_metrics_and_labels_that_exist() -> None:
+    used = re.findall(r"trioserve:(\w+)(?:\{(\w+)=)?", PAGE)
+    assert len(used) >= 8
+    for name, label in used:
+        assert name in SAMPLES
+        assert not label or label in SAMPLES[name] | TARGET_LABELS
+
+
 async def test_the_page_names_every_field_of_the_request_log() -> None:
     client = client_of(StubEngine(), log_requests=True)
     with captured_logs() as logs:
@@ -149,5 +157,5 @@ async def test_the_page_names_every_field_of_the_request_log() -> None:
         await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
     (line,) = logs
     assert {"trace_id", "n", "prompts", "outputs", "sampling", "cached_tokens"} <= set(line)
-    for field in {*line, "client", "queue_ms", "first_token_ms"}:
+    for field in {*line, "client", "key", "queue_ms", "first_token_ms"}:
         assert f"`{field}`" in PAGE or f'"{field}"' in PAGE

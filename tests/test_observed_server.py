@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ async def test_metrics_log_and_spans_of_one_request(tmp_path: Path) -> None:
             metrics_prefix="vllm",
             otlp_traces_endpoint=collector.url,
         )
-        config = ServerConfig(engine=engine, port=0, served_model_name=("mine",), log_requests=True)
+        config = ServerConfig(
+            engine=engine,
+            port=0,
+            served_model_name=("mine",),
+            log_requests=True,
+            admin_api_key=("admin",),
+        )
         async with trio.open_nursery() as nursery:
             (url,) = await nursery.start(lambda **kw: serve(config, shutdown=shutdown, **kw))
             async with http_client(url) as client:
@@ -46,6 +53,8 @@ async def test_metrics_log_and_spans_of_one_request(tmp_path: Path) -> None:
                         scrape := (await client.get("/metrics")).text
                     ):
                         await trio.sleep(0.05)
+                admin = {"Authorization": "Bearer admin"}
+                dump = (await client.get("/debug/tasks", headers=admin)).text
             shutdown.set()
     found = {
         sample.name: sample.value
@@ -61,6 +70,7 @@ async def test_metrics_log_and_spans_of_one_request(tmp_path: Path) -> None:
     assert found["vllm:integrity_violations_total"] == 0
     assert not any(name.startswith("trioserve:") for name in found)
 
+    assert re.match(r"worker process: \d+\nengine .*\nrequests open: 0;", dump)
     line = next(entry for entry in logs if entry["event"] == "request")
     assert (line["trace_id"], line["n"], line["prompts"]) == (TRACE_ID, 1, ["hello"])
     assert 0 <= line["queue_ms"] <= line["first_token_ms"] <= line["duration_ms"]

@@ -63,6 +63,16 @@ async def test_a_line_tells_sizes_and_times(autojump_clock: object) -> None:
     assert (line["status"], line["reason"]) == (200, "length")
 
 
+async def test_a_line_names_the_key_and_doesnt_tell_it() -> None:
+    client = client_of(StubEngine(), api_key=("zero", SECRET), admin_api_key=("boss",))
+    with captured_logs() as logs:
+        for key in (SECRET, "boss", "wrong"):
+            await client.get("/version", headers={"Authorization": f"Bearer {key}"})
+        await client.get("/health")
+    assert [line.get("key") for line in logs] == ["key-2", "admin-1", None, None]
+    assert SECRET not in json.dumps(logs)
+
+
 @pytest.mark.parametrize(
     ("error", "level"),
     [

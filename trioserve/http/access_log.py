@@ -45,6 +45,7 @@ def request_id_from(header: str | None) -> str:
 class AccessRecord:
     """What is known of one HTTP request; :meth:`write` makes the line of it.
 
+    ``key`` is the name of the API key that the client sent.
     ``reason`` is the finish reason of a generation (several, with commas between them, where its
     outputs ended differently), or why the request ended early. ``client`` is the address that it
     came from. ``traceparent`` and ``tracestate`` are the caller's trace context.
@@ -54,6 +55,7 @@ class AccessRecord:
     path: str
     request_id: str
     client: str | None = None
+    key: str | None = None
     traceparent: str = ""
     tracestate: str = ""
     started: float = attrs.field(factory=trio.current_time)
@@ -125,6 +127,8 @@ class AccessRecord:
         }
         if self.client is not None:
             fields["client"] = self.client
+        if self.key is not None:
+            fields["key"] = self.key
         if match := _TRACEPARENT_PATTERN.fullmatch(self.traceparent):
             fields["trace_id"] = match[1]
         fields |= self._generation_fields()

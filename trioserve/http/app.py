@@ -80,6 +80,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
         if preflight is None and request.path not in OPEN_PATHS:
             control = rule is not None and rule.rule in control_rules
             caller = keys.caller(request.headers.get("Authorization"), control=control)
+            request.record.key = None if caller is None else caller.name
             request.at_end.enter_context(keys.counted(caller))
         return preflight
 

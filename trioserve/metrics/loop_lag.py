@@ -6,11 +6,13 @@ nowhere else: it delays every token and every new connection alike.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import attrs
 import trio
 
+from trioserve.logs import get_logger
 from trioserve.metrics.histogram import LOOP_LAG_SECONDS, Histogram
 
 __all__ = ["LoopLag", "measure_loop_lag"]
@@ -19,6 +21,12 @@ INTERVAL = 0.1
 """Seconds between two measurements."""
 WINDOW = 15.0
 """Seconds that a peak stays visible: as long as Prometheus usually waits between two scrapes."""
+WARN_AFTER = 1.0
+"""Seconds of lag that are told in the log."""
+WARN_INTERVAL = 10.0
+"""Seconds between two such lines, at least."""
+
+_log = get_logger("trioserve.loop")
 
 
 @attrs.define(eq=False)
@@ -41,7 +49,12 @@ class LoopLag:
 
 async def measure_loop_lag(lag: LoopLag) -> None:
     """The task: measure ten times a second. For servers: it would keep a virtual clock busy."""
+    last_warning = -math.inf
     while True:
         due = trio.current_time() + INTERVAL
         await trio.sleep_until(due)
-        lag.observe(trio.current_time() - due)
+        now = trio.current_time()
+        lag.observe(now - due)
+        if now - due >= WARN_AFTER and now - last_warning >= WARN_INTERVAL:
+            last_warning = now
+            _log.warning("event loop was held up", seconds=round(now - due, 3))

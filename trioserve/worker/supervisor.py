@@ -26,6 +26,7 @@ from trioserve import wire
 from trioserve.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost
 from trioserve.groups import sole_exception
 from trioserve.logs import get_logger
+from trioserve.task_dump import reporting
 from trioserve.worker import Link
 from trioserve.worker.link import NngLink
 from trioserve.worker.socket_folder import SocketFolder
@@ -113,7 +114,8 @@ async def run_worker(
                     folder.close()
                     ready = await _load(link, start_timeout, on_progress)
                     when = ""
-                    yield link, ready
+                    with reporting(lambda: f"worker process: {process.pid}"):
+                        yield link, ready
                     nursery.cancel_scope.cancel()
             except BaseExceptionGroup as group:
                 # The watcher raises nothing, so this can only be the block's own exception.
