@@ -40,8 +40,14 @@ class Circumstances:
     books: Books
     ended: bool = False
     """The scenario's end has come: draining, abort or cancellation."""
-    failed: bool = False
-    """The engine has failed as a whole, for too many deaths."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether so many workers died that the engine may give up."""
+        limit: int = self.scenario.options["max_worker_restarts"]
+        never_there = self.books.num_ready == 0 and self.books.deaths > 0
+        too_many = self.books.deaths_without_progress > limit and not self.scenario.is_poisoned
+        return too_many or never_there
 
 
 @attrs.define(eq=False)
@@ -201,7 +207,7 @@ class Visit:
         around, client = self.circumstances, self.client
         worker = around.scenario.worker
         return (
-            (around.failed and not around.scenario.is_poisoned)
+            around.failed
             or (around.ended and around.scenario.ends == "cancel")
             or (client.number in around.books.may_be_blamed and self._may_be_blamed())
             or self._has_nothing_to_draw()

@@ -63,12 +63,18 @@ class Books:
     num_steps: int = 0
     num_tokens: int = 0
     steps_of_worker: int = 0
+    num_ready: int = 0
+    """Workers that were there."""
     deaths: int = 0
     deaths_without_progress: int = 0
     num_failures: int = 0
 
     def worker_ready(self) -> None:
         """A new worker knows nothing."""
+        self.num_ready += 1
+        self._forget()
+
+    def _forget(self) -> None:
         self.slots.clear()
         self.in_flight.clear()
         self.steps_of_worker = self.num_unanswered = 0
@@ -81,7 +87,7 @@ class Books:
         self.deaths_without_progress = (
             1 if self.steps_of_worker else self.deaths_without_progress + 1
         )
-        self.worker_ready()
+        self._forget()
 
     def _suspect(self, rows: list[Row]) -> None:
         """Something failed that concerns ``rows``."""

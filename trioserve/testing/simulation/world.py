@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import attrs
 import trio
 
-from trioserve import wire
-from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.errors import EngineError, RequestAborted, TrioserveError, WorkerLost
-from trioserve.groups import sole_exception
 from trioserve.request import Request
-from trioserve.simulation import open_fake_engine, run_fake_worker
-from trioserve.testing import FakeWorker, StepFails, WorkerDies
-from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
+from trioserve.simulation import open_fake_engine
 from trioserve.testing.simulation.judge import Circumstances, Visit
-from trioserve.testing.simulation.scenario import Client, Fault, Scenario, client_of
+from trioserve.testing.simulation.scenario import Client, Scenario
 from trioserve.testing.simulation.trace import Trace, Violation
 from trioserve.testing.simulation.turns import Row, Turns
-from trioserve.testing.simulation.watch import Books, WatchedLink
+from trioserve.testing.simulation.watch import Books
+from trioserve.testing.simulation.workers import Workers
 from trioserve.testing.virtual import CancelAtCheckpoint, run_virtual
-from trioserve.worker import Link
 
 __all__ = ["Report", "run_scenario", "simulate"]
 
@@ -33,8 +28,6 @@ HORIZON = 10_000.0
 """Seconds after which whoever isn't done is stuck."""
 MAX_TASK_STEPS = 100_000
 """What goes on for so long without coming to an end never does."""
-FOR_EVER = 1e6
-"""Seconds of a step that hangs."""
 SETTLING = 200.0
 """Seconds after the last client in which everything has to come to rest."""
 
@@ -126,8 +119,6 @@ class _World:
         self.steps = _StepLimit(self)
         self.violation: Violation | None = None
         self.engine: Engine | None = None
-        self.worker: FakeWorker | None = None
-        self.num_workers = 0
         self.num_checkpoints = 0
         self.outcomes: dict[str, int] = {}
         self.books = Books(
@@ -143,6 +134,7 @@ class _World:
                 and not scenario.options["enable_prefix_caching"],
             ),
         )
+        self.workers = Workers(scenario, self.books)
         self.around = Circumstances(scenario, self.books)
         self.visits = {each.number: Visit(each, self.around) for each in scenario.clients}
         self.all_gone = trio.Event()
@@ -183,13 +175,14 @@ class _World:
 
     def _check_not_stalled(self, engine: Engine) -> None:
         now = engine.statistics()
-        if not engine.healthy or self.worker is None or self.books.num_unanswered:
+        if not engine.healthy or self.workers.current is None or self.books.num_unanswered:
             return
         busy = now.scheduler.num_running + now.scheduler.num_waiting
         if busy and not self.scenario.worker.link_delay:
             raise Violation("who can be computed is computed", f"{busy} outputs, no plan")
-        if not now.num_streams and not self.scenario.worker.link_delay and self.worker.slots:
-            raise Violation("the worker is told of each slot that closes", f"{self.worker.slots}")
+        slots = self.workers.current.slots
+        if not now.num_streams and not self.scenario.worker.link_delay and slots:
+            raise Violation("the worker is told of each slot that closes", f"{slots}")
 
     # ---- the run
 
@@ -222,7 +215,7 @@ class _World:
         try:
             with self.engine_scope:
                 async with open_fake_engine(
-                    open_worker=self._open_worker,
+                    open_worker=self.workers.open,
                     eos_token_ids=self.scenario.eos_token_ids,
                     **self.scenario.options,
                 ) as self.engine:
@@ -254,7 +247,7 @@ class _World:
         """The engine has failed: only too many deaths may be the reason."""
         self.trace.note(f"the engine failed: {error}")
         limit = self.scenario.options["max_worker_restarts"]
-        if not self.around.failed or self.scenario.is_poisoned:
+        if not self.around.failed:
             raise Violation(
                 "the engine fails only for too many deaths",
                 f"{error!r} after {self.books.deaths_without_progress} of {limit}",
@@ -270,108 +263,6 @@ class _World:
         engine.drain()
         if self.scenario.ends == "abort":
             engine.abort_all(RequestAborted("the end"))
-
-    # ---- workers
-
-    @contextlib.asynccontextmanager
-    async def _open_worker(self) -> AsyncIterator[tuple[Link, wire.Ready]]:
-        number = self.num_workers
-        self.num_workers += 1
-        kind = self.scenario.worker
-        faults = [fault for fault in self.scenario.faults if fault.worker == number]
-        self.trace.note(f"worker {number} starts")
-        try:
-            for fault in faults:
-                if fault.what == "loading":
-                    await trio.sleep(fault.at)
-                    raise WorkerLost("it died while loading")
-            await trio.sleep(kind.load_time)
-            self.worker = self._make_worker(number, faults)
-            self.books.worker_ready()
-            config = EngineConfig("fake", **self.scenario.options)
-            killed = trio.Event()
-            async with trio.open_nursery() as nursery:
-                for fault in faults:
-                    if fault.what == "killed":
-                        nursery.start_soon(self._kill, killed, fault.at)
-                async with run_fake_worker(self.worker, config, killed=killed) as (link, ready):
-                    self.trace.note(f"worker {number} is ready")
-                    yield WatchedLink(link, self.books, kind.link_delay), ready
-                nursery.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            error = sole_exception(group)
-            if isinstance(error, WorkerLost):
-                self._lost(number, error)
-            elif isinstance(error, AssertionError):
-                self.blame(error)
-            raise error from None
-        except WorkerLost as error:
-            self._lost(number, error)
-            raise
-        finally:
-            self.worker = None
-
-    def _lost(self, number: int, error: WorkerLost) -> None:
-        self.books.worker_lost()
-        self.trace.note(f"worker {number} is lost: {error}")
-        limit = self.scenario.options["max_worker_restarts"]
-        self.around.failed = self.books.deaths_without_progress > limit or self.engine is None
-
-    async def _kill(self, killed: trio.Event, after: float) -> None:
-        await trio.sleep(after)
-        self.trace.note("the worker is killed")
-        killed.set()
-
-    def _make_worker(self, number: int, faults: list[Fault]) -> FakeWorker:
-        kind = self.scenario.worker
-        at_step = {int(each.at): each for each in faults if each.what not in ("killed", "loading")}
-        poison = {client.number for client in self.scenario.clients if client.poisonous}
-        clients: dict[int, int] = {}
-        """Of each slot of the worker."""
-        slow: dict[int, float] = {}
-
-        def script(step: int, plan: wire.Plan) -> None:
-            clients.update({each.slot: client_of(each.sampler) for each in plan.opened})
-            slots = wire.ints(plan.row_slots).tolist()
-            if any(clients[slot] in poison for slot in slots):
-                raise WorkerDies
-            fault = at_step.pop(step, None)
-            if fault is None:
-                return
-            self.trace.note(f"worker {number}, plan {plan.number}: {fault.what}")
-            match fault.what:
-                case "dies":
-                    raise WorkerDies
-                case "hangs":
-                    slow[plan.number] = FOR_EVER
-                case "pauses":
-                    slow[plan.number] = fault.seconds
-                case "blames" if slots:
-                    raise StepFails("out of luck", slot=slots[len(slots) // 2])
-                case _:
-                    raise StepFails("out of luck", fatal=fault.what == "fatal")
-
-        def step_time(plan: wire.Plan) -> float:
-            num_tokens = int(wire.ints(plan.row_counts).sum())
-            usual = kind.step_time + num_tokens * kind.seconds_per_token
-            return usual + slow.get(plan.number, 0.0)
-
-        def prepare(arguments: Any) -> Any:
-            refused = arguments["grammar"][1] == REFUSED_GRAMMAR
-            return {"error": "no such grammar", "param": "grammar"} if refused else None
-
-        return FakeWorker(
-            num_pages=kind.pages_of(number),
-            page_size=kind.page_size,
-            max_model_len=kind.max_model_len,
-            max_num_batched_tokens=kind.max_num_batched_tokens,
-            token=kind.token_function(),
-            computes_past_stop=kind.computes_past_stop,
-            step_time=step_time,
-            script=script,
-            calls={"prepare": prepare},
-            call_time=kind.call_time,
-        )
 
     # ---- clients
 
