@@ -1,0 +1,151 @@
+"""Fake workers, one after the other, and all that befalls them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve import wire
+from trioserve.config import EngineConfig
+from trioserve.errors import WorkerLost
+from trioserve.groups import sole_exception
+from trioserve.simulation import run_fake_worker
+from trioserve.testing import FakeWorker, StepFails, WorkerDies
+from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
+from trioserve.testing.simulation.scenario import Fault, Scenario, client_of
+from trioserve.testing.simulation.watch import Books, WatchedLink
+from trioserve.worker import Link
+
+__all__ = ["Workers"]
+
+FOR_EVER = 1e6
+"""Seconds of a step that hangs."""
+
+
+@attrs.define(eq=False)
+class Workers:
+    """The workers of one scenario."""
+
+    _scenario: Scenario
+    _books: Books
+    current: FakeWorker | None = attrs.field(init=False, default=None)
+    """The one that is there."""
+    _num_opened: int = attrs.field(init=False, default=0)
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[tuple[Link, wire.Ready]]:
+        """The next worker's life, as the supervisor opens it."""
+        number = self._num_opened
+        self._num_opened += 1
+        kind = self._scenario.worker
+        faults = [fault for fault in self._scenario.faults if fault.worker == number]
+        self._books.trace.note(f"worker {number} starts")
+        try:
+            for fault in faults:
+                if fault.what == "loading":
+                    await trio.sleep(fault.at)
+                    raise WorkerLost("it died while loading")
+            await trio.sleep(kind.load_time)
+            self.current = self._make_worker(number, faults)
+            self._books.worker_ready()
+            config = EngineConfig("fake", **self._scenario.options)
+            killed = trio.Event()
+            async with trio.open_nursery() as nursery:
+                for fault in faults:
+                    if fault.what == "killed":
+                        nursery.start_soon(self._kill, killed, fault.at)
+                async with run_fake_worker(self.current, config, killed=killed) as (link, ready):
+                    self._books.trace.note(f"worker {number} is ready")
+                    yield WatchedLink(link, self._books, kind.link_delay), ready
+                nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            error = sole_exception(group)
+            if isinstance(error, WorkerLost):
+                self._lost(number, error)
+            elif isinstance(error, AssertionError):
+                self._books.blame(error)
+            raise error from None
+        except WorkerLost as error:
+            self._lost(number, error)
+            raise
+        finally:
+            self.current = None
+
+    def _lost(self, number: int, error: WorkerLost) -> None:
+        self._books.worker_lost()
+        self._books.trace.note(f"worker {number} is lost: {error}")
+
+    async def _kill(self, killed: trio.Event, after: float) -> None:
+        await trio.sleep(after)
+        self._books.trace.note("the worker is killed")
+        killed.set()
+
+    def _make_worker(self, number: int, faults: list[Fault]) -> FakeWorker:
+        kind = self._scenario.worker
+        luck = _Luck(self._scenario, self._books, number, faults)
+        return FakeWorker(
+            num_pages=kind.pages_of(number),
+            page_size=kind.page_size,
+            max_model_len=kind.max_model_len,
+            max_num_batched_tokens=kind.max_num_batched_tokens,
+            token=kind.token_function(),
+            computes_past_stop=kind.computes_past_stop,
+            step_time=luck.step_time,
+            script=luck.script,
+            calls={"prepare": _prepare},
+            call_time=kind.call_time,
+        )
+
+
+def _prepare(arguments: Any) -> Any:
+    refused = arguments["grammar"][1] == REFUSED_GRAMMAR
+    return {"error": "no such grammar", "param": "grammar"} if refused else None
+
+
+class _Luck:
+    """What happens in the steps of one worker."""
+
+    def __init__(self, scenario: Scenario, books: Books, number: int, faults: list[Fault]) -> None:
+        self._kind = scenario.worker
+        self._books = books
+        self._number = number
+        self._at_step = {
+            int(fault.at): fault for fault in faults if fault.what not in ("killed", "loading")
+        }
+        self._poison = {client.number for client in scenario.clients if client.poisonous}
+        self._clients: dict[int, int] = {}
+        """By slot."""
+        self._slow: dict[int, float] = {}
+        """More seconds than usual, by plan."""
+
+    def script(self, step: int, plan: wire.Plan) -> None:
+        """The worker begins step ``step``, and may not come to its end."""
+        self._clients.update({each.slot: client_of(each.sampler) for each in plan.opened})
+        slots = wire.ints(plan.row_slots).tolist()
+        if any(self._clients[slot] in self._poison for slot in slots):
+            raise WorkerDies
+        fault = self._at_step.pop(step, None)
+        if fault is None:
+            return
+        self._books.trace.note(f"worker {self._number}, plan {plan.number}: {fault.what}")
+        match fault.what:
+            case "dies":
+                raise WorkerDies
+            case "hangs":
+                self._slow[plan.number] = FOR_EVER
+            case "pauses":
+                self._slow[plan.number] = fault.seconds
+            case "blames" if slots:
+                raise StepFails("out of luck", slot=slots[len(slots) // 2])
+            case _:
+                raise StepFails("out of luck", fatal=fault.what == "fatal")
+
+    def step_time(self, plan: wire.Plan) -> float:
+        """Seconds that the step takes."""
+        num_tokens = int(wire.ints(plan.row_counts).sum())
+        usual = self._kind.step_time + num_tokens * self._kind.seconds_per_token
+        return usual + self._slow.get(plan.number, 0.0)
