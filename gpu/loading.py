@@ -51,6 +51,8 @@ class Loaded:
     slots: SlotTable
     num_pages: int
     device_name: str
+    free_memory: int = 0
+    """Bytes of the GPU's memory that were free before."""
 
 
 @attrs.frozen(kw_only=True)
@@ -110,6 +112,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         max_model_len=start.max_model_len,
         max_num_seqs=start.max_num_seqs,
         max_num_batched_tokens=start.max_num_batched_tokens,
+        free_memory=loaded.free_memory,
     )
     return Serving(runner=runner, constraints=constraints, ready=ready)
 

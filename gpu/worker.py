@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import logging
 import os
 import select
@@ -31,6 +32,7 @@ import torch
 from gpu import loading
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
+from gpu.cuda.device import is_out_of_memory
 from gpu.kernels.device import KernelLaunchError
 from gpu.logs import set_up_logging
 from gpu.runner import Runner
@@ -158,6 +160,8 @@ class Worker:
                 runner.drop(message.slot, message.generation)
             case wire.Reset():
                 runner.reset(message.next_plan)
+                # The exception of a step that failed may hold its tensors in a cycle of frames.
+                gc.collect()
             case wire.Call(name="prepare") if self._constraints is not None:
                 self._prepare(message, self._constraints)
             case wire.Call():
@@ -247,8 +251,10 @@ def _failure(plan: int, error: Exception) -> wire.Failure:
         _log.error("plan %d: %s", plan, error)
         return wire.Failure(number=plan, message=str(error), slot=error.slot)
     _log.error("plan %d failed", plan, exc_info=error)
-    # After an error on the device, every later call in this process fails likewise.
-    fatal = isinstance(error, (torch.AcceleratorError, KernelLaunchError))
+    # After an error on the device, every later call in this process fails likewise. Memory that
+    # isn't there is no such error: a step with fewer requests may find enough.
+    poisoned = isinstance(error, (torch.AcceleratorError, KernelLaunchError))
+    fatal = poisoned and not is_out_of_memory(error)
     return wire.Failure(number=plan, message=described(error), fatal=fatal)
 
 

@@ -111,6 +111,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "num_pages": 12,
         "tokenizer": "/tokenizers/t",
         "logits_processors": ["m:A", "m:B"],
+        "free_memory": 0,
     }
 
 

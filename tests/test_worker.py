@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import msgspec
@@ -22,6 +24,7 @@ import torch
 
 from gpu.__main__ import examine
 from gpu.constraints.adjuster import Constraints
+from gpu.kernels.device import KernelLaunchError
 from gpu.loading import choose_max_model_len
 from gpu.worker import MAX_PREPARING, Quit, Worker
 from tests.plans import GREEDY, PlanMaker, load_tiny, make_runner
@@ -259,6 +262,83 @@ def test_few_calls_wait_to_be_prepared(folder: Path, tmp_path: Path) -> None:
         number=MAX_PREPARING, error=f"{MAX_PREPARING} others wait for the worker already"
     )
     assert all(isinstance(reply, wire.Reply) and not reply.error for reply in replies)
+
+
+class Hold:
+    """Something that a failed step held."""
+
+
+@pytest.mark.parametrize(
+    ("error", "fatal"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (MemoryError("no room"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (KernelLaunchError("CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"), True),
+    ],
+)
+def test_what_ends_a_worker_and_what_is_tried_again(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    fatal: bool,
+) -> None:
+    """After a step that found no memory, which is given back, the worker is as good as new."""
+    caplog.set_level(logging.CRITICAL, "gpu.worker")  # a record would hold the error
+    runner, _ = make_runner(load_tiny(folder))
+    undisturbed = PlanMaker(make_runner(load_tiny(folder))[0].step)
+    held: list[weakref.ref[Hold]] = []
+    forward = runner._executor._model.forward  # type: ignore[attr-defined]
+
+    def fails_once(*arguments: Any) -> Any:
+        if not held:
+            hold = Hold()
+            held.append(weakref.ref(hold))
+            raised = type(error)(*error.args)
+            hold.cycle = [hold, raised]  # type: ignore[attr-defined]
+            raise raised
+        return forward(*arguments)
+
+    milliseconds = round(1000 * DEADLINE)
+    options = {"recv_timeout": milliseconds, "send_timeout": milliseconds}
+    url = f"ipc://{tmp_path}/worker.sock"
+    with pynng.Pair0(listen=url, **options) as engine, pynng.Pair0(dial=url, **options) as end:
+
+        def serve() -> None:
+            with pytest.raises(Quit):
+                Worker(end).serve(runner)
+
+        def step(plan: wire.Plan) -> wire.Message:
+            engine.send(wire.encode(plan))
+            return wire.decode(engine.recv())
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            maker, failures = PlanMaker(lambda plan: cast(wire.StepResult, step(plan))), []
+            maker.open(0, PROMPT)
+            undisturbed.open(0, PROMPT)
+            assert maker.step({0: 10}) == undisturbed.step({0: 10})
+            monkeypatch.setattr(runner._executor._model, "forward", fails_once)  # type: ignore[attr-defined]
+            failures.append(step(maker.plan({0: 1})))
+            engine.send(wire.encode(wire.Reset(next_plan=1)))
+            again = PlanMaker(lambda plan: cast(wire.StepResult, step(plan)))
+            again.open(0, PROMPT)
+            expected = PlanMaker(make_runner(load_tiny(folder))[0].step)
+            expected.open(0, PROMPT)
+            for count in (10, 1, 1):
+                assert again.step({0: count}) == expected.step({0: count})
+        finally:
+            engine.send(wire.encode(wire.Quit()))
+            thread.join(DEADLINE)
+    (failure,) = failures
+    assert isinstance(failure, wire.Failure)
+    assert (failure.fatal, failure.slot) == (fatal, -1)
+    assert held[0]() is None
 
 
 def ints_of(column: bytes) -> list[int]:

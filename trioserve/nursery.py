@@ -43,7 +43,7 @@ from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.tracing import open_tracing
 from trioserve.worker.socket_folder import sweep_socket_folders
-from trioserve.worker.supervisor import OnProgress, Supervisor, run_worker
+from trioserve.worker.supervisor import OnProgress, Supervisor, Workers
 
 __all__ = ["LoadedModel", "open_engine", "run_engine", "start_message"]
 
@@ -143,12 +143,11 @@ async def _open_worker(
     metrics = Metrics(loaded.name, config.metrics_prefix)
     scheduler = Scheduler(config, metrics)
     supervisor = Supervisor(
-        open_worker=functools.partial(
-            run_worker,
-            start_message(config, path),
+        open_worker=Workers(
+            start=start_message(config, path),
             start_timeout=config.worker_start_timeout,
             on_progress=on_progress or (lambda _: None),
-        ),
+        ).open,
         max_restarts=config.max_worker_restarts,
         judge=scheduler.judge,
     )

@@ -8,7 +8,9 @@ that is just large enough; graphs are estimated, for they can only be captured o
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 
 import attrs
@@ -47,6 +49,13 @@ __all__ = ["load_model", "load_on_gpu"]
 LAUNCHES_PER_LAYER = 14
 # Tokens are the second dimension of some grids, which goes no further.
 MOST_BATCHED_TOKENS = 65535
+# How long a new worker waits for the memory of the one that it replaces: half a minute.
+MEMORY_LOOKS = 150
+MEMORY_LOOK_SECONDS = 0.2
+# What others that use the GPU may have taken meanwhile without being waited for.
+MEMORY_SLACK = 64 << 20
+
+_log = logging.getLogger("gpu.loading")
 
 
 def load_on_gpu(
@@ -88,7 +97,7 @@ def load_model(
     """
     _check_limits(start)
     config = files.config
-    free, total = gpu.memory()
+    free, total = _wait_for_memory(gpu, start.free_memory, on_progress)
     memory = GpuMemory(total=total, free=free, utilization=start.gpu_memory_utilization)
     memory.check_weights(_weight_bytes(config, dtype))
     limits = _limits(start, num_pages=0)
@@ -117,7 +126,29 @@ def load_model(
                 _max_decode_rows(limits),
                 lambda done, total: on_progress("CUDA graphs", done, total),
             )
-    return Loaded(executor=executor, slots=slots, num_pages=num_pages, device_name=gpu.name)
+    return Loaded(
+        executor=executor,
+        slots=slots,
+        num_pages=num_pages,
+        device_name=gpu.name,
+        free_memory=free,
+    )
+
+
+def _wait_for_memory(gpu: Gpu, expected: int, on_progress: OnProgress) -> tuple[int, int]:
+    """Bytes free and in all, once about ``expected`` of them are free, or the wait is over.
+
+    The driver gives the memory of a worker that was killed back when it gets to it. Whoever loads
+    before that finds no room, or makes do with a smaller cache.
+    """
+    for look in range(MEMORY_LOOKS):
+        free, total = gpu.memory()
+        if free >= expected - MEMORY_SLACK:
+            return free, total
+        on_progress("freeing memory", look, MEMORY_LOOKS)
+        time.sleep(MEMORY_LOOK_SECONDS)
+    _log.warning("%d MiB of the GPU's memory aren't free again", (expected - free) >> 20)
+    return gpu.memory()
 
 
 def _check_limits(start: Start) -> None:

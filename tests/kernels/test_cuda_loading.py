@@ -48,6 +48,8 @@ class FakeGpu:
     page_bytes: int = PAGE_BYTES
     pages_measured: int = 0
     num_assembled: int = 0
+    lately: list[int] = attrs.field(factory=list)
+    """Bytes that a process which has ended still holds, at each look."""
 
     def build(self, sources: Iterable[KernelSource], progress: Callable[[int, int], None]) -> None:
         if self.fails_in == "build":
@@ -57,6 +59,7 @@ class FakeGpu:
 
     def memory(self) -> tuple[int, int]:
         taken = self.held + self.pages_measured * self.page_bytes if self.built else 0
+        taken += self.lately.pop(0) if self.lately else 0
         return self.total - taken, self.total
 
     def peak_of(self, work: Callable[[], None]) -> int:
@@ -119,6 +122,28 @@ def test_the_cache_gets_what_weights_a_step_and_graphs_leave(folder: Path) -> No
         "memory 1/1",
         *(f"CUDA graphs {done}/4" for done in range(5)),
     ]
+
+
+def test_it_waits_for_the_memory_of_the_worker_before_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = load(folder, FakeGpu())
+    assert first.free_memory == 64 * MIB
+    naps: list[float] = []
+    monkeypatch.setattr(cuda_loading.time, "sleep", naps.append)
+    monkeypatch.setattr(cuda_loading, "MEMORY_SLACK", MIB)
+    stages: list[str] = []
+    late = FakeGpu(lately=[60 * MIB, 60 * MIB, 5 * MIB])
+    second = load(folder, late, stages, free_memory=first.free_memory)
+    assert second.num_pages == first.num_pages
+    assert len(naps) == 3
+    assert "freeing memory 2/150" in stages  # or loading would count as hung
+    # It doesn't wait for ever, and then says what is missing.
+    never = FakeGpu(lately=[60 * MIB] * 1000)
+    with pytest.raises(ModelLoadError, match="end what else uses this GPU"):
+        load(folder, never, free_memory=first.free_memory)
+    assert sum(naps) < 60
+    assert "60 MiB of the GPU's memory aren't free again" in caplog.text
 
 
 def test_it_builds_all_kernels_that_it_loads_and_no_other(folder: Path) -> None:

@@ -31,7 +31,7 @@ from trioserve.worker import Link
 from trioserve.worker.link import NngLink
 from trioserve.worker.socket_folder import SocketFolder
 
-__all__ = ["Supervisor", "run_worker", "worker_command"]
+__all__ = ["Supervisor", "Workers", "run_worker", "worker_command"]
 
 HELLO_TIMEOUT = 120.0
 """Seconds for the process to start and import its libraries."""
@@ -216,6 +216,31 @@ async def _stop(process: trio.Process, link: NngLink) -> None:
     if process.returncode is None:
         _log.error("worker can't be killed", pid=process.pid, seconds=KILL_GRACE)
     await process.stdin.aclose()
+
+
+@attrs.define(eq=False, kw_only=True)
+class Workers:
+    """One worker after the other, of one model.
+
+    Args:
+        start: what each is to load.
+        start_timeout: seconds it may be silent while it loads.
+        on_progress: called with each sign of progress while it loads.
+    """
+
+    start: wire.Start
+    start_timeout: float
+    on_progress: OnProgress
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[tuple[Link, wire.Ready]]:
+        """The life of the next one; see :func:`run_worker`."""
+        async with run_worker(
+            self.start, start_timeout=self.start_timeout, on_progress=self.on_progress
+        ) as (link, ready):
+            if not self.start.free_memory:
+                self.start = attrs.evolve(self.start, free_memory=ready.free_memory)
+            yield link, ready
 
 
 OpenWorker = Callable[[], AbstractAsyncContextManager[tuple[Link, wire.Ready]]]
