@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import trio
-
+from bench.faults.leftovers import nothing_held
 from trioserve import Engine, open_engine
 
 __all__ = ["assert_idle", "open_tiny_engine"]
@@ -23,27 +22,5 @@ async def open_tiny_engine(folder: Path, **options: Any) -> AsyncIterator[Engine
 
 
 async def assert_idle(engine: Engine, *, within: float = 10.0) -> None:
-    """Wait until the engine has nothing to do, then assert that nothing is held anywhere.
-
-    Looks at the page pool and the queue on this side and at the slots on the worker's.
-    """
-    with trio.fail_after(within):
-        while True:
-            statistics = engine.statistics()
-            scheduler = statistics.scheduler
-            worker = await engine.call_worker("statistics")
-            busy = (
-                scheduler.num_running,
-                scheduler.num_waiting,
-                scheduler.plans_in_flight,
-                scheduler.pages_held,
-                statistics.num_tokenizing,
-                statistics.num_streams,
-                statistics.stream_bytes,
-                worker["open_slots"],
-            )
-            if not any(busy):
-                break
-            await trio.sleep(0.01)
-    engine.check_integrity()
-    assert scheduler.pages_free + scheduler.pages_cached == scheduler.pages_total
+    """Wait until the engine has nothing to do, then assert that nothing is held anywhere."""
+    await nothing_held(engine, within=within)

@@ -1,15 +1,121 @@
-"""Short versions of the fault tests in ``bench/faults/``, and the parts that those are made of."""
+"""Short versions of the fault tests in ``bench/faults/``: real processes, real sockets.
+
+Each does its worst to a small engine under load, whose answers are known beforehand, and then looks
+for anything that is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+import random
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 
+from bench.faults.clients import crowd
+from bench.faults.full_disk import full_disk, small_disk
+from bench.faults.hangs import stop_workers
+from bench.faults.leftovers import (
+    OUTSIDE,
+    Holdings,
+    nothing_held,
+    nothing_left,
+    own_temporary_folder,
+)
+from bench.faults.messages import Harm, harm_workers
+from bench.faults.stage import engine_over, serve_here, sole_worker, tiny_model
+from bench.faults.steady import Steady
+from trioserve import Engine
 from trioserve.errors import NoRoomForWorker, WorkerLost
 from trioserve.worker.supervisor import Supervisor
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder() -> Iterator[Path]:
+    with own_temporary_folder() as folder:
+        yield folder
+
+
+@asynccontextmanager
+async def under_load(model: str, **options: Any) -> AsyncIterator[tuple[Engine, Steady]]:
+    """An engine, and clients that ask it for the same things again and again, for as long as the
+    block lasts. Then every answer has to be the undisturbed one, and nothing may be left."""
+    outside = await Holdings.now()
+    async with engine_over(model, **options) as engine:
+        load = Steady(engine=engine, clients=4, requests=8)
+        await load.learn()
+        await nothing_held(engine)
+        before = await Holdings.now()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load.run)
+            with trio.fail_after(120):
+                await load.wait_token()
+                yield engine, load
+                await load.wait_token()
+                load.end()
+        await nothing_held(engine)
+        await nothing_left(before)
+    await nothing_left(outside, sorts=OUTSIDE)
+    assert load.failed == {}
+    assert load.differing == 0
+    assert load.answered > 0
+
+
+async def test_a_worker_that_is_killed_every_second(model: str) -> None:
+    numbers = random.Random(0)
+    async with under_load(model) as (engine, load):
+        for kills in range(1, 4):
+            await trio.sleep(numbers.uniform(0.2, 0.8))
+            await kill_worker(engine)
+            await load.wait_token()
+            assert engine.statistics().worker_restarts == kills
+
+
+async def test_a_worker_that_is_stopped(model: str) -> None:
+    async with under_load(model, watchdog_timeout=0.5) as (engine, load):
+        (pause,) = await stop_workers(engine, load, 1, seed=0)
+        assert pause.noticed > 0.5
+
+
+async def test_messages_that_are_cut_short_and_garbled(model: str) -> None:
+    harms = [Harm("truncated", "to engine", 20, 1), Harm("wrong beginning", "to worker", 20, 2)]
+    async with under_load(model, watchdog_timeout=5.0) as (engine, load):
+        for harmed in await harm_workers(engine, load, harms):
+            assert harmed.replaced
+
+
+async def test_a_folder_for_sockets_that_is_gone_for_a_while(
+    model: str, temporary_folder: Path, tmp_path: Path
+) -> None:
+    async with under_load(model) as (engine, load):
+        temporary_folder.rename(tmp_path / "elsewhere")
+        await kill_worker(engine)
+        await trio.sleep(1)  # so many attempts as would have ended the engine, were they deaths
+        assert sole_worker() is None
+        (tmp_path / "elsewhere").rename(temporary_folder)
+        await load.wait_token()
+        assert engine.statistics().worker_restarts == 1
+
+
+async def test_a_full_disk(model: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        if small_disk(Path(folder)) is None:
+            pytest.skip("this user may not mount anything, not even in a namespace")
+    figures = await full_disk(model, 1, 1.0, 2)
+    assert figures["kills_with_a_full_disk"] == 1
+    assert figures["requests_answered"] > 0
+    assert figures["passed"], figures
 
 
 async def test_no_room_for_a_worker_is_a_pause_however_long(autojump_clock: object) -> None:
@@ -33,3 +139,20 @@ async def test_no_room_for_a_worker_is_a_pause_however_long(autojump_clock: obje
         await supervisor.run(attach)
     assert scope.cancelled_caught
     assert (starts, supervisor.restarts) == (52, 1)
+
+
+async def test_three_hundred_clients_that_leave_at_random_moments(model: str) -> None:
+    async with under_load(model) as (engine, _), serve_here(engine) as port:
+        statuses = await crowd(port, 300, seed=1, spread=0.5)
+        # Some had been answered by then, and nobody with an error of the server's.
+        assert statuses[200] > 0
+        assert set(statuses) <= {0, 200}
+
+
+async def kill_worker(engine: Engine) -> None:
+    """Kill the worker, and wait until the engine has noticed."""
+    while (worker := sole_worker()) is None:
+        await trio.sleep(0.01)
+    os.kill(worker, signal.SIGKILL)
+    while engine.healthy:
+        await trio.sleep(0.01)

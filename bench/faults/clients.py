@@ -152,7 +152,7 @@ def table(figures: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Have crowds come and leave, print the table and save the record."""
     parser = argparse.ArgumentParser(prog="python -m bench.faults.clients", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--at-once", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
