@@ -86,6 +86,8 @@ def _options(choose: random.Random) -> dict[str, Any]:
         "max_num_seqs": choose.choice((1, 2, 3, 8)),
         "max_plans_in_flight": choose.choice((1, 1, 2, 2, 3)),
         "max_num_queued_reqs": choose.choice((4, 12, 2048, 2048, 2048)),
+        "max_num_queued_tokens": choose.choice((None, None, None, None, 100)),
+        "default_timeout": choose.choice((None, None, None, None, None, None, 0.25)),
         "scheduling_policy": choose.choice(("fcfs", "fcfs", "fcfs", "lpm", "priority")),
         "capacity_policy": choose.choice(
             ("max_utilization", "max_utilization", "guaranteed_no_evict")

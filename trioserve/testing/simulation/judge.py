@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 from trio import EndOfChannel
 
@@ -133,7 +135,9 @@ class Visit:
             "usage is what was delivered",
             usage,
         )
-        self._demand(0 <= usage.cached_tokens < len(prompt), "usage is what was delivered", usage)
+        caching = self.circumstances.scenario.options["enable_prefix_caching"]
+        most_cached = len(prompt) - 1 if caching else 0
+        self._demand(0 <= usage.cached_tokens <= most_cached, "usage is what was cached", usage)
         if self.client.params.get("prompt_logprobs") is not None:
             found = stream.prompt_logprobs
             got = [] if found is None else [each.logprob for each in found.entries(prompt)]
@@ -149,9 +153,7 @@ class Visit:
         """The client got ``error``: there must be a reason."""
         client, around = self.client, self.circumstances
         reasons: dict[type[BaseException], bool] = {
-            DeadlineExceeded: client.timeout is not None
-            and self.entered_at is not None
-            and abs(now - self.entered_at - client.timeout) < 1e-6,
+            DeadlineExceeded: abs(now - self._deadline()) < 1e-6,
             QueueFull: self._may_be_refused(),
             Draining: around.ended and around.scenario.ends in ("drain", "abort"),
             RequestAborted: around.ended and around.scenario.ends == "abort",
@@ -169,15 +171,35 @@ class Visit:
 
     def check_left_in_time(self, now: float) -> None:
         """It is out of the block, for whatever reason."""
+        late = now - self._deadline()
+        self._demand(late < 1e-6, "a deadline ends a request in any stage", f"{late:g} s late")
+
+    def check_ends(self, outcome: str) -> None:
+        """It is gone: the engine must have said so once, unless it was refused at the door."""
+        refused = outcome in ("QueueFull", "Draining", "EngineError", "InvalidRequest")
+        fewest = 0 if refused or outcome == "ContextTooLong" else 1
+        self._demand(
+            fewest <= self.num_request_ends <= 1, "a request ends once", self.num_request_ends
+        )
+
+    def _deadline(self) -> float:
+        """The moment in which the client's time is over."""
         timeout = self.client.timeout
-        if timeout is not None and self.entered_at is not None:
-            late = now - self.entered_at - timeout
-            self._demand(late < 1e-6, "a deadline ends a request in any stage", f"{late:g} s late")
+        if timeout is None:
+            timeout = self.circumstances.scenario.options.get("default_timeout")
+        if timeout is None or self.entered_at is None:
+            return math.inf
+        return self.entered_at + timeout
 
     def _may_be_refused(self) -> bool:
-        bound: int = self.circumstances.scenario.options["max_num_queued_reqs"]
-        others = sum(each.num_outputs for each in self.circumstances.scenario.clients)
-        return others > bound
+        scenario = self.circumstances.scenario
+        most_tokens = scenario.options.get("max_num_queued_tokens") or math.inf
+        tokens = sum(
+            (len(prompt_ids_of(each)) + each.params["max_tokens"]) * each.num_outputs
+            for each in scenario.clients
+        )
+        outputs: int = sum(each.num_outputs for each in scenario.clients)
+        return outputs > scenario.options["max_num_queued_reqs"] or tokens > most_tokens
 
     def _fits(self) -> bool:
         worker = self.circumstances.scenario.worker

@@ -241,6 +241,10 @@ class _World:
         held |= {"bytes": now.stream_bytes, "tokenizing": now.num_tokenizing}
         if any(held.values()):
             raise Violation("nothing is held when nothing runs", str(held))
+        ends = sum(visit.num_request_ends for visit in self.visits.values())
+        counted = sum(engine.metrics.request_n.counts) + engine.metrics.num_rejected
+        if counted != ends:
+            raise Violation("each request is counted once", f"{counted}, not {ends}")
         engine.check_integrity()
 
     def _check_failure(self, error: Exception) -> None:
@@ -297,6 +301,7 @@ class _World:
         self.trace.note(f"client {client.number}: {outcome}")
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         visit.check_left_in_time(trio.current_time())
+        visit.check_ends(outcome)
         self.check()
         if all(visit.left for visit in self.visits.values()):
             self.all_gone.set()
