@@ -122,6 +122,24 @@ async def test_keys_stand_in_no_answer_and_no_log() -> None:
     assert KEY[:-1] not in shown
 
 
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+async def test_a_web_page_can_send_nothing_unasked(content_type: str | None) -> None:
+    """What a browser sends to another site without asking it has an origin and is no JSON.
+
+    A page can leave the type out, which other clients may, too.
+    """
+    stub = StubEngine()
+    headers = {"Origin": "https://example.org"}
+    if content_type is not None:
+        headers["Content-Type"] = content_type
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    response = await client_of(stub).post("/v1/completions", data=body, headers=headers)
+    assert response.status_code == 415
+    assert not stub.calls
+    response = await client_of(stub).post("/v1/completions", data=body)
+    assert response.status_code == 200
+
+
 def test_keys_stand_in_no_description_of_the_options() -> None:
     config = ServerConfig(engine=EngineConfig("m"), api_key=[KEY], admin_api_key=[KEY])
     assert KEY not in repr(config)

@@ -50,11 +50,13 @@ def _check_media_type(request: quart.Request) -> None:
     """Refuse a body that says it is no JSON: so no web page can send one without being asked.
 
     A browser asks the server before it sends JSON to another site, and gets no permission here.
+    Clients may leave the type out, but so can a page, whose browser tells its origin.
     """
     media_type = request.mimetype
     is_json = media_type == "application/json" or media_type.endswith("+json")
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    if (media_type and not is_json) or encoding != "identity":
+    by_page = "Origin" in request.headers
+    if ((media_type or by_page) and not is_json) or encoding != "identity":
         raise UnsupportedMediaType
 
 

@@ -1,0 +1,97 @@
+"""The security page tells the numbers that the code has."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from gpu.constraints.grammar_trial import MAX_MEMORY
+from gpu.constraints.grammar_trial import MAX_SECONDS as TRIAL_SECONDS
+from tests.source_files import ROOT
+from trioserve.config import EngineConfig, ServerConfig
+from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
+from trioserve.http.auth import OPEN_PATHS
+from trioserve.http.bounds import MAX_LISTS, MAX_VALUES
+from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from trioserve.http.connections import MAX_CONNECTIONS
+from trioserve.http.http1 import MAX_HEADERS
+from trioserve.http.openai.structured import MAX_SCHEMA_DEPTH
+from trioserve.http.routes import ROUTES
+from trioserve.http.settings import MAX_HEAD_SIZE, MAX_STREAMS, server_settings
+from trioserve.options import options_of
+from trioserve.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+from trioserve.text.stop_regex import MAX_PATTERN_CHARACTERS, SEARCH_SECONDS
+from trioserve.text.template_sandbox import MAX_CHARACTERS, MAX_SECONDS
+from trioserve.wire import MAX_MESSAGE_BYTES
+
+PAGE = (ROOT / "docs" / "security.md").read_text()
+SERVER = ServerConfig(engine=EngineConfig("m"))
+
+
+def bound_of(what: str) -> str:
+    """The second column of a row of the table of bounds."""
+    match = re.search(rf"^\| {re.escape(what)} \| (.*?) \|", PAGE, re.MULTILINE)
+    assert match is not None, what
+    return match[1]
+
+
+@pytest.mark.parametrize(
+    ("what", "bound"),
+    [
+        ("A request's head", f"{MAX_HEAD_SIZE >> 10} KiB, {MAX_HEADERS} headers"),
+        ("Its body", f"{SERVER.max_body_size >> 20} MiB; 413 past it"),
+        ("Time to send either", f"{SERVER.request_timeout:g} s each"),
+        ("Time that a client may leave an answer unread", f"{SERVER.send_timeout:g} s"),
+        ("Open requests on one HTTP/2 connection", f"{MAX_STREAMS}"),
+        ("Connections", f"{MAX_CONNECTIONS}, or what the system's limit of files leaves"),
+        ("Values in a body, lists in it", f"{MAX_VALUES:,}, and {MAX_LISTS:,}"),
+        ("Messages, parts of one, tools", f"{MAX_MESSAGES}, {MAX_PARTS}, {MAX_TOOLS}"),
+        ("Prompts in a request", f"{SERVER.max_prompts_per_request}"),
+        ("Outputs of a prompt (`n`)", f"{MAX_SEQUENCES}"),
+        ("Stop strings", f"{MAX_STOP_STRINGS} of {MAX_STRING_CHARACTERS} characters"),
+        (
+            "Stop regexes",
+            f"{MAX_PATTERN_CHARACTERS} characters together; {SEARCH_SECONDS * 1000:g} ms for a "
+            "search",
+        ),
+        (
+            "A grammar or schema",
+            f"{MAX_GRAMMAR_CHARACTERS >> 10} KiB, nested {MAX_SCHEMA_DEPTH} deep; "
+            f"{TRIAL_SECONDS} s and {MAX_MEMORY >> 30} GiB to compile, in a process of its own",
+        ),
+        (
+            "A text by a chat template",
+            f"{MAX_CHARACTERS >> 20} Mi characters, {MAX_SECONDS:g} s of processor time",
+        ),
+        ("A message between the processes", f"{MAX_MESSAGE_BYTES >> 20} MiB"),
+    ],
+)
+def test_the_bounds_are_those_of_the_code(what: str, bound: str) -> None:
+    assert bound_of(what) == bound
+
+
+def test_the_queues_bounds_are_those_of_the_options() -> None:
+    (tokens,) = (o.help for o in options_of(EngineConfig) if o.name == "max_num_queued_tokens")
+    number = re.search(r"default: ([\d,]+),", tokens)
+    assert number is not None
+    row = bound_of("Waiting requests, and tokens in their prompts")
+    assert row.startswith(f"{EngineConfig('m').max_num_queued_reqs}, and {number[1]};")
+
+
+def test_the_options_that_it_names_exist() -> None:
+    known = {o.flag for cls in (EngineConfig, ServerConfig) for o in options_of(cls)}
+    known |= {f"--no-{flag.removeprefix('--')}" for flag in known}
+    named = set(re.findall(r"`(--[a-z-]+)", PAGE))
+    assert len(named) > 15
+    assert named <= known
+
+
+def test_the_routes_that_it_names_are_as_it_says() -> None:
+    control = {route.rule for route in ROUTES if route.control}
+    assert all(f"`{rule}`" in PAGE for rule in (*control, *OPEN_PATHS))
+    open_line = re.search(r"every route but (.*?) wants one", PAGE)
+    assert open_line is not None
+    assert set(re.findall(r"`(.*?)`", open_line[1])) == set(OPEN_PATHS)
+    assert (SERVER.host, SERVER.allowed_origins, SERVER.api_key) == ("127.0.0.1", (), ())
+    assert f"more than {server_settings(SERVER).keep_alive_timeout} s" in PAGE
