@@ -193,13 +193,14 @@ class Visit:
 
     def _may_be_refused(self) -> bool:
         scenario = self.circumstances.scenario
-        most_tokens = scenario.options.get("max_num_queued_tokens") or math.inf
+        most: int = scenario.options["max_num_queued_reqs"]
+        most_tokens: float = scenario.options.get("max_num_queued_tokens") or math.inf
         tokens = sum(
             (len(prompt_ids_of(each)) + each.params["max_tokens"]) * each.num_outputs
             for each in scenario.clients
         )
         outputs: int = sum(each.num_outputs for each in scenario.clients)
-        return outputs > scenario.options["max_num_queued_reqs"] or tokens > most_tokens
+        return outputs > most or tokens > most_tokens
 
     def _fits(self) -> bool:
         worker = self.circumstances.scenario.worker
