@@ -166,9 +166,12 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.note(self.bench.step())
 
-    @rule()
-    def worker_dies(self) -> None:
+    @rule(killed=st.booleans())
+    def worker_dies(self, killed: bool) -> None:
         self.bench.core.on_worker_lost()
+        self.bench.core.check_integrity()
+        outputs, _ = self.bench.core.judge(WorkerLost("no luck", from_outside=killed))
+        self.note(outputs)
         self.bench.core.check_integrity()
         self.bench.results.clear()
         old = self.bench.worker
@@ -192,7 +195,7 @@ class CoreMachine(RuleBasedStateMachine):
         try:
             self.note(self.bench.core.on_failure(failure))
         except WorkerLost:
-            self.worker_dies()
+            self.worker_dies(killed=False)
         else:
             self.bench.worker.reset(wire.Reset(next_plan=self.bench.core.next_number))
 
