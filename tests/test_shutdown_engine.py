@@ -13,7 +13,7 @@ import trio.testing
 
 from trioserve import Engine, EngineError, Grammar, RequestAborted, ShuttingDown, simulation
 from trioserve.simulation import open_fake_engine
-from trioserve.testing import FakeWorker
+from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.worker.supervisor import Supervisor
 
 Clock = trio.testing.MockClock
@@ -106,6 +106,26 @@ async def test_abort_all_ends_one_whose_grammar_is_prepared(autojump_clock: Cloc
             await reader.ended.wait()
         assert engine.statistics().num_tokenizing == 0
     assert str(reader.error) == "by an administrator"
+
+
+async def test_an_engine_that_fails_counts_its_outputs_as_errors(autojump_clock: Clock) -> None:
+    readers = [Reader() for _ in range(3)]
+
+    def die(step: int, _: object) -> None:
+        if step == 5:
+            raise WorkerDies
+
+    with pytest.raises(EngineError, match="the engine failed"):
+        async with (
+            open_fake_engine(
+                lambda: FakeWorker(step_time=0.1, script=die), max_worker_restarts=0
+            ) as engine,
+            trio.open_nursery() as nursery,
+        ):
+            for reader in readers:
+                nursery.start_soon(lambda each=reader: each.read(engine, "a", max_tokens=1000))
+    assert all(isinstance(reader.error, EngineError) for reader in readers)
+    assert engine.metrics.finished == {"error": 3}
 
 
 Leave = Callable[[trio.CancelScope], Awaitable[None]]

@@ -286,6 +286,11 @@ async def test_a_killed_server_leaves_nothing_that_the_next_start_does_not_take_
     late.wait_until_it_serves()
     assert list(late.temporary.glob("trioserve-*")) == []
     worker = await late.worker()
+    transport = httpx.AsyncHTTPTransport(uds=str(path))
+    async with http_client("http://x", transport=transport) as client:
+        body = {"prompt": [3], "max_tokens": 2, "structured_outputs": {"regex": "[ab]+"}}
+        assert (await client.post(PATH, json=body)).status_code == 200
+    assert len(late.children()) == 2  # the worker's own child tries grammars out
     late.process.kill()
     for server in (early, late):
         with trio.fail_after(30):
