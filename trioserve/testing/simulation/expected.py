@@ -49,6 +49,7 @@ def _token_of_byte() -> dict[int, int]:
     return {byte: token for token, byte in enumerate(_bytes_of_tokens())}
 
 
+@functools.lru_cache(maxsize=4096)
 def ids_of(text: str) -> tuple[int, ...]:
     """The tokens of a text."""
     return tuple(_token_of_byte()[byte] for byte in text.encode())
