@@ -6,12 +6,11 @@ A token after an ``!`` holds the event loop up for ``STALL`` seconds, as a bug m
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from typing import Any
 
 from trioserve import serving
-from trioserve.cli.commands import main
+from trioserve.cli.commands import run
 from trioserve.engine import Engine
 from trioserve.logs import get_logger
 from trioserve.sampling import SamplerParams
@@ -38,4 +37,4 @@ def open_engine(*_: Any, **__: Any) -> contextlib.AbstractAsyncContextManager[En
 
 if __name__ == "__main__":
     serving.open_engine = open_engine  # type: ignore[assignment]
-    sys.exit(main())
+    run()

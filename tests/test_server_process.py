@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pynng
+import pytest
 import trio
 
 ROOT = Path(__file__).parent.parent
@@ -122,3 +123,20 @@ async def test_a_worker_shows_its_threads_at_a_signal_and_at_a_crash(tmp_path: P
             process.kill()
     assert b"Segmentation fault" in text
     assert text.count(b"in main\n") == 2
+
+
+@pytest.mark.parametrize("stderr", ["there", "closed"])
+def test_a_command_that_ends_by_a_fault_shows_its_stack(stderr: str) -> None:
+    program = "import os\nfrom trioserve.cli import commands\n"
+    program += "commands.main = os.abort\ncommands.run()"
+    close = "" if stderr == "there" else "2>&-"
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {close}', sys.executable, program],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGABRT
+    if stderr == "there":
+        assert b"Fatal Python error: Aborted" in done.stderr
+        assert b"in run\n" in done.stderr

@@ -11,6 +11,8 @@ signal ended at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -40,7 +42,9 @@ __all__ = ["main", "run"]
 
 
 def run() -> None:
-    """The ``trioserve`` command."""
+    """The ``trioserve`` command. If a fault ends the interpreter itself, it shows its threads."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr it can't
+        faulthandler.enable()
     sys.exit(main())
 
 
