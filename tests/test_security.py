@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,20 @@ async def test_a_web_page_can_send_nothing_unasked(content_type: str | None) -> 
     assert not stub.calls
     response = await client_of(stub).post("/v1/completions", data=body)
     assert response.status_code == 200
+
+
+async def test_what_a_client_wrote_is_quoted_in_part() -> None:
+    """A name of millions of characters costs no more to refuse than to read."""
+    name = "y" * 4_000_000
+    client = client_of(StubEngine())
+    started = time.process_time()
+    for body in ({"prompt": "x", name: 1}, {"prompt": "x", "model": name}):
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code in (400, 404)
+        text = await response.get_data(True)
+        assert len(text) < 8000
+        assert "yyyy…" in json.loads(text)["error"]["message"]
+    assert time.process_time() - started < 2
 
 
 def test_keys_stand_in_no_description_of_the_options() -> None:

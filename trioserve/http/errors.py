@@ -39,6 +39,8 @@ __all__ = [
     "describe_error",
 ]
 
+MAX_MESSAGE_CHARACTERS = 4000
+MAX_PARAM_CHARACTERS = 200
 CLIENT_CLOSED_REQUEST = 499
 """What the log calls a request whose client left; no client ever sees it."""
 
@@ -159,13 +161,25 @@ def describe_error(error: BaseException) -> ErrorReply:
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, (Draining, KeyLimit, ShuttingDown)):
         headers["Retry-After"] = "1"
-    detail = ErrorDetail(message=_naming(param, str(error)), type=kind.type, param=param, code=code)
+    # Both may quote what the client wrote, which may be as large as a body.
+    message = _shortened(str(error), MAX_MESSAGE_CHARACTERS)
+    param = None if param is None else _shortened(param, MAX_PARAM_CHARACTERS)
+    detail = ErrorDetail(message=_naming(param, message), type=kind.type, param=param, code=code)
     return _reply(kind.status, detail, headers)
+
+
+def _shortened(text: str, most: int) -> str:
+    """``text``, of at most ``most`` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _naming(param: str | None, message: str) -> str:
     """``message``, with the field's name before it where it doesn't tell it."""
-    if param is None or re.search(rf"(?<!\w){re.escape(param)}(?!\w)", message):
+    if (
+        param is None
+        or len(param) == MAX_PARAM_CHARACTERS
+        or re.search(rf"(?<!\w){re.escape(param)}(?!\w)", message)
+    ):
         return message
     return f"{param}: {message}"
 
