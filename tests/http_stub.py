@@ -169,6 +169,9 @@ class StubEngine:
             if call.stream is not None:
                 call.stream.abort(error)
 
+    def check_room(self) -> None:
+        """There always is."""
+
     def statistics(self) -> Any:
         raise NotImplementedError("the stub has no scheduler to count")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import trio
 import trio.testing
+from asgi_client import Answer, ask
 from http_stub import http_client, server_config
 
 from trioserve import Engine, QueueFull
@@ -150,3 +151,44 @@ async def test_over_sockets() -> None:
         assert statuses[429] > statuses[200]
         engine.check_integrity()
         assert engine.statistics().num_streams == 0
+
+
+async def test_refusals_leave_the_loop_its_turns(autojump_clock: Clock) -> None:
+    """Of many requests at a full queue one is refused at a time, before its body is read."""
+    worker = FakeWorker(step_time=1.0)
+    limits: dict[str, Any] = {"max_num_seqs": 1, "max_num_queued_reqs": 1}
+    async with open_fake_engine(lambda: worker, **limits) as engine:
+        config = server_config(api_key=("key",))
+        app = create_app(engine, config)
+        key = {"Authorization": "Bearer key"}
+        answers: list[Answer] = []
+        turns = 0
+
+        async def request() -> None:
+            for path in ("/v1/completions", "/v1/chat/completions", "/generate"):
+                answers.append(await ask(app, path, "no request at all", headers=key))
+
+        async def others() -> None:
+            nonlocal turns
+            while len(answers) < 90:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        async with engine.generate("a") as running:
+            await running.receive()
+            async with engine.generate("b"):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(30):
+                        nursery.start_soon(request)
+                    nursery.start_soon(others)
+                assert turns >= len(answers) == 90
+                for answer in answers:
+                    assert answer.status == 429
+                    assert answer.error["code"] == "queue_full"
+                    assert int(answer.headers["retry-after"]) >= 1
+                # Who has no key isn't told, and what needs no place is served.
+                assert (await ask(app, "/generate", {})).status == 401
+                assert (await ask(app, "/tokenize", {"prompt": "x"}, headers=key)).status == 200
+        assert (await ask(app, "/generate", {}, headers=key)).status == 400
+        engine.drain()
+        assert (await ask(app, "/generate", {}, headers=key)).status == 503

@@ -19,6 +19,7 @@ import trio
 
 from trioserve import wire
 from trioserve.admission import (
+    check_arguments,
     check_params,
     check_prompt,
     max_prompt_tokens,
@@ -176,7 +177,7 @@ class Engine:
             params = sampling_params({**self.generation_defaults, **sampling})
         elif sampling:
             raise InvalidRequest("give either params or its fields, not both", param="params")
-        _check_arguments(
+        check_arguments(
             priority,
             timeout,
             arrived,
@@ -260,12 +261,25 @@ class Engine:
         """Admit nothing new from now on; what runs goes on. Idempotent."""
         self._draining = True
 
+    def check_room(self) -> None:
+        """Refuse now what :meth:`generate` would refuse later, whatever it is asked for.
+
+        Raises:
+            QueueFull: too much waits.
+            Draining: the engine is shutting down.
+            EngineError: it is closed.
+        """
+        self._check_open()
+        self._entrance.check_room()
+
     def abort_all(self, error: RequestAborted) -> None:
         """End every open request with ``error``, whatever its stage; never blocks.
 
         What waits in its stream is read first, and one whose final chunk waits there ends as it
         would have. Those that come later are another matter: see :meth:`drain`.
         """
+        if self._closed is not None:
+            return
         finish = Finish(FinishReason.ABORT, error=error)
         for request in self._open:
             for sequence in reversed(request.sequences):
@@ -328,10 +342,7 @@ class Engine:
     async def _generation(
         self, request: Request, deadline: Deadline
     ) -> AsyncIterator[GenerationStream]:
-        if self._closed is not None:
-            raise self._closed
-        if self._draining:
-            raise Draining("the server is shutting down")
+        self._check_open()
         self._entrance.enter(request, trio.current_time())
         self._open[request] = None
         try:
@@ -343,6 +354,12 @@ class Engine:
                 yield GenerationStream(request)
         finally:
             self._abandon(request)
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if self._draining:
+            raise Draining("the server is shutting down")
 
     def close(self, error: EngineError) -> None:
         """End every open request with ``error``, and refuse new ones with it. Idempotent."""
@@ -381,20 +398,3 @@ class Engine:
 
 def _with_index(sampler: SamplerParams, index: int) -> SamplerParams:
     return attrs.evolve(sampler, sequence_index=index) if index else sampler
-
-
-def _check_arguments(
-    priority: int, timeout: float | None, arrived: float | None, **texts: str
-) -> None:
-    """Refuse what would fail further in, where it would be every request's failure."""
-    for name, value in texts.items():
-        if not isinstance(value, str):
-            raise InvalidRequest(f"{name} must be a string, got {value!r}", param=name)
-    if not isinstance(priority, int):
-        raise InvalidRequest(f"priority must be an integer, got {priority!r}", param="priority")
-    if arrived is not None and not (isinstance(arrived, (int, float)) and arrived == arrived):
-        raise InvalidRequest(f"arrived must be a time, got {arrived!r}", param="arrived")
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
-        raise InvalidRequest(
-            f"timeout must be a number of seconds from 0 up, got {timeout!r}", param="timeout"
-        )

@@ -129,6 +129,14 @@ class Entrance:
         # in line.
         request.on_admitted = lambda: self._on_admitted(request)
 
+    def check_room(self) -> None:
+        """Refuse whoever asks, if there is no room for the smallest request.
+
+        Raises:
+            QueueFull: there is none.
+        """
+        self._check(1, 1, trio.current_time())
+
     def forget(self, request: Request) -> None:
         """``request`` is over."""
         self.num_characters -= self._characters.pop(request)

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any, cast
 
 import quart
+import trio
 from quart_trio import QuartTrio
 from werkzeug.exceptions import MethodNotAllowed
 
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
+from trioserve.errors import QueueFull
 from trioserve.http.admin import AdminEndpoints
 from trioserve.http.asgi import HTTPConnection, Request, WebSocketConnection, error_response
 from trioserve.http.auth import OPEN_PATHS, Keys
@@ -67,6 +69,10 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
     app.register_error_handler(Exception, _on_error)
 
     keys = Keys(config.api_key, config.admin_api_key, max_requests=config.max_requests_per_key)
+    admission = _Admission(engine)
+    generating_rules = {
+        rule for route in ROUTES if route.events is not None for rule in route.rules
+    }
     control_rules = {rule for route in ROUTES if route.control for rule in route.rules}
 
     @app.before_request
@@ -82,9 +88,38 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
             caller = keys.caller(request.headers.get("Authorization"), control=control)
             request.record.key = None if caller is None else caller.name
             request.at_end.enter_context(keys.counted(caller))
+            if rule is not None and rule.rule in generating_rules:
+                await admission.check()
         return preflight
 
     return app
+
+
+class _Admission:
+    """Refuses requests while the queue is full, before their bodies are read.
+
+    One after the other: clients that ask again at once could else keep so many of the loop's tasks
+    ready that the engine's own get their turn too late, at the expense of whoever was admitted.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._turn = trio.Lock()
+
+    async def check(self) -> None:
+        """Go on if there is room.
+
+        Raises:
+            QueueFull: there is none.
+            Draining: the engine is shutting down.
+            EngineError: it is closed.
+        """
+        try:
+            self._engine.check_room()
+        except QueueFull:
+            async with self._turn:
+                await trio.lowlevel.checkpoint()
+                self._engine.check_room()
 
 
 def _preflight(request: Request, cross_origin: CrossOrigin) -> quart.Response | None:
