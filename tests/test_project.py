@@ -25,7 +25,7 @@ from trioserve.options import options_of
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 README = (ROOT / "README.md").read_text()
-SESSIONS = {"serve", "tests", "lint", "bench", "bench_peers", "gpu", "docs", "fuzz"}
+SESSIONS = {"serve", "tests", "lint", "bench", "bench_peers", "gpu", "docs", "fuzz", "simulate"}
 
 
 def requirements() -> list[Requirement]:
