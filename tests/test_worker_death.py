@@ -122,6 +122,55 @@ async def test_requests_of_every_kind_outlive_their_worker(
         await assert_idle(engine)
 
 
+FAILING = """
+import os, sys, torch
+from gpu import runner, worker
+submit, steps = runner.Runner.submit, 0
+def failing(self, plan):
+    global steps
+    steps += 1
+    if steps == 12 and os.path.exists(sys.argv[1]):
+        os.remove(sys.argv[1])
+        raise {error}
+    return submit(self, plan)
+runner.Runner.submit = failing
+worker.run(sys.argv[2])
+"""
+"""A worker whose twelfth step fails, for the first one that gets there."""
+
+
+@pytest.mark.parametrize(
+    ("error", "num_replaced"),
+    [
+        ("torch.AcceleratorError('CUDA error: an illegal memory access was encountered')", 1),
+        ("torch.OutOfMemoryError('CUDA out of memory')", 0),
+    ],
+)
+async def test_a_poisoned_context_costs_the_process_and_missing_memory_does_not(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, num_replaced: int
+) -> None:
+    once = tmp_path / "once"
+    command = supervisor.worker_command
+
+    def failing_command(url: str) -> tuple[list[str], dict[str, str]]:
+        program = FAILING.format(error=error)
+        return [sys.executable, "-P", "-c", program, str(once), url], command(url)[1]
+
+    monkeypatch.setattr(supervisor, "worker_command", failing_command)
+    async with open_tiny_engine(tiny, max_plans_in_flight=2, max_num_batched_tokens=64) as engine:
+        calm, disturbed = Answers(), Answers()
+        await calm.ask_all(engine)
+        (before,) = psutil.Process().children()
+        once.touch()
+        before.kill()  # the steps that count are the next one's
+        await disturbed.ask_all(engine)
+        assert not once.exists()
+        assert engine.statistics().worker_restarts == 1 + num_replaced
+        assert disturbed.token_ids == calm.token_ids
+        assert disturbed.outputs == calm.outputs
+        await assert_idle(engine)
+
+
 # ---- the process and what it has started
 
 
