@@ -134,7 +134,8 @@ class EngineConfig:
     )
     default_timeout: float | None = option(
         None,
-        "seconds that a request which names no timeout of its own may take (default: any time)",
+        "seconds that a request may take which names no timeout of its own; the answer past it "
+        "is 504 (default: any time)",
         group="scheduling",
         kind=float,
         above=0,
@@ -342,7 +343,8 @@ class ServerConfig:
     )
     max_requests_per_key: int | None = option(
         None,
-        "most requests of one API key that may be open at a time; the answer past it is 429",
+        "most requests of one API key that may be open at a time; the answer past it is 429 "
+        "(default: any number)",
         group="http",
         kind=int,
         low=1,
@@ -397,7 +399,7 @@ class ServerConfig:
     )
     max_prompts_per_request: int = option(
         512,
-        "most prompts in one request's batch",
+        "most prompts in one request's batch; the answer past it is 400",
         group="http",
         kind=int,
         low=1,

@@ -134,7 +134,7 @@ ERROR_STATUSES = {
     "requests with this key are open (`--max-requests-per-key`)",
     500: "The server failed, or ended the request",
     503: "The server is shutting down, or has lost its worker",
-    504: "The request's own `timeout` ran out",
+    504: "The request's own `timeout`, or `--default-timeout`, ran out",
 }
 """What the status of an error means."""
 
