@@ -16,11 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.tiny_models import make_tiny
 from trioserve import EngineConfig, ServerConfig, TrioserveError, serve, serving
 from trioserve.simulation import open_fake_engine
+from trioserve.task_dump import ask_others
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
 
-async def test_metrics_log_and_spans_of_one_request(tmp_path: Path) -> None:
+async def test_metrics_log_and_spans_of_one_request(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = make_tiny("llama2", tmp_path)
     shutdown = trio.Event()
     with collecting() as collector, captured_logs() as logs:
@@ -55,6 +58,12 @@ async def test_metrics_log_and_spans_of_one_request(tmp_path: Path) -> None:
                         await trio.sleep(0.05)
                 admin = {"Authorization": "Bearer admin"}
                 dump = (await client.get("/debug/tasks", headers=admin)).text
+                ask_others()
+                with trio.fail_after(20):
+                    threads = ""
+                    while "in main\n" not in threads:
+                        threads += capfd.readouterr().err
+                        await trio.sleep(0.05)
             shutdown.set()
     found = {
         sample.name: sample.value
@@ -70,6 +79,7 @@ async def test_metrics_log_and_spans_of_one_request(tmp_path: Path) -> None:
     assert found["vllm:integrity_violations_total"] == 0
     assert not any(name.startswith("trioserve:") for name in found)
 
+    assert "gpu/worker.py" in threads
     assert re.match(r"worker process: \d+\nengine .*\nrequests open: 0;", dump)
     line = next(entry for entry in logs if entry["event"] == "request")
     assert (line["trace_id"], line["n"], line["prompts"]) == (TRACE_ID, 1, ["hello"])

@@ -15,7 +15,7 @@ import trio.testing
 
 from trioserve import task_dump
 from trioserve.simulation import open_fake_engine
-from trioserve.task_dump import dump_tasks, reporting
+from trioserve.task_dump import ask_others, dump_tasks, reporting
 from trioserve.testing import FakeWorker
 
 
@@ -199,6 +199,18 @@ async def test_reports_come_first_and_a_broken_one_hinders_nobody() -> None:
     assert dump_tasks().splitlines()[0].endswith(" trio tasks:")
 
 
+async def test_others_are_asked_and_those_that_are_gone_hinder_nobody() -> None:
+    asked: list[str] = []
+
+    def gone() -> None:
+        raise ProcessLookupError
+
+    with reporting(str, ask=gone), reporting(str, ask=lambda: asked.append("worker")):
+        ask_others()
+    ask_others()
+    assert asked == ["worker"]
+
+
 async def test_other_threads_are_shown() -> None:
     entered, leave = threading.Event(), threading.Event()
 
@@ -219,6 +231,7 @@ async def test_other_threads_are_shown() -> None:
 def test_there_is_none_where_trio_doesnt_run() -> None:
     with pytest.raises(RuntimeError):
         dump_tasks()
+    ask_others()
 
 
 async def test_an_engines_dump_tells_its_state_and_its_tasks(autojump_clock: object) -> None:

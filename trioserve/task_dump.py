@@ -10,7 +10,7 @@ printed once, with their number. A task is one of:
 ``cancelled``  as ``waiting``, and it is to leave: it sits in a cleanup, or is about to leave
 
 Below the tree are the stacks of the process's other threads. Parts of the program may put a few
-lines on top of every dump by :func:`reporting`.
+lines on top of every dump by :func:`reporting`, and have other processes show theirs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from types import FrameType
 import attrs
 import trio
 
-__all__ = ["dump_tasks", "reporting"]
+__all__ = ["ask_others", "dump_tasks", "reporting"]
 
 MAX_STACKS = 10_000
 """Tasks whose stacks are read; those beyond are counted."""
@@ -37,19 +37,45 @@ _MAX_INDENT = 40
 Call = tuple[str, int, str]
 """A file, a line in it, and the function there."""
 
-_reports: trio.lowlevel.RunVar[tuple[Callable[[], str], ...]] = trio.lowlevel.RunVar(
-    "trioserve.task_dump.reports", ()
+
+@attrs.frozen(eq=False)
+class _Part:
+    """A part of the program that has something to say in a dump."""
+
+    report: Callable[[], str]
+    ask: Callable[[], None]
+
+
+_parts: trio.lowlevel.RunVar[tuple[_Part, ...]] = trio.lowlevel.RunVar(
+    "trioserve.task_dump.parts", ()
 )
 
 
 @contextlib.contextmanager
-def reporting(report: Callable[[], str]) -> Iterator[None]:
-    """Have dumps in this trio program begin with what ``report`` returns, while the block lasts."""
-    _reports.set((*_reports.get(), report))
+def reporting(
+    report: Callable[[], str], *, ask: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Have dumps in this trio program begin with what ``report`` returns, while the block lasts.
+
+    ``ask`` is called by :func:`ask_others`.
+    """
+    part = _Part(report, ask)
+    _parts.set((*_parts.get(), part))
     try:
         yield
     finally:
-        _reports.set(tuple(each for each in _reports.get() if each is not report))
+        _parts.set(tuple(each for each in _parts.get() if each is not part))
+
+
+def ask_others() -> None:
+    """Have the processes that belong to this program show what they do, where they log.
+
+    As safe as :func:`dump_tasks`. Where trio doesn't run, there are none.
+    """
+    with contextlib.suppress(RuntimeError):
+        for part in _parts.get():
+            with contextlib.suppress(OSError):  # it may have ended just now
+                part.ask()
 
 
 def dump_tasks() -> str:
@@ -62,7 +88,7 @@ def dump_tasks() -> str:
         RuntimeError: trio doesn't run in this thread.
     """
     root = trio.lowlevel.current_root_task()
-    lines = [line for report in _reports.get() for line in _safely(report).splitlines()]
+    lines = [line for part in _parts.get() for line in _safely(part.report).splitlines()]
     if root is not None:
         nodes, num_left_out = _collect(root)
         _fold(nodes)

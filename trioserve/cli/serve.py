@@ -19,7 +19,7 @@ from trioserve.http.connections import raise_descriptor_limit
 from trioserve.logs import ASKED_FOR, get_logger
 from trioserve.model_files.locate import default_name
 from trioserve.serving import serve
-from trioserve.task_dump import dump_tasks
+from trioserve.task_dump import ask_others, dump_tasks
 
 __all__ = ["CUT_OFF", "run_server"]
 
@@ -81,9 +81,9 @@ def _model_name(config: ServerConfig) -> str:
 
 @contextlib.contextmanager
 def _dumping_tasks() -> Iterator[None]:
-    """At SIGUSR1, log all tasks and their stacks, also while Python code holds up the event loop.
+    """At SIGUSR1, log all tasks and their stacks, and have the worker show its threads.
 
-    That is why this isn't one of the signals that a task receives.
+    Also while Python code holds up the event loop: this is no signal for a task to receive.
     """
 
     def dump(*_: object) -> None:
@@ -91,6 +91,7 @@ def _dumping_tasks() -> Iterator[None]:
             tasks = dump_tasks()
         except Exception as error:
             tasks = f"there is no dump: {error!r}"
+        ask_others()
         # Not in this thread: it may have been interrupted in the middle of a write to the log.
         _thread.start_new_thread(_dump_log.info, ("task dump",), {"tasks": tasks})
 

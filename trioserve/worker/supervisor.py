@@ -114,7 +114,10 @@ async def run_worker(
                     folder.close()
                     ready = await _load(link, start_timeout, on_progress)
                     when = ""
-                    with reporting(lambda: f"worker process: {process.pid}"):
+                    with reporting(
+                        lambda: f"worker process: {process.pid}",
+                        ask=lambda: process.send_signal(signal.SIGUSR1),
+                    ):
                         yield link, ready
                     nursery.cancel_scope.cancel()
             except BaseExceptionGroup as group:
