@@ -76,8 +76,7 @@ class CompletionEndpoints:
         return json_response(await run_if_long(num_logprobs(completions), answer))
 
     def _jobs(self, request: CompletionRequest) -> list[Job]:
-        prompts = _prompts(request)
-        self._service.check_number_of_prompts(len(prompts), "prompt")
+        prompts = _prompts(request, self._service)
         base = request_id("cmpl", request, self._service)
         ids = [base] if len(prompts) == 1 else [f"{base}-{i}" for i in range(len(prompts))]
         fields, renames = _sampling(request)
@@ -139,7 +138,7 @@ def _wanted(request: CompletionRequest, job: Job, service: Service) -> Wanted:
     )
 
 
-def _prompts(request: CompletionRequest) -> list[Prompt]:
+def _prompts(request: CompletionRequest, service: Service) -> list[Prompt]:
     """The prompts of a completion, whichever of the four forms they have."""
     given = request.prompt
     special = True if request.add_special_tokens is None else request.add_special_tokens
@@ -147,6 +146,7 @@ def _prompts(request: CompletionRequest) -> list[Prompt]:
         return [TextPrompt(given, add_special_tokens=special)]
     if given and all(isinstance(item, int) for item in given):
         return [TokensPrompt(tuple(item for item in given if isinstance(item, int)))]
+    service.check_number_of_prompts(len(given), "prompt")
     prompts: list[Prompt] = []
     for index, item in enumerate(given):
         if isinstance(item, int):

@@ -65,8 +65,7 @@ def read_batch(request: GenerateRequest, service: Service) -> NativeBatch:
     Raises:
         InvalidRequest: a field is out of its range, or lists don't have one entry for each prompt.
     """
-    prompts, listed = _prompts(request)
-    service.check_number_of_prompts(len(prompts), _prompt_field(request))
+    prompts, listed = _prompts(request, service)
     reader = _Reader(request, service, len(prompts))
     jobs = [reader.job(index, prompt) for index, prompt in enumerate(prompts)]
     counts = {job.params.n for job in jobs}
@@ -159,14 +158,16 @@ def _prompt_field(request: GenerateRequest) -> str:
     return "text" if request.text is not None else "input_ids"
 
 
-def _prompts(request: GenerateRequest) -> tuple[list[Prompt], bool]:
+def _prompts(request: GenerateRequest, service: Service) -> tuple[list[Prompt], bool]:
     """The prompts, and whether they were given as a batch."""
     if isinstance(request.text, str):
         return [TextPrompt(request.text)], False
     if request.text is not None:
+        service.check_number_of_prompts(len(request.text), "text")
         return [TextPrompt(text) for text in request.text], True
     assert request.input_ids is not None
     lists, listed = one_or_several(request.input_ids, "input_ids")
+    service.check_number_of_prompts(len(lists), "input_ids")
     return [TokensPrompt(tuple(ids)) for ids in lists], listed
 
 
