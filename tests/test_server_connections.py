@@ -30,7 +30,7 @@ from http_stub import (
     words,
 )
 
-from trioserve.http import create_app, server
+from trioserve.http import bodies, create_app, server
 from trioserve.http.connections import (
     MAX_CONNECTIONS,
     connection_limit,
@@ -174,6 +174,52 @@ class TestMemory:
         assert len(before) == 5
         assert before == after
         assert max(after) < (5 if http2 else 60)  # Of 100,000 bytes each.
+
+
+class TestBodies:
+    async def test_all_that_come_in_have_room_together(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bodies, "_ROOM", 3000)
+        stub = StubEngine()
+        padded = WHOLE + b" " * (700 - len(WHOLE))
+        request = raw_request(padded, path=TEXT)
+        async with served(stub, max_body_size=700) as url, contextlib.AsyncExitStack() as stack:
+            slow = [await stack.enter_async_context(await connect(url)) for _ in range(4)]
+            for client in slow:
+                await client.send_all(request[:-1])
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            other = await stack.enter_async_context(await connect(url))
+            await other.send_all(request)
+            assert b"HTTP/1.1 429" in await read_until(other, b"bodies of requests")
+            await slow[0].aclose()
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            for client in slow[1:]:
+                await client.send_all(b" ")
+                assert b"HTTP/1.1 200" in await read_until(client, b'"choices"')
+            again = await stack.enter_async_context(await connect(url))
+            await again.send_all(request)
+            assert b"HTTP/1.1 200" in await read_until(again, b'"choices"')
+
+    async def test_what_was_read_is_given_back(self) -> None:
+        stub = StubEngine(script=lambda _: [math.inf])
+        app = create_app(as_engine(stub), server_config())
+        async with trio.open_nursery() as nursery:
+            (url,) = await nursery.start(serve_app, app, server_config())
+            async with await connect(url) as client:
+                request = raw_request(STREAM, path=TEXT)
+                await client.send_all(request[:-1])
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                assert app.body_room.held == len(STREAM) - 1
+                await client.send_all(request[-1:])
+                while not stub.calls:
+                    await trio.sleep(0.01)
+                assert app.body_room.held == 0
+                await client.send_all(request[:-1])
+            with trio.fail_after(5):
+                await stub.calls[0].left.wait()
+            assert app.body_room.held == 0
+            nursery.cancel_scope.cancel()
 
 
 class TestLeftovers:

@@ -19,6 +19,7 @@ from trioserve.errors import QueueFull
 from trioserve.http.admin import AdminEndpoints
 from trioserve.http.asgi import HTTPConnection, Request, WebSocketConnection, error_response
 from trioserve.http.auth import OPEN_PATHS, Keys
+from trioserve.http.bodies import BodyRoom
 from trioserve.http.chat.endpoint import ChatEndpoints
 from trioserve.http.completions.endpoint import CompletionEndpoints
 from trioserve.http.cors import CrossOrigin
@@ -40,6 +41,7 @@ class App(QuartTrio):
     request_class = Request
     engine: Engine
     cross_origin: CrossOrigin
+    body_room: BodyRoom
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
@@ -61,6 +63,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
     app = App("trioserve", static_folder=None)
     app.engine = engine
     app.cross_origin = CrossOrigin(config.allowed_origins)
+    app.body_room = BodyRoom.for_bodies_of(config.max_body_size)
     app.config["RESPONSE_TIMEOUT"] = None
     app.config["BODY_TIMEOUT"] = config.request_timeout
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
@@ -87,6 +90,8 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
             control = rule is not None and rule.rule in control_rules
             caller = keys.caller(request.headers.get("Authorization"), control=control)
             request.record.key = None if caller is None else caller.name
+            if caller is not None:
+                request.record.key = caller.name
             request.at_end.enter_context(keys.counted(caller))
             if rule is not None and rule.rule in generating_rules:
                 await admission.check()

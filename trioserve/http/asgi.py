@@ -26,6 +26,7 @@ from quart_trio.wrappers import TrioRequest
 
 from trioserve.errors import InvalidRequest
 from trioserve.http.access_log import AccessRecord, request_id_from
+from trioserve.http.bodies import Body
 from trioserve.http.errors import ErrorReply, describe_error
 from trioserve.http.sse import EventStream, raw_event
 from trioserve.logs import get_logger
@@ -53,6 +54,8 @@ class Request(TrioRequest):
     What is to be undone when it ends, however it does, is pushed on ``at_end``.
     """
 
+    body_class = Body
+    body: Body
     record: AccessRecord
     at_end: contextlib.ExitStack
 
@@ -101,6 +104,8 @@ class HTTPConnection(TrioASGIHTTPConnection):
         request = cast(Request, super()._create_request_from_scope(send))
         request.record = self.record
         request.at_end = self.at_end
+        request.body.room = self.app.body_room
+        self.at_end.callback(request.body.clear)
         return request
 
     # A Ctrl-C in a program that handles no signals is for its main task, not for whoever runs.
