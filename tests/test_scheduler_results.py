@@ -10,6 +10,7 @@ import attrs
 import pytest
 
 from tests.scheduling import (
+    ABORT,
     Bench,
     crowd,
     make_limits,
@@ -237,6 +238,22 @@ def test_the_slot_that_is_blamed_ends_and_the_others_go_on() -> None:
     assert isinstance(bad.finish.error, EngineError)
     bench.drain()
     assert len(good.output_ids) == 8
+
+
+def test_an_output_that_has_ended_takes_no_sibling_along() -> None:
+    bench = Bench.make(worker(), max_plans_in_flight=2)
+    first, second = bench.submit_all([1, 2, 3], n=2)
+    for _ in range(3):
+        bench.step()
+    plan = bench.core.next_plan(0.0)
+    assert plan is not None
+    slot = first.compute.slot
+    assert slot in wire.ints(plan.row_slots).tolist()
+    bench.core.abort(first, ABORT)
+    failure = wire.Failure(number=plan.number, message="the processor failed", slot=slot)
+    assert bench.core.on_failure(failure) == []
+    assert second.state is State.WAITING
+    bench.core.check_integrity()
 
 
 def test_who_was_alone_is_to_blame() -> None:

@@ -63,9 +63,12 @@ class Recovery:
         plan = next((each for each in self._core.in_flight if each.number == failure.number), None)
         if plan is None:
             raise WorkerLost(f"plan {failure.number} failed and isn't in flight: {failure.message}")
+        guilty: Request | None = None
         slots = wire.ints(plan.slots).tolist()
         if failure.slot in slots:
-            guilty: Request | None = plan.rows[slots.index(failure.slot)][0].sequence.request
+            sequence = plan.rows[slots.index(failure.slot)][0].sequence
+            # If it has ended meanwhile, its siblings go on without it.
+            guilty = None if sequence.state is State.FINISHED else sequence.request
         else:
             verdict = self.blame.accuse(_flight_of([plan]))
             guilty = verdict.guilty
