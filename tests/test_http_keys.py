@@ -11,6 +11,7 @@ import pytest
 import trio
 from http_stub import (
     StubEngine,
+    captured_logs,
     client_of,
     connect,
     http_client,
@@ -99,6 +100,15 @@ async def test_a_key_beyond_ascii() -> None:
         for header, status in (("Bearer schlüssel", 200), ("Bearer schlussel", 401)):
             headers = {b"Authorization": header.encode()}
             assert (await client.get("/v1/models", headers=headers)).status_code == status
+
+
+async def test_the_log_tells_the_keys_apart_without_telling_them() -> None:
+    client = client_of(StubEngine(), api_key=("secret1", "secret2"), admin_api_key=("secret3",))
+    with captured_logs() as logs:
+        for header in (bearer("secret2"), bearer("secret3"), bearer("secret4"), {}):
+            await client.get("/v1/models", headers=header)
+    assert [entry.get("key") for entry in logs] == ["key-2", "admin-1", None, None]
+    assert "secret" not in str(logs)
 
 
 class TestControl:

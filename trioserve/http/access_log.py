@@ -48,7 +48,8 @@ class AccessRecord:
     ``key`` is the name of the API key that the client sent.
     ``reason`` is the finish reason of a generation (several, with commas between them, where its
     outputs ended differently), or why the request ended early. ``client`` is the address that it
-    came from. ``traceparent`` and ``tracestate`` are the caller's trace context.
+    came from, ``key`` the name of the API key that it brought. ``traceparent`` and ``tracestate``
+    are the caller's trace context.
     """
 
     method: str
@@ -127,6 +128,8 @@ class AccessRecord:
         }
         if self.client is not None:
             fields["client"] = self.client
+        if self.key is not None:
+            fields["key"] = self.key
         if self.key is not None:
             fields["key"] = self.key
         if match := _TRACEPARENT_PATTERN.fullmatch(self.traceparent):
