@@ -34,7 +34,7 @@ from http_stub import (
 from hypercorn.config import Config
 from hypercorn.trio import serve
 
-from trioserve.http import create_app
+from trioserve.http import create_app, serve_app
 from trioserve.stream import Chunk
 
 TEXT = "/v1/completions"
@@ -221,6 +221,50 @@ async def test_no_client_ends_the_server(attack: Attack) -> None:
 @pytest.mark.parametrize("more", [b"", b"\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10])
 async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent(more: bytes) -> None:
     assert await notices(served, more)
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+async def test_a_client_that_closes_its_half_has_gone(admitted: bool) -> None:
+    """Waiting for admission, and between two events."""
+    never = trio.Event()
+    stub = StubEngine(
+        script=lambda _: [Chunk("a", (97,)), math.inf],
+        admit=None if admitted else lambda _: never.wait(),
+    )
+    async with served(stub) as url, await connect(url) as client:
+        await client.send_all(raw_request(STREAM, path=TEXT))
+        while not stub.calls:
+            await trio.sleep(0.01)
+        if admitted:
+            await read_until(client, b'"text":"a"')
+        await client.send_eof()
+        with trio.fail_after(1):
+            await stub.calls[0].left.wait()
+
+
+async def test_a_client_that_leaves_behind_a_full_queue_of_its_bodys_pieces() -> None:
+    left = trio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+        await go_on.wait()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    go_on = trio.Event()
+    async with trio.open_nursery() as nursery:
+        serving = functools.partial(serve_app, app, server_config())
+        (url,) = await nursery.start(serving)
+        async with await connect(url) as client:
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            await client.send_all(head + b"1\r\nx\r\n" * 1000)
+            await trio.sleep(0.05)
+        await trio.sleep(0.05)
+        go_on.set()
+        with trio.fail_after(1):
+            await left.wait()
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_stalled_reader_does_not_hold_up_cancellation() -> None:
