@@ -45,7 +45,6 @@ def request_id_from(header: str | None) -> str:
 class AccessRecord:
     """What is known of one HTTP request; :meth:`write` makes the line of it.
 
-    ``key`` is the name of the API key that the client sent.
     ``reason`` is the finish reason of a generation (several, with commas between them, where its
     outputs ended differently), or why the request ended early. ``client`` is the address that it
     came from, ``key`` the name of the API key that it brought. ``traceparent`` and ``tracestate``
@@ -128,8 +127,6 @@ class AccessRecord:
         }
         if self.client is not None:
             fields["client"] = self.client
-        if self.key is not None:
-            fields["key"] = self.key
         if self.key is not None:
             fields["key"] = self.key
         if match := _TRACEPARENT_PATTERN.fullmatch(self.traceparent):

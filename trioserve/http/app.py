@@ -90,8 +90,6 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
             control = rule is not None and rule.rule in control_rules
             caller = keys.caller(request.headers.get("Authorization"), control=control)
             request.record.key = None if caller is None else caller.name
-            if caller is not None:
-                request.record.key = caller.name
             request.at_end.enter_context(keys.counted(caller))
             if rule is not None and rule.rule in generating_rules:
                 await admission.check()
