@@ -23,6 +23,7 @@ from trioserve.errors import EngineError, WorkerLost
 from trioserve.grammar import Grammar
 from trioserve.request import Request, Sequence, SequenceOutput
 from trioserve.scheduler.blame import KILLS_FORGIVEN, MAX_ALONE, Blame
+from trioserve.scheduler.recovery import CALM_LIFE
 from trioserve.simulation import byte_tokenizer, open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
 from trioserve.worker import Link
@@ -492,3 +493,28 @@ async def test_who_waits_or_is_prepared_outlives_the_worker(autojump_clock: Cloc
             "has a grammar": 6,
         }
         engine.check_integrity()
+
+
+async def kill_again_and_again(killer: Killer, times: int, pause: float) -> None:
+    for _ in range(times):
+        await trio.sleep(pause)
+        killer.killed.set()
+
+
+async def test_an_idle_worker_may_die_now_and_then(autojump_clock: Clock) -> None:
+    killer = Killer(FakeWorker)
+    async with open_fake_engine(open_worker=killer.open_worker) as engine:
+        await kill_again_and_again(killer, times=9, pause=2 * CALM_LIFE)
+        await trio.sleep(1)
+        assert engine.statistics().worker_restarts == 9
+        assert len((await engine.complete("A", max_tokens=3)).token_ids) == 3
+
+
+async def test_an_idle_worker_that_dies_again_and_again_ends_the_engine(
+    autojump_clock: Clock,
+) -> None:
+    killer = Killer(FakeWorker)
+    with pytest.raises(EngineError, match="the fake worker ended"):
+        async with open_fake_engine(open_worker=killer.open_worker) as engine:
+            await kill_again_and_again(killer, times=9, pause=CALM_LIFE / 2)
+    assert engine.statistics().worker_restarts == engine.config.max_worker_restarts

@@ -14,6 +14,7 @@ Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,6 +72,8 @@ class Scheduler:
         self._worker_there = trio.Event()
         """Set while a worker is attached."""
         self._num_attached = 0
+        self._attached_at = math.inf
+        """When the last worker was attached; infinity once its loss has been judged."""
         self._work = trio.Event()
         """There may be something to send."""
         self._outbox: deque[wire.Message] = deque()
@@ -169,6 +172,7 @@ class Scheduler:
         else:
             self._deliver(self._core.restart(limits))
         self._num_attached += 1
+        self._attached_at = trio.current_time()
         self._worker_there.set()
         self._work.set()
         # Taken before either loop runs: which of them runs first is chance.
@@ -201,7 +205,8 @@ class Scheduler:
         """
         if self._core is None:
             return 1
-        outputs, num_deaths = self._core.judge(loss)
+        outputs, num_deaths = self._core.judge(loss, trio.current_time() - self._attached_at)
+        self._attached_at = math.inf
         self._end(outputs, str(loss))
         return num_deaths
 

@@ -369,9 +369,9 @@ class SchedulerCore:
         """See :meth:`.Recovery.on_worker_lost`."""
         self.recovery.on_worker_lost()
 
-    def judge(self, loss: WorkerLost) -> tuple[list[SequenceOutput], int]:
+    def judge(self, loss: WorkerLost, lived: float = 0.0) -> tuple[list[SequenceOutput], int]:
         """See :meth:`.Recovery.judge`."""
-        return self.recovery.judge(loss)
+        return self.recovery.judge(loss, lived)
 
     def restart(self, limits: Limits) -> list[SequenceOutput]:
         """See :meth:`.Recovery.restart`."""

@@ -3,7 +3,8 @@
 All that the worker knew is gone then, and everybody is back in line with the tokens so far. It is
 counted how often that happens without progress: a step that was completed is progress, and so is
 that fewer requests are suspects than before (:mod:`~.blame`). Past the limit of failures the worker
-is given up, past that of deaths, which is the supervisor's, the engine.
+is given up, past that of deaths, which is the supervisor's, the engine. A worker that dies with
+nothing to do after a calm minute is as good as one that made a step: it may have been a long time.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ __all__ = ["Recovery"]
 
 MAX_FAILURES = 3
 """Failures of plans without progress that a worker is given up for."""
+CALM_LIFE = 60.0
+"""Seconds."""
 
 
 @attrs.define(eq=False)
@@ -86,8 +89,8 @@ class Recovery:
         self._forget_worker()
         self._core.has_worker = False
 
-    def judge(self, loss: WorkerLost) -> tuple[list[SequenceOutput], int]:
-        """Why the worker was lost, or the one after it before it was there.
+    def judge(self, loss: WorkerLost, lived: float) -> tuple[list[SequenceOutput], int]:
+        """Why the worker was lost that lived so many seconds, or the next one before it was there.
 
         Returns:
             the end of the request that is to blame, if one is; and the number of deaths since there
@@ -95,9 +98,10 @@ class Recovery:
         """
         judge = self.blame.excuse if loss.from_outside else self.blame.accuse
         verdict = judge(self._flight)
+        is_calm = lived >= CALM_LIFE and not self._flight
         self._flight = {}
         num_steps = self._core.counters.num_steps
-        if num_steps > self._num_steps:
+        if num_steps > self._num_steps or is_calm:
             self._num_deaths = 0
         self._num_steps = num_steps
         self._num_deaths += not _is_progress(verdict)
