@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from trioserve.log_output import WORKER_LOG
-from trioserve.logs import get_logger, setup_logging
+from trioserve.logs import ASKED_FOR, get_logger, setup_logging
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,6 +87,19 @@ def test_the_format_follows_the_terminal(
     assert line.endswith("[debug    ] to a person [trioserve.test] k=1\n")
     get_logger("trioserve.test").info("request", path="/\x1b[2J")
     assert capsys.readouterr().err.endswith("request [trioserve.test] path=/\\x1b[2J\n")
+
+
+@pytest.mark.usefixtures("logging_restored")
+def test_a_dump_is_readable_at_a_terminal_and_at_any_level(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setup_logging("error", "console")
+    get_logger(ASKED_FOR).info("task dump", tasks="2 trio tasks:\n  <init>: 'waiting'\n")
+    line, *rest = capsys.readouterr().err.splitlines()
+    assert line.endswith("[info     ] task dump [trioserve.dump]")
+    assert rest == ["2 trio tasks:", "  <init>: 'waiting'", ""]
+    get_logger("trioserve.test").error("request", tasks="a\nb")
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.usefixtures("logging_restored")

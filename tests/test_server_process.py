@@ -72,6 +72,7 @@ async def test_a_dump_at_sigusr1_even_while_the_event_loop_is_held_up() -> None:
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
     (dump,) = dumps
+    assert " in Event.wait\n" in dump
     assert dump.startswith("engine fake\nrequests open: 1; ")
     assert " in token\n" in dump
     assert " in Scheduler._receive\n" in dump

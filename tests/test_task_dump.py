@@ -65,6 +65,7 @@ async def test_a_task_is_shown_with_its_stack_and_its_nurseries_below() -> None:
     assert re.fullmatch(rf"    (tests/)?test_task_dump\.py:{line} in family", calls[0])
     assert shown[shown.index(calls[0]) + 1] == "        await sleeper()"
     assert calls[1].endswith(" in sleeper")
+    assert calls[2].endswith(" in sleep_forever")
     nursery = shown.index("  nursery")
     assert shown[nursery + 1].startswith("    child: waiting")
     assert not any("_traps.py" in line for line in lines)

@@ -93,7 +93,10 @@ def _console_renderer() -> Renderer:
             key: value.translate(_CONTROLS) if isinstance(value, str) else value
             for key, value in event.items()
         }
-        return str(console(None, level, shown))
+        # A dump is ours, and many lines; in other texts a line's end might be a client's.
+        tasks = shown.pop("tasks", None) if shown["logger"] == ASKED_FOR else None
+        line = str(console(None, level, shown))
+        return line if tasks is None else f"{line}\n{tasks}"
 
     return render
 

@@ -21,6 +21,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 
 import attrs
@@ -33,6 +34,7 @@ MAX_STACKS = 10_000
 MAX_LINES = 4_000
 MAX_COLUMNS = 200
 _MAX_INDENT = 40
+_TRIO_FOLDER = str(Path(trio.__file__).parent)
 
 Call = tuple[str, int, str]
 """A file, a line in it, and the function there."""
@@ -195,8 +197,14 @@ def _waiting_stack(task: trio.lowlevel.Task) -> tuple[Call, ...]:
     except (AttributeError, TypeError):
         # A coroutine that isn't Python's own, or one that has just ended, tells no more.
         pass
-    # There every task waits in the end, which says nothing.
-    return tuple(call for call in calls if not call[0].endswith("trio/_core/_traps.py"))
+    # What was called of trio is told, but not what that calls in turn.
+    while len(calls) > 1 and _is_trios(calls[-1]) and _is_trios(calls[-2]):
+        calls.pop()
+    return tuple(calls)
+
+
+def _is_trios(call: Call) -> bool:
+    return call[0].startswith(_TRIO_FOLDER)
 
 
 def _running_stack(task: trio.lowlevel.Task) -> tuple[Call, ...]:
