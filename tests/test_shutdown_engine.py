@@ -23,7 +23,7 @@ Clock = trio.testing.MockClock
 class Reader:
     """What one request gave, and how it ended."""
 
-    text: str = ""
+    num_tokens: int = 0
     finish_reason: str | None = None
     error: Exception | None = None
     ended_at: float | None = None
@@ -37,7 +37,7 @@ class Reader:
                 while True:
                     await trio.sleep(pause)
                     chunk = await stream.receive()
-                    self.text += chunk.text
+                    self.num_tokens += len(chunk.token_ids)
                     self.finish_reason = chunk.finish_reason
         except trio.EndOfChannel:
             pass
@@ -82,9 +82,9 @@ async def test_abort_all_ends_a_request_in_every_stage(autojump_clock: Clock) ->
     assert readers["done"].finish_reason == "length"
     del readers["done"]
     assert {name: reader.error for name, reader in readers.items()} == dict.fromkeys(readers, error)
-    assert len(readers["running"].text) > 10
+    assert readers["running"].num_tokens > 10
     # What had come before was read before the error.
-    assert len(readers["lagging"].text) > 10
+    assert readers["lagging"].num_tokens > 10
     assert engine.metrics.finished["abort"] == 6
 
 
@@ -179,4 +179,4 @@ async def test_requests_of_other_tasks_end_at_once_when_the_block_is_left(
         assert reader.ended_at == left_at
         assert isinstance(reader.error, EngineError)
         assert str(reader.error) == "the engine is closed"
-        assert reader.text
+        assert reader.num_tokens

@@ -114,9 +114,12 @@ async def test_requests_that_come_late_do_not_draw_the_end_out() -> None:
         client = await connect(server.url)
         await client.send_all(raw_request(STREAM, path=TEXT))
         await read_until(client, b'"text":"a"')
+        early = await connect(server.url)
+        await early.send_all(raw_request(WHOLE, path=TEXT)[:-1])
+        await settled()
         server.shutdown.set()
         await settled()
-        # Its body never comes, so it is neither served nor refused.
+        # Their bodies never come, so they are neither served nor refused.
         late = await connect(server.url)
         await late.send_all(raw_request(WHOLE, path=TEXT)[:-1])
         await settled()

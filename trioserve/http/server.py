@@ -18,7 +18,13 @@ import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.trio.lifespan import Lifespan
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallable, Scope
+from hypercorn.typing import (
+    ASGIFramework,
+    ASGIReceiveCallable,
+    ASGIReceiveEvent,
+    ASGISendCallable,
+    Scope,
+)
 from hypercorn.utils import LifespanFailureError, LifespanTimeoutError
 
 from trioserve.config import ServerConfig
@@ -93,7 +99,7 @@ async def serve_app(
 
 
 class _Requests:
-    """The application, and what it serves at this moment."""
+    """The application, and the requests that it serves at this moment, their bodies read."""
 
     def __init__(self, app: ASGIFramework) -> None:
         self._app = app
@@ -103,15 +109,22 @@ class _Requests:
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
     ) -> None:
         ended = trio.Event()
-        self._ends[ended] = None
+
+        async def noting_receive() -> ASGIReceiveEvent:
+            message = await receive()
+            if message["type"] == "http.request" and not message["more_body"]:
+                self._ends[ended] = None
+            return message
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, noting_receive, send)
         finally:
-            del self._ends[ended]
+            self._ends.pop(ended, None)
             ended.set()
 
     def open(self) -> list[trio.Event]:
-        """For each request, what is set when it has ended."""
+        """For each request, what is set when it has ended. One that still comes isn't among them:
+        it would be refused."""
         return list(self._ends)
 
 
