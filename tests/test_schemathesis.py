@@ -5,8 +5,10 @@ The same requests every time: the examples are derived from the code, not from c
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import hypothesis
@@ -14,7 +16,7 @@ import msgspec
 import pytest
 import schemathesis
 import trio
-from http_stub import server_config
+from http_stub import http_client, server_config
 from hypothesis import HealthCheck, Phase
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -22,6 +24,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from trioserve.errors import InvalidRequest
 from trioserve.http import create_app
+from trioserve.http.auth import OPEN_PATHS
 from trioserve.http.openapi import build_document, openapi_path
 from trioserve.http.routes import ROUTES
 from trioserve.http.schemas import parse_body
@@ -32,6 +35,7 @@ OPERATIONS = [(openapi_path(rule), route.method) for route in ROUTES for rule in
 WITH_BODY = [(route.rule, route.method) for route in ROUTES if route.request is not None]
 RANGE = re.compile(r"must be (?!at most max_|left out where).*, got (?!.*--max)", re.DOTALL)
 """How a value is refused that is out of its range, where that depends on nothing else."""
+ADMIN = {"Authorization": "Bearer the-admin-key"}
 SETTINGS = hypothesis.settings(
     max_examples=10,
     deadline=None,
@@ -90,7 +94,7 @@ def check(url: str, path: str, method: str, mode: GenerationMode) -> Counter[int
     @SETTINGS
     @hypothesis.given(case=operation(path, method, mode).as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
-        response = case.call(base_url=url)
+        response = case.call(base_url=url, headers=ADMIN)
         statuses[response.status_code] += 1
         excluded = [positive_data_acceptance]  # For is_fair, which knows the reasons.
         if response.status_code == 504:
@@ -104,11 +108,8 @@ def check(url: str, path: str, method: str, mode: GenerationMode) -> Counter[int
 
 
 async def run_against_a_server(path: str, method: str, mode: GenerationMode) -> Counter[int]:
-    config = server_config()
-    async with open_fake_engine(max_model_len=1000) as engine, trio.open_nursery() as nursery:
-        (url,) = await nursery.start(serve_app, create_app(engine, config), config)
-        statuses = await trio.to_thread.run_sync(check, url, path, method, mode)
-        nursery.cancel_scope.cancel()
+    async with server() as url:
+        statuses: Counter[int] = await trio.to_thread.run_sync(check, url, path, method, mode)
     return statuses
 
 
@@ -126,3 +127,95 @@ async def test_requests_that_do_not_fit(path: str, method: str) -> None:
     statuses = await run_against_a_server(path, method, GenerationMode.NEGATIVE)
     assert set(statuses) <= {400, 415}
     assert statuses.total() >= 8
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer another-key"},
+        {"Authorization": "Basic dGhlLWtleTo="},
+        {"Authorization": "Bearer \xe9" + "x" * 9000},
+    ],
+    ids=["none", "another", "basic", "long"],
+)
+async def test_requests_without_a_key(headers: dict[str, str]) -> None:
+    async with server() as url, http_client(url) as client:
+        for path, method in OPERATIONS:
+            raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+            response = await client.request(method, path, headers=raw, content=b"{}")
+            assert response.status_code == (200 if path in OPEN_PATHS else 401), path
+            if path not in OPEN_PATHS:
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+async def test_routes_of_control_want_an_admins_key() -> None:
+    async with server() as url, http_client(url) as client:
+        for route in ROUTES:
+            if route.control:
+                for key, status in (("the-key", 401), ("the-admin-key", 200)):
+                    response = await client.request(
+                        route.method, route.rule, headers={"Authorization": f"Bearer {key}"}
+                    )
+                    assert response.status_code == status, route.rule
+
+
+async def test_methods_that_a_path_does_not_have() -> None:
+    methods: dict[str, set[str]] = {}
+    for path, method in OPERATIONS:
+        methods.setdefault(path, set()).add(method)
+    async with server() as url, http_client(url, headers=ADMIN) as client:
+        for path, known in methods.items():
+            for method in {"GET", "POST", "PUT", "DELETE", "PATCH", "TRACE", "QUERY"} - known:
+                response = await client.request(method, path, content=b"{}")
+                assert response.status_code == 405, (method, path)
+                assert known <= set(re.findall(r"\w+", response.headers["Allow"]))
+
+
+HEADERS: list[tuple[str, str]] = [
+    *(("Content-Type", value) for value in ("", ";", "application/json; charset=\xe9", "a" * 9000)),
+    *(("Content-Encoding", value) for value in ("gzip", "identity, gzip", "", "\xe9")),
+    *(("X-Request-Id", value) for value in ("", "\xe9", "a" * 9000, "a b", "{{ 7 * 7 }}")),
+    *(("traceparent", value) for value in ("", "00", "00-" + "0" * 32 + "-" + "0" * 16 + "-00")),
+    *(("tracestate", value) for value in ("\xe9", "a=" + "b" * 9000)),
+    *(("Accept", value) for value in ("text/plain", "\xe9", ";;;")),
+    *(("Range", value) for value in ("bytes=0-", "bytes=9999999999999999999-1")),
+    *(("Cookie", value) for value in ("\xe9=\xe9", "a" * 9000)),
+    *(("Origin", value) for value in ("null", "\xe9", "https://example.org")),
+    *(("X-Forwarded-For", value) for value in ("\xe9", "127.0.0.1," * 500)),
+    *(("Host", value) for value in ("\xe9", "a" * 9000, "127.0.0.1:99999", "[::1")),
+    *(("If-None-Match", value) for value in ("*", '"', "\xe9")),
+]
+
+
+@pytest.mark.parametrize(("path", "method"), [("/v1/completions", "POST"), ("/v1/models", "GET")])
+async def test_headers_of_all_kinds(path: str, method: str) -> None:
+    body = b'{"prompt": "x", "max_tokens": 1}' if method == "POST" else b""
+    async with server() as url, http_client(url) as client:
+        for name, value in HEADERS:
+            raw = {b"Authorization": b"Bearer the-key", b"Content-Type": b"application/json"}
+            raw[name.encode()] = value.encode("latin-1")
+            response = await client.request(method, path, headers=[*raw.items()], content=body)
+            assert response.status_code in (200, 400, 415), (name, value, response.text)
+            assert response.text
+            assert "Traceback" not in response.text
+            response = await client.get("/health")
+            assert response.status_code == 200
+
+
+@pytest.mark.parametrize("target", [b"/v1/models?%ff=%00", b"/v1/models/%ff%00"])
+async def test_targets_that_are_no_text(target: bytes) -> None:
+    async with server() as url, http_client(url, headers=ADMIN) as client:
+        response = await client.get(client.base_url.copy_with(raw_path=target))
+        assert response.status_code in (200, 400, 404), response.text
+        assert response.text
+
+
+@contextlib.asynccontextmanager
+async def server() -> AsyncIterator[str]:
+    """A server with both kinds of keys; gives its URL."""
+    config = server_config(api_key=["the-key"], admin_api_key=["the-admin-key"])
+    async with open_fake_engine(max_model_len=1000) as engine, trio.open_nursery() as nursery:
+        (url,) = await nursery.start(serve_app, create_app(engine, config), config)
+        yield url
+        nursery.cancel_scope.cancel()

@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import quart
 import trio
+from quart.wrappers.base import BaseRequestWebsocket
 from quart_trio import QuartTrio
-from werkzeug.exceptions import MethodNotAllowed
+from werkzeug.exceptions import BadRequest, MethodNotAllowed
+from werkzeug.routing import MapAdapter
 
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
@@ -42,6 +44,20 @@ class App(QuartTrio):
     engine: Engine
     cross_origin: CrossOrigin
     body_room: BodyRoom
+
+    def create_url_adapter(self, request: BaseRequestWebsocket | None) -> MapAdapter | None:
+        """What finds the route of ``request``."""
+        try:
+            return super().create_url_adapter(request)
+        except (BadRequest, UnicodeError):
+            assert request is not None
+            # The Host is no name, or the query no text. Neither means anything to our routes.
+            return self.url_map.bind(
+                "localhost",
+                url_scheme=request.scheme,
+                default_method=request.method,
+                path_info=request.path,
+            )
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
