@@ -228,14 +228,14 @@ class Lives:
         while reads_last and bench.results:
             self.read()
         bench.results.clear()
-        bench.core.on_worker_lost()
-        outputs, in_a_row = bench.core.judge(loss)
+        bench.core.recovery.on_worker_lost()
+        outputs, in_a_row = bench.core.recovery.judge(loss)
         self.deaths += 1
         self.most_in_a_row = max(self.most_in_a_row, in_a_row)
         self.outputs += outputs
         bench.core.check_integrity()
         bench.worker = self.make_worker()
-        bench.core.restart(make_limits(bench.worker, **self.limits))
+        bench.core.recovery.restart(make_limits(bench.worker, **self.limits))
 
 
 @settings(max_examples=50, deadline=None)

@@ -136,10 +136,10 @@ def test_a_worker_that_dies_in_the_midst_doubles_and_loses_nothing(
     for _ in range(num_steps):
         bench.step()
     told = entries(sequences[0])
-    bench.core.on_worker_lost()
+    bench.core.recovery.on_worker_lost()
     bench.results.clear()
     bench.worker = hashing(max_num_batched_tokens=5)
-    bench.core.restart(make_limits(bench.worker, max_plans_in_flight=depth))
+    bench.core.recovery.restart(make_limits(bench.worker, max_plans_in_flight=depth))
     bench.plans.clear()
     bench.drain()
     again = opened(bench)[0]

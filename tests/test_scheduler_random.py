@@ -168,9 +168,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(killed=st.booleans())
     def worker_dies(self, killed: bool) -> None:
-        self.bench.core.on_worker_lost()
+        self.bench.core.recovery.on_worker_lost()
         self.bench.core.check_integrity()
-        outputs, _ = self.bench.core.judge(WorkerLost("no luck", from_outside=killed))
+        outputs, _ = self.bench.core.recovery.judge(WorkerLost("no luck", from_outside=killed))
         self.note(outputs)
         self.bench.core.check_integrity()
         self.bench.results.clear()
@@ -182,7 +182,7 @@ class CoreMachine(RuleBasedStateMachine):
                 if field.init
             }
         )
-        self.note(self.bench.core.restart(make_limits(self.bench.worker, **self.options)))
+        self.note(self.bench.core.recovery.restart(make_limits(self.bench.worker, **self.options)))
 
     @precondition(lambda self: self.bench.core.in_flight)
     @rule()
@@ -193,7 +193,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.bench.results.clear()
         failure = wire.Failure(number=oldest.number, message="no luck")
         try:
-            self.note(self.bench.core.on_failure(failure))
+            self.note(self.bench.core.recovery.on_failure(failure))
         except WorkerLost:
             self.worker_dies(killed=False)
         else:

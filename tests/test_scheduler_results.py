@@ -168,7 +168,7 @@ def test_a_lost_worker_is_preemption_of_everybody() -> None:
     sequences = crowd(bench)
     for _ in range(6):
         bench.step()
-    bench.core.on_worker_lost()
+    bench.core.recovery.on_worker_lost()
     bench.core.check_integrity()
     delivered = [list(sequence.output_ids) for sequence in sequences]
     assert all(sequence.state is State.WAITING for sequence in sequences)
@@ -176,7 +176,7 @@ def test_a_lost_worker_is_preemption_of_everybody() -> None:
     assert bench.core.statistics().pages_free == 32
     bench.results.clear()
     bench.worker = FakeWorker(num_pages=32, page_size=4)
-    assert bench.core.restart(make_limits(bench.worker)) == []
+    assert bench.core.recovery.restart(make_limits(bench.worker)) == []
     bench.drain()
     for sequence, before in zip(sequences, delivered, strict=True):
         assert sequence.output_ids[: len(before)] == before
@@ -188,10 +188,10 @@ def test_a_smaller_worker_ends_who_no_longer_fits() -> None:
     large = bench.submit([1] * 30, max_tokens=8)
     small = bench.submit([2] * 3, max_tokens=8)
     bench.step()
-    bench.core.on_worker_lost()
+    bench.core.recovery.on_worker_lost()
     bench.results.clear()
     bench.worker = worker(num_pages=4)
-    (output,) = bench.core.restart(make_limits(bench.worker))
+    (output,) = bench.core.recovery.restart(make_limits(bench.worker))
     assert output.sequence is large
     assert output.finish is not None
     assert isinstance(output.finish.error, EngineError)
@@ -211,7 +211,7 @@ def fail(bench: Bench, **blame: Any) -> list[Any]:
     failure = bench.worker.step(plan)
     bench.worker.script = script_before
     assert isinstance(failure, wire.Failure)
-    outputs = bench.core.on_failure(failure)
+    outputs = bench.core.recovery.on_failure(failure)
     bench.core.check_integrity()
     bench.worker.reset(wire.Reset(next_plan=bench.core.next_number))
     return outputs
@@ -251,7 +251,7 @@ def test_an_output_that_has_ended_takes_no_sibling_along() -> None:
     assert slot in wire.ints(plan.row_slots).tolist()
     bench.core.abort(first, ABORT)
     failure = wire.Failure(number=plan.number, message="the processor failed", slot=slot)
-    assert bench.core.on_failure(failure) == []
+    assert bench.core.recovery.on_failure(failure) == []
     assert second.state is State.WAITING
     bench.core.check_integrity()
 
@@ -294,4 +294,4 @@ def test_a_fatal_failure_is_the_loss_of_the_worker() -> None:
 def test_the_failure_of_a_plan_that_is_not_in_flight_is_nonsense() -> None:
     bench = Bench.make(worker())
     with pytest.raises(WorkerLost, match="isn't in flight"):
-        bench.core.on_failure(wire.Failure(number=3, message="?"))
+        bench.core.recovery.on_failure(wire.Failure(number=3, message="?"))

@@ -170,11 +170,11 @@ def test_a_leader_that_is_preempted_in_prefill_still_leads(depth: int) -> None:
 
 
 def lose_worker(bench: Bench) -> None:
-    bench.core.on_worker_lost()
+    bench.core.recovery.on_worker_lost()
     bench.core.check_integrity()
     bench.results.clear()
     bench.worker = hashing()
-    assert bench.core.restart(make_limits(bench.worker, max_plans_in_flight=2)) == []
+    assert bench.core.recovery.restart(make_limits(bench.worker, max_plans_in_flight=2)) == []
     bench.core.check_integrity()
 
 
@@ -217,9 +217,9 @@ def test_nobody_is_held_for_a_leader_with_an_output() -> None:
 def test_a_request_that_is_too_large_for_a_new_worker_ends_whole() -> None:
     bench = Bench.make(hashing())
     sequences = bench.submit_all(PROMPT, n=3)
-    bench.core.on_worker_lost()
+    bench.core.recovery.on_worker_lost()
     small = hashing(num_pages=3)
-    outputs = bench.core.restart(make_limits(small))
+    outputs = bench.core.recovery.restart(make_limits(small))
     bench.core.check_integrity()
     assert [output.sequence for output in outputs] == sequences
     assert len({output.finish for output in outputs}) == 1
@@ -234,7 +234,9 @@ def test_the_one_to_blame_for_a_failure_takes_its_siblings_along() -> None:
     plan = bench.core.next_plan(0.0)
     assert plan is not None
     slot = sequences[1].compute.slot
-    outputs = bench.core.on_failure(wire.Failure(number=plan.number, message="no", slot=slot))
+    outputs = bench.core.recovery.on_failure(
+        wire.Failure(number=plan.number, message="no", slot=slot)
+    )
     assert [output.sequence for output in outputs] == sequences
     bench.core.check_integrity()
     bench.worker.reset(wire.Reset(next_plan=bench.core.next_number))

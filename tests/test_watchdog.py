@@ -53,8 +53,8 @@ def test_only_what_has_come_back_is_held_to_the_timeout() -> None:
 
 
 def test_a_long_context_is_given_more_time() -> None:
-    core = SchedulerCore(make_limits(worker(num_pages=4096, max_model_len=16384)))
-    bench = Bench(worker(num_pages=4096, max_model_len=16384), core)
+    core = SchedulerCore(make_limits(worker(num_pages=4096, max_model_len=16384, vocab_size=20000)))
+    bench = Bench(worker(num_pages=4096, max_model_len=16384, vocab_size=20000), core)
     bench.submit([1] * 10240, max_tokens=1)
     sizes = []
     while bench.plan() is not None:

@@ -7,8 +7,8 @@ loop sends plans while another receives results.
 Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
 (one sequence), ``siblings`` (several of one request), ``memory`` with ``slots``, ``pages`` and
 ``prefix`` (what sequences hold), ``draft`` and ``results`` (a plan on its way out and back),
-``recovery`` with ``blame`` (when something fails), ``watchdog`` (when a worker counts as hung),
-``integrity`` (what is always true).
+``calls`` (what the worker is asked for besides plans), ``recovery`` with ``blame`` (when something
+fails), ``watchdog`` (when a worker counts as hung), ``integrity`` (what is always true).
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import attrs
-import msgspec
 import trio
 
 from trioserve import wire
 from trioserve.config import EngineConfig
-from trioserve.errors import EngineError, InvalidRequest, RequestAborted, WorkerLost
+from trioserve.errors import InvalidRequest, RequestAborted, WorkerLost
 from trioserve.groups import sole_exception
 from trioserve.logs import get_logger
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
@@ -39,20 +38,8 @@ __all__ = ["Limits", "Observer", "Scheduler", "SchedulerCore", "SchedulerStatist
 
 _log = get_logger("trioserve.scheduler")
 
-QUICK_CALLS = frozenset({"ping", "prepare", "statistics"})
-"""Calls that keep the worker from its steps for no time to speak of, or for none."""
 SECOND_LOOK = 1.0
 """Seconds to hear of a step that came while this process was stopped itself."""
-
-
-@attrs.define(eq=False)
-class _PendingCall:
-    """A call that the worker hasn't answered: ``reply`` is None if it never will."""
-
-    done: trio.Event = attrs.field(factory=trio.Event)
-    reply: wire.Reply | None = None
-    result: Any = None
-    """What the reply holds, if it is no error."""
 
 
 class Scheduler:
@@ -83,8 +70,7 @@ class Scheduler:
         """Called whenever the last plan has come back and nobody is left to be computed."""
         self._num_steps_idle = 0
         """Steps that were done when it was called last."""
-        self._calls: dict[int, _PendingCall] = {}
-        self._num_calls = 0
+        self._calls = Calls(self._send_first, self._watchdog_held)
         self._watchdog = Watchdog(config.watchdog_timeout)
         self._overdue = trio.CancelScope()
         """Ends when the worker counts as hung."""
@@ -170,7 +156,7 @@ class Scheduler:
         if self._core is None:
             self._core = SchedulerCore(limits, self._observer)
         else:
-            self._deliver(self._core.restart(limits))
+            self._deliver(self._core.recovery.restart(limits))
         self._num_attached += 1
         self._attached_at = trio.current_time()
         self._worker_there.set()
@@ -186,12 +172,11 @@ class Scheduler:
             error = sole_exception(group)
         finally:
             self._worker_there = trio.Event()
-            self._core.on_worker_lost()
+            self._core.recovery.on_worker_lost()
             self._is_stuck = False
             self._follow(self._core)
             self._outbox.clear()
-            for call in self._calls.values():
-                call.done.set()
+            self._calls.on_worker_lost()
         raise error
 
     def judge(self, loss: WorkerLost) -> int:
@@ -205,7 +190,9 @@ class Scheduler:
         """
         if self._core is None:
             return 1
-        outputs, num_deaths = self._core.judge(loss, trio.current_time() - self._attached_at)
+        outputs, num_deaths = self._core.recovery.judge(
+            loss, trio.current_time() - self._attached_at
+        )
         self._attached_at = math.inf
         self._end(outputs, str(loss))
         return num_deaths
@@ -274,11 +261,11 @@ class Scheduler:
                     self._deliver(core.on_result(message, now))
                     self._watchdog.learn(now)
                 case wire.Failure() if message.fatal or message.number >= first_valid:
-                    self._end(core.on_failure(message), message.message)
+                    self._end(core.recovery.on_failure(message), message.message)
                     first_valid = core.next_number
                     self._outbox.append(wire.Reset(next_plan=first_valid))
                 case wire.Reply():
-                    self._answer(message)
+                    self._calls.answer(message)
                 case wire.Failure():
                     pass
                 case _:
@@ -316,22 +303,12 @@ class Scheduler:
         """
         if not self.attached:
             raise WorkerLost(f"there is no worker to call {name!r}")
-        self._num_calls += 1
-        number = self._num_calls
-        call = self._calls[number] = _PendingCall()
-        encoded = msgspec.msgpack.encode(arguments)
-        self._outbox.append(wire.Call(number=number, name=name, arguments=encoded))
+        return await self._calls.call(name, arguments)
+
+    def _send_first(self, message: wire.Message) -> None:
+        """Send ``message`` before the next plan."""
+        self._outbox.append(message)
         self._work.set()
-        try:
-            with self._watchdog_held() if name not in QUICK_CALLS else contextlib.nullcontext():
-                await call.done.wait()
-        finally:
-            del self._calls[number]
-        if call.reply is None:
-            raise WorkerLost(f"the worker was lost before it answered {name!r}")
-        if call.reply.error:
-            raise EngineError(f"{name}: {call.reply.error}")
-        return call.result
 
     @contextlib.contextmanager
     def _watchdog_held(self) -> Iterator[None]:
@@ -343,18 +320,6 @@ class Scheduler:
         finally:
             self._watchdog.release(trio.current_time())
             self._overdue.deadline = self._watchdog.deadline
-
-    def _answer(self, reply: wire.Reply) -> None:
-        """Hand ``reply`` over. The caller may have given up; then nobody wants it."""
-        call = self._calls.get(reply.number)
-        if call is not None:
-            if not reply.error:
-                try:
-                    call.result = msgspec.msgpack.decode(reply.result)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    raise WorkerLost(f"the worker sent a damaged reply: {error}") from error
-            call.reply = reply
-            call.done.set()
 
     # ---- what can be seen from outside
 

@@ -68,6 +68,7 @@ class SchedulerCore:
         self._observer = observer
         self.has_worker = True
         self.recovery = Recovery(self)
+        """What to call when a plan fails or the worker is lost."""
         self._num_arrivals = 0
         self._has_work = False
         """Whether somebody wanted to be computed when the newest result had been taken."""
@@ -358,24 +359,6 @@ class SchedulerCore:
         if params.logprobs is not None:
             logprobs = (results.logprob(index, params),)
         return SequenceOutput(sequence, (token,), logprobs, finish)
-
-    # ---- failures
-
-    def on_failure(self, failure: wire.Failure) -> list[SequenceOutput]:
-        """See :meth:`.Recovery.on_failure`."""
-        return self.recovery.on_failure(failure)
-
-    def on_worker_lost(self) -> None:
-        """See :meth:`.Recovery.on_worker_lost`."""
-        self.recovery.on_worker_lost()
-
-    def judge(self, loss: WorkerLost, lived: float = 0.0) -> tuple[list[SequenceOutput], int]:
-        """See :meth:`.Recovery.judge`."""
-        return self.recovery.judge(loss, lived)
-
-    def restart(self, limits: Limits) -> list[SequenceOutput]:
-        """See :meth:`.Recovery.restart`."""
-        return self.recovery.restart(limits)
 
     # ---- what can be seen from outside
 

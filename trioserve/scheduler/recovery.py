@@ -89,8 +89,8 @@ class Recovery:
         self._forget_worker()
         self._core.has_worker = False
 
-    def judge(self, loss: WorkerLost, lived: float) -> tuple[list[SequenceOutput], int]:
-        """Why the worker was lost that lived so many seconds, or the next one before it was there.
+    def judge(self, loss: WorkerLost, lived: float = 0.0) -> tuple[list[SequenceOutput], int]:
+        """Why the worker was lost that lived so many seconds, or the next before it was there.
 
         Returns:
             the end of the request that is to blame, if one is; and the number of deaths since there
