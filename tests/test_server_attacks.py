@@ -205,7 +205,7 @@ class TestPlainHypercorn:
 
 @pytest.mark.parametrize("attack", [*ENDS_HYPERCORN, *OTHERS])
 async def test_no_client_ends_the_server(attack: Attack) -> None:
-    stub = StubEngine(script=lambda _: [Chunk("a", (97,)), 0.3, *words("b")])
+    stub = StubEngine(script=lambda _: [Chunk("a", (97,)), 0.15, *words("b")])
     with captured_logs() as logs:
         async with served(stub, max_body_size=1000) as url, await connect(url) as bystander:
             await bystander.send_all(raw_request(STREAM, path=TEXT))

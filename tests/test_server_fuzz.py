@@ -115,7 +115,7 @@ leaving = st.sampled_from(["close", "half-close", "wait"])
 
 
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 @given(st.lists(st.tuples(st.one_of(http1, http2, st.binary()), leaving), min_size=10, max_size=40))
 def test_no_bytes_end_the_server_or_stay_on_it(visits: list[tuple[bytes, str]]) -> None:

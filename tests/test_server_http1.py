@@ -62,6 +62,8 @@ TWO_READINGS = {
     "a line without a carriage return": get(b"X: a\nY: b"),
     "a head without carriage returns": b"GET /health HTTP/1.1\nHost: x\n\n",
     "a carriage return inside": get(b"X: a\rY: b"),
+    "a chunk with another end": CHUNKED + b"1\r\nxyz0\r\n\r\n",
+    "a chunk's size with a sign": CHUNKED + b"+1\r\nx\r\n0\r\n\r\n",
     "a NUL": get(b"X: a\0b"),
     "two hosts": get(b"Host: y"),
 }

@@ -108,7 +108,7 @@ def beside_a_bystander() -> StubEngine:
 
     def script(call: Any) -> list[Any]:
         first = call is stub.calls[0]
-        return [Chunk("a", (97,)), *([0.5, *words("b")] if first else [math.inf])]
+        return [Chunk("a", (97,)), *([0.2, *words("b")] if first else [math.inf])]
 
     stub = StubEngine(script=script)
     return stub
