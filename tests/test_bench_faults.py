@@ -9,7 +9,9 @@ import random
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from bench.faults.damage import KINDS, damaged
 from bench.faults.leftovers import Holdings, Leftovers, nothing_held, nothing_left
 from bench.faults.mixture import mixture
 from bench.faults.results import markdown, save, spread
+from bench.faults.server import Subject
+from bench.faults.soak import Sample, Scenario, Soak, figures_of_soak
 from bench.faults.trend import trend_of
 from gpu.sampler import Sampler, SamplerRow
 from trioserve import wire
@@ -189,11 +193,70 @@ class TestTrend:
     def test_each_life_has_a_level_of_its_own(self) -> None:
         lives = [[(float(t), level + 2.0 * t) for t in range(5)] for level in (0, 1000, -50)]
         trend = trend_of(*lives)
-        assert (trend.slope, trend.points) == (pytest.approx(2.0), 15)
+        assert trend.slope == pytest.approx(2.0)
+        assert trend.points == 15
         assert trend.error == pytest.approx(0.0, abs=1e-6)
 
     def test_too_few_points(self) -> None:
         assert math.isnan(trend_of([(0.0, 1.0)], []).slope)
+
+
+class TestSoak:
+    """Two workers, each of which grows while it is young; the verdict is on what comes after."""
+
+    def figures(
+        self,
+        *,
+        server: float = 0.0,
+        worker: float = 0.0,
+        after: int = 20,
+        seconds: float = 3600.0,
+    ) -> dict[str, Any]:
+        """Of a run in which the processes grow by so many MiB an hour."""
+        run = Soak(scenario=Scenario(seconds=seconds), subject=cast(Subject, None))
+        for time in range(0, 3600, 5):
+            pid, age = (1, time) if time < 1800 else (2, time - 1800)
+            grown = 1 - math.exp(-age / 60) + worker * time / 3600
+            run.samples.append(
+                Sample(
+                    time=float(time),
+                    server_bytes=(100 << 20) + round(server * time / 3600 * (1 << 20)),
+                    server_descriptors=20,
+                    server_threads=15,
+                    worker=pid,
+                    worker_bytes=(700 << 20) + round(grown * (1 << 20)),
+                )
+            )
+        return figures_of_soak(run, Counter(), (20, after))
+
+    def test_flat(self) -> None:
+        figures = self.figures()
+        assert figures["passed"]
+        assert figures["worker_mib"]["growth_per_hour"] == pytest.approx(0, abs=0.1)
+
+    @pytest.mark.parametrize(
+        "bad", [{"server": 40.0}, {"worker": 100.0}, {"after": 40}], ids=lambda bad: next(iter(bad))
+    )
+    def test_growth(self, bad: dict[str, Any]) -> None:
+        assert not self.figures(**bad)["passed"]
+
+    def test_a_lost_request(self) -> None:
+        run = Soak(scenario=Scenario(), subject=cast(Subject, None), lost=Counter({"HTTP 500": 1}))
+        run.samples.append(
+            Sample(
+                time=0.0,
+                server_bytes=0,
+                server_descriptors=0,
+                server_threads=0,
+                worker=None,
+                worker_bytes=0,
+            )
+        )
+        assert not figures_of_soak(run, Counter(), (0, 0))["passed"]
+
+    def test_a_short_run_says_nothing_of_memory(self) -> None:
+        figures = self.figures(worker=1000.0, seconds=600.0)
+        assert figures["flat"] == {"server": None, "worker": None}
 
 
 def test_figures_are_saved_with_machine_versions_and_options(tmp_path: Path) -> None:

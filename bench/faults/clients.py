@@ -37,6 +37,8 @@ from trioserve import Engine
 __all__ = ["clients", "crowd", "main"]
 
 _PATIENCE = 60.0
+_PAGES = 1024
+"""Few, so that the prefix cache is full after the first crowd and grows no more."""
 _MIB = 1 << 20
 
 
@@ -105,7 +107,7 @@ async def clients(model: str, rounds: int, count: int, seed: int) -> dict[str, A
         Leftovers: something of them was left.
     """
     outside = await Holdings.now()
-    async with engine_over(model) as engine:
+    async with engine_over(model, num_gpu_blocks_override=_PAGES) as engine:
         load = Steady(engine=engine, clients=4)
         await load.learn()
         # The first crowd makes Python and the C library ask for what they need of memory.
