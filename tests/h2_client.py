@@ -9,8 +9,40 @@ from typing import Any
 import h2.config
 import h2.connection
 import h2.events
+import hpack
 import trio
 from http_stub import connect
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = range(5)
+PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(6, 10)
+END_STREAM, END_HEADERS = 1, 4
+
+
+def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream_id: int = 0) -> bytes:
+    head = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream_id.to_bytes(4, "big")
+    return head + payload
+
+
+def request_head(path: str = "/health", method: str = "GET", **more: str) -> bytes:
+    headers = {":method": method, ":scheme": "http", ":authority": "x", ":path": path, **more}
+    return bytes(hpack.Encoder().encode(list(headers.items())))
+
+
+def get(stream_id: int, *, end: bool = True, path: str = "/health") -> bytes:
+    flags = END_HEADERS | (END_STREAM if end else 0)
+    return frame(HEADERS, request_head(path), flags=flags, stream_id=stream_id)
+
+
+FLOODS = {
+    "pings": frame(PING, bytes(8)),
+    "settings": frame(SETTINGS),
+    "priorities": frame(PRIORITY, bytes([0, 0, 0, 0, 1]), stream_id=3),
+    "resets": frame(RST_STREAM, bytes(4), stream_id=1),
+    "unknown frames": frame(99, b"?"),
+    "empty pieces of a body": frame(DATA, stream_id=1),
+    "window updates": frame(WINDOW_UPDATE, bytes([0, 0, 0, 1])),
+}
 
 
 class H2Client:

@@ -11,12 +11,27 @@ from typing import Any
 
 import h2.events
 import h2.exceptions
-import hpack
 import pytest
 import trio
 import trio.testing
 from h2.errors import ErrorCodes
-from h2_client import H2Client, h2_client
+from h2_client import (
+    CONTINUATION,
+    DATA,
+    FLOODS,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    H2Client,
+    frame,
+    get,
+    h2_client,
+    request_head,
+)
 from http_stub import (
     StubEngine,
     captured_logs,
@@ -32,7 +47,7 @@ from http_stub import (
 
 from trioserve.http import serve_app
 from trioserve.http.asgi import CONNECTION_STATE
-from trioserve.http.frames import BURST, FrameMeter, FrameRefused
+from trioserve.http.frames import BURST
 from trioserve.http.settings import MAX_FRAME_SIZE, MAX_HEAD_SIZE, MAX_STREAMS
 from trioserve.stream import Chunk
 
@@ -40,25 +55,6 @@ TEXT = "/v1/completions"
 WHOLE = json.dumps({"prompt": "x"}).encode()
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()
 FLOOD = [Chunk("a" * 100_000, (97,)) for _ in range(1000)]
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = range(5)
-PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(6, 10)
-END_STREAM, END_HEADERS = 1, 4
-
-
-def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream_id: int = 0) -> bytes:
-    head = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream_id.to_bytes(4, "big")
-    return head + payload
-
-
-def request_head(path: str = "/health", method: str = "GET", **more: str) -> bytes:
-    headers = {":method": method, ":scheme": "http", ":authority": "x", ":path": path, **more}
-    return bytes(hpack.Encoder().encode(list(headers.items())))
-
-
-def get(stream_id: int, *, end: bool = True, path: str = "/health") -> bytes:
-    flags = END_HEADERS | (END_STREAM if end else 0)
-    return frame(HEADERS, request_head(path), flags=flags, stream_id=stream_id)
 
 
 async def error_of(client: H2Client, stream_id: int) -> ErrorCodes | int | None:
@@ -258,17 +254,6 @@ class TestLimits:
             assert await error_of(client, stream_id) is ErrorCodes.ENHANCE_YOUR_CALM
 
 
-FLOODS = {
-    "pings": frame(PING, bytes(8)),
-    "settings": frame(SETTINGS),
-    "priorities": frame(PRIORITY, bytes([0, 0, 0, 0, 1]), stream_id=3),
-    "resets": frame(RST_STREAM, bytes(4), stream_id=1),
-    "unknown frames": frame(99, b"?"),
-    "empty pieces of a body": frame(DATA, stream_id=1),
-    "window updates": frame(WINDOW_UPDATE, bytes([0, 0, 0, 1])),
-}
-
-
 class TestFloods:
     @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
     async def test_frames_without_use_end_the_connection(self, flood: bytes) -> None:
@@ -430,38 +415,3 @@ async def _serving(app: Any, **options: Any) -> AsyncIterator[str]:
         (url,) = await nursery.start(functools.partial(serve_app, app, server_config(**options)))
         yield url
         nursery.cancel_scope.cancel()
-
-
-class TestMeter:
-    """The arithmetic, without sockets."""
-
-    def test_frames_are_found_however_they_are_cut(self) -> None:
-        meter = FrameMeter()
-        data = PREFACE + get(1, end=False) + frame(DATA, b"\0" * 500, stream_id=1)
-        with pytest.raises(FrameRefused, match="too many frames"):
-            for byte in data + FLOODS["pings"] * (BURST + 1):
-                meter.read(bytes([byte]), 0.0)
-
-    def test_the_stock_is_refilled_with_time(self) -> None:
-        meter = FrameMeter()
-        meter.read(PREFACE, 0.0)
-        for second in range(100):
-            meter.read(FLOODS["pings"] * 100, float(second))
-        with pytest.raises(FrameRefused):
-            meter.read(FLOODS["pings"] * (BURST + 1), 100.0)
-
-    def test_window_updates_are_paid_for_by_what_was_sent(self) -> None:
-        meter = FrameMeter()
-        meter.read(PREFACE, 0.0)
-        for _ in range(10 * BURST):
-            meter.note_data_sent()
-            meter.read(FLOODS["window updates"] * 4, 0.0)
-        with pytest.raises(FrameRefused, match="window updates"):
-            meter.read(FLOODS["window updates"] * (BURST + 1), 0.0)
-
-    def test_requests_and_bodies_cost_nothing(self) -> None:
-        meter = FrameMeter()
-        meter.read(PREFACE, 0.0)
-        body = frame(DATA, b"x", stream_id=1) + frame(DATA, flags=END_STREAM, stream_id=1)
-        for _ in range(3 * BURST):
-            meter.read(get(1, end=False) + body, 0.0)
