@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from io import FileIO
-from pathlib import Path
 
 import torch
 
 from gpu.weights.dequantize import dequantize
 from gpu.weights.expected import check_tensors
+from gpu.weights.reading import read_bytes
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
-from trioserve.model_files.gguf_header import GGUFTensor
 
 __all__ = ["hugging_face_name", "load", "unpermute"]
 
@@ -54,10 +52,10 @@ def load(
     total = sum(tensor.num_bytes for tensor in tensors.values())
     done = 0
     try:
-        # Read, not mapped: whoever cuts a mapped file short ends the process that looks at it.
         with files.path.open("rb", buffering=0) as file:
             for name, tensor in tensors.items():
-                value = dequantize(_read(files.path, file, tensor), tensor.type, dtype)
+                raw = read_bytes(files.path, file, tensor.offset, tensor.num_bytes)
+                value = dequantize(raw, tensor.type, dtype)
                 heads = _permuted_heads(name, files.config)
                 value = value.view(tensor.shape)
                 done += tensor.num_bytes
@@ -78,19 +76,6 @@ def hugging_face_name(name: str) -> str:
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _INNER:
         return f"model.layers.{parts[1]}.{_INNER[parts[2]]}.{parts[3]}"
     return name
-
-
-def _read(path: Path, file: FileIO, tensor: GGUFTensor) -> torch.Tensor:
-    """The tensor's bytes as they stand in the file, [num_bytes] uint8."""
-    raw = torch.empty(tensor.num_bytes, dtype=torch.uint8)
-    room = raw.numpy().data
-    file.seek(tensor.offset)
-    while room:
-        count = file.readinto(room)  # one call reads 2 GiB at most
-        if not count:
-            raise ModelLoadError(f"{path} was cut short while it was read: fetch it again")
-        room = room[count:]
-    return raw
 
 
 def _permuted_heads(name: str, config: ModelConfig) -> int | None:

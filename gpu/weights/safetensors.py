@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from gpu.weights.expected import check_tensors
+from gpu.weights.reading import read_bytes
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.model_files.shards import Shard, read_shards
 
 __all__ = ["load"]
 
-_DTYPES = ("F32", "F16", "BF16")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load(
@@ -33,16 +33,17 @@ def load(
     done = 0
     for shard in shards:
         try:
-            with safe_open(shard.path, framework="pt") as file:
-                for name in shard.shapes:
+            with shard.path.open("rb", buffering=0) as file:
+                for name, shape in shard.shapes.items():
                     if name in found:
-                        # A copy: what the library gives may be a view of the mapped file.
-                        tensor = file.get_tensor(name).to(dtype, copy=True)
-                        done += shard.num_bytes[name]
+                        num_bytes = shard.num_bytes[name]
+                        raw = read_bytes(shard.path, file, shard.offsets[name], num_bytes)
+                        tensor = raw.view(_DTYPES[shard.dtypes[name]]).view(shape).to(dtype)
+                        done += num_bytes
                         yield name, tensor
                         progress(done, total)
-        except (OSError, SafetensorError) as error:
-            raise ModelLoadError(f"{shard.path} is damaged: {error}; fetch it again") from error
+        except OSError as error:
+            raise ModelLoadError(f"{shard.path} can't be read: {error.strerror}") from error
 
 
 def _is_left_out(name: str, config: ModelConfig) -> bool:

@@ -42,6 +42,8 @@ class Shard:
     path: Path
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
+    offsets: dict[str, int]
+    """Where each tensor's bytes begin, in the file."""
     num_bytes: dict[str, int]
 
 
@@ -140,7 +142,8 @@ def _read_shard(path: Path) -> Shard:
     if size < end:
         raise ModelLoadError(f"{path} is truncated: {size} bytes of {end}; fetch it again")
     num_bytes = {name: last - first for name, (first, last) in ranges.items()}
-    return Shard(path, shapes, dtypes, num_bytes)
+    offsets = {name: 8 + len(header) + first for name, (first, _) in ranges.items()}
+    return Shard(path, shapes, dtypes, offsets, num_bytes)
 
 
 def _bad_entry(path: Path) -> ModelLoadError:

@@ -1,0 +1,33 @@
+"""Reading a tensor's bytes out of a file, without mapping it.
+
+Whoever cuts a mapped file short ends the process that looks at it, by a signal.
+"""
+
+from __future__ import annotations
+
+from io import FileIO
+from pathlib import Path
+
+import torch
+
+from trioserve.errors import ModelLoadError
+
+__all__ = ["read_bytes"]
+
+
+def read_bytes(path: Path, file: FileIO, offset: int, num_bytes: int) -> torch.Tensor:
+    """``num_bytes`` from ``offset`` of ``file``, which is at ``path``: [num_bytes] uint8.
+
+    Raises:
+        ModelLoadError: the file ends before.
+        OSError: it can't be read.
+    """
+    raw = torch.empty(num_bytes, dtype=torch.uint8)
+    room = raw.numpy().data
+    file.seek(offset)
+    while room:
+        count = file.readinto(room)  # one call reads 2 GiB at most
+        if not count:
+            raise ModelLoadError(f"{path} was cut short while it was read: fetch it again")
+        room = room[count:]
+    return raw
