@@ -84,10 +84,11 @@ class IdleCheck:
             return
         if held is None:
             _log.warning("an idle worker doesn't answer", seconds=WORKER_TIMEOUT)
-        elif held["open_slots"] or held["pages_used"]:
+            return
+        slots, pages = held.get("open_slots", 0), held.get("pages_used", 0)
+        if slots or pages:
             self._report(
-                f"the worker holds {held['open_slots']} slots and {held['pages_used']} pages"
-                " of requests that have ended"
+                f"the worker holds {slots} slots and {pages} pages of requests that have ended"
             )
 
     def _report(self, finding: str, error: Exception | None = None) -> None:
