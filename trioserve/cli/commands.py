@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -45,7 +46,16 @@ def run() -> None:
     """The ``trioserve`` command. If a fault ends the interpreter itself, it shows its threads."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr it can't
         faulthandler.enable()
-    sys.exit(main())
+    code = main()
+    if code > 128:
+        # A signal ended it. What a thread was given up with, such as a download from the Hub, isn't
+        # waited for; Python would.
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
