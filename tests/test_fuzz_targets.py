@@ -14,7 +14,7 @@ from tests.source_files import ROOT
 from trioserve.text import template_sandbox
 
 INPUTS = ROOT / "tests" / "fuzz_inputs"
-MUTATIONS = 60
+MUTATIONS = 25
 WITH_BYTES = [name for name, target in TARGETS.items() if target.strategy is None]
 WITH_STRATEGY = [name for name, target in TARGETS.items() if target.strategy is not None]
 
