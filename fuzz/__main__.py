@@ -8,8 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-INPUTS = Path(__file__).resolve().parent.parent / "tests" / "fuzz_inputs"
-
 
 def main() -> int:
     """The command line."""
@@ -49,8 +47,7 @@ def _fuzz(name: str, seconds: int, seed: int, findings: Path) -> int:
     target = TARGETS[name]
     findings.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as corpus:
-        known = sorted((INPUTS / name).glob("*")) if target.strategy is None else []
-        for index, data in enumerate([*target.seeds(), *(path.read_bytes() for path in known)]):
+        for index, data in enumerate(target.seeds()):
             (Path(corpus) / f"{index:04}").write_bytes(data)
         arguments = [
             "fuzz",

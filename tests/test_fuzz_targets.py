@@ -1,4 +1,4 @@
-"""Every fuzzing target on its seeds, on damage that is the same every time, and on old findings.
+"""Every fuzzing target on its seeds, and on damage that is the same every time.
 
 ``python -m fuzz`` runs the same targets under atheris for as long as one likes.
 """
@@ -10,10 +10,8 @@ import pytest
 
 from fuzz.target import mutations
 from fuzz.targets import TARGETS
-from tests.source_files import ROOT
 from trioserve.text import template_sandbox
 
-INPUTS = ROOT / "tests" / "fuzz_inputs"
 MUTATIONS = 25
 WITH_BYTES = [name for name, target in TARGETS.items() if target.strategy is None]
 WITH_STRATEGY = [name for name, target in TARGETS.items() if target.strategy is not None]
@@ -38,12 +36,3 @@ def test_damaged_structures(name: str) -> None:
     TARGETS[name].as_test(
         max_examples=MUTATIONS, derandomize=True, phases=[hypothesis.Phase.generate]
     )()
-
-
-def test_old_findings() -> None:
-    for path in sorted(INPUTS.glob("*/*")):
-        TARGETS[path.parent.name].check(path.read_bytes())
-
-
-def test_inputs_belong_to_targets() -> None:
-    assert {path.name for path in INPUTS.glob("*")} <= set(WITH_BYTES)
