@@ -18,12 +18,15 @@ from trioserve.grammar import Grammar
 from trioserve.preparation import (
     MAX_CALLS,
     MAX_EXTRA_ARGS_BYTES,
+    MAX_EXTRA_ARGS_DEPTH,
     MAX_WORKERS_LOST,
     Preparation,
 )
 from trioserve.request import Finish, FinishReason, Request, Sequence, State, TextPrompt, Times
 from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.simulation import open_fake_engine
 from trioserve.stream import Stream, StreamBudget
+from trioserve.testing import FakeWorker
 
 Clock = trio.testing.MockClock
 TIMEOUT = 10.0
@@ -410,6 +413,35 @@ async def test_a_worker_that_can_not_answer_is_the_engine_s_error(autojump_clock
         assert len(case.worker.calls) == 2  # not remembered
 
 
+def nested(depth: int) -> Any:
+    """So many lists in one another."""
+    value: Any = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_an_equal_request_may_come_in_the_moment_of_the_answer(num_turns: int) -> None:
+    """Whichever task's turn is first: the order of those that are ready is drawn by trio."""
+
+    async def once() -> None:
+        async with running(worker := ScriptedWorker(seconds=10 * TIMEOUT)) as case:
+            case.send(first := make_request("a"))
+            await trio.sleep(TIMEOUT)
+            for _ in range(num_turns):
+                await trio.lowlevel.checkpoint()
+            case.send(late := make_request("a"))
+            await trio.sleep(2 * TIMEOUT)
+            assert first.ended
+            assert late.ended
+            worker.lose()
+            await trio.sleep(1)
+
+    for _ in range(10):
+        trio.run(once, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
 @pytest.mark.parametrize(
     ("params", "param"),
     [
@@ -417,6 +449,8 @@ async def test_a_worker_that_can_not_answer_is_the_engine_s_error(autojump_clock
         ({"extra_args": {"x": 2**70}}, "extra_args"),
         ({"extra_args": {"x": "\ud800"}}, "extra_args"),
         ({"extra_args": {"x": "y" * MAX_EXTRA_ARGS_BYTES}}, "extra_args"),
+        ({"extra_args": {"x": nested(MAX_EXTRA_ARGS_DEPTH)}}, "extra_args"),
+        ({"extra_args": {"x": [1, {"y": nested(MAX_EXTRA_ARGS_DEPTH - 2)}]}}, "extra_args"),
         ({"grammar": "\ud800"}, "grammar"),
     ],
 )
@@ -430,6 +464,23 @@ async def test_what_can_not_be_sent_to_the_worker_is_refused(
     assert isinstance(bad.rejection, InvalidRequest)
     assert bad.rejection.param == param
     assert case.worker.calls == []
+
+
+async def test_how_deep_extra_args_are_is_that_request_s_matter_alone(
+    autojump_clock: Clock,
+) -> None:
+    """What can just be encoded by itself can't be as a part of a plan."""
+    async with open_fake_engine(
+        lambda: FakeWorker(calls={"prepare": lambda _: None}), logits_processors=("a:B",)
+    ) as engine:
+        for depth in (1, MAX_EXTRA_ARGS_DEPTH - 1):
+            await engine.complete([1], max_tokens=2, extra_args={"x": nested(depth)})
+        for depth in (MAX_EXTRA_ARGS_DEPTH, *range(970, 1000)):
+            with pytest.raises(InvalidRequest) as caught:
+                await engine.complete([1], max_tokens=2, extra_args={"x": nested(depth)})
+            assert caught.value.param == "extra_args"
+        await engine.complete([1], max_tokens=2)
+        assert engine.statistics().worker_restarts == 0
 
 
 async def in_the_call(case: Running) -> Request:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -54,6 +55,8 @@ MAX_VERDICT_BYTES = 2 << 20
 """Of what was asked. The worker keeps twice as many grammars, of twice the length."""
 MAX_EXTRA_ARGS_BYTES = 256 << 10
 """As MessagePack: the worker is sent them with every output."""
+MAX_EXTRA_ARGS_DEPTH = 64
+"""Maps and lists in one another: what can just be encoded here couldn't be as a part of a plan."""
 MAX_WORKERS_LOST = 2
 
 
@@ -207,6 +210,8 @@ class Preparation:
                     nursery.start_soon(self._watch, question, request)
                 error = await self._answer(question)
                 answered = True
+                # Nobody may join from here on: the nursery closes a little before the block ends.
+                self._close(question)
                 nursery.cancel_scope.cancel()
         finally:
             self._close(question)
@@ -338,6 +343,7 @@ def _question_of(params: SamplingParams) -> _Question | None:
     for name, value in (("grammar", as_list), ("extra_args", extra_args)):
         try:
             encoded.append(msgspec.msgpack.encode(value, order="deterministic"))
+            plain = msgspec.msgpack.decode(encoded[-1])
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise _refusal(f"{name} can't be sent to the worker: {error}", name) from error
     if len(encoded[1]) > MAX_EXTRA_ARGS_BYTES:
@@ -346,9 +352,22 @@ def _question_of(params: SamplingParams) -> _Question | None:
             f"got {len(encoded[1])}",
             "extra_args",
         )
+    if _nests_deeper(plain, MAX_EXTRA_ARGS_DEPTH):
+        message = f"extra_args may have {MAX_EXTRA_ARGS_DEPTH} maps and lists in one another"
+        raise _refusal(message, "extra_args")
     whole = b"".join(encoded)
     arguments = {"grammar": as_list, "extra_args": extra_args}
     return _Question(hashlib.sha256(whole).digest(), len(whole), arguments)
+
+
+def _nests_deeper(value: Any, most: int) -> bool:
+    """Whether more than ``most`` maps and lists lie in one another."""
+    level = [value]
+    for _ in range(most):
+        maps = [each.values() for each in level if isinstance(each, dict)]
+        lists = [each for each in level if isinstance(each, list)]
+        level = list(itertools.chain(*maps, *lists))
+    return any(isinstance(each, (dict, list)) for each in level)
 
 
 def _read(answer: Any) -> InvalidRequest | None:
