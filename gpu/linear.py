@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Linear", "prepacks"]
+__all__ = ["Linear", "padded_rows", "prepacks"]
+
+EXACT_ROWS = 32
+"""Up to here every number of rows has a product of its own: that is where decode steps are."""
 
 
 def prepacks(dtype: torch.dtype, device: torch.device) -> bool:
@@ -20,6 +23,18 @@ def prepacks(dtype: torch.dtype, device: torch.device) -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")  # a build without oneDNN has none
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+def padded_rows(num_rows: int) -> int:
+    """The number of rows, ``num_rows`` or up to an eighth more, that a packed product is made for.
+
+    oneDNN compiles a product for each number of rows that it meets, and keeps it: with prompts of
+    every length that would be hundreds of megabytes. So there are eight for each power of two.
+    """
+    if num_rows <= EXACT_ROWS:
+        return num_rows
+    step = 1 << (num_rows.bit_length() - 4)
+    return -(-num_rows // step) * step
 
 
 class Linear:
@@ -43,10 +58,17 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed:
+            num_rows = len(x)
+            padding = padded_rows(num_rows) - num_rows
             product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
-                x, self._weight, self._bias, "none", [], ""
+                F.pad(x, (0, 0, 0, padding)) if padding else x,
+                self._weight,
+                self._bias,
+                "none",
+                [],
+                "",
             )
-            return product
+            return product[:num_rows] if padding else product
         return F.linear(x, self._weight, self._bias)
 
     def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

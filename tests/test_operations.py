@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from gpu.attention import StepLayout
-from gpu.linear import Linear
+from gpu.linear import Linear, padded_rows
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.operations import Operations
@@ -134,3 +134,19 @@ def test_a_model_uses_the_operations_it_is_given(tmp_path: Path) -> None:
     layers = model.config.num_layers
     per_layer = ["add_rms_norm", "silu_mul", "add_rms_norm"]
     assert operations.calls == ["rms_norm", *per_layer * layers]
+
+
+def test_products_are_made_for_few_numbers_of_rows() -> None:
+    made_for = [padded_rows(num_rows) for num_rows in range(1, 2049)]
+    assert len(set(made_for)) == 32 + 8 * 6
+    assert made_for[:32] == list(range(1, 33))
+    assert all(n <= m <= n * 9 / 8 for n, m in enumerate(made_for, 1))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_rows", [1, 33, 65, 131])
+def test_a_product_of_any_number_of_rows(dtype: torch.dtype, num_rows: int) -> None:
+    weight, x = randn(24, 40, dtype=dtype), randn(num_rows, 40, dtype=dtype, seed=1)
+    product = Linear(weight)(x)
+    assert product.shape == (num_rows, 24)
+    assert_near(product, x.double() @ weight.double().T)
