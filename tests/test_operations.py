@@ -143,10 +143,10 @@ def test_products_are_made_for_few_numbers_of_rows() -> None:
     assert all(n <= m <= n * 9 / 8 for n, m in enumerate(made_for, 1))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_rows", [1, 33, 65, 131])
-def test_a_product_of_any_number_of_rows(dtype: torch.dtype, num_rows: int) -> None:
-    weight, x = randn(24, 40, dtype=dtype), randn(num_rows, 40, dtype=dtype, seed=1)
+def test_a_product_of_any_number_of_rows(num_rows: int) -> None:
+    weight = randn(24, 40, dtype=torch.bfloat16)
+    x = randn(num_rows, 40, dtype=torch.bfloat16, seed=1)
     product = Linear(weight)(x)
     assert product.shape == (num_rows, 24)
     assert_near(product, x.double() @ weight.double().T)
