@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -210,3 +211,22 @@ async def test_an_engine_that_was_stopped_itself_hears_the_worker_out(
             autojump_clock.jump(10 * TIMEOUT)
             autojump_clock.autojump_threshold = 0
         assert engine.statistics().worker_restarts == 0
+
+
+@pytest.mark.parametrize(("left", "num_replaced"), [(5.0, 0), (FOR_EVER, 1)])
+async def test_a_worker_that_was_stopped_with_the_engine_has_its_time_again(
+    autojump_clock: Clock, left: float, num_replaced: int
+) -> None:
+    """A paused container stops both in the middle of a step; once is enough for one that hangs."""
+    stopped_for = 10 * TIMEOUT
+    autojump_clock.autojump_threshold = math.inf
+    workers = [FakeWorker(step_time=lambda _: stopped_for + left), FakeWorker(step_time=0.01)]
+    async with open_fake_engine(lambda: workers.pop(0), watchdog_timeout=TIMEOUT) as engine:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(functools.partial(engine.complete, [1, 2, 3], max_tokens=1))
+            await trio.testing.wait_all_tasks_blocked()
+            assert engine.statistics().scheduler.plans_in_flight == 1
+            autojump_clock.jump(stopped_for)
+            autojump_clock.autojump_threshold = 0
+        assert engine.statistics().worker_restarts == num_replaced
+        assert trio.current_time() < stopped_for + 3 * TIMEOUT

@@ -278,6 +278,8 @@ class Scheduler:
         while True:
             with trio.CancelScope(deadline=self._watchdog.deadline) as self._overdue:
                 await trio.sleep_forever()
+            if self._watchdog.forgive(trio.current_time()):
+                continue
             # If it is this process that was stopped, what the worker said meanwhile comes first.
             await trio.sleep(SECOND_LOOK)
             if trio.current_time() >= self._watchdog.deadline:

@@ -20,6 +20,8 @@ FIRST_SECONDS = 0.1
 """For each token of a plan before any has come back: a large model on a slow processor."""
 MAX_FIRST_SECONDS = 300.0
 """The same for the whole plan: a worker has shown by loading its model that it can compute."""
+MAX_LATENESS = 1.0
+"""Seconds by which a busy event loop may miss a deadline; by more, and the process was stopped."""
 
 
 @attrs.define(eq=False)
@@ -39,6 +41,8 @@ class Watchdog:
     _largest: float = attrs.field(init=False, default=0.0)
     """Size of the largest."""
     _num_holds: int = attrs.field(init=False, default=0)
+    _forgiven: InFlight | None = attrs.field(init=False, default=None)
+    """The last plan that was given its time again."""
 
     def follow(self, oldest: InFlight | None, now: float) -> None:
         """``oldest`` is the plan that is due next, None if none is."""
@@ -68,6 +72,22 @@ class Watchdog:
         """That is done. The plan has all its time from now on."""
         self._num_holds -= 1
         self._began = now
+
+    def forgive(self, now: float) -> bool:
+        """The deadline has passed, and this is the first look since.
+
+        If it comes so late that this process has been stopped itself, the worker may have been,
+        too: a container that is paused takes both along. The plan then has all its time again, for
+        once.
+
+        Returns:
+            whether it has.
+        """
+        if now - self.deadline <= MAX_LATENESS or self._forgiven is self._plan:
+            return False
+        self._forgiven = self._plan
+        self._began = now
+        return True
 
     @property
     def deadline(self) -> float:
