@@ -179,7 +179,8 @@ class LookedAt:
         await trio.sleep(math.inf if reply is None else 0.1)
         if isinstance(reply, Exception):
             raise reply
-        self.steps += reply.pop("steps", 0)
+        if isinstance(reply, dict):
+            self.steps += reply.pop("steps", 0)
         return reply
 
 
@@ -216,8 +217,16 @@ async def test_looks_are_rare_and_rarer_where_they_take_long(
         ({"open_slots": 2, "pages_used": 7, "steps": 1}, 0),
         (EngineError("statistics: unknown"), 0),
         (None, 0),
+        ("damaged", 0),
     ],
-    ids=["holds nothing", "holds something", "has work again", "refuses", "says nothing"],
+    ids=[
+        "holds nothing",
+        "holds something",
+        "has work again",
+        "refuses",
+        "says nothing",
+        "damaged",
+    ],
 )
 async def test_an_idle_worker_is_asked_what_it_holds(
     reply: Any,
@@ -238,7 +247,7 @@ async def test_an_idle_worker_is_asked_what_it_holds(
     ] * found
     assert engine.replies == []
     silent = ["an idle worker doesn't answer" in record.getMessage() for record in caplog.records]
-    assert any(silent) == (reply is None)
+    assert any(silent) == (reply in (None, "damaged"))
 
 
 async def test_an_engine_that_stays_idle_is_looked_at_once(autojump_clock: object) -> None:

@@ -204,6 +204,20 @@ async def test_a_process_that_can_not_be_killed_holds_nobody_up(
     assert "worker can't be killed" in caplog.text
 
 
+async def test_a_group_that_may_not_be_killed_holds_nobody_up(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some systems say so of a group whose leader has just ended."""
+
+    def refuse(*_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    ended = Undead(pid=(1 << 31) - 1, returncode=1)
+    await supervisor._stop(cast(trio.Process, ended), cast(NngLink, DeafLink()))
+    assert trio.current_time() == supervisor.KILL_GRACE
+
+
 async def test_what_a_worker_has_started_ends_with_it() -> None:
     program = (
         "import subprocess, sys, time\n"

@@ -7,7 +7,6 @@ logged once, with the place that found it, and counted, and the engine goes on.
 from __future__ import annotations
 
 import traceback
-from typing import Any
 
 import attrs
 import trio
@@ -74,7 +73,7 @@ class IdleCheck:
         """Compare what the worker holds with nothing, which is what an idle engine holds."""
         engine = self.engine
         before = engine.statistics()
-        held: dict[str, Any] | None = None
+        held: object = None
         with trio.move_on_after(WORKER_TIMEOUT):
             try:
                 held = await engine.call_worker("statistics")
@@ -82,7 +81,7 @@ class IdleCheck:
                 return
         if not engine.idle or engine.statistics() != before:
             return
-        if held is None:
+        if not isinstance(held, dict):
             _log.warning("an idle worker doesn't answer", seconds=WORKER_TIMEOUT)
             return
         slots, pages = held.get("open_slots", 0), held.get("pages_used", 0)

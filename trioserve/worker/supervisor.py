@@ -212,7 +212,8 @@ async def _stop(process: trio.Process, link: NngLink) -> None:
         with trio.move_on_after(QUIT_GRACE):
             await process.wait()
     # The worker leads a group of its own, and its children may hold memory that the next one needs.
-    with contextlib.suppress(ProcessLookupError):
+    # One that is gone, or that runs as somebody else by now, isn't to be had.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with trio.move_on_after(KILL_GRACE):
         await process.wait()
