@@ -296,3 +296,18 @@ async def test_a_whole_number_may_be_written_as_a_fraction() -> None:
     for body in (b'{"input_ids": [5.5]}', b'{"input_ids": [5.0, "6"]}', b'{"input_ids": [-5.0]}'):
         with pytest.raises(InvalidRequest):
             parse_body(GenerateRequest, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"messages": [], "temperature": NaN}', "messages"),
+        (b'{"messages": []', "messages"),
+        (b'{"messages": [], "user": "\xff"}', "messages"),
+        (b'{"messages": [], "messages": 5}', "messages"),
+        (b'{"messages": [{"role": "user", "content": 5}], "messages": []}', "messages[0].content"),
+        (b'{"messages": [], "x": ' + b"[" * 3000, "messages"),
+    ],
+)
+async def test_what_follows_a_wrong_field_is_not_read_as_json(body: bytes, param: str) -> None:
+    assert (await refusal(CHAT, body))["param"] == param

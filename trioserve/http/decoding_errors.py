@@ -105,11 +105,16 @@ def _given(wrong: str, path: str, body: bytes) -> str:
     """What the field was, for the end of a message that says what it must be and no more."""
     if not wrong.startswith("expected ") or ", got " in wrong or len(body) > MAX_REREAD_BYTES:
         return ""
-    value: Any = msgspec.json.decode(body)
-    for name, index in _STEP_PATTERN.findall(path):
-        value = value[name] if name else value[int(index)]
-    if " of length " in wrong:
-        return f", got {len(value)}"
+    # What comes behind the wrong value has not been looked at: it may be no JSON, or have the same
+    # key once more, with another kind of value.
+    try:
+        value: Any = msgspec.json.decode(body)
+        for name, index in _STEP_PATTERN.findall(path):
+            value = value[name] if name else value[int(index)]
+        if " of length " in wrong:
+            return f", got {len(value)}"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return ""
     shown = msgspec.json.encode(value).decode()
     if len(shown) > _MAX_SHOWN_CHARACTERS:
         shown = shown[:_MAX_SHOWN_CHARACTERS] + "…"
