@@ -19,7 +19,7 @@ import trio
 
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
-from trioserve.errors import EngineError
+from trioserve.errors import EngineError, QueueFull
 from trioserve.generation import Completion, PromptLike
 from trioserve.nursery import open_engine
 from trioserve.sampling import SamplingParams
@@ -203,16 +203,36 @@ async def _complete_all(
     largest = max(((each or common).n for each in params), default=1)
     room = trio.CapacityLimiter(max(engine.config.max_num_queued_reqs // largest, 1))
     failure: Exception | None = None
+    num_open = 0
+    refused = trio.lowlevel.ParkingLot()
+
+    async def complete_once_there_is_room(index: int) -> Completion:
+        """The queue's other bounds are known when it refuses: come again when others have left."""
+        nonlocal num_open
+        while True:
+            num_open += 1
+            try:
+                return await engine.complete(batch[index], params[index], **sampling)
+            except QueueFull as full:
+                seconds = full.retry_after
+            finally:
+                num_open -= 1
+            if num_open:
+                await refused.park()
+            else:  # it is another thread's batch that waits there
+                await trio.sleep(seconds)
 
     async def complete(index: int) -> None:
         nonlocal produced, failure
         async with room:
             try:
-                completion = await engine.complete(batch[index], params[index], **sampling)
+                completion = await complete_once_there_is_room(index)
             except Exception as error:
                 failure = failure or error
                 nursery.cancel_scope.cancel()
                 return
+            # Two for one: so there are soon as many again as the queue takes.
+            refused.unpark(count=2)
         completions[index] = completion
         produced += completion.usage.completion_tokens
         elapsed = max(trio.current_time() - started, 1e-9)
