@@ -66,6 +66,7 @@ def _check_lines(core: SchedulerCore) -> None:
 
 def _check_held(core: SchedulerCore) -> None:
     in_line = set(map(id, core.waiting))
+    assert len(core.siblings) == len(list(core.siblings)), "the held are miscounted"
     for computation in core.siblings:
         assert computation.is_held
         assert id(computation) not in in_line

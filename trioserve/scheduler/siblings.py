@@ -54,10 +54,11 @@ class Siblings:
     _waiting: Line
     _held: dict[Request, Line] = attrs.field(init=False, factory=dict)
     """Without empty lines."""
+    _num_held: int = attrs.field(init=False, default=0)
     _ready: list[Request] = attrs.field(init=False, factory=list)
 
     def __len__(self) -> int:
-        return sum(map(len, self._held.values()))
+        return self._num_held
 
     def __iter__(self) -> Iterator[Computation]:
         return itertools.chain.from_iterable(self._held.values())
@@ -71,6 +72,7 @@ class Siblings:
             if leader is not None and leader is not sequence and _has_prompt_to_compute(leader):
                 self._held.setdefault(request, Line()).add(computation)
                 computation.is_held = True
+                self._num_held += 1
                 return
         self._waiting.add(computation)
 
@@ -87,6 +89,7 @@ class Siblings:
         for request in self._ready:
             for computation in self._held.pop(request, ()):
                 computation.is_held = False
+                self._num_held -= 1
                 self._waiting.add(computation)
         self._ready.clear()
 
@@ -96,6 +99,7 @@ class Siblings:
         line = self._held[request]
         line.remove(computation)
         computation.is_held = False
+        self._num_held -= 1
         if not line:
             del self._held[request]
 
