@@ -518,3 +518,57 @@ async def test_an_idle_worker_that_dies_again_and_again_ends_the_engine(
         async with open_fake_engine(open_worker=killer.open_worker) as engine:
             await kill_again_and_again(killer, times=9, pause=CALM_LIFE / 2)
     assert engine.statistics().worker_restarts == engine.config.max_worker_restarts
+
+
+@attrs.define(eq=False)
+class CrashingLink:
+    """To a worker that ends in a thread beside its step, as soon as it is to prepare a request."""
+
+    link: Link
+    _crashed: trio.Event = attrs.field(init=False, factory=trio.Event)
+
+    async def send(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Call) and message.name == "prepare":
+            self._crashed.set()
+        await self.link.send(message)
+
+    async def receive(self) -> wire.Message:
+        messages: list[wire.Message] = []
+
+        async def take(scope: trio.CancelScope) -> None:
+            messages.append(await self.link.receive())
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take, nursery.cancel_scope)
+            await self._crashed.wait()
+            nursery.cancel_scope.cancel()
+        if self._crashed.is_set():
+            raise WorkerLost("segmentation fault", reason="crashed")
+        return messages.pop()
+
+
+async def test_who_computes_is_not_blamed_for_what_is_prepared_beside_it(
+    autojump_clock: Clock,
+) -> None:
+    """Its step is a long one: it never gets further before the worker dies of the grammar."""
+
+    @contextlib.asynccontextmanager
+    async def open_worker() -> AsyncIterator[tuple[Link, wire.Ready]]:
+        worker = FakeWorker(step_time=1.0)
+        async with run_fake_worker(worker, EngineConfig("fake")) as (link, ready):
+            yield CrashingLink(link), ready
+
+    async with open_fake_engine(open_worker=open_worker) as engine:
+        async with trio.open_nursery() as nursery:
+
+            @nursery.start_soon
+            async def prepare() -> None:
+                await trio.sleep(0.5)
+                with pytest.raises(EngineError, match="while it prepared the request's grammar"):
+                    await engine.complete([1], max_tokens=2, grammar=Grammar("regex", "x"))
+
+            completion = await engine.complete([1, 2, 3], max_tokens=5, ignore_eos=True)
+        assert completion.finish_reason == "length"
+        assert engine.statistics().worker_restarts == 3
+        engine.check_integrity()
