@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -494,3 +495,38 @@ async def test_an_argument_of_a_wrong_type_is_refused_by_name_and_harms_nobody(
 def test_a_prompt_of_a_wrong_type_is_never_made(make: Callable[[], object]) -> None:
     with pytest.raises(InvalidRequest, match="must be"):
         make()
+
+
+class Integer(int):
+    """An integer of another type, as an enumeration's members are."""
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {name: np.float64(0.5)}
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        )
+    ]
+    + [{name: Integer(2)} for name in ("top_k", "min_tokens", "logprobs", "seed")]
+    + [{name: [Integer(200)]} for name in ("stop_token_ids", "allowed_token_ids")]
+    + [
+        {"logit_bias": {Integer(5): np.float64(1)}},
+        {"prompt_logprobs": Integer(1)},
+        {"repetition_penalty": 2**70},
+    ],
+    ids=str,
+)
+async def test_numbers_of_other_types_are_numbers(
+    autojump_clock: Clock, params: dict[str, Any]
+) -> None:
+    """They pass every check, and then are to travel to the worker."""
+    async with open_fake_engine() as engine:
+        await engine.complete([1, 2, 3], max_tokens=2, **params)
+        assert engine.healthy

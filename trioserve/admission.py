@@ -134,24 +134,27 @@ def sampler_params(
 ) -> SamplerParams:
     """What the worker is told of ``params``, for the first of the request's sequences.
 
+    Numbers of other types that count as such, like NumPy's, become Python's own: a message takes no
+    others.
+
     Raises:
         InvalidRequest: one of ``bad_words`` can't be spelled in tokens.
     """
     eos = () if params.ignore_eos else eos_token_ids
     return SamplerParams(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        min_tokens=params.min_tokens,
+        temperature=float(params.temperature),
+        top_k=int(max(params.top_k, 0)),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        repetition_penalty=float(params.repetition_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        presence_penalty=float(params.presence_penalty),
+        min_tokens=int(params.min_tokens),
         logit_bias=params.logit_bias,
         stop_ids=sorted({*eos, *params.stop_token_ids}),
-        seed=seed,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        seed=int(seed),
+        logprobs=-1 if params.logprobs is None else int(params.logprobs),
+        prompt_logprobs=-1 if params.prompt_logprobs is None else int(params.prompt_logprobs),
         logprob_token_ids=list(params.logprob_token_ids),
         allowed_token_ids=list(params.allowed_token_ids or ()),
         bad_words=tokenizer.bad_word_ids(params.bad_words) if params.bad_words else [],

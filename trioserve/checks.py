@@ -104,7 +104,7 @@ def as_ids(name: str, value: Any, *, most: int = MAX_IDS) -> tuple[int, ...]:
     for item in ids:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_COUNT:
             raise refuse(name, item, "a list of token ids")
-    return ids
+    return tuple(map(int, ids))
 
 
 def as_bias(value: Mapping[Any, float] | None) -> dict[int, float]:
@@ -118,7 +118,7 @@ def as_bias(value: Mapping[Any, float] | None) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, amount in value.items():
         try:
-            token = int(key) if isinstance(key, str) else operator.index(key)
+            token = int(key) if isinstance(key, str) else int(operator.index(key))
         except (TypeError, ValueError):
             raise refuse("logit_bias", key, "a map whose keys are token ids") from None
         if (

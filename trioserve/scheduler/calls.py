@@ -51,10 +51,10 @@ class Calls:
 
     async def call(self, name: str, arguments: object) -> Any:
         """See :meth:`trioserve.scheduler.Scheduler.call`; there is a worker."""
+        encoded = msgspec.msgpack.encode(arguments)
         self._number += 1
         number = self._number
         call = self._pending[number] = _PendingCall(name)
-        encoded = msgspec.msgpack.encode(arguments)
         self._send(wire.Call(number=number, name=name, arguments=encoded))
         try:
             with contextlib.nullcontext() if name in QUICK_CALLS else self._hold():
