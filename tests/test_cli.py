@@ -167,6 +167,26 @@ def test_help_fits_a_terminal_and_shows_every_option(monkeypatch: pytest.MonkeyP
             assert f"(default: {option.default_text})" in text
 
 
+def test_a_dump_that_is_asked_for_too_early_does_not_end_the_server() -> None:
+    code = """
+import os, signal, sys
+
+class Asking:
+    def find_spec(self, name, *_):
+        if name == "trioserve.cli.serve":
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+sys.meta_path.insert(0, Asking())
+sys.argv = ["trioserve", "serve", "/no/such/model"]
+from trioserve.cli.commands import run
+run()
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 1
+    assert "/no/such/model" in done.stderr
+
+
 def test_a_model_that_is_not_there_is_one_line() -> None:
     code, out, err = run_cli("serve", "/nowhere/model.gguf", "--log-format", "console")
     assert code == 1

@@ -90,6 +90,9 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: dict[str, Any]) -> int:
     config = server_config(arguments, os.environ)
+    # A task dump that is asked for during the imports, which take a second or two, must not end
+    # the process.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     import trio
 
     from trioserve.cli.serve import run_server
