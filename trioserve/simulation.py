@@ -134,7 +134,7 @@ async def run_fake_worker(
     if lost and (error is None or isinstance(error, WorkerLost)):
         # Whoever was at the link noticed only that it is closed.
         from_outside = killed is not None and killed.is_set()
-        raise WorkerLost("the fake worker ended", from_outside=from_outside, reason="crashed")
+        raise WorkerLost("the fake worker ended", from_outside=from_outside)
     if error is not None:
         raise error
 

@@ -70,8 +70,6 @@ class Scheduler:
         """Called whenever the last plan has come back and nobody is left to be computed."""
         self._num_steps_idle = 0
         """Steps that were done when it was called last."""
-        self._prepared = False
-        """Whether a request was being prepared when the last worker was lost."""
         self._calls = Calls(self._send_first, self._watchdog_held)
         self._watchdog = Watchdog(config.watchdog_timeout)
         self._overdue = trio.CancelScope()
@@ -178,7 +176,6 @@ class Scheduler:
             self._is_stuck = False
             self._follow(self._core)
             self._outbox.clear()
-            self._prepared = self._calls.prepares
             self._calls.on_worker_lost()
         raise error
 
@@ -194,11 +191,9 @@ class Scheduler:
         if self._core is None:
             return 1
         outputs, num_deaths = self._core.recovery.judge(
-            loss,
-            trio.current_time() - self._attached_at,
-            by_step=not (self._prepared and loss.reason == "crashed"),
+            loss, trio.current_time() - self._attached_at
         )
-        self._attached_at, self._prepared = math.inf, False
+        self._attached_at = math.inf
         self._end(outputs, str(loss))
         return num_deaths
 

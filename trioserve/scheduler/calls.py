@@ -23,7 +23,6 @@ QUICK_CALLS = frozenset({"ping", "prepare", "statistics"})
 class _PendingCall:
     """A call that the worker hasn't answered: ``reply`` is None if it never will."""
 
-    name: str
     done: trio.Event = attrs.field(factory=trio.Event)
     reply: wire.Reply | None = None
     result: Any = None
@@ -44,17 +43,12 @@ class Calls:
     _pending: dict[int, _PendingCall] = attrs.field(init=False, factory=dict)
     _number: int = attrs.field(init=False, default=0)
 
-    @property
-    def prepares(self) -> bool:
-        """Whether a request is prepared beside the steps: that may crash the worker, too."""
-        return any(call.name == "prepare" for call in self._pending.values())
-
     async def call(self, name: str, arguments: object) -> Any:
         """See :meth:`trioserve.scheduler.Scheduler.call`; there is a worker."""
         encoded = msgspec.msgpack.encode(arguments)
         self._number += 1
         number = self._number
-        call = self._pending[number] = _PendingCall(name)
+        call = self._pending[number] = _PendingCall()
         self._send(wire.Call(number=number, name=name, arguments=encoded))
         try:
             with contextlib.nullcontext() if name in QUICK_CALLS else self._hold():

@@ -89,19 +89,14 @@ class Recovery:
         self._forget_worker()
         self._core.has_worker = False
 
-    def judge(
-        self, loss: WorkerLost, lived: float = 0.0, *, by_step: bool = True
-    ) -> tuple[list[SequenceOutput], int]:
+    def judge(self, loss: WorkerLost, lived: float = 0.0) -> tuple[list[SequenceOutput], int]:
         """Why the worker was lost that lived so many seconds, or the next before it was there.
-
-        ``by_step`` is false if something else that it did may have ended it as well: whoever was in
-        flight is then no more to blame than if it was killed from outside.
 
         Returns:
             the end of the request that is to blame, if one is; and the number of deaths since there
             was progress.
         """
-        judge = self.blame.accuse if by_step and not loss.from_outside else self.blame.excuse
+        judge = self.blame.excuse if loss.from_outside else self.blame.accuse
         verdict = judge(self._flight)
         is_calm = lived >= CALM_LIFE and not self._flight
         self._flight = {}
