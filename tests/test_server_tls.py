@@ -301,7 +301,10 @@ class TestErrors:
         path = tmp_path / "text"
         path.write_text("not a certificate")
         assert "in PEM format" in await self.why(ssl_certfile=str(path))
-        assert "in PEM format" in await self.why(ssl_certfile=options["ssl_certfile"])
+        alone = options["ssl_certfile"]
+        assert await self.why(ssl_certfile=alone) == (
+            f"{alone} holds no certificate with its key, in PEM format (--ssl-keyfile)"
+        )
         assert await self.why(**options, ssl_ca_certs=str(path)) == f"{path} holds no certificates"
 
     @pytest.mark.parametrize("name", ["ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"])

@@ -71,4 +71,6 @@ def _why(certificate: str, key: str, config: ServerConfig, error: Exception) -> 
         if config.ssl_keyfile_password is None:
             return f"the key in {key} is encrypted: give --ssl-keyfile-password"
         return f"--ssl-keyfile-password doesn't open the key in {key}"
+    if key == certificate:
+        return f"{certificate} holds no certificate with its key, in PEM format (--ssl-keyfile)"
     return f"{certificate} and {key} are no certificate and its key, in PEM format"
