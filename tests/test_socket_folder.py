@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from trioserve.errors import WorkerLost
-from trioserve.worker.link import NngLink
 from trioserve.worker.socket_folder import SocketFolder, sweep_socket_folders
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +51,7 @@ def test_it_is_there_until_it_is_closed(temporary: Path) -> None:
     folder = SocketFolder.make()
     assert os.stat(folder.path).st_mode & 0o777 == 0o700
     listen(folder)
-    assert sorted(os.listdir(folder.path)) == ["lock", "worker.sock"]
+    assert sorted(os.listdir(folder.path)) == ["link", "lock"]
     folder.close()
     folder.close()
     assert list(temporary.iterdir()) == []
@@ -85,14 +86,14 @@ def test_what_is_not_ours_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch
     (temporary / "trioserve-notes").mkdir()
     with_more = temporary / "trioserve-worker-more"
     with_more.mkdir()
-    for name in ("lock", "worker.sock", "precious"):
+    for name in ("lock", "link", "precious"):
         (with_more / name).touch()
     linked_lock = temporary / "trioserve-worker-lock"
     linked_lock.mkdir()
     (linked_lock / "lock").symlink_to(elsewhere / "lock")
     sockets_only = temporary / "trioserve-worker-sock"
     sockets_only.mkdir()
-    (sockets_only / "worker.sock").touch()
+    (sockets_only / "link").touch()
     before = sorted(temporary.rglob("*"))
     sweep_socket_folders()
     assert sorted(temporary.rglob("*")) == before
@@ -158,9 +159,25 @@ class TestNoRoom:
         deep = temporary / ("d" * 100)
         deep.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(deep))
-        folder = SocketFolder.make()
-        with pytest.raises(WorkerLost, match="no socket for the worker at ipc://") as caught:
-            NngLink.listen(folder.url)
-        assert "\n" not in str(caught.value)
-        folder.close()
+        with pytest.raises(WorkerLost) as caught:
+            SocketFolder.make()
+        assert str(caught.value) == (
+            f"the name of the folder for temporary files, {deep}, is too long for a socket in it "
+            "(TMPDIR names another)"
+        )
         assert list(deep.iterdir()) == []
+
+    def test_a_path_just_short_enough(
+        self, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rest = len("/trioserve-worker-xxxxxxxx/link")
+        base = Path(tempfile.mkdtemp(dir="/tmp"))
+        longest = base / ("d" * (107 - rest - len(f"{base}/")))
+        try:
+            longest.mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(longest))
+            with contextlib.closing(SocketFolder.make()) as folder:
+                assert len(folder.url) == len("ipc://") + 107
+                listen(folder)
+        finally:
+            shutil.rmtree(base)

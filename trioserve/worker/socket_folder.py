@@ -20,7 +20,9 @@ from trioserve.errors import NoRoomForWorker
 __all__ = ["SocketFolder", "sweep_socket_folders"]
 
 _PREFIX = "trioserve-worker-"
-_SOCKET = "worker.sock"
+_SOCKET = "link"
+_LONGEST_PATH = 107
+"""Bytes that the system takes for a socket's name."""
 _LOCK = "lock"
 _ATTEMPTS = 10
 """More than once only beside an engine that starts at the same moment, and sweeps."""
@@ -46,13 +48,22 @@ class SocketFolder:
                 path = tempfile.mkdtemp(prefix=_PREFIX)
                 lock = _lock_new(path)
                 if lock is not None:
-                    return cls(path, lock)
+                    break
         except OSError as error:
             raise NoRoomForWorker(
                 f"there is no place for the worker's socket in {_place()}: "
                 f"{error.strerror or error} (TMPDIR names another)"
             ) from error
-        raise NoRoomForWorker(f"folders for the worker's socket are swept away in {_place()}")
+        if lock is None:
+            raise NoRoomForWorker(f"folders for the worker's socket are swept away in {_place()}")
+        folder = cls(path, lock)
+        if len(os.fsencode(os.path.join(path, _SOCKET))) > _LONGEST_PATH:
+            folder.close()
+            raise NoRoomForWorker(
+                f"the name of the folder for temporary files, {_place()}, is too long for a socket "
+                "in it (TMPDIR names another)"
+            )
+        return folder
 
     @property
     def url(self) -> str:
