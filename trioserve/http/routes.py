@@ -121,7 +121,7 @@ ROUTES = (
         peers="vLLM, SGLang",
         request=TokenizeRequest,
         response=TokenizeResponse,
-        errors=(404,),
+        errors=(404, 429),
     ),
     Route(
         method="POST",
@@ -133,7 +133,7 @@ ROUTES = (
         peers="vLLM, SGLang",
         request=DetokenizeRequest,
         response=DetokenizeResponse,
-        errors=(404,),
+        errors=(404, 429),
     ),
     Route(
         method="GET",
