@@ -94,6 +94,22 @@ async def test_nonsense_from_the_worker_is_a_lost_worker(
     link.close()
 
 
+async def test_an_error_of_nng_is_a_lost_worker(
+    url: str, peer: pynng.Pair0, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise pynng.NoMemory("out of memory", 2)
+
+    link = NngLink.listen(url)
+    monkeypatch.setattr(pynng.Pair0, "send", fails)
+    monkeypatch.setattr(pynng.Pair0, "recv", fails)
+    with pytest.raises(WorkerLost, match="failed"):
+        await link.send(wire.Quit())
+    with pytest.raises(WorkerLost, match="failed"):
+        await link.receive()
+    link.close()
+
+
 async def test_links_leave_no_descriptor_behind(tmp_path: Path) -> None:
     async def open_and_close(number: int) -> None:
         link = NngLink.listen(f"ipc://{tmp_path}/{number}.sock")

@@ -51,7 +51,7 @@ class NngLink:
         """Hand a message to the socket; waits while its buffer is full.
 
         Raises:
-            WorkerLost: the link is closed.
+            WorkerLost: the link is closed, or nng can't go on.
         """
         data = wire.encode(message)
         await trio.lowlevel.checkpoint()
@@ -63,12 +63,14 @@ class NngLink:
                 await self._wait(self._writable_fd)
             except pynng.Closed:
                 raise WorkerLost("the link to the worker is closed") from None
+            except pynng.NNGException as error:
+                raise WorkerLost(f"the link to the worker failed: {error}") from error
 
     async def receive(self) -> wire.Message:
         """The next message.
 
         Raises:
-            WorkerLost: the link is closed, or what came is no message of ours.
+            WorkerLost: the link is closed, nng can't go on, or what came is no message of ours.
         """
         await trio.lowlevel.checkpoint()
         while True:
@@ -78,6 +80,8 @@ class NngLink:
                 await self._wait(self._readable_fd)
             except pynng.Closed:
                 raise WorkerLost("the link to the worker is closed") from None
+            except pynng.NNGException as error:
+                raise WorkerLost(f"the link to the worker failed: {error}") from error
             except wire.WireError as error:
                 raise WorkerLost(f"the worker sent nonsense: {error}") from error
             except RuntimeError as error:  # pynng can't unpack a message without bytes
