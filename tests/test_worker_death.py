@@ -289,3 +289,12 @@ async def test_a_model_that_can_not_be_loaded_again_at_once_is_tried_again(
     with pytest.raises(ModelLoadError):
         await keeper.run(attach)
     assert deaths == []
+
+
+def test_a_worker_keeps_few_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its user says how many."""
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
+    _, environment = supervisor.worker_command("ipc:///nowhere")
+    assert environment["LRU_CACHE_CAPACITY"] == "128"
+    assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "512"

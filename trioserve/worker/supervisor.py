@@ -47,6 +47,10 @@ SENT_BY_OTHERS = frozenset(
 )
 """Signals that no fault of the worker's own raises; the kernel sends SIGKILL out of memory."""
 
+BOUNDED_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+"""Torch's and oneDNN's: each would keep 1,024 compiled products, one for every shape that it meets,
+which prompts of all lengths turn into most of a gigabyte."""
+
 _PACKAGES_FOLDER = Path(trioserve.__file__).resolve().parent.parent
 _log = get_logger("trioserve.worker")
 
@@ -60,7 +64,7 @@ def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
     ``-P`` keeps the current folder off the import path, so that a user's own ``gpu.py`` isn't taken
     for ours. A source checkout isn't on the path of a new interpreter, so its folder is named.
     """
-    environment = dict(os.environ)
+    environment = {**BOUNDED_CACHES, **os.environ}
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
     if _PACKAGES_FOLDER not in installed:
         inherited = environment.get("PYTHONPATH")
