@@ -160,7 +160,7 @@ async def test_a_poisoned_context_costs_the_process_and_missing_memory_does_not(
     async with open_tiny_engine(tiny, max_plans_in_flight=2, max_num_batched_tokens=64) as engine:
         calm, disturbed = Answers(), Answers()
         await calm.ask_all(engine)
-        (before,) = psutil.Process().children()
+        (before,) = [each for each in psutil.Process().children() if str(once) in each.cmdline()]
         once.touch()
         before.kill()  # the steps that count are the next one's
         await disturbed.ask_all(engine)
