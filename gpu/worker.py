@@ -175,7 +175,7 @@ class Worker:
             while True:
                 message = self._receive(block=False)
                 if isinstance(message, wire.Drop):
-                    runner.drop(message.slot, message.generation)
+                    self._handle(runner, message)
                 else:
                     self._ahead.append(message)
 
