@@ -93,7 +93,8 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "logprobs_mode": "processed",
         "max_logprobs": 7,
         "enforce_eager": True,
-        "batch_invariant_attention": True,
+        "deterministic": True,
+        "quantization": "int8",
     }
     config = EngineConfig(
         "m",

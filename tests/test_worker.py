@@ -51,7 +51,8 @@ def start_message(folder: Path, **changes: Any) -> wire.Start:
         "max_num_seqs": 8, "max_num_batched_tokens": 0, "page_size": 4, "num_pages": 64,
         "kv_cache_dtype": "auto", "kv_cache_memory_bytes": 0, "gpu_memory_utilization": 0.9,
         "num_threads": 1, "logprobs_mode": "raw", "max_logprobs": 20, "enforce_eager": False,
-        "batch_invariant_attention": False, "tokenizer": "", "logits_processors": [], **changes,
+        "deterministic": False, "quantization": "auto",
+        "tokenizer": "", "logits_processors": [], **changes,
     }  # fmt: skip
     return wire.Start(**fields)
 

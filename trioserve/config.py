@@ -16,6 +16,7 @@ from trioserve.options import option
 __all__ = ["GROUPS", "EngineConfig", "ServerConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("auto", "none", "int8", "int4", "w8a8")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
 CAPACITY_POLICIES = ("max_utilization", "guaranteed_no_evict")
@@ -62,6 +63,14 @@ class EngineConfig:
     revision: str | None = option(None, "branch, tag or commit of a Hub model", group="model")
     dtype: str = option(
         "auto", "number format of weights and activations", choices=DTYPES, group="model"
+    )
+    quantization: str = option(
+        "auto",
+        "number format of the weights on a CPU: auto keeps a GGUF file's 4 and 8 bits where dtype "
+        "is auto, none computes with dtype, int8 and int4 round any model's weights, w8a8 rounds "
+        "weights and activations to 8 bits",
+        choices=QUANTIZATIONS,
+        group="model",
     )
     device: str = option("auto", "where the worker computes", choices=DEVICES, group="model")
     max_model_len: int | None = option(
@@ -230,10 +239,10 @@ class EngineConfig:
         group="worker",
         kind=bool,
     )
-    batch_invariant_attention: bool = option(
+    deterministic: bool = option(
         False,
-        "split the KV cache alike in every batch on a GPU, so that a sequence's attention "
-        "doesn't depend on its neighbors; small batches get slower",
+        "compute a sequence alike whatever else is in its batch: on a CPU its tokens are the same, "
+        "bit for bit; on a GPU its attention is, matrix products may differ",
         group="worker",
         kind=bool,
     )

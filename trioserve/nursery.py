@@ -189,7 +189,8 @@ def start_message(config: EngineConfig, path: Path) -> wire.Start:
         logprobs_mode=config.logprobs_mode,
         max_logprobs=config.max_logprobs,
         enforce_eager=config.enforce_eager,
-        batch_invariant_attention=config.batch_invariant_attention,
+        deterministic=config.deterministic,
+        quantization=config.quantization,
         tokenizer="" if config.tokenizer is None else str(Path(config.tokenizer).resolve()),
         logits_processors=list(config.logits_processors),
     )

@@ -119,7 +119,8 @@ class Start:
     logprobs_mode: str
     max_logprobs: int
     enforce_eager: bool
-    batch_invariant_attention: bool
+    deterministic: bool
+    quantization: str
     tokenizer: str
     """Where the tokenizer comes from if it isn't the model's own, else empty; for grammars."""
     logits_processors: list[str]

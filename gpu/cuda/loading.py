@@ -173,7 +173,7 @@ def _limits(start: Start, *, num_pages: int) -> ServingLimits:
         kv_cache_dtype=start.kv_cache_dtype,
         max_logprobs=start.max_logprobs,
         logprobs_mode=start.logprobs_mode,
-        batch_invariant_attention=start.batch_invariant_attention,
+        batch_invariant_attention=start.deterministic,
     )
 
 
