@@ -16,7 +16,7 @@ from gpu.constraints.adjuster import Constraints
 from gpu.constraints.grammar_cache import GrammarCache
 from gpu.constraints.grammars import GrammarError, GrammarVocabulary
 from gpu.constraints.processors import Processors, load_processors
-from gpu.cpu_executor import CpuExecutor
+from gpu.cpu.executor import CpuExecutor
 from gpu.devices import choose_device, choose_dtype
 from gpu.executor import Executor
 from gpu.memory import choose_num_pages

@@ -12,7 +12,7 @@ import torch
 from gpu.adjustments import Adjuster, Adjustment
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
-from gpu.cpu_executor import CpuExecutor
+from gpu.cpu.executor import CpuExecutor
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.rope import cos_sin_table

@@ -1,0 +1,124 @@
+// Threads that compute one step together.
+//
+// Every function of a step is called by all threads of a team at once, and each does its share.
+// Between one function and another that reads what the first wrote stands a barrier; a function that
+// needs one inside calls it itself. What a thread computes must not depend on how many there are:
+// each number of a result is computed by one thread, in one fixed order.
+#pragma once
+
+#include <immintrin.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace trioserve {
+
+// A share of some work: items first to last - 1.
+struct Share {
+  int64_t first, last;
+};
+
+// How a thread waits for the others: first it looks again at once, then it lets others run in
+// between. Two threads that share a core with somebody else's would otherwise wait out its time slice.
+inline constexpr int kSpins = 2000;
+
+class Barrier {
+ public:
+  explicit Barrier(int size) : size_(size), missing_(size) {}
+
+  void wait() {
+    if (size_ == 1) return;
+    const uint32_t round = round_.load(std::memory_order_relaxed);
+    if (missing_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      missing_.store(size_, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
+      if (spins < kSpins)
+        _mm_pause();
+      else
+        sched_yield();
+    }
+  }
+
+ private:
+  const int size_;
+  alignas(64) std::atomic<int> missing_;
+  alignas(64) std::atomic<uint32_t> round_{0};
+};
+
+// One thread's place among those that compute together.
+class Team {
+ public:
+  Team(int rank, int size, Barrier& barrier) : rank_(rank), size_(size), barrier_(barrier) {}
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  void barrier() const { barrier_.wait(); }
+
+  // This thread's share of `total` items, in whole groups of `grain`.
+  Share share(int64_t total, int64_t grain = 1) const {
+    const int64_t groups = (total + grain - 1) / grain;
+    const int64_t first = groups * rank_ / size_ * grain, last = groups * (rank_ + 1) / size_ * grain;
+    return {std::min(first, total), std::min(last, total)};
+  }
+
+ private:
+  const int rank_, size_;
+  Barrier& barrier_;
+};
+
+// A team's threads, which sleep between steps. The caller of run() is its thread 0.
+class Pool {
+ public:
+  explicit Pool(int size) : barrier_(size) {
+    for (int rank = 0; rank < size; ++rank) teams_.emplace_back(rank, size, barrier_);
+    for (int rank = 1; rank < size; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
+  }
+  ~Pool() {
+    work_ = nullptr;
+    begin();
+    for (auto& thread : threads_) thread.join();
+  }
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int size() const { return static_cast<int>(teams_.size()); }
+
+  // Calls `work` on every thread, and returns when all have.
+  void run(const std::function<void(const Team&)>& work) {
+    work_ = &work;
+    begin();
+    work(teams_[0]);
+    barrier_.wait();
+  }
+
+ private:
+  void begin() {
+    step_.fetch_add(1, std::memory_order_release);
+    step_.notify_all();
+  }
+
+  void serve(int rank) {
+    for (uint32_t seen = 0;; ++seen) {
+      step_.wait(seen, std::memory_order_acquire);
+      if (work_ == nullptr) return;
+      (*work_)(teams_[rank]);
+      barrier_.wait();
+    }
+  }
+
+  Barrier barrier_;
+  std::vector<Team> teams_;
+  const std::function<void(const Team&)>* work_ = nullptr;
+  std::atomic<uint32_t> step_{0};
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace trioserve
