@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["CPU_FEATURES", "Machine", "compiler_version"]
+__all__ = ["CPU_FEATURES", "Machine", "cache_folder", "compiler_version"]
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 """The instruction sets, as /proc/cpuinfo spells them, that make a difference to a model."""
@@ -51,6 +51,12 @@ class Machine:
         """Those of :data:`CPU_FEATURES` that the processor has."""
         flags = self._table("proc/cpuinfo").get("flags", "").split()
         return [name for name in CPU_FEATURES if name in flags]
+
+    def cpu_identity(self) -> tuple[str, ...]:
+        """What distinguishes processors that a compiler makes different programs for."""
+        fields = self._table("proc/cpuinfo")
+        names = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags")
+        return tuple(fields.get(name, "") for name in names)
 
     def _table(self, path: str) -> dict[str, str]:
         """A file of ``name: value`` lines; the first line of a name counts."""
@@ -104,6 +110,12 @@ class Machine:
             return path.read_text(errors="replace").strip()
         except OSError:
             return None
+
+
+def cache_folder(name: str) -> Path:
+    """``$XDG_CACHE_HOME/trioserve/name``, by default under ``~/.cache``: may not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "trioserve" / name
 
 
 def compiler_version() -> str | None:

@@ -21,7 +21,7 @@ import attrs
 
 from gpu.kernels import KernelSource, nvrtc
 from gpu.kernels.nvrtc import Build, KernelBuildError, Usage
-from trioserve.machine import Machine
+from trioserve.machine import Machine, cache_folder
 
 __all__ = ["CubinCache", "Outcome", "build_all", "default_folder", "default_jobs"]
 
@@ -30,8 +30,7 @@ _log = logging.getLogger(__name__)
 
 def default_folder() -> Path:
     """``$XDG_CACHE_HOME/trioserve/kernels``, by default under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "trioserve" / "kernels"
+    return cache_folder("kernels")
 
 
 def default_jobs() -> int:

@@ -1,0 +1,184 @@
+"""g++ over the kernels of the CPU: one shared library, compiled once on a machine and kept.
+
+The library's name holds a digest of all that went into it: the sources, the options, the compiler
+and the processor, since it is compiled for the very instructions that this processor has. So it is
+never out of date. It appears whole, by renaming, and any number of processes may share the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from trioserve.machine import Machine, cache_folder, compiler_version
+
+__all__ = ["OPTIONS", "SOURCES", "BuildError", "OnProgress", "build", "default_folder"]
+
+SOURCES = Path(__file__).parent / "csrc"
+NEEDED = ("avx512f", "avx512_bf16", "avx512_vnni")
+"""The instructions that the kernels are written in."""
+OPTIONS = (
+    *("-std=c++20", "-O3", "-march=native", "-pthread", "-fPIC", "-fno-semantic-interposition"),
+    # A sum is what the source says, in every variant of a function that a compiler makes of it:
+    # results would otherwise depend on how many rows are computed together. Of the options that
+    # make mathematics fast, these two change no number.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wall", "-Wextra"),
+)
+
+OnProgress = Callable[[int, int], None]
+"""Called with how many of how many sources are compiled."""
+
+_TEMPORARY = "trioserve-kernels-"
+_log = logging.getLogger(__name__)
+
+
+class BuildError(Exception):
+    """Why there is no library: one line."""
+
+
+def default_folder() -> Path:
+    """Where built libraries are."""
+    return cache_folder("cpu")
+
+
+def build(
+    on_progress: OnProgress | None = None,
+    *,
+    sources: Path = SOURCES,
+    folder: Path | None = None,
+    machine: Machine | None = None,
+) -> Path:
+    """The library of all ``*.cpp`` in ``sources``: found in ``folder``, or compiled and kept there.
+
+    Where the folder can't be written, the library lies in a temporary folder, and its caller may
+    delete it once it is loaded: see :func:`is_temporary`.
+
+    Raises:
+        BuildError: the processor lacks instructions, there is no compiler, or it failed.
+    """
+    machine = Machine() if machine is None else machine
+    missing = [name for name in NEEDED if name not in machine.cpu_features()]
+    if missing:
+        raise BuildError(f"the processor has no {', '.join(missing)}")
+    compiler = compiler_version()
+    if compiler is None:
+        raise BuildError("there is no C++ compiler: install g++, or name one in CXX")
+    folder = default_folder() if folder is None else folder
+    stem = f"kernels-{_digest(compiler, sources, machine)}"
+    found = _find(folder, stem)
+    if found is not None:
+        return found
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(folder):
+            # Somebody else may have built it meanwhile.
+            return _find(folder, stem) or _build(folder, stem, sources, on_progress)
+    except OSError as error:
+        _log.warning("built kernels can't be kept in %s: %s", folder, error)
+    temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+    try:
+        return _build(temporary, stem, sources, on_progress)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def is_temporary(library: Path) -> bool:
+    """Whether nobody will look for a library again that :func:`build` gave."""
+    return library.parent.name.startswith(_TEMPORARY)
+
+
+def _digest(compiler: str, sources: Path, machine: Machine) -> str:
+    digest = hashlib.sha256(repr((compiler, OPTIONS, machine.cpu_identity())).encode())
+    for path in sorted([*sources.glob("*.cpp"), *sources.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _find(folder: Path, stem: str) -> Path | None:
+    """A library that is there and whole."""
+    library = folder / f"{stem}.so"
+    try:
+        noted = (folder / f"{stem}.sha256").read_text()
+        if hashlib.sha256(library.read_bytes()).hexdigest() == noted:
+            return library
+    except (OSError, ValueError):
+        pass  # never built here, or damaged
+    return None
+
+
+def _build(folder: Path, stem: str, sources: Path, on_progress: OnProgress | None) -> Path:
+    library = folder / f"{stem}.so"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as work:
+        objects = _compile(sorted(sources.glob("*.cpp")), Path(work), on_progress)
+        linked = Path(work) / library.name
+        _run(["-shared", "-pthread", "-Wl,-z,defs", *map(str, objects), "-o", str(linked)])
+        note = Path(work) / "note"
+        note.write_text(hashlib.sha256(linked.read_bytes()).hexdigest())
+        linked.replace(library)
+        # The note is last: what reads it finds its library.
+        note.replace(folder / f"{stem}.sha256")
+    return library
+
+
+def _compile(sources: list[Path], work: Path, on_progress: OnProgress | None) -> list[Path]:
+    """Every source in a process of its own, as many at once as there are cores."""
+
+    def one(source: Path) -> Path:
+        built = work / f"{source.stem}.o"
+        _run([*OPTIONS, "-c", str(source), "-o", str(built)])
+        return built
+
+    report = on_progress or (lambda _done, _total: None)
+    report(0, len(sources))
+    with ThreadPoolExecutor(max(1, int(Machine().cores()))) as threads:
+        # The longest take longest, and so begin first.
+        by_size = sorted(sources, key=lambda source: -source.stat().st_size)
+        pending = [threads.submit(one, source) for source in by_size]
+        try:
+            for done, future in enumerate(as_completed(pending), 1):
+                future.result()
+                report(done, len(sources))
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+    return [future.result() for future in pending]
+
+
+def _run(arguments: Sequence[str]) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    try:
+        done = subprocess.run(
+            [compiler, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise BuildError(f"{compiler} can't be run: {error.strerror or error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        said = next((line for line in lines if "error" in line), lines[0] if lines else "nothing")
+        raise BuildError(f"{compiler} failed with status {done.returncode}: {said}")
+    if done.stderr:
+        _log.warning("%s: %s", compiler, done.stderr.strip())
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Keeps other processes from building meanwhile what they would find afterwards."""
+    with open(folder / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,33 @@
+"""The compiled kernels of the CPU, as functions to be called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+
+from gpu.cpu.build import BuildError, OnProgress, build, is_temporary
+
+__all__ = ["BuildError", "load_library"]
+
+_loaded: ctypes.CDLL | None = None
+
+
+def load_library(on_progress: OnProgress | None = None) -> ctypes.CDLL:
+    """The library, built if need be; the same one for the whole process.
+
+    ``on_progress`` is called while it is compiled, if it is.
+
+    Raises:
+        BuildError: there is none for this machine; one line says why.
+    """
+    global _loaded
+    if _loaded is None:
+        path = build(on_progress)
+        try:
+            _loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BuildError(f"the compiled kernels can't be loaded: {error}") from error
+        finally:
+            if is_temporary(path):
+                shutil.rmtree(path.parent, ignore_errors=True)
+    return _loaded
