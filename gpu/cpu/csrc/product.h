@@ -1,0 +1,73 @@
+// Matrix products with fixed weights, laid out once for one row and for hundreds.
+//
+// y[rows, outputs] = x[rows, inputs] W^T + bias, with activations in bfloat16 and sums in float32.
+// A product may be several weights one after the other along the outputs (queries, keys and values;
+// gate and up), its segments, each in a number format of its own.
+//
+// Each number of y is summed by one thread along the inputs, in an order that depends on the weight's
+// format and on nothing else: a row's result is the same bit for bit whatever other rows are computed
+// with it, and by however many threads.
+//
+// Layout of a segment: outputs in strips of 16, the last one padded with zeros; a strip is contiguous.
+//   bf16    [strip][inputs / 2][16][2] bfloat16
+//   q8_0    [strip][inputs / 2][16][2] int8; scales [strip][inputs / 32][16] float16
+//   q4_0    [strip][inputs / 8][16][2] words of 4 numbers each, those of inputs 8 j + 2 i + (0, 1) in
+//           bits 4 i to 4 i + 3; scales as in q8_0. A number stands for 8 less than itself
+//   q4_1    as q4_0 with nothing subtracted; and minimums, in the form of the scales
+//   w8a8    [strip][inputs / 4][16][4] uint8, 128 more than the number; scales as in q8_0. The
+//           activations are rounded to 8 bits too, with a scale for each row and 32 inputs
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "bf16.h"
+#include "team.h"
+
+namespace trioserve {
+
+inline constexpr int64_t kStrip = 16;       // outputs of a strip
+inline constexpr int64_t kBlock = 32;       // inputs that share a scale; `inputs` is a multiple of it
+inline constexpr int kMaxSegments = 3;
+inline constexpr size_t kWeightAlignment = 64;
+
+enum class Kind : int32_t { kBf16 = 0, kQ8_0 = 1, kQ4_0 = 2, kQ4_1 = 3, kW8A8 = 4 };
+
+// One packed weight [outputs, inputs] of a product. It owns nothing.
+struct Segment {
+  Kind kind = Kind::kBf16;
+  int32_t reserved = 0;  // the struct is mirrored in Python
+  int64_t first = 0;     // the column of y that its first output is
+  int64_t outputs = 0;
+  const void* quants = nullptr;
+  const uint16_t* scales = nullptr;    // not of bf16
+  const uint16_t* minimums = nullptr;  // only of q4_1
+};
+
+struct Product {
+  int64_t inputs = 0;
+  int64_t outputs = 0;          // of all segments together
+  const float* bias = nullptr;  // [outputs], or none
+  int64_t num_segments = 0;
+  Segment segments[kMaxSegments];
+};
+
+// Scratch that multiply() and multiply_float() need for up to `max_rows` rows on `threads` threads;
+// it begins at a multiple of 64 bytes. Products may share it with a barrier between them.
+size_t multiply_scratch_bytes(const Product& product, int64_t max_rows, int threads);
+
+// y = x W^T + bias, rounded to bfloat16 once. x [rows, inputs] and y [rows, outputs] don't overlap.
+// Called by all threads of the team; x must be complete before, and y is after the next barrier.
+// There may be one more barrier inside.
+void multiply(const Team& team, const Product& product, const bf16* x, int64_t rows, bf16* y,
+              void* scratch);
+
+// The same, not rounded: y [rows, outputs] float32. For logits.
+void multiply_float(const Team& team, const Product& product, const bf16* x, int64_t rows, float* y,
+                    void* scratch);
+
+// y[i, inputs] = row ids[i] of the weight, rounded to bfloat16: an embedding table that is also the
+// head. The product has one segment. Ids are those of its outputs; each thread does its share.
+void gather_rows(const Team& team, const Product& product, const int32_t* ids, int64_t rows, bf16* y);
+
+}  // namespace trioserve
