@@ -48,6 +48,10 @@ class SlotExtras:
         """Whether the logits of one of ``rows`` are adjusted before its draw."""
         return bool(self._adjusted) and any(row.slot.number in self._adjusted for row in rows)
 
+    def adjusts_slot(self, number: int) -> bool:
+        """Whether the logits of that open slot are adjusted."""
+        return number in self._adjusted
+
     def waits(self, rows: Sequence[Row]) -> bool:
         """Whether one of the adjustments of ``rows`` needs a token that isn't known yet."""
         return bool(self._adjusted) and any(

@@ -17,6 +17,7 @@ from gpu.constraints.grammar_cache import GrammarCache
 from gpu.constraints.grammars import GrammarError, GrammarVocabulary
 from gpu.constraints.processors import Processors, load_processors
 from gpu.cpu.executor import CpuExecutor
+from gpu.cpu.model import TorchModel
 from gpu.devices import choose_device, choose_dtype
 from gpu.executor import Executor
 from gpu.memory import choose_num_pages
@@ -183,7 +184,7 @@ def _load_on_cpu(
         vocab_size=config.vocab_size,
     )
     return Loaded(
-        executor=CpuExecutor(model, attention, sampler, slots, constraints),
+        executor=CpuExecutor(TorchModel(model, attention), sampler, slots, constraints),
         slots=slots,
         num_pages=num_pages,
         device_name=Machine().cpu_name(),

@@ -27,6 +27,7 @@ __all__ = [
     "Sampler",
     "SamplerRow",
     "TopLogprobs",
+    "is_plainly_greedy",
 ]
 
 TopLogprobs = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -62,6 +63,19 @@ class Sampled:
     tokens: Tensor
     logprobs: Tensor | None = None
     top: list[TopLogprobs] | None = None
+
+
+def is_plainly_greedy(params: SamplerParams) -> bool:
+    """Whether each token is the one of the largest logit as the model gives it, and no more."""
+    return (
+        params.temperature <= 0
+        and params.logprobs < 0
+        and not params.logit_bias
+        and params.repetition_penalty == 1
+        and not params.frequency_penalty
+        and not params.presence_penalty
+        and not (params.stop_ids and params.min_tokens > 0)
+    )
 
 
 class Sampler:

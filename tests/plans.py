@@ -13,6 +13,7 @@ from gpu.adjustments import Adjuster, Adjustment
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.executor import CpuExecutor
+from gpu.cpu.model import TorchModel
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.rope import cos_sin_table
@@ -87,7 +88,7 @@ def make_runner(
         vocab_size=model.config.vocab_size,
     )
     attention = make_attention(model, page_size=page_size, num_pages=num_pages)
-    executor = CpuExecutor(model, attention, sampler, slots, adjuster)
+    executor = CpuExecutor(TorchModel(model, attention), sampler, slots, adjuster)
     return Runner(executor, slots, max_num_batched_tokens=max_num_batched_tokens), sampler
 
 

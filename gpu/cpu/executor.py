@@ -1,4 +1,4 @@
-"""Steps in torch operations on the CPU, each finished before ``submit`` returns."""
+"""Steps on the CPU, each finished before ``submit`` returns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import numpy.typing as npt
 import torch
 
 from gpu.adjustments import Adjuster, NoAdjuster
-from gpu.attention import Attention
+from gpu.cpu.model import CpuModel
 from gpu.executor import Drawn, Submission, in_layout_order, step_layout
 from gpu.extras import SlotExtras
-from gpu.models.decoder import Decoder
 from gpu.prompt_logprobs import PromptSpan, in_rows, logprobs_of, prompt_piece, score_prompt
-from gpu.sampler import Sampler, SamplerRow
+from gpu.sampler import Sampler, SamplerRow, is_plainly_greedy
 from gpu.slots import Row, Slot, SlotTable
 from trioserve.wire import PromptPiece
 
@@ -24,21 +23,21 @@ __all__ = ["CpuExecutor"]
 
 
 class CpuExecutor:
-    """:class:`gpu.executor.Executor` over a model, its KV cache and the torch sampler."""
+    """:class:`gpu.executor.Executor` over a model with its KV cache, and the torch sampler."""
 
     def __init__(
         self,
-        model: Decoder,
-        attention: Attention,
+        model: CpuModel,
         sampler: Sampler,
         slots: SlotTable,
         adjuster: Adjuster | None = None,
     ) -> None:
         self._model = model
-        self._attention = attention
         self._sampler = sampler
         self._slots = slots
         self._extras = SlotExtras(adjuster or NoAdjuster())
+        self._choosy: set[int] = set()
+        """Slots whose tokens aren't just the most probable ones."""
         self._step_ended_ns = time.perf_counter_ns()
 
     @property
@@ -49,9 +48,14 @@ class CpuExecutor:
     def open(self, slot: Slot) -> None:
         """See :meth:`gpu.executor.Executor.open`."""
         self._extras.open(slot)
+        if is_plainly_greedy(slot.sampler) and not self._extras.adjusts_slot(slot.number):
+            self._choosy.discard(slot.number)
+        else:
+            self._choosy.add(slot.number)
 
     def close(self, number: int) -> None:
         """See :meth:`gpu.executor.Executor.close`."""
+        self._choosy.discard(number)
         self._extras.close(number)
 
     def submit(self, rows: Sequence[Row]) -> Submission:
@@ -75,8 +79,7 @@ class CpuExecutor:
             return _nothing()
         layout = step_layout(ordered, self._slots)
         tokens = np.concatenate([row.slot.tokens[row.start : row.end] for row in ordered])
-        self._attention.begin(layout)
-        hidden = self._model.forward(torch.from_numpy(tokens.astype(np.int64)), self._attention)
+        hidden = self._model.forward(tokens, layout)
         prompts = [
             self._piece(span, hidden)
             for span in self._extras.prompt_spans(ordered, layout.query_start[:-1])
@@ -84,9 +87,12 @@ class CpuExecutor:
         if not sampling:
             return attrs.evolve(_nothing(), prompts=prompts)
         last = {id(row): end - 1 for row, end in zip(ordered, layout.query_start[1:], strict=True)}
-        sampled_from = torch.tensor([last[id(row)] for row in sampling])
-        logits = self._model.logits(hidden.index_select(0, sampled_from))
-        return self._sample(logits, sampling, prompts)
+        sampled_from = np.array([last[id(row)] for row in sampling])
+        if not any(row.slot.number in self._choosy for row in sampling):
+            best = self._model.most_probable(hidden, sampled_from)
+            if best is not None:
+                return attrs.evolve(_nothing(), tokens=best, prompts=prompts)
+        return self._sample(self._model.logits(hidden, sampled_from), sampling, prompts)
 
     def _piece(self, span: PromptSpan, hidden: torch.Tensor) -> PromptPiece:
         scores = score_prompt(span, hidden, self._model.logits, self._sampler.vocab_size)
