@@ -8,14 +8,15 @@
 // format and on nothing else: a row's result is the same bit for bit whatever other rows are computed
 // with it, and by however many threads.
 //
-// Layout of a segment: outputs in strips of 16, the last one padded with zeros; a strip is contiguous.
-//   bf16    [strip][inputs / 2][16][2] bfloat16
-//   q8_0    [strip][inputs / 2][16][2] int8; scales [strip][inputs / 32][16] float16
-//   q4_0    [strip][inputs / 8][16][2] words of 4 numbers each, those of inputs 8 j + 2 i + (0, 1) in
-//           bits 4 i to 4 i + 3; scales as in q8_0. A number stands for 8 less than itself
-//   q4_1    as q4_0 with nothing subtracted; and minimums, in the form of the scales
-//   w8a8    [strip][inputs / 4][16][4] uint8, 128 more than the number; scales as in q8_0. The
-//           activations are rounded to 8 bits too, with a scale for each row and 32 inputs
+// Layout of a segment: its outputs in strips of 16, the last one filled up with zeros; a strip in blocks
+// of 32 inputs, one after the other. A block's record is its numbers, then its scales [16] float16.
+//   bf16    [16][16][2] bfloat16: pairs of inputs, outputs, the two of a pair; no scales. 1,024 bytes
+//   q8_0    the same of int8. 544 bytes
+//   q4_0    [4][16][2] words; of word [j][n][i], bits 4 p to 4 p + 3 are output n's number of input
+//           8 j + 2 p + i. It stands for 8 less than itself. 288 bytes
+//   q4_1    as q4_0, but with nothing subtracted; after the scales minimums of the same form. 320 bytes
+//   w8a8    [8][16][4] uint8: 128 more than the number. The activations are rounded to 8 bits too, with
+//           a scale for each row and 32 inputs. 544 bytes
 #pragma once
 
 #include <cstddef>
@@ -39,9 +40,7 @@ struct Segment {
   int32_t reserved = 0;  // the struct is mirrored in Python
   int64_t first = 0;     // the column of y that its first output is
   int64_t outputs = 0;
-  const void* quants = nullptr;
-  const uint16_t* scales = nullptr;    // not of bf16
-  const uint16_t* minimums = nullptr;  // only of q4_1
+  const void* packed = nullptr;
 };
 
 struct Product {
