@@ -21,13 +21,12 @@ namespace trioserve {
 // The items of a step's layers that have one window. It lies in memory that the caller owns.
 struct AttentionPlan;
 
-// Bytes that a plan needs for steps of up to max_rows rows and max_tokens tokens.
-int64_t attention_plan_bytes(const AttentionShape& shape, int64_t max_rows, int64_t max_tokens,
-                             int threads);
+// Bytes that a plan needs for steps of up to max_tokens tokens, on a team of so many threads.
+int64_t attention_plan_bytes(const AttentionShape& shape, int64_t max_tokens, int threads);
 
-// Plans a step: once for all layers that have this window, by one thread, behind a barrier and before
-// another. `window` is how many positions a query sees, its own included; 0: all. `memory` is
-// aligned to 64 bytes. The plan keeps no pointer to `shape` or `step`.
+// Plans a step: once for all layers that have this window, by one thread, between two barriers.
+// `window` is how many positions a query sees, its own included; 0: all. `memory` is aligned to 64
+// bytes. The plan keeps no pointer to `shape` or `step`.
 AttentionPlan* plan_attention(const AttentionShape& shape, const AttentionStep& step,
                               int64_t window, int threads, void* memory);
 

@@ -1,0 +1,68 @@
+// The work of one step, cut into items: see attention.h.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "attention.h"
+
+namespace trioserve {
+
+// Keys of one block.
+inline constexpr int kBlock = 256;
+// Pairs of a query and a head that are computed together: a tile. They share the keys they load.
+inline constexpr int kTileRows = 24;
+// Room for the parts of rows whose blocks are spread over items.
+inline constexpr int64_t kMaxParts = 8192;
+
+// How the heads and queries of a shape make tiles.
+struct Tiling {
+  int heads;   // of a group that one tile has
+  int units;   // tiles that cover all heads of a token: key heads, times pieces of a large group
+  int tokens;  // of a tile
+
+  explicit Tiling(const AttentionShape& shape)
+      : heads(std::min(shape.group(), kTileRows)),
+        units(shape.num_kv_heads * ((shape.group() + heads - 1) / heads)),
+        tokens(kTileRows / heads) {}
+};
+
+// Some queries of a row and some of their blocks; once for each unit.
+struct AttentionItem {
+  int32_t row;
+  int32_t first_token, num_tokens;
+  int32_t first_block, end_block;
+  int32_t split;  // which of the splits, or -1: this item has all blocks
+};
+
+// A tile whose blocks several items have. Parts lie unit by unit, then block by block, then row by
+// row.
+struct AttentionSplit {
+  int32_t first_block, num_blocks;
+  int32_t num_items;
+  int32_t first_part;
+};
+
+struct alignas(64) AttentionPlan {
+  int64_t window;  // 0: all positions
+  int64_t num_tickets;
+  AttentionItem* items;
+  AttentionSplit* splits;
+  std::atomic<int32_t>* missing;  // [splits][units], items that are not yet computed
+  int64_t* first_tickets;         // one for each thread, a cache line apart
+  alignas(64) std::atomic<int64_t> next_ticket;
+
+  // The next item and unit for a thread, as one number; -1: none is left in this call of attend().
+  // Every thread takes exactly one ticket too many in each call, so that all know where the next
+  // call's tickets begin, and nobody need reset anything.
+  int64_t take(const Team& team) {
+    int64_t& first = first_tickets[team.rank() * 8];
+    const int64_t ticket = next_ticket.fetch_add(1, std::memory_order_relaxed) - first;
+    if (ticket < num_tickets) return ticket;
+    first += num_tickets + team.size();
+    return -1;
+  }
+};
+
+}  // namespace trioserve

@@ -1,0 +1,182 @@
+// The two products of attention over one block of keys, and the softmax between them.
+//
+// The rows of a tile are multiplied with 16 keys at a time, and their weights with 16 numbers of two
+// values at a time. Each sum is added up by itself, from the first pair to the last, so it is the
+// same however many rows and columns are computed side by side; that is chosen so that the sums fill
+// the registers, for the latency of an addition is hidden behind the others.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include "attention_plan.h"
+#include "vector.h"
+
+namespace trioserve {
+
+// Keys stand in groups of 16. A block's groups of keys, its groups of values, and some of the next
+// block's keys are fetched ahead of their use by so many.
+inline constexpr int kGroup = 16;
+inline constexpr int kGroups = kBlock / kGroup;
+inline constexpr int kAhead = 4;
+
+// Rows and columns of sums that are computed at once.
+inline constexpr int kRowsAtOnce = 6;
+inline constexpr int kColumnsAtOnce = 4;
+
+// Weights below e^-80 count as 0: numbers near the smallest are slow.
+inline constexpr float kLeastExponent = -80.0f * kLog2e;
+
+// Where the groups of a block are, one after the other as they are read. Each is head_dim * 16
+// numbers.
+struct BlockGroups {
+  const bf16* at[2 * kGroups + kAhead];
+  int count;  // of keys; as many of values follow
+
+  const bf16* const* keys() const { return at; }
+  const bf16* const* values() const { return at + count; }
+};
+
+inline void prefetch(const bf16* at) { _mm_prefetch(at, _MM_HINT_T0); }
+
+// scores[r][g * 16 + j] = q[r] * key j of group g. A row of q is head_dim numbers, one of scores
+// kBlock.
+template <int kRows, int kColumns, bool kPrefetch>
+void multiply_keys(const bf16* q, int head_dim, const bf16* const* groups, float* scores) {
+  __m512 sums[kRows][kColumns];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int g = 0; g < kColumns; ++g) sums[r][g] = _mm512_setzero_ps();
+  for (int i = 0; i < head_dim / 2; ++i) {
+    __m512bh keys[kColumns];
+#pragma GCC unroll 8
+    for (int g = 0; g < kColumns; ++g) {
+      keys[g] = load_pairs(groups[g] + 2 * kGroup * i);
+      if (kPrefetch) prefetch(groups[g + kAhead] + 2 * kGroup * i);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const __m512bh pair = broadcast_pair(q + r * head_dim + 2 * i);
+#pragma GCC unroll 8
+      for (int g = 0; g < kColumns; ++g) sums[r][g] = _mm512_dpbf16_ps(sums[r][g], pair, keys[g]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int g = 0; g < kColumns; ++g)
+      _mm512_storeu_ps(scores + r * kBlock + g * kGroup, sums[r][g]);
+}
+
+// sums[r] += weights[r][k] * value k for 16 * kColumns numbers and the keys `first` to `end` - 1;
+// `first` is a multiple of 16. A row of weights is kBlock numbers, one of sums head_dim.
+template <int kRows, int kColumns, bool kPrefetch>
+void multiply_values(const bf16* weights, const bf16* const* groups, int first, int end,
+                     int head_dim, float* out) {
+  __m512 sums[kRows][kColumns];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) sums[r][c] = _mm512_setzero_ps();
+  // The last value may have no other to make a pair with: what stands there isn't a number of ours.
+  const auto add = [&](const bf16* values, const bf16* ahead, int key, __m512i mask) {
+    __m512bh pairs[kColumns];
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+      const __m512i both = _mm512_loadu_si512(values + 2 * kLanes * c);
+      pairs[c] = reinterpret_cast<__m512bh>(_mm512_and_si512(both, mask));
+      if (kPrefetch) prefetch(ahead + 2 * kLanes * c);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const __m512bh pair = broadcast_pair(weights + r * kBlock + key);
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumns; ++c) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], pair, pairs[c]);
+    }
+  };
+  const __m512i all = _mm512_set1_epi32(-1);
+  const int whole = end & ~1;
+  for (int key = first; key < whole;) {
+    const bf16 *values = groups[key / kGroup], *ahead = groups[key / kGroup + kAhead];
+    const int stop = std::min(key + kGroup, whole);
+    for (; key < stop; key += 2, values += 2 * head_dim, ahead += 2 * head_dim)
+      add(values, ahead, key, all);
+  }
+  if (whole < end) {
+    const int64_t offset = int64_t{whole % kGroup} * head_dim;
+    const int group = whole / kGroup;
+    add(groups[group] + offset, groups[group + kAhead] + offset, whole, _mm512_set1_epi32(0xffff));
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) _mm512_storeu_ps(out + r * head_dim + c * kLanes, sums[r][c]);
+}
+
+// What softmax leaves of a row's scores in one block, apart from the weights: the largest one's
+// exponent of 2, and the sum of the weights relative to that.
+struct Softmax {
+  float peak = -INFINITY;
+  float sum = 0.0f;  // 0: the row sees no key
+};
+
+// The lanes of the keys first to last - 1 among the 16 from `key` on.
+inline __mmask16 lanes_between(int key, int first, int last) {
+  return first_lanes(last - key) & ~first_lanes(std::max(first - key, 0));
+}
+
+// weights[k] = 2^(scores[k] * scale - peak) for the keys first to last - 1, which the row sees, and 0
+// for the others of begin to end - 1, rounded up to whole groups; begin is a multiple of 16.
+inline Softmax softmax_row(const float* scores, int first, int last, int begin, int end, float scale,
+                           bf16* weights) {
+  const int first_group = last > first ? first & ~(kGroup - 1) : end;
+  for (int key = begin; key < first_group; key += kGroup) store(weights + key, _mm512_setzero_ps());
+  __m512 peaks = _mm512_set1_ps(-INFINITY);
+  for (int key = first_group; key < last; key += kGroup) {
+    const __m512 x = _mm512_loadu_ps(scores + key);
+    peaks = _mm512_mask_max_ps(peaks, lanes_between(key, first, last), peaks, x);
+  }
+  Softmax result;
+  result.peak = largest_of(peaks) * scale;
+  const __m512 factor = _mm512_set1_ps(scale), peak = _mm512_set1_ps(result.peak);
+  __m512 sums = _mm512_setzero_ps();
+  int key = first_group;
+  for (; key < last; key += kGroup) {
+    const __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(scores + key), factor, peak);
+    // A NaN is not less than anything, and stays.
+    const __mmask16 counts =
+        _mm512_mask_cmp_ps_mask(lanes_between(key, first, last), x,
+                                _mm512_set1_ps(kLeastExponent), _CMP_NLT_UQ);
+    const __m512 power = _mm512_maskz_mov_ps(counts, exp2_of(x));
+    sums = _mm512_add_ps(sums, power);
+    store(weights + key, power);
+  }
+  for (; key < end; key += kGroup) store(weights + key, _mm512_setzero_ps());
+  result.sum = sum_of(sums);
+  return result;
+}
+
+// Adds a part of later keys to a sum over earlier ones, both relative to a peak of their own.
+inline void merge(Softmax& total, float* sums, const Softmax& part, const float* part_sums,
+                  int head_dim) {
+  if (part.sum == 0.0f) return;
+  if (total.sum == 0.0f) {
+    total = part;
+    std::memcpy(sums, part_sums, head_dim * sizeof(float));
+    return;
+  }
+  const float peak = std::max(total.peak, part.peak);
+  const __m512 old = exp2_of(_mm512_set1_ps(total.peak - peak));
+  const __m512 added = exp2_of(_mm512_set1_ps(part.peak - peak));
+  for (int i = 0; i < head_dim; i += kLanes) {
+    const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(sums + i), old);
+    _mm512_storeu_ps(sums + i, _mm512_fmadd_ps(_mm512_loadu_ps(part_sums + i), added, scaled));
+  }
+  total.sum = std::fma(part.sum, _mm512_cvtss_f32(added), total.sum * _mm512_cvtss_f32(old));
+  total.peak = peak;
+}
+
+}  // namespace trioserve
