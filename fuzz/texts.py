@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from hypothesis import strategies as st
 
 from fuzz.target import Target
 from tests.tiny_models import tiny_tokenizer
 from trioserve.errors import InvalidRequest
-from trioserve.load.client import Record, _EventParser, _note
+from trioserve.load import Record
+from trioserve.load.exchange import Exchange
 from trioserve.reasoning import ReasoningSplitter
 from trioserve.text.stop_regex import RegexStopMatcher, SearchBudget, check_stop_regex
 from trioserve.text.tokenizer import Tokenizer
@@ -179,24 +179,25 @@ def _check_decoding(drawn: tuple[list[int], list[int], bool]) -> None:
     text.encode()  # no half of a surrogate pair
 
 
-# -- events of a server, as the load generator reads them ------------------------------------------
+# -- answers of a server, as the load generator reads them -----------------------------------------
 
 
 def _check_events(data: bytes) -> None:
-    record, parser = Record(started=0.0), _EventParser()
-    try:
-        for start in range(0, len(data), 7):
-            for event in parser.feed(data[start : start + 7]):
-                _note(record, event, 0.0)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        pass  # which the client tells as an answer that isn't valid
+    exchange = Exchange(Record(started=0.0))
+    for start in range(0, len(data), 7):
+        if exchange.receive(data[start : start + 7], 0.0):
+            break
+    exchange.close()
 
 
+_HEAD = b"HTTP/1.1 200 OK\r\n"
+_CHUNKED = _HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 _EVENTS = (
-    b'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: [DONE]\n\n',
-    b'data: {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": null}\n\n',
-    b': comment\n\ndata: {"error": {"message": "x"}}\n\n',
-    b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}\n\n',
+    _HEAD + b'\r\ndata: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: [DONE]\n\n',
+    _CHUNKED + b'1c\r\ndata: {"error": {"message": "x"}}\n\n\r\n0\r\n\r\n',
+    _CHUNKED + b'20;x=y\r\ndata: {"choices": [{"text": "a"}]}\n\n\r\n0\r\nx: y\r\n\r\n',
+    _HEAD + b'Content-Length: 27\r\n\r\n: comment\n\ndata: {"choices": []}',
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.0 429 Too Many\r\nContent-Length: 2\r\n\r\n{}",
 )
 
 TARGETS = (

@@ -41,7 +41,7 @@ ALLOWED = {
     "gpu/constraints/grammar_trial.py subprocess.Popen": "the process in which grammars are tried",
     "trioserve/http/listeners.py socket.socket": "what the server listens on",
     "trioserve/http/listeners.py connect": "whether somebody listens on the operator's socket",
-    "trioserve/load/client.py trio.open_tcp_stream": "the load generator, not the server",
+    "trioserve/load/connect.py trio.open_tcp_stream": "the load generator, not the server",
     "trioserve/load/client.py connect": "the load generator, not the server",
     "trioserve/model_files/locate.py huggingface_hub.snapshot_download": "the operator's model",
     "trioserve/tracing.py opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter": (

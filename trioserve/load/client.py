@@ -1,21 +1,25 @@
-"""One streaming request: bytes out, events in, and the time at which each came."""
+"""Requests over HTTP/1.1: bytes out, events in, and the time at which each came."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import contextlib
+import math
+import select
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import attrs
-import h11
 import msgspec
 import trio
 
-__all__ = ["Client", "Connect", "Record", "Target", "over_tcp", "send"]
+from trioserve.load.connect import Connect
+from trioserve.load.exchange import Exchange
+from trioserve.load.hub import READ_SIZE, Hub
+from trioserve.load.records import Record
+from trioserve.load.target import Sender
+from trioserve.load.work import Cancel
 
-Connect = Callable[[], Awaitable[trio.abc.Stream]]
-
-_READ_SIZE = 65536
+__all__ = ["Client", "Target", "send"]
 
 
 @attrs.frozen(kw_only=True)
@@ -31,46 +35,45 @@ class Target:
     fields: Mapping[str, Any]
     headers: Mapping[str, str] = attrs.field(factory=dict)
     timeout: float = 600.0
+    host: str = "localhost"
+    _head: bytes = attrs.field(init=False, repr=False, eq=False)
 
+    def __attrs_post_init__(self) -> None:
+        headers = {
+            "Host": self.host,
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream",
+            **self.headers,
+        }
+        lines = [f"POST {self.path} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
+        for line in lines:
+            if not line.isprintable():
+                raise ValueError(f"not a header of one line: {line!r}")
+        object.__setattr__(self, "_head", "\r\n".join(lines).encode() + b"\r\nContent-Length: ")
 
-@attrs.define(kw_only=True)
-class Record:
-    """What became of one request. Times are seconds on trio's clock.
+    @property
+    def chat(self) -> bool:
+        """Whether it takes messages; else it takes a prompt."""
+        return self.path.endswith("/chat/completions")
 
-    ``chunks`` are the times of the events with a non-empty ``choices``, even if its text is empty;
-    ``first_text`` is that of the first with some text. ``token_ids`` are those that the server
-    told where it was asked to. The token counts are the server's own, None where it named none.
-    ``error`` is empty on success.
-    """
+    def request(self, fields: Mapping[str, Any]) -> bytes:
+        """A whole request, as bytes."""
+        body = msgspec.json.encode({**self.fields, **fields, "stream": True})
+        return b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
 
-    started: float
-    chunks: list[float] = attrs.field(factory=list)
-    first_text: float | None = None
-    text: str = ""
-    token_ids: list[int] = attrs.field(factory=list)
-    finish_reason: str | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    error: str = ""
-
-
-def over_tcp(base_url: str) -> Connect:
-    """Connections to ``http://host:port``.
-
-    Raises:
-        ValueError: ``base_url`` is no such address.
-    """
-    parts = urlsplit(base_url)
-    if parts.scheme != "http" or parts.hostname is None:
-        raise ValueError(f"expected http://host:port, got {base_url!r}")
-    host, port = parts.hostname, parts.port or 80
-
-    async def connect() -> trio.abc.Stream:
-        stream = await trio.open_tcp_stream(host, port)
-        stream.setsockopt(trio.socket.IPPROTO_TCP, trio.socket.TCP_NODELAY, 1)
-        return stream
-
-    return connect
+    @contextlib.asynccontextmanager
+    async def senders(self) -> AsyncIterator[Sender]:
+        """What sends to it for as long as the block lasts. Leaving it closes the connections."""
+        hub = Hub()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hub.run)
+            pool = _Pool(self, hub)
+            try:
+                yield pool
+            finally:
+                with trio.CancelScope(shield=True):
+                    await pool.close()
+            nursery.cancel_scope.cancel()
 
 
 class Client:
@@ -79,157 +82,112 @@ class Client:
     Leaving its ``async with`` closes the connection.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, hub: Hub | None = None) -> None:
         self._target = target
+        self._hub = hub
         self._stream: trio.abc.Stream | None = None
-        self._http = h11.Connection(h11.CLIENT)
 
     async def __aenter__(self) -> Client:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._close()
+        await self.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether its connection is open, as far as it knows."""
+        return self._stream is not None
 
     async def send(self, fields: Mapping[str, Any]) -> Record:
         """Send one request and read its stream to the end; failures are in the record."""
-        body = msgspec.json.encode({**self._target.fields, **fields, "stream": True})
         record = Record(started=trio.current_time())
-        finished = False
-        try:
-            with trio.fail_after(self._target.timeout):
-                await self._exchange(body, record)
-            finished = True
-        except (trio.TooSlowError, OSError, trio.BrokenResourceError) as error:
-            record.error = f"{type(error).__name__}: {error}".rstrip(": ")
-        except (h11.RemoteProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            record.error = f"not a valid answer: {error}"
-        finally:
-            if not finished:
-                await self._close()
+        await self.ask(fields, record)
         return record
 
-    async def _exchange(self, body: bytes, record: Record) -> None:
+    async def ask(
+        self, fields: Mapping[str, Any], record: Record, cancel: Cancel | None = None
+    ) -> None:
+        """As :meth:`trioserve.load.target.Sender.ask` says, one request at a time.
+
+        The time begins here, so making the connection is a part of it.
+        """
+        cancel = cancel or Cancel()
+        exchange = Exchange(record, cancel.events)
+        request = self._target.request(fields)
+        record.started = trio.current_time()
+        timeout = self._target.timeout
+        leaves_after = math.inf if cancel.seconds is None else cancel.seconds
+        try:
+            with trio.move_on_after(min(leaves_after, timeout)) as scope:
+                await self._exchange(request, exchange)
+            if scope.cancelled_caught and leaves_after < timeout:
+                record.cancelled = True
+            elif scope.cancelled_caught:
+                record.fail("timeout", f"TooSlowError: not done within {timeout:g} s")
+        except (OSError, trio.BrokenResourceError) as error:
+            kind = "no connection" if self._stream is None else "connection lost"
+            record.fail(kind, f"{type(error).__name__}: {error}".rstrip(": "))
+        finally:
+            exchange.close()
+            record.ended = trio.current_time()
+            if not exchange.reusable:
+                await self.close()
+
+    async def _exchange(self, request: bytes, exchange: Exchange) -> None:
+        if self._stream is not None and _has_ended(self._stream):
+            await self.close()
         if self._stream is None:
             self._stream = await self._target.connect()
-            self._http = h11.Connection(h11.CLIENT)
-        headers = {
-            "Host": "localhost",
-            "Content-Type": "application/json",
-            "Accept": "text/event-stream",
-            "Content-Length": str(len(body)),
-            **self._target.headers,
-        }
-        request = h11.Request(method="POST", target=self._target.path, headers=[*headers.items()])
-        start = self._http.send(request)
-        assert start is not None
-        rest = self._http.send(h11.Data(data=body)), self._http.send(h11.EndOfMessage())
-        await self._stream.send_all(start + b"".join(part or b"" for part in rest))
-        await self._read(record)
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
-            self._http.start_next_cycle()
-        else:
-            await self._close()
+        stream = self._stream
+        await stream.send_all(request)
+        if self._hub is not None and isinstance(stream, trio.SocketStream):
+            await self._hub.read(stream.socket.fileno(), exchange)
+            return
+        while not exchange.receive(
+            bytes(await stream.receive_some(READ_SIZE)), trio.current_time()
+        ):
+            pass
 
-    async def _read(self, record: Record) -> None:
-        """Read the response into ``record``."""
-        events = _EventParser()
-        refusal: bytearray | None = None
-        while True:
-            event = self._http.next_event()
-            if event is h11.NEED_DATA:
-                assert self._stream is not None
-                self._http.receive_data(bytes(await self._stream.receive_some(_READ_SIZE)))
-            elif isinstance(event, h11.Response):
-                if event.status_code != 200:
-                    refusal = bytearray()
-                    record.error = f"HTTP {event.status_code}"
-            elif isinstance(event, h11.Data):
-                if refusal is not None:
-                    refusal += event.data
-                else:
-                    now = trio.current_time()
-                    for data in events.feed(bytes(event.data)):
-                        _note(record, data, now)
-            elif isinstance(event, h11.EndOfMessage):
-                break
-        if refusal:
-            record.error += ": " + refusal[:500].decode(errors="replace")
-        elif not record.error and not record.chunks:
-            record.error = "the stream held no tokens"
-
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Close the connection at once, if there is one."""
         stream, self._stream = self._stream, None
         if stream is not None:
             with trio.CancelScope(shield=True):  # a forceful close doesn't block
                 await trio.aclose_forcefully(stream)
 
 
+def _has_ended(stream: trio.abc.Stream) -> bool:
+    """Whether the server has closed an idle connection, or says something that nobody asked for."""
+    inner = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
+    if not isinstance(inner, trio.SocketStream):
+        return False
+    poll = select.poll()
+    poll.register(inner.socket.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class _Pool:
+    """Any number of clients; a connection that is free is used again."""
+
+    def __init__(self, target: Target, hub: Hub) -> None:
+        self._target = target
+        self._hub = hub
+        self._free: list[Client] = []
+
+    async def ask(
+        self, fields: Mapping[str, Any], record: Record, cancel: Cancel | None = None
+    ) -> None:
+        client = self._free.pop() if self._free else Client(self._target, self._hub)
+        await client.ask(fields, record, cancel)
+        if client.connected:
+            self._free.append(client)
+
+    async def close(self) -> None:
+        while self._free:
+            await self._free.pop().close()
+
+
 async def send(target: Target, fields: Mapping[str, Any]) -> Record:
     """One request on a connection of its own."""
     async with Client(target) as client:
         return await client.send(fields)
-
-
-class _EventParser:
-    """Server-sent events out of bytes that are cut anywhere; only their data matters here."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The data of every line that is now complete; the format used here has one to an event."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-
-
-@attrs.frozen
-class _Delta:
-    content: str | None = None
-
-
-@attrs.frozen
-class _Choice:
-    text: str | None = None
-    token_ids: list[int] | None = None
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-
-
-@attrs.frozen
-class _Usage:
-    prompt_tokens: int
-    completion_tokens: int
-
-
-@attrs.frozen
-class _Event:
-    choices: list[_Choice] = attrs.field(factory=list)
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_DECODER = msgspec.json.Decoder(_Event)
-
-
-def _note(record: Record, data: bytes, now: float) -> None:
-    if data == b"[DONE]":
-        return
-    event = _DECODER.decode(data)
-    if event.error is not None:
-        error = event.error
-        record.error = str(error.get("message", error) if isinstance(error, dict) else error)
-    if event.usage is not None:
-        record.prompt_tokens = event.usage.prompt_tokens
-        record.completion_tokens = event.usage.completion_tokens
-    if not event.choices:
-        return
-    choice = event.choices[0]
-    text = choice.text or (choice.delta.content if choice.delta else None) or ""
-    record.chunks.append(now)
-    if text and record.first_text is None:
-        record.first_text = now
-    record.text += text
-    record.token_ids += choice.token_ids or []
-    record.finish_reason = choice.finish_reason or record.finish_reason

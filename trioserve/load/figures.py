@@ -5,22 +5,32 @@
 - ITL: the gaps between such events (an event may hold several tokens), all requests together.
 - E2E: from sending a request to the last such event.
 - TPOT: (E2E - TTFT) / (output tokens - 1) for each request of more than one token.
+- Goodput: requests a second that keep every limit (:class:`Limits`).
 
-Failed requests count in ``failed`` and nowhere else.
+Failed requests count in ``failed`` and nowhere else, those that a client left in ``cancelled``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import attrs
 
-from trioserve.load.client import Record
-from trioserve.load.loop import Run
+from trioserve.load.records import Record, Run
 
-__all__ = ["Figures", "Spread", "figures_of"]
+__all__ = ["Figures", "Limits", "Spread", "figures_of", "spread_of"]
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """What a good request keeps to, in milliseconds; None for no limit."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +47,7 @@ class Spread:
 class Figures:
     """What one run showed. Rates are per second of the whole run."""
 
-    concurrency: int
+    concurrency: int | None
     completed: int
     failed: int
     duration: float
@@ -51,34 +61,70 @@ class Figures:
     itl_ms: Spread
     tpot_ms: Spread
     e2e_ms: Spread
+    rate: float | None = None
+    """Requests a second that were offered, in an open loop."""
+    cancelled: int = 0
+    cached_tokens: int = 0
+    """Of the prompts' tokens, those that servers told they had cached."""
+    good_per_second: float | None = None
+    """Requests a second that keep the limits; None without limits."""
+    valid: float | None = None
+    """The share of answers with the form that was asked for, of those that weren't cut off."""
+    errors: Mapping[str, int] = attrs.field(factory=dict)
+    """How many failed, by kind."""
+    events: int = 0
+    """Events with a choice. Fewer than tokens where the server sends several at once."""
+    peak_tokens_per_second: int = 0
+    """Events in the busiest whole second from the first request on."""
+    peak_concurrency: int = 0
+    """Most requests that were running at once."""
+    lag_ms: Spread | None = None
+    """How late requests were sent, in an open loop. More than a few ms: the client was too slow."""
 
 
-def figures_of(run: Run) -> Figures:
+def figures_of(run: Run, limits: Limits | None = None) -> Figures:
     """The figures of ``run``.
 
     Raises:
         ValueError: a server named no token counts, so nothing honest can be said.
     """
-    good = [record for record in run.records if not record.error]
+    good = [record for record in run.records if not record.error and not record.cancelled]
+    failed = [record for record in run.records if record.error]
     prompt_tokens = sum(_counted(record.prompt_tokens) for record in good)
     completion_tokens = sum(_counted(record.completion_tokens) for record in good)
+    forms = [record.valid for record in good if record.valid is not None]
+    lags = [r.started - r.scheduled for r in run.records if r.scheduled is not None]
     return Figures(
         concurrency=run.concurrency,
         completed=len(good),
-        failed=len(run.records) - len(good),
+        failed=len(failed),
         duration=run.duration,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         requests_per_second=len(good) / run.duration,
         output_tokens_per_second=completion_tokens / run.duration,
         total_tokens_per_second=(prompt_tokens + completion_tokens) / run.duration,
-        ttft_ms=_spread([record.chunks[0] - record.started for record in good]),
-        first_text_ms=_spread([r.first_text - r.started for r in good if r.first_text is not None]),
-        itl_ms=_spread([b - a for record in good for a, b in pairwise(record.chunks)]),
-        tpot_ms=_spread(
+        ttft_ms=spread_of([_ttft(record) for record in good]),
+        first_text_ms=spread_of(
+            [r.first_text - r.started for r in good if r.first_text is not None]
+        ),
+        itl_ms=spread_of([b - a for record in good for a, b in pairwise(record.chunks)]),
+        tpot_ms=spread_of(
             [_tpot(record) for record in good if _counted(record.completion_tokens) > 1]
         ),
-        e2e_ms=_spread([record.chunks[-1] - record.started for record in good]),
+        e2e_ms=spread_of([_latency(record) for record in good]),
+        rate=run.rate,
+        cancelled=sum(record.cancelled for record in run.records),
+        cached_tokens=sum(record.cached_tokens or 0 for record in good),
+        good_per_second=None
+        if limits is None
+        else sum(_keeps(record, limits) for record in good) / run.duration,
+        valid=sum(forms) / len(forms) if forms else None,
+        errors=dict(Counter(record.error_kind or "other" for record in failed)),
+        events=sum(len(record.chunks) for record in good),
+        peak_tokens_per_second=_busiest_second(good),
+        peak_concurrency=_peak_concurrency(good),
+        lag_ms=spread_of(lags) if lags else None,
     )
 
 
@@ -88,11 +134,50 @@ def _counted(tokens: int | None) -> int:
     return tokens
 
 
+def _ttft(record: Record) -> float:
+    return record.chunks[0] - record.started
+
+
+def _latency(record: Record) -> float:
+    return record.chunks[-1] - record.started
+
+
 def _tpot(record: Record) -> float:
-    return (record.chunks[-1] - record.chunks[0]) / (_counted(record.completion_tokens) - 1)
+    """0 for an answer of one token, as goodput has it."""
+    tokens = _counted(record.completion_tokens)
+    return (record.chunks[-1] - record.chunks[0]) / (tokens - 1) if tokens > 1 else 0.0
 
 
-def _spread(seconds: Sequence[float]) -> Spread:
+def _keeps(record: Record, limits: Limits) -> bool:
+    pairs = (
+        (limits.ttft, _ttft(record)),
+        (limits.tpot, _tpot(record)),
+        (limits.e2el, _latency(record)),
+    )
+    return all(limit is None or seconds <= limit / 1000 for limit, seconds in pairs)
+
+
+def _busiest_second(good: Sequence[Record]) -> int:
+    if not good:
+        return 0
+    first = min(record.started for record in good)
+    return max(Counter(int(time - first) for record in good for time in record.chunks).values())
+
+
+def _peak_concurrency(good: Sequence[Record]) -> int:
+    # One that ends in the moment in which another begins doesn't run beside it.
+    steps = sorted(
+        [(record.started, 1) for record in good] + [(record.chunks[-1], -1) for record in good]
+    )
+    running = peak = 0
+    for _, step in steps:
+        running += step
+        peak = max(peak, running)
+    return peak
+
+
+def spread_of(seconds: Sequence[float]) -> Spread:
+    """Mean and percentiles of times in seconds, in milliseconds."""
     times = sorted(1000 * value for value in seconds)
     if not times:
         return Spread(mean=math.nan, p50=math.nan, p90=math.nan, p99=math.nan)

@@ -1,4 +1,10 @@
-"""A closed loop: a fixed number of streams, each of which asks again as soon as it is answered."""
+"""Runs: a closed loop of streams, or an open one of arrivals that were drawn beforehand.
+
+In a *closed loop* a fixed number of streams ask again as soon as they are answered, so the server
+sets the pace. In an *open loop* requests are sent at their times, however many are still running;
+this is what users do who don't wait for each other. Each request has a task of its own, so one that
+is late, slow or gone never delays another.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +14,172 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.load.client import Client, Record, Target
+from trioserve.load.records import Record, Run
+from trioserve.load.target import AnyTarget, Sender
+from trioserve.load.work import Conversation, request_fields, single
 
-__all__ = ["Run", "closed_loop"]
+__all__ = ["Progress", "closed_loop", "open_loop"]
+
+Work = Sequence[Conversation | Mapping[str, Any]]
+"""Conversations; a map of a body's fields stands for one of a single request."""
 
 
-@attrs.frozen(kw_only=True)
-class Run:
-    """One record per request, in the order of the requests, and the seconds that all took."""
+@attrs.define(eq=False)
+class Progress:
+    """The counts of a run, for whoever looks on while it goes."""
 
-    concurrency: int
-    records: list[Record]
-    duration: float
+    total: int = 0
+    """Requests that there will be, if no conversation ends early."""
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    _events: int = 0
+    _running: dict[int, Record] = attrs.field(factory=dict)
+
+    @property
+    def running(self) -> int:
+        """Requests that have been sent and not yet answered."""
+        return len(self._running)
+
+    @property
+    def events(self) -> int:
+        """Events with a choice, of all requests so far: about as many as tokens."""
+        return self._events + sum(len(record.chunks) for record in self._running.values())
+
+    def begin(self, record: Record) -> None:
+        """A request is sent."""
+        self._running[id(record)] = record
+
+    def end(self, record: Record) -> None:
+        """It is over."""
+        del self._running[id(record)]
+        self._events += len(record.chunks)
+        self.done += 1
+        self.failed += bool(record.error)
+        self.cancelled += record.cancelled
 
 
 async def closed_loop(
-    target: Target, requests: Sequence[Mapping[str, Any]], concurrency: int
+    target: AnyTarget, requests: Work, concurrency: int, *, progress: Progress | None = None
 ) -> Run:
     """Send ``requests`` over ``concurrency`` streams until all are answered.
-
-    Each request is a map of the fields of its body that differ from the target's.
 
     Raises:
         ValueError: no requests, or a concurrency below 1.
     """
     if not requests or concurrency < 1:
         raise ValueError("a closed loop needs requests and a concurrency of at least 1")
-    records: dict[int, Record] = {}
-    queue = iter(enumerate(requests))
-    started = trio.current_time()
-    async with trio.open_nursery() as nursery:
-        for _ in range(min(concurrency, len(requests))):
-            nursery.start_soon(_one_stream, target, queue, records)
-    duration = trio.current_time() - started
-    ordered = [records[index] for index in range(len(requests))]
-    return Run(concurrency=concurrency, records=ordered, duration=duration)
+    work = _Work(target.chat, _conversations(requests), progress or Progress())
+    queue = iter(range(len(requests)))
+    async with target.senders() as sender:
+        started = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(concurrency, len(requests))):
+                nursery.start_soon(_one_stream, work, sender, queue)
+        duration = trio.current_time() - started
+    return Run(concurrency=concurrency, records=work.in_order(), duration=duration, started=started)
 
 
-async def _one_stream(
-    target: Target, queue: Iterator[tuple[int, Mapping[str, Any]]], records: dict[int, Record]
+async def open_loop(
+    target: AnyTarget,
+    requests: Work,
+    arrivals: Sequence[float],
+    *,
+    rate: float | None = None,
+    max_concurrency: int | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Send each of ``requests`` at its time, and wait until all are answered.
+
+    Args:
+        target: whom to ask.
+        requests: what to ask.
+        arrivals: for each, when its first turn is sent, in seconds from the beginning, ascending.
+        rate: what the run is to tell as its rate.
+        max_concurrency: most conversations at a time; the others wait, as before a gateway.
+        progress: is told what goes on.
+
+    Raises:
+        ValueError: no requests, another number of arrivals, or a bound below 1.
+    """
+    if not requests or len(requests) != len(arrivals):
+        raise ValueError("an open loop needs requests and an arrival for each")
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ValueError("an open loop needs a bound of at least 1, or none")
+    work = _Work(target.chat, _conversations(requests), progress or Progress())
+    room = None if max_concurrency is None else trio.CapacityLimiter(max_concurrency)
+    async with target.senders() as sender:
+        started = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for number, at in enumerate(arrivals):
+                await trio.sleep_until(started + at)
+                nursery.start_soon(_one_arrival, work, sender, number, started + at, room)
+        duration = trio.current_time() - started
+    return Run(
+        concurrency=max_concurrency,
+        records=work.in_order(),
+        duration=duration,
+        rate=rate,
+        started=started,
+    )
+
+
+def _conversations(requests: Work) -> list[Conversation]:
+    return [one if isinstance(one, Conversation) else single(one) for one in requests]
+
+
+@attrs.define(eq=False)
+class _Work:
+    """The conversations of a run, and the records of what was asked so far."""
+
+    chat: bool
+    conversations: list[Conversation]
+    progress: Progress
+    records: dict[tuple[int, int], Record] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.progress.total += sum(len(one.turns) for one in self.conversations)
+
+    def in_order(self) -> list[Record]:
+        return [self.records[place] for place in sorted(self.records)]
+
+    async def converse(self, sender: Sender, number: int, scheduled: float | None) -> None:
+        """Go through all turns of a conversation, until one fails or is left."""
+        conversation = self.conversations[number]
+        answers: list[str] = []
+        for place, turn in enumerate(conversation.turns):
+            fields = request_fields(conversation, place, answers, chat=self.chat)
+            if turn.pause:
+                await trio.sleep(turn.pause)
+            record = Record(
+                started=trio.current_time(),
+                scheduled=None if place else scheduled,
+                conversation=number,
+                turn=place,
+            )
+            self.records[number, place] = record
+            self.progress.begin(record)
+            try:
+                await sender.ask(fields, record, turn.cancel)
+            finally:
+                self.progress.end(record)
+            if record.error or record.cancelled:
+                return
+            if turn.form is not None and record.finish_reason != "length":
+                record.valid = turn.form(record.text)
+            answers.append(record.text)
+
+
+async def _one_stream(work: _Work, sender: Sender, queue: Iterator[int]) -> None:
+    for number in queue:
+        await work.converse(sender, number, None)
+
+
+async def _one_arrival(
+    work: _Work, sender: Sender, number: int, scheduled: float, room: trio.CapacityLimiter | None
 ) -> None:
-    async with Client(target) as client:
-        for index, request in queue:
-            records[index] = await client.send(request)
+    if room is None:
+        await work.converse(sender, number, scheduled)
+    else:
+        async with room:
+            await work.converse(sender, number, scheduled)

@@ -1,0 +1,105 @@
+"""An OpenAI-compatible stream's events, as they come, into a record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import msgspec
+
+from trioserve.load.records import Record
+
+__all__ = ["AnswerReader"]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    token_ids: list[int] | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+@attrs.define(eq=False)
+class AnswerReader:
+    """Server-sent events out of bytes that are cut anywhere; only their data matters here."""
+
+    record: Record
+    _rest: bytes = b""
+    _texts: list[str] = attrs.field(factory=list)
+
+    def feed(self, data: bytes, now: float) -> int:
+        """Take the bytes that came at ``now``; gives the number of events with a choice so far.
+
+        Raises:
+            msgspec.DecodeError: an event's data isn't what such a server sends.
+            UnicodeDecodeError: it isn't even text.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            # The format used here has one line of data to an event.
+            if line.startswith(b"data:"):
+                self._note(line[5:].strip(), now)
+        return len(self.record.chunks)
+
+    def close(self) -> None:
+        """Put the text that has come so far into the record."""
+        self.record.text = "".join(self._texts)
+
+    def _note(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            return
+        event = _decode(data)
+        record = self.record
+        if event.choices:
+            choice = event.choices[0]
+            record.chunks.append(now)
+            delta = choice.delta
+            text = choice.text if delta is None else delta.content
+            if text:
+                self._texts.append(text)
+                if record.first_text is None:
+                    record.first_text = now
+            elif delta is not None and (delta.reasoning_content or delta.reasoning):
+                record.first_text = now if record.first_text is None else record.first_text
+            if choice.token_ids:
+                record.token_ids += choice.token_ids
+            if choice.finish_reason:
+                record.finish_reason = choice.finish_reason
+        if event.usage is not None:
+            _note_usage(record, event.usage)
+        if event.error is not None:
+            error = event.error
+            message = error.get("message", error) if isinstance(error, dict) else error
+            record.fail("error in the stream", str(message))
+
+
+def _note_usage(record: Record, usage: _Usage) -> None:
+    record.prompt_tokens = usage.prompt_tokens
+    record.completion_tokens = usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        record.cached_tokens = usage.prompt_tokens_details.cached_tokens

@@ -1,0 +1,68 @@
+"""The answer to one request as it is read: bytes in, a record out. No I/O here."""
+
+from __future__ import annotations
+
+import attrs
+import msgspec
+
+from trioserve.load.answer import AnswerReader
+from trioserve.load.records import Record
+from trioserve.load.response import InvalidAnswer, ResponseReader
+
+__all__ = ["Exchange"]
+
+_MAX_TOLD = 500
+"""Bytes of a refusal's body that the record tells."""
+
+
+@attrs.define(eq=False)
+class Exchange:
+    """Reads one answer into ``record``; leaves after ``max_events`` events if that isn't None."""
+
+    record: Record
+    max_events: int | None = None
+    reusable: bool = False
+    """Whether the connection may be used again, once all has been read."""
+    _response: ResponseReader = attrs.field(factory=ResponseReader)
+    _answer: AnswerReader = attrs.field(init=False)
+    _refusal: bytes = b""
+
+    def __attrs_post_init__(self) -> None:
+        self._answer = AnswerReader(self.record)
+
+    def receive(self, data: bytes, now: float) -> bool:
+        """Take what the connection gave at ``now`` (nothing: it has ended); True if that is all."""
+        try:
+            body = self._response.feed(data)
+            if self._response.status == 200:
+                if body:
+                    events = self._answer.feed(body, now)
+                    if self.max_events is not None and events >= self.max_events:
+                        self.record.cancelled = True
+                        return True
+            elif len(self._refusal) < _MAX_TOLD:
+                self._refusal += body
+        except InvalidAnswer as error:
+            kind = "invalid answer" if data else "connection lost"
+            self.record.fail(kind, f"not a valid answer: {error}")
+            return True
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.record.fail("invalid answer", f"not a valid answer: {error}")
+            return True
+        if self._response.ended:
+            self._finish()
+        return self._response.ended
+
+    def close(self) -> None:
+        """Put the text that has come into the record, however the reading ended."""
+        self._answer.close()
+
+    def _finish(self) -> None:
+        record = self.record
+        self.reusable = self._response.reusable
+        status = self._response.status
+        if status != 200:
+            told = self._refusal[:_MAX_TOLD].decode(errors="replace")
+            record.fail(f"HTTP {status}", f"HTTP {status}" + (f": {told}" if told else ""))
+        elif not record.error and not record.chunks:
+            record.fail("no tokens", "the stream held no tokens")

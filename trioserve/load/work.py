@@ -1,0 +1,113 @@
+"""What is to be asked: conversations of one or more turns, independent of who is asked.
+
+A :class:`Conversation` is sent turn by turn. Each turn's request holds the whole history, with the
+answers as they came. Most data sets have conversations of one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+__all__ = ["Cancel", "Conversation", "Form", "Turn", "request_fields", "single"]
+
+Form = Callable[[str], bool]
+"""Whether an answer's text has the form that was asked for."""
+
+
+@attrs.frozen(kw_only=True)
+class Cancel:
+    """When a client leaves: so many seconds after sending, or once it has so many events."""
+
+    seconds: float | None = None
+    events: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Turn:
+    """One request of a conversation.
+
+    Exactly one of ``prompt`` (text or token ids) and ``messages`` (a chat's) is what is new in it;
+    neither is needed where ``fields`` holds the whole request. ``fields`` are further fields of the
+    request's body.
+    """
+
+    prompt: str | tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    max_tokens: int | None = None
+    fields: Mapping[str, Any] = attrs.field(factory=dict)
+    pause: float = 0.0
+    """Seconds between the last answer and this request: the user thinks."""
+    cancel: Cancel | None = None
+    form: Form | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Conversation:
+    """Turns that are sent one after the other; a failure or a client's leaving ends it."""
+
+    turns: tuple[Turn, ...]
+
+
+def single(fields: Mapping[str, Any]) -> Conversation:
+    """A conversation of one request, whose body's own fields are ``fields``."""
+    return Conversation(turns=(Turn(fields=fields),))
+
+
+def request_fields(
+    conversation: Conversation, turn: int, answers: Sequence[str], *, chat: bool
+) -> dict[str, Any]:
+    """The fields of the body of one of the conversation's requests.
+
+    Args:
+        conversation: what it is a part of.
+        turn: which one, from 0.
+        answers: the texts that the turns before it were answered with.
+        chat: whether it goes to a chat endpoint. To others a history is one text.
+
+    Raises:
+        ValueError: token ids or a history of messages can't be asked of this endpoint.
+    """
+    current = conversation.turns[turn]
+    fields: dict[str, Any] = {}
+    if current.max_tokens is not None:
+        fields["max_tokens"] = current.max_tokens
+    if current.prompt is not None or current.messages is not None:
+        history = conversation.turns[: turn + 1]
+        if chat:
+            fields["messages"] = _messages(history, answers)
+        else:
+            fields["prompt"] = _prompt(history, answers)
+    return {**fields, **current.fields}
+
+
+def _messages(history: Sequence[Turn], answers: Sequence[str]) -> list[Mapping[str, Any]]:
+    messages: list[Mapping[str, Any]] = []
+    for number, turn in enumerate(history):
+        if number:
+            messages.append({"role": "assistant", "content": answers[number - 1]})
+        if turn.messages is not None:
+            messages += turn.messages
+        elif isinstance(turn.prompt, str):
+            messages.append({"role": "user", "content": turn.prompt})
+        else:
+            raise ValueError("token ids can be sent to /v1/completions only")
+    return messages
+
+
+def _prompt(history: Sequence[Turn], answers: Sequence[str]) -> str | list[int]:
+    if len(history) == 1 and isinstance(history[0].prompt, tuple):
+        return list(history[0].prompt)
+    parts: list[str] = []
+    for number, turn in enumerate(history):
+        if number:
+            parts.append(answers[number - 1])
+        if isinstance(turn.prompt, str):
+            parts.append(turn.prompt)
+        elif turn.messages is not None:
+            parts += [str(message["content"]) for message in turn.messages]
+        else:
+            raise ValueError("a history of token ids can't be joined with texts")
+    return "\n\n".join(parts)
