@@ -21,6 +21,7 @@ from gpu.cpu.model import TorchModel
 from gpu.devices import choose_device, choose_dtype
 from gpu.executor import Executor
 from gpu.memory import choose_num_pages
+from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.models import build_model
 from gpu.rope import cos_sin_table
 from gpu.runner import Runner
@@ -32,11 +33,11 @@ from trioserve.logits_processors import ProcessorContext
 from trioserve.machine import Machine
 from trioserve.model_files import ModelConfig, ModelFiles, open_model
 from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, Ready, Start, from_ints
+from trioserve.wire import MockSteps, OpenSlot, Plan, Ready, Start, from_ints
 
 __all__ = ["Loaded", "OnProgress", "Serving", "choose_max_model_len", "load", "warm_up"]
 
-DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
+DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048, "mock": 2048}
 MAX_MASK_THREADS = 8
 WARM_UP_TOKENS = 16
 
@@ -82,10 +83,13 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     start = attrs.evolve(
         start,
         max_model_len=choose_max_model_len(start.max_model_len, files.config),
-        max_num_batched_tokens=start.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type],
+        max_num_batched_tokens=start.max_num_batched_tokens
+        or DEFAULT_BATCHED_TOKENS[device.type if start.mock is None else "mock"],
     )
     constraints = _load_constraints(start, files, device)
-    if device.type == "cuda":
+    if start.mock is not None:
+        loaded = _load_mock(start, start.mock, files)
+    elif device.type == "cuda":
         from gpu.cuda.loading import load_on_gpu  # needs CuPy
 
         loaded = load_on_gpu(start, files, dtype, device, on_progress, constraints)
@@ -104,7 +108,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     )
     ready = Ready(
         model_checksum=files.checksum(),
-        device=device.type,
+        device=device.type if start.mock is None else "mock",
         device_name=loaded.device_name,
         dtype=str(dtype).removeprefix("torch."),
         num_pages=loaded.num_pages,
@@ -137,6 +141,25 @@ def _load_constraints(start: Start, files: ModelFiles, device: torch.device) -> 
         GrammarCache(vocabulary),
         processors,
         num_threads=min(max(int(Machine().cores()), 1), MAX_MASK_THREADS),
+    )
+
+
+def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
+    """Everything but the model: a limit on tokens in a step, and pages, as a GPU would have."""
+    config = files.config
+    num_pages = start.num_pages or mock_num_pages(
+        start.page_size, start.max_model_len, start.max_num_seqs
+    )
+    return Loaded(
+        executor=MockExecutor(steps, mock_text(files, config.eos_token_ids)),
+        slots=SlotTable(
+            num_pages=num_pages,
+            page_size=start.page_size,
+            max_model_len=start.max_model_len,
+            vocab_size=config.vocab_size,
+        ),
+        num_pages=num_pages,
+        device_name="a mock worker, which computes nothing",
     )
 
 

@@ -208,8 +208,15 @@ class FakeServe:
         self.cancelled = False
 
     async def __call__(
-        self, config: ServerConfig, *, shutdown: trio.Event, on_progress: Any, task_status: Any
+        self,
+        config: ServerConfig,
+        *,
+        shutdown: trio.Event,
+        on_progress: Any,
+        mock: Any,
+        task_status: Any,
     ) -> int:
+        assert mock is None
         on_progress(trioserve.wire.Progress(stage="weights", done=1, total=2))
         on_progress(trioserve.wire.Progress(stage="weights", done=2, total=2))
         if self.starts:

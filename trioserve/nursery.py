@@ -106,13 +106,18 @@ def _chat_template(given: str | None) -> str | None:
 
 @contextlib.asynccontextmanager
 async def open_engine(
-    model: str | EngineConfig, *, on_progress: OnProgress | None = None, **options: Any
+    model: str | EngineConfig,
+    *,
+    on_progress: OnProgress | None = None,
+    mock: wire.MockSteps | None = None,
+    **options: Any,
 ) -> AsyncIterator[Engine]:
     """An engine that serves ``model``, for as long as the block lasts.
 
     Args:
         model: a known name, a folder, a GGUF file, a Hub id, or a whole configuration.
         on_progress: called while the model is loaded.
+        mock: have a worker that computes nothing, whose steps take that long: for measuring.
         options: fields of :class:`~trioserve.config.EngineConfig`, over those of a configuration.
 
     Raises:
@@ -125,7 +130,7 @@ async def open_engine(
     """
     config = EngineConfig.of(model, options)
     async with open_tracing(config.otlp_traces_endpoint) as tracing:
-        async with _open_worker(config, on_progress) as engine:
+        async with _open_worker(config, on_progress, mock) as engine:
             tracing.model_name = engine.model_name
             engine.on_request_end = tracing.request_ended
             yield engine
@@ -133,7 +138,7 @@ async def open_engine(
 
 @contextlib.asynccontextmanager
 async def _open_worker(
-    config: EngineConfig, on_progress: OnProgress | None
+    config: EngineConfig, on_progress: OnProgress | None, mock: wire.MockSteps | None
 ) -> AsyncIterator[Engine]:
     """The engine over a worker process of its own."""
     await _in_thread(sweep_socket_folders)
@@ -144,7 +149,7 @@ async def _open_worker(
     scheduler = Scheduler(config, metrics)
     supervisor = Supervisor(
         open_worker=Workers(
-            start=start_message(config, path),
+            start=start_message(config, path, mock),
             start_timeout=config.worker_start_timeout,
             on_progress=on_progress or (lambda _: None),
         ).open,
@@ -171,7 +176,9 @@ async def _in_thread(read: Callable[[], _T]) -> _T:
     return await trio.to_thread.run_sync(read, abandon_on_cancel=True)
 
 
-def start_message(config: EngineConfig, path: Path) -> wire.Start:
+def start_message(
+    config: EngineConfig, path: Path, mock: wire.MockSteps | None = None
+) -> wire.Start:
     """What a worker is told to load: the options that concern it."""
     return wire.Start(
         model=str(path.resolve()),
@@ -193,6 +200,7 @@ def start_message(config: EngineConfig, path: Path) -> wire.Start:
         quantization=config.quantization,
         tokenizer="" if config.tokenizer is None else str(Path(config.tokenizer).resolve()),
         logits_processors=list(config.logits_processors),
+        mock=mock,
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import trio
 
+from trioserve import wire
 from trioserve.config import ServerConfig
 from trioserve.errors import ShuttingDown
 from trioserve.groups import sole_exception
@@ -32,6 +33,7 @@ async def serve(
     *,
     shutdown: trio.Event | None = None,
     on_progress: OnProgress | None = None,
+    mock: wire.MockSteps | None = None,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> int:
     """Load the model, listen, and serve until cancelled or drained.
@@ -45,6 +47,7 @@ async def serve(
         shutdown: once set, nothing new is admitted, what runs gets ``shutdown_timeout`` seconds to
             finish, and the function returns.
         on_progress: called while the model is loaded.
+        mock: serve a worker that computes nothing, whose steps take that long: for measuring.
         task_status: is given the URLs that the server listens on, once it does.
 
     Returns:
@@ -57,7 +60,7 @@ async def serve(
     """
     # Loading takes a while: an address in use should be told before it.
     await check_address(config)
-    async with open_engine(config.engine, on_progress=on_progress) as engine:
+    async with open_engine(config.engine, on_progress=on_progress, mock=mock) as engine:
         if config.served_model_name:
             engine.metrics.model_name = config.served_model_name[0]
         failure: BaseException | None = None

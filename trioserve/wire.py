@@ -37,6 +37,7 @@ __all__ = [
     "Failure",
     "Hello",
     "Message",
+    "MockSteps",
     "OpenSlot",
     "Plan",
     "Progress",
@@ -100,6 +101,17 @@ class Hello:
 
 
 @attrs.frozen(kw_only=True)
+class MockSteps:
+    """How long the steps of a worker take that computes nothing: measuring all but the model.
+
+    A step takes ``step_seconds``, and ``token_seconds`` more for each token that it would compute.
+    """
+
+    step_seconds: float
+    token_seconds: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
 class Start:
     """Engine to worker: what to load and within which limits; 0 means "choose"."""
 
@@ -130,6 +142,8 @@ class Start:
 
     The memory of a process that has ended may come back a little later.
     """
+    mock: MockSteps | None = None
+    """Load no weights and compute nothing; None for a worker that is of use."""
 
 
 @attrs.frozen(kw_only=True)
@@ -371,6 +385,6 @@ def schema_hash() -> str:
     """A hash over every message's fields and types; two sides that differ must not talk."""
     description = [
         (cls.__name__, [(field.name, str(field.type)) for field in attrs.fields(cls)])
-        for cls in (*_CLASSES, OpenSlot, PromptPiece, SamplerParams, Grammar)
+        for cls in (*_CLASSES, OpenSlot, PromptPiece, MockSteps, SamplerParams, Grammar)
     ]
     return hashlib.sha256(repr(description).encode()).hexdigest()[:16]

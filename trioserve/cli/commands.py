@@ -28,6 +28,7 @@ from trioserve.cli.flags import (
     server_config,
     strangers,
 )
+from trioserve.cli.mock import mock_steps
 from trioserve.cli.output import OutputError, discard_output, writing
 from trioserve.config import EngineConfig
 from trioserve.errors import TrioserveError
@@ -90,6 +91,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: dict[str, Any]) -> int:
     config = server_config(arguments, os.environ)
+    mock = mock_steps(arguments)
     # A task dump that is asked for during the imports, which take a second or two, must not end
     # the process.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -99,7 +101,7 @@ def _serve(arguments: dict[str, Any]) -> int:
     from trioserve.logs import setup_logging
 
     setup_logging(config.log_level, config.log_format)
-    return trio.run(run_server, config)
+    return trio.run(run_server, config, mock)
 
 
 def _chat(arguments: dict[str, Any]) -> int:

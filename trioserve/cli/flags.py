@@ -15,6 +15,8 @@ from typing import Any, NoReturn, TypeVar
 import attrs
 
 from trioserve import __version__
+from trioserve.cli.mock import add_mock_flag
+from trioserve.cli.usage import UsageError
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
 from trioserve.errors import InvalidRequest
 from trioserve.options import (
@@ -75,10 +77,6 @@ SAMPLING_OPTIONS = (
     _sampling_option("ignore_eos", bool, "go on past the model's end of text"),
 )
 """The fields of SamplingParams that are flags; without a flag the model's own default holds."""
-
-
-class UsageError(Exception):
-    """A wrong option; the message is one line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -152,6 +150,7 @@ def build_parsers() -> tuple[_Parser, dict[str, _Parser]]:
     serve = add("serve", "serve a model over HTTP", "[MODEL] [options]", _EPILOG + _SIGNALS_EPILOG)
     serve.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
     _add_options(serve, EngineConfig, ServerConfig)
+    add_mock_flag(serve)
 
     chat = add("chat", "talk to a model in the terminal", "[MODEL] [options]", _EPILOG)
     chat.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)

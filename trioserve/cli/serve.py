@@ -11,6 +11,7 @@ from pathlib import Path
 import attrs
 import trio
 
+from trioserve import wire
 from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
 from trioserve.config import ServerConfig
@@ -102,11 +103,15 @@ def _dumping_tasks() -> Iterator[None]:
         signal.signal(signal.SIGUSR1, previous)
 
 
-async def run_server(config: ServerConfig) -> int:
+async def run_server(config: ServerConfig, mock: wire.MockSteps | None = None) -> int:
     """Serve until drained or ended by a signal, and return the process's exit code.
 
     The code is 0 where all that ran has finished, ``CUT_OFF`` where ``shutdown_timeout`` ended
     some of it, and 128 and the signal's number where a signal ended everything at once.
+
+    Args:
+        config: the engine's and the server's options.
+        mock: how long the steps of a worker that computes nothing take; None for a real one.
 
     Raises:
         TrioserveError: the model can't be loaded, the address can't be used, the engine failed.
@@ -120,7 +125,11 @@ async def run_server(config: ServerConfig) -> int:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(process.watch, received, nursery.cancel_scope)
                 num_cut = await serve(
-                    config, shutdown=process.shutdown, on_progress=report, task_status=process
+                    config,
+                    shutdown=process.shutdown,
+                    on_progress=report,
+                    mock=mock,
+                    task_status=process,
                 )
                 if num_cut:
                     _log.warning("requests were cut off", number=num_cut)

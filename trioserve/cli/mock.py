@@ -1,0 +1,66 @@
+"""The flag ``--mock-worker``: a worker that computes nothing, to measure everything else.
+
+Its value says how long a step takes: ``10ms``; ``50000/s`` for so many tokens a second, those of
+prompts included; or both, ``10ms,50000/s``, for a step that takes 10 ms and 20 µs more for each of
+its tokens. ``0`` is as fast as it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from trioserve.cli.usage import UsageError
+from trioserve.wire import MockSteps
+
+__all__ = ["add_mock_flag", "mock_steps"]
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_TIME = re.compile(_NUMBER + r"(us|ms|s)|0")
+_RATE = re.compile(_NUMBER + r"/s")
+_LONGEST = 3600.0
+"""Seconds. More is a mistake, which the watchdog would take for a worker that hangs."""
+
+
+def add_mock_flag(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the flag, in a group of its own."""
+    group = parser.add_argument_group("Measuring")
+    group.add_argument(
+        "--mock-worker",
+        metavar="TIME",
+        default=argparse.SUPPRESS,
+        help="load no model and compute nothing, to measure everything else: a step takes TIME "
+        "(10ms), or its tokens a set rate (50000/s), or both (10ms,50000/s), or nothing (0), and "
+        "gives the next token of a fixed text",
+    )
+
+
+def mock_steps(arguments: Mapping[str, Any]) -> MockSteps | None:
+    """What the flag says; None where it wasn't given.
+
+    Raises:
+        UsageError: it makes no sense.
+    """
+    text = arguments.get("mock_worker")
+    if text is None:
+        return None
+    time, rate = 0.0, 0.0
+    kinds: list[str] = []
+    for part in str(text).split(","):
+        if found := _TIME.fullmatch(part):
+            kinds.append("time")
+            time = float(found[1]) * _UNITS[found[2]] if found[1] else 0.0
+        elif (found := _RATE.fullmatch(part)) and float(found[1]) > 0:
+            kinds.append("rate")
+            rate = 1 / float(found[1])
+        else:
+            kinds.append("neither")
+    if sorted(kinds) not in (["time"], ["rate"], ["rate", "time"]) or max(time, rate) > _LONGEST:
+        raise UsageError(
+            f"--mock-worker must be a step's time, a rate or both, such as 10ms, 50000/s or "
+            f"10ms,50000/s, not {str(text)!r}"
+        )
+    return MockSteps(step_seconds=time, token_seconds=rate)
