@@ -29,10 +29,24 @@ from trioserve.load.arrivals import (
 )
 from trioserve.load.client import Client, Target, send
 from trioserve.load.connect import Connect, over_tcp, over_tls, parse_url, tls_context
+from trioserve.load.datasets import (
+    Lengths,
+    chats,
+    fixed_prompt,
+    random_prompts,
+    repeated,
+    shared_prefixes,
+    structured,
+    with_cancellations,
+)
+from trioserve.load.embedded import EmbeddedTarget
 from trioserve.load.figures import Figures, Limits, Spread, figures_of
 from trioserve.load.loop import Progress, closed_loop, open_loop
 from trioserve.load.records import Record, Run
+from trioserve.load.sharegpt import DataError, load_sharegpt
 from trioserve.load.target import AnyTarget, Sender
+from trioserve.load.texts import CountedTexts, GuessedTexts, Texts
+from trioserve.load.traces import TraceRow, load_trace, trace_work
 from trioserve.load.work import Cancel, Conversation, Turn, request_fields, single
 
 __all__ = [
@@ -41,7 +55,12 @@ __all__ = [
     "Client",
     "Connect",
     "Conversation",
+    "CountedTexts",
+    "DataError",
+    "EmbeddedTarget",
     "Figures",
+    "GuessedTexts",
+    "Lengths",
     "Limits",
     "Progress",
     "Record",
@@ -49,19 +68,31 @@ __all__ = [
     "Sender",
     "Spread",
     "Target",
+    "Texts",
+    "TraceRow",
     "Turn",
     "arrivals",
+    "chats",
     "closed_loop",
     "constant_arrivals",
     "figures_of",
+    "fixed_prompt",
+    "load_sharegpt",
+    "load_trace",
     "open_loop",
     "over_tcp",
     "over_tls",
     "parse_url",
     "poisson_arrivals",
+    "random_prompts",
+    "repeated",
     "request_fields",
     "scaled_arrivals",
     "send",
+    "shared_prefixes",
     "single",
+    "structured",
     "tls_context",
+    "trace_work",
+    "with_cancellations",
 ]

@@ -1,0 +1,89 @@
+"""Texts of so many tokens, made of common words, no two alike."""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+import attrs
+import tokenizers
+
+__all__ = ["CountedTexts", "GuessedTexts", "Texts"]
+
+_WORDS = """
+the of and to in is that it for was on are as with they at be this from have or by one had not
+but what all were when we there can an your which their said if do will each about how up out
+them then she many some so these would other into has more her two like him see time could no
+make than first been its who now people my made over did down only way find use may water long
+little very after words called just where most know river light stone garden window letter
+morning village captain mountain engine paper silver music winter summer bridge kitchen
+teacher market island forest number
+""".split()  # noqa: SIM905
+
+_MAX_TRIES = 20
+
+
+class Texts(Protocol):
+    """Makes texts and counts tokens."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the counts are those of a tokenizer."""
+
+    def make(self, tokens: int, chooser: random.Random, prefix: str = "") -> str:
+        """``prefix`` and ``tokens`` tokens of random words behind it."""
+
+    def count(self, text: str) -> int:
+        """How many tokens a text has."""
+
+
+@attrs.frozen
+class CountedTexts:
+    """Texts of an exact length, by the model's own tokenizer."""
+
+    tokenizer: tokenizers.Tokenizer
+
+    @property
+    def exact(self) -> bool:
+        """Yes."""
+        return True
+
+    def make(self, tokens: int, chooser: random.Random, prefix: str = "") -> str:
+        """``prefix`` and ``tokens`` tokens of random words behind it, encoded as one text."""
+        size = self.count(prefix) + tokens
+        text = prefix
+        for _ in range(_MAX_TRIES):
+            # A word is at least one token, so this is never too short.
+            words = " ".join(chooser.choices(_WORDS, k=tokens + 1))
+            ids = self._ids(f"{prefix} {words}" if prefix else words.capitalize())[:size]
+            text = self.tokenizer.decode(ids, skip_special_tokens=False)
+            if text.startswith(prefix) and self.count(text) == size:
+                break
+        # A tokenizer whose texts don't come back as they were is rare; then it is nearly as long.
+        return text
+
+    def count(self, text: str) -> int:
+        """How many tokens a text has, without those that a tokenizer adds around it."""
+        return len(self._ids(text))
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@attrs.frozen
+class GuessedTexts:
+    """Texts of about the length, where there is no tokenizer: a common word is mostly one token."""
+
+    @property
+    def exact(self) -> bool:
+        """No."""
+        return False
+
+    def make(self, tokens: int, chooser: random.Random, prefix: str = "") -> str:
+        """``prefix`` and as many random words as there are to be tokens."""
+        words = " ".join(chooser.choices(_WORDS, k=tokens))
+        return f"{prefix} {words}" if prefix else words.capitalize()
+
+    def count(self, text: str) -> int:
+        """A guess: four characters are a token, in English."""
+        return -(-len(text) // 4)

@@ -1,0 +1,171 @@
+"""Work with the times at which it came: traces of real servers.
+
+A trace is a file of JSON lines, a JSON list, or CSV with a header. The fields are known by several
+names:
+
+==================  =====================================================================
+what                names
+==================  =====================================================================
+time of arrival     ``timestamp``: a number, or a date as in ISO 8601
+tokens in           ``input_length`` (Mooncake), ``ContextTokens`` (Azure), ``Request tokens``
+                    (BurstGPT), ``input_tokens``, ``prompt_tokens``, ``num_prefill_tokens``
+tokens out          ``output_length``, ``GeneratedTokens``, ``Response tokens``,
+                    ``output_tokens``, ``completion_tokens``, ``num_decode_tokens``
+the prompt's blocks  ``hash_ids`` (Mooncake): the prompt's blocks of 512 tokens by number, so that
+                    equal beginnings are equal
+the prompt itself   ``prompt`` or ``messages``, in place of its length
+==================  =====================================================================
+
+Upper and lower case are alike. A number is milliseconds in Mooncake's traces (those with
+``input_length``) and seconds in others, unless it is said which.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+
+from trioserve.load.sharegpt import DataError
+from trioserve.load.texts import Texts
+from trioserve.load.work import Conversation, Turn
+
+__all__ = ["TIME_UNITS", "TraceRow", "load_trace", "trace_work"]
+
+TIME_UNITS = ("auto", "s", "ms")
+
+_INPUTS = (
+    *("input_length", "contexttokens", "request tokens"),
+    *("input_tokens", "prompt_tokens", "num_prefill_tokens"),
+)
+_OUTPUTS = (
+    *("output_length", "generatedtokens", "response tokens"),
+    *("output_tokens", "completion_tokens", "num_decode_tokens"),
+)
+_BLOCK_TOKENS = 512
+
+
+@attrs.frozen(kw_only=True)
+class TraceRow:
+    """One request of a trace. ``at`` is in seconds, from any origin."""
+
+    at: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    prompt: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+
+
+def load_trace(path: Path, *, unit: str = "auto", most: int | None = None) -> list[TraceRow]:
+    """The requests of the file, sorted by time; the first ``most`` of them.
+
+    Raises:
+        DataError: the file can't be read or is no trace; the message names the line.
+    """
+    rows: list[TraceRow] = []
+    for number, fields in enumerate(_read(path), 1):
+        try:
+            rows.append(_row({name.strip().lower(): fields[name] for name in fields}, unit))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}, request {number}: {_reason(error)}") from error
+    if not rows:
+        raise DataError(f"{path} holds no requests")
+    rows.sort(key=lambda row: row.at)
+    return rows[:most]
+
+
+def trace_work(rows: list[TraceRow], texts: Texts, *, seed: int = 0) -> list[Conversation]:
+    """A conversation of one turn for each row, its prompt of random words unless the row has it."""
+    return [
+        Conversation(turns=(_turn(row, number, texts, seed),)) for number, row in enumerate(rows)
+    ]
+
+
+def _turn(row: TraceRow, number: int, texts: Texts, seed: int) -> Turn:
+    if row.messages is not None:
+        return Turn(messages=row.messages, max_tokens=row.output_tokens)
+    prompt = row.prompt
+    if prompt is None:
+        prompt = _words(row, number, texts, seed)
+    return Turn(prompt=prompt, max_tokens=row.output_tokens)
+
+
+def _words(row: TraceRow, number: int, texts: Texts, seed: int) -> str:
+    if not row.hash_ids:
+        return texts.make(row.input_tokens, random.Random(f"{seed} row {number}"))
+    parts: list[str] = []
+    left = row.input_tokens
+    for block in row.hash_ids:
+        size = min(left, _BLOCK_TOKENS)
+        if size > 0:
+            parts.append(texts.make(size, random.Random(f"{seed} block {block}")))
+        left -= size
+    if left > 0:
+        parts.append(texts.make(left, random.Random(f"{seed} row {number}")))
+    return " ".join(parts)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if text.lstrip()[:1] == "[":
+            yield from msgspec.json.decode(text, type=list[dict[str, Any]])
+        elif text.lstrip()[:1] == "{":
+            for line in text.splitlines():
+                if line.strip():
+                    yield msgspec.json.decode(line, type=dict[str, Any])
+        else:
+            yield from csv.DictReader(text.splitlines())
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} is neither JSON lines nor CSV: {error}") from error
+
+
+def _row(fields: Mapping[str, Any], unit: str) -> TraceRow:
+    texts: dict[str, Any] = {}
+    if fields.get("messages"):
+        texts["messages"] = tuple(fields["messages"])
+    elif fields.get("prompt"):
+        texts["prompt"] = str(fields["prompt"])
+    tokens_in = 0 if texts else _number(fields, _INPUTS)
+    tokens_out = _number(fields, _OUTPUTS)
+    if tokens_out < 1 or (tokens_in < 1 and not texts):
+        raise ValueError(f"lengths must be at least 1, got {tokens_in} in and {tokens_out} out")
+    return TraceRow(
+        at=_seconds(fields, unit),
+        input_tokens=tokens_in,
+        output_tokens=tokens_out,
+        hash_ids=tuple(int(block) for block in fields.get("hash_ids") or ()),
+        **texts,
+    )
+
+
+def _number(fields: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    for name in names:
+        if fields.get(name) not in (None, ""):
+            return int(fields[name])
+    raise KeyError(names[0])
+
+
+def _seconds(fields: Mapping[str, Any], unit: str) -> float:
+    given = fields["timestamp"]
+    try:
+        number = float(given)
+    except ValueError:
+        # Azure's have seven digits after the point, of which fromisoformat takes six.
+        head, point, fraction = str(given).strip().partition(".")
+        return datetime.fromisoformat(head + (point + fraction[:6] if point else "")).timestamp()
+    in_ms = unit == "ms" or (unit == "auto" and "input_length" in fields)
+    return number / 1000 if in_ms else number
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
