@@ -1,0 +1,54 @@
+// Products for callers that aren't C++: gpu/cpu/products.py.
+
+#include "pack.h"
+
+using trioserve::bf16;
+using trioserve::Kind;
+using trioserve::Pool;
+using trioserve::Product;
+using trioserve::Team;
+
+extern "C" {
+
+void* product_pool_open(int32_t threads) { return new Pool(threads); }
+
+void product_pool_close(void* pool) { delete static_cast<Pool*>(pool); }
+
+uint64_t product_packed_bytes(int32_t kind, int64_t outputs, int64_t inputs) {
+  return trioserve::packed_bytes(static_cast<Kind>(kind), outputs, inputs);
+}
+
+// `form`: 0 for bf16, 1 for float, 2 for ggml's blocks.
+void product_pack(void* pool, int32_t form, int32_t kind, int64_t outputs, int64_t inputs,
+                  const void* weight, void* packed) {
+  const Kind as = static_cast<Kind>(kind);
+  static_cast<Pool*>(pool)->run([=](const Team& team) {
+    if (form == 0)
+      pack_bf16(team, as, outputs, inputs, static_cast<const bf16*>(weight), packed);
+    else if (form == 1)
+      pack_float(team, as, outputs, inputs, static_cast<const float*>(weight), packed);
+    else
+      pack_blocks(team, as, outputs, inputs, static_cast<const uint8_t*>(weight), packed);
+  });
+}
+
+uint64_t product_scratch_bytes(const Product* product, int64_t max_rows, int32_t threads) {
+  return multiply_scratch_bytes(*product, max_rows, threads);
+}
+
+void product_multiply(void* pool, const Product* product, const bf16* x, int64_t rows, void* y,
+                      int32_t to_float, void* scratch) {
+  static_cast<Pool*>(pool)->run([=](const Team& team) {
+    if (to_float)
+      multiply_float(team, *product, x, rows, static_cast<float*>(y), scratch);
+    else
+      multiply(team, *product, x, rows, static_cast<bf16*>(y), scratch);
+  });
+}
+
+void product_gather(void* pool, const Product* product, const int32_t* ids, int64_t rows, bf16* y) {
+  static_cast<Pool*>(pool)->run(
+      [=](const Team& team) { gather_rows(team, *product, ids, rows, y); });
+}
+
+}  // extern "C"
