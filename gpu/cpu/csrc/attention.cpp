@@ -227,9 +227,11 @@ class Attending {
       const bf16* key = keys_ + head_offset(position) + layout_.key(slot);
       const bf16* value = values_ + head_offset(position) + layout_.value(slot);
       for (int pair = 0; pair < shape_.head_dim / 2; ++pair)
-        std::memcpy(keys + (pair * kGroup + i) * 2, key + pair * layout_.key_step(), 2 * sizeof(bf16));
+        std::memcpy(keys + (pair * kGroup + i) * 2, key + pair * layout_.key_step(),
+                    2 * sizeof(bf16));
+      bf16* to = values + i / 2 * 2 * shape_.head_dim + i % 2;
       for (int number = 0; number < shape_.head_dim; ++number)
-        values[(i / 2 * shape_.head_dim + number) * 2 + i % 2] = value[number * layout_.value_step()];
+        to[2 * number] = value[number * layout_.value_step()];
     }
     groups_.at[group] = keys;
     groups_.at[groups_.count + group] = values;

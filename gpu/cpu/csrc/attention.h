@@ -1,13 +1,13 @@
 // Causal attention of a step's queries over their rows' keys in the paged cache.
 //
 // A query sees the positions up to its own (and with a window, so many of them). Positions are cut
-// into blocks of 256, from the sequence's first one on. A block's part is computed by itself, and the
-// parts are merged in the order of positions; so what a query gets depends on its own row and
+// into blocks of 256, from the sequence's first one on. A block's part is computed by itself, and
+// the parts are merged in the order of positions; so what a query gets depends on its own row and
 // nothing else, neither on the batch nor on how a prompt is cut into chunks nor on the threads.
 //
 // The work of a step is cut into items, each some queries of one row with one key head and all
-// blocks of keys, or where there would be too few items for the threads, some of the blocks. Threads
-// take items as they come.
+// blocks of keys, or where there would be too few items for the threads, some of the blocks.
+// Threads take items as they come.
 #pragma once
 
 #include <cstdint>

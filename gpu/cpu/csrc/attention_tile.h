@@ -1,9 +1,9 @@
 // The two products of attention over one block of keys, and the softmax between them.
 //
-// The rows of a tile are multiplied with 16 keys at a time, and their weights with 16 numbers of two
-// values at a time. Each sum is added up by itself, from the first pair to the last, so it is the
-// same however many rows and columns are computed side by side; that is chosen so that the sums fill
-// the registers, for the latency of an addition is hidden behind the others.
+// The rows of a tile are multiplied with 16 keys at a time, and their weights with 16 numbers of
+// two values at a time. Each sum is added up by itself, from the first pair to the last, so it is
+// the same however many rows and columns are computed side by side; these are so many that the sums
+// fill the registers, for an addition waits for the one before it, and others fill the time.
 #pragma once
 
 #include <algorithm>
@@ -113,7 +113,8 @@ void multiply_values(const bf16* weights, const bf16* const* groups, int first, 
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < kColumns; ++c) _mm512_storeu_ps(out + r * head_dim + c * kLanes, sums[r][c]);
+    for (int c = 0; c < kColumns; ++c)
+      _mm512_storeu_ps(out + r * head_dim + c * kLanes, sums[r][c]);
 }
 
 // What softmax leaves of a row's scores in one block, apart from the weights: the largest one's
@@ -128,10 +129,10 @@ inline __mmask16 lanes_between(int key, int first, int last) {
   return first_lanes(last - key) & ~first_lanes(std::max(first - key, 0));
 }
 
-// weights[k] = 2^(scores[k] * scale - peak) for the keys first to last - 1, which the row sees, and 0
-// for the others of begin to end - 1, rounded up to whole groups; begin is a multiple of 16.
-inline Softmax softmax_row(const float* scores, int first, int last, int begin, int end, float scale,
-                           bf16* weights) {
+// weights[k] = 2^(scores[k] * scale - peak) for the keys first to last - 1, which the row sees, and
+// 0 for the others of begin to end - 1, rounded up to whole groups; begin is a multiple of 16.
+inline Softmax softmax_row(const float* scores, int first, int last, int begin, int end,
+                           float scale, bf16* weights) {
   const int first_group = last > first ? first & ~(kGroup - 1) : end;
   for (int key = begin; key < first_group; key += kGroup) store(weights + key, _mm512_setzero_ps());
   __m512 peaks = _mm512_set1_ps(-INFINITY);

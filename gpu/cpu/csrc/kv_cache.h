@@ -2,9 +2,9 @@
 //
 // A layer's keys are [num_pages][num_kv_heads][page_size * head_dim], its values likewise. What
 // stands where inside a page and head is for the kernels' good, and known to this file alone:
-//   keys    16 tokens at a time, by pairs of numbers: [page_size / 16][head_dim / 2][16][2], so that
-//           one load holds the same pair of 16 keys, and a query's pair is multiplied with all. Of
-//           pages that aren't a multiple of 16 tokens, 8, 4, 2 or 1 stand together.
+//   keys    16 tokens at a time, by pairs of numbers: [page_size / 16][head_dim / 2][16][2], so
+//           that one load holds the same pair of 16 keys, and a query's pair is multiplied with
+//           all. Of pages that aren't a multiple of 16 tokens, 8, 4, 2 or 1 stand together.
 //   values  by pairs of tokens: [page_size / 2][head_dim][2], so that one load holds 16 numbers of
 //           two values, which are multiplied with the weights of both. With an odd page size,
 //           [page_size][head_dim].

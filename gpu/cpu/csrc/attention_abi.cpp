@@ -1,0 +1,74 @@
+// What gpu/cpu/attention.py calls: one step's attention by itself, on a pool of its own.
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "attention.h"
+#include "rope.h"
+
+using namespace trioserve;
+
+namespace {
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+using Bytes = std::unique_ptr<void, Free>;
+
+// Uninitialized memory for what asks for an alignment of 64.
+Bytes allocate(int64_t bytes) { return Bytes(std::aligned_alloc(64, (bytes + 63) / 64 * 64)); }
+
+}  // namespace
+
+struct AttentionHandle {
+  AttentionHandle(const AttentionShape& shape, int64_t max_tokens, int threads)
+      : shape(shape),
+        pool(threads),
+        plan(allocate(attention_plan_bytes(shape, max_tokens, threads))),
+        scratch(allocate(attention_scratch_bytes(shape, threads))) {}
+
+  const AttentionShape shape;
+  Pool pool;
+  Bytes plan, scratch;
+};
+
+extern "C" {
+
+// Null if there is no memory for it.
+AttentionHandle* attention_create(const AttentionShape* shape, int64_t max_tokens,
+                                  int32_t threads) {
+  try {
+    auto* handle = new AttentionHandle(*shape, max_tokens, threads);
+    if (handle->plan && handle->scratch) return handle;
+    delete handle;
+  } catch (const std::exception&) {
+  }
+  return nullptr;
+}
+
+void attention_destroy(AttentionHandle* handle) { delete handle; }
+
+void attention_rope_and_write(AttentionHandle* handle, const AttentionStep* step,
+                              const float* cos_sin, const bf16* norm_weight, float eps, bf16* qkv,
+                              bf16* keys, bf16* values) {
+  handle->pool.run([&](const Team& team) {
+    rope_and_write(team, handle->shape, *step, cos_sin, {norm_weight, eps}, qkv, keys, values);
+  });
+}
+
+// As many layers as in a model, one after the other, with the same queries.
+void attention_attend(AttentionHandle* handle, const AttentionStep* step, int64_t window,
+                      int64_t num_layers, const bf16* const* keys, const bf16* const* values,
+                      const bf16* q, int64_t q_stride, bf16* out) {
+  AttentionPlan* plan = plan_attention(handle->shape, *step, window, handle->pool.size(),
+                                       handle->plan.get());
+  handle->pool.run([&](const Team& team) {
+    for (int64_t layer = 0; layer < num_layers; ++layer) {
+      attend(team, handle->shape, *step, *plan, keys[layer], values[layer], q, q_stride, out,
+             handle->scratch.get());
+      team.barrier();
+    }
+  });
+}
+
+}  // extern "C"
