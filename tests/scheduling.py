@@ -170,11 +170,20 @@ class Bench:
         plan = self.core.next_plan(self.now)
         self.core.check_integrity()
         if plan is not None:
+            self._check_nothing_is_computed_twice(plan)
             self.plans.append(plan)
             result = self.worker.step(plan)
             assert isinstance(result, wire.StepResult)
             self.results.append(result)
         return plan
+
+    def _check_nothing_is_computed_twice(self, plan: wire.Plan) -> None:
+        """Who comes in computes nothing that somebody else's plan, this one included, computes."""
+        opened = {slot.slot for slot in plan.opened}
+        for computation, _, _ in self.core.in_flight[-1].rows:
+            if computation.slot in opened:
+                found = self.core.memory.match(computation, plan.number + 1).pages
+                assert found == computation.pages[: len(found)], "a page is computed twice"
 
     def result(self) -> list[SequenceOutput]:
         """Give the core its oldest result."""

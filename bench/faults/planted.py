@@ -25,6 +25,7 @@ from trioserve.scheduler import Scheduler, SchedulerCore
 from trioserve.scheduler.computation import Computation
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.pages import PagePool
+from trioserve.scheduler.prefix import PrefixCache
 from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.slots import SlotTable
 from trioserve.stream import Chunk
@@ -235,6 +236,11 @@ def _resumed_without_output(original: Any) -> Any:
     return accept
 
 
+def _not_awaited(original: Any) -> Any:
+    """Who comes while a prefix is computed doesn't wait for it."""
+    return lambda self, *args: attrs.evolve(original(self, *args), pending=False)
+
+
 FAULTS = (
     PlantedFault(
         "an abort is lost during a batch's transition",
@@ -305,6 +311,11 @@ FAULTS = (
         "tokens come twice after a preemption",
         "vllm-project/vllm#15996",
         _over(SchedulerCore, "_accept", _resumed_without_output),
+    ),
+    PlantedFault(
+        "a prefix is computed by everybody who comes with it",
+        "vllm-project/vllm#9643",
+        _over(PrefixCache, "match", _not_awaited),
     ),
 )
 

@@ -22,6 +22,7 @@ __all__ = ["REFUSED_GRAMMAR", "draw_scenario"]
 
 STEP = 0.01
 POISONED = 0.1
+CROWDED = 0.2
 REFUSED_GRAMMAR = "refused"
 """The text of a grammar that no worker compiles."""
 
@@ -39,6 +40,8 @@ def draw_scenario(seed: int) -> Scenario:
     count = choose.choice((1, 2, 3, 5, 8, 12, 20))
     span = choose.choice((0.0, 0.05, 0.3))
     clients = [_client(choose, number, worker, span) for number in range(count)]
+    if choose.random() < CROWDED:
+        clients = _crowd(choose, clients)
     faults = _faults(choose)
     options = _options(choose)
     if choose.random() < POISONED:
@@ -127,6 +130,20 @@ def _prompt(choose: random.Random) -> Any:
             return ids_of(text)
         case _:
             return text
+
+
+def _crowd(choose: random.Random, clients: list[Client]) -> list[Client]:
+    """The same clients with one beginning to all their prompts, which come at once or nearly."""
+    beginning = "".join(choose.choices("ab", k=choose.randint(4, 30)))
+    return [
+        attrs.evolve(
+            client,
+            arrives=choose.choice((0.0, 0.0, STEP, 3 * STEP)),
+            prompt=(*ids_of(beginning), *ids_of("".join(choose.choices("abc", k=3)))),
+            cache_salt="",
+        )
+        for client in clients
+    ]
 
 
 def _params(choose: random.Random, number: int, *, long: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import trio
 from trioserve import wire
 from trioserve.errors import WorkerLost
 from trioserve.testing.simulation.scenario import client_of
+from trioserve.testing.simulation.sharing import Sharing
 from trioserve.testing.simulation.trace import Trace, Violation
 from trioserve.testing.simulation.turns import Row, Turns
 from trioserve.worker import Link
@@ -54,6 +55,7 @@ class Books:
     blame: Callable[[Exception], None]
     """Is told of what is wrong."""
     turns: Turns
+    sharing: Sharing
     slots: dict[int, _OpenSlot] = attrs.field(factory=dict)
     in_flight: deque[_PlanInFlight] = attrs.field(factory=deque)
     may_be_blamed: set[int] = attrs.field(factory=set)
@@ -141,6 +143,7 @@ class Books:
         for row, _ in rows:
             if self.is_over(row):
                 raise Violation("nothing is computed for who has left", f"output {row}")
+        self.sharing.planned(counts)
         touched = {
             slot: (self.slots[slot].generation, tuple(self.slots[slot].pages)) for slot, _ in counts
         }
@@ -160,6 +163,7 @@ class Books:
         row = client_of(sampler), sampler.sequence_index
         if any(other.row == row for other in self.slots.values()):
             raise Violation("nobody has two slots", f"output {row}")
+        self.sharing.opened(opened, row[0])
         pages = wire.ints(opened.pages).tolist()
         shared = opened.computed // self.page_size
         self.slots[opened.slot] = _OpenSlot(row, opened.generation, pages[:shared])

@@ -16,6 +16,7 @@ from trioserve.request import Request
 from trioserve.simulation import open_fake_engine
 from trioserve.testing.simulation.judge import Circumstances, Visit
 from trioserve.testing.simulation.scenario import Client, Scenario
+from trioserve.testing.simulation.sharing import Sharing
 from trioserve.testing.simulation.trace import Trace, Violation
 from trioserve.testing.simulation.turns import Row, Turns
 from trioserve.testing.simulation.watch import Books
@@ -132,6 +133,11 @@ class _World:
                 is_unfinished=self._is_unfinished,
                 enabled=scenario.options["scheduling_policy"] == "fcfs"
                 and not scenario.options["enable_prefix_caching"],
+            ),
+            sharing=Sharing(
+                page_size=scenario.worker.page_size,
+                salt_of=lambda client: self.visits[client].client.cache_salt,
+                enabled=scenario.options["enable_prefix_caching"],
             ),
         )
         self.workers = Workers(scenario, self.books)
