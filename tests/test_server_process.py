@@ -113,9 +113,12 @@ async def test_a_worker_shows_its_threads_at_a_signal_and_at_a_crash(tmp_path: P
             process.send_signal(signal.SIGUSR1)
             assert process.stderr is not None
             text = b""
-            while b"in main\n" not in text:
+            while b"in _run_module_as_main\n" not in text:
                 text += await process.stderr.receive_some()
+            assert b"in main\n" in text
             assert b"in watch\n" in text
+            # A crash while the threads are still being shown would show nothing.
+            await trio.sleep(0.5)
             process.send_signal(signal.SIGSEGV)
             while part := await process.stderr.receive_some():
                 text += part
