@@ -10,24 +10,15 @@ from pathlib import Path
 import attrs
 import torch
 
-from gpu.attention import CacheShape
-from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.grammar_cache import GrammarCache
 from gpu.constraints.grammars import GrammarError, GrammarVocabulary
 from gpu.constraints.processors import Processors, load_processors
-from gpu.cpu.executor import CpuExecutor
-from gpu.cpu.model import TorchModel
 from gpu.devices import choose_device, choose_dtype
 from gpu.executor import Executor
-from gpu.memory import choose_num_pages
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
-from gpu.models import build_model
-from gpu.rope import cos_sin_table
 from gpu.runner import Runner
-from gpu.sampler import Sampler
 from gpu.slots import SlotTable
-from gpu.weights import load_weights
 from trioserve.errors import ModelLoadError
 from trioserve.logits_processors import ProcessorContext
 from trioserve.machine import Machine
@@ -53,6 +44,8 @@ class Loaded:
     slots: SlotTable
     num_pages: int
     device_name: str
+    computing: str
+    """What computes, and with which weights: a few words for the log."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before."""
 
@@ -86,6 +79,10 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         max_num_batched_tokens=start.max_num_batched_tokens
         or DEFAULT_BATCHED_TOKENS[device.type if start.mock is None else "mock"],
     )
+    if device.type == "cuda" and start.quantization not in ("auto", "none"):
+        raise ModelLoadError(
+            f"--quantization {start.quantization} is for a CPU: leave it out, or use --device cpu"
+        )
     constraints = _load_constraints(start, files, device)
     if start.mock is not None:
         loaded = _load_mock(start, start.mock, files)
@@ -94,7 +91,9 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
 
         loaded = load_on_gpu(start, files, dtype, device, on_progress, constraints)
     else:
-        loaded = _load_on_cpu(start, files, dtype, on_progress, constraints)
+        from gpu.cpu.loading import load_on_cpu
+
+        loaded = load_on_cpu(start, files, dtype, on_progress, constraints)
     on_progress("warm-up", 0, 1)
     room = min(loaded.num_pages * start.page_size, start.max_model_len)
     num_tokens = min(WARM_UP_TOKENS, room, start.max_num_batched_tokens)
@@ -110,6 +109,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         model_checksum=files.checksum(),
         device=device.type if start.mock is None else "mock",
         device_name=loaded.device_name,
+        computing=loaded.computing,
         dtype=str(dtype).removeprefix("torch."),
         num_pages=loaded.num_pages,
         page_size=start.page_size,
@@ -160,57 +160,7 @@ def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
         ),
         num_pages=num_pages,
         device_name="a mock worker, which computes nothing",
-    )
-
-
-def _load_on_cpu(
-    start: Start,
-    files: ModelFiles,
-    dtype: torch.dtype,
-    on_progress: OnProgress,
-    constraints: Constraints,
-) -> Loaded:
-    if start.kv_cache_dtype != "auto":
-        raise ModelLoadError(
-            f"a KV cache in {start.kv_cache_dtype} is not served on a CPU: "
-            "leave --kv-cache-dtype at auto"
-        )
-    config = files.config
-    weights = load_weights(files, dtype, lambda done, total: on_progress("weights", done, total))
-    model = build_model(config, weights)
-    shape = CacheShape(
-        num_layers=config.num_layers,
-        num_pages=1,
-        page_size=start.page_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=model.device,
-    )
-    available = Machine().memory()[1]
-    num_pages = choose_num_pages(start, shape.bytes_per_page, start.max_model_len, available)
-    attention = TorchCpuAttention(
-        attrs.evolve(shape, num_pages=num_pages),
-        config.num_heads,
-        cos_sin_table(
-            config, start.max_model_len, min(start.max_model_len, num_pages * start.page_size)
-        ),
-        config.windows,
-    )
-    sampler = Sampler(
-        config.vocab_size, model.device, processed_logprobs=start.logprobs_mode == "processed"
-    )
-    slots = SlotTable(
-        num_pages=num_pages,
-        page_size=start.page_size,
-        max_model_len=start.max_model_len,
-        vocab_size=config.vocab_size,
-    )
-    return Loaded(
-        executor=CpuExecutor(TorchModel(model, attention), sampler, slots, constraints),
-        slots=slots,
-        num_pages=num_pages,
-        device_name=Machine().cpu_name(),
+        computing="nothing",
     )
 
 

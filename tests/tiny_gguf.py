@@ -40,11 +40,13 @@ def write_gguf(
     quantization: str = "F32",
     metadata: dict[str, Any] | None = None,
     extra_tensors: dict[str, npt.NDArray[np.float32]] | None = None,
+    exceptions: dict[str, str] | None = None,
 ) -> Path:
     """Convert the tiny model in ``folder`` to the GGUF file ``path``; returns ``path``.
 
     Matrices get the type ``quantization``; for a type that the gguf package can't write, they get
-    random blocks. ``metadata`` adds keys (without the architecture's prefix, floats and ints).
+    random blocks. ``exceptions`` are the types of some, by a part of their names. ``metadata`` adds
+    keys (without the architecture's prefix, floats and ints).
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -57,7 +59,8 @@ def write_gguf(
     for name, array in load_file(folder / "model.safetensors").items():
         heads = _heads(name, config) if architecture in ("llama", "smollm3") else None
         array = array if heads is None else permute(array, heads)
-        _write_tensor(writer, _gguf_name(name), array, quantization)
+        types = [kind for part, kind in (exceptions or {}).items() if part in _gguf_name(name)]
+        _write_tensor(writer, _gguf_name(name), array, *types or [quantization])
     for name, array in (extra_tensors or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

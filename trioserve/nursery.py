@@ -164,6 +164,7 @@ async def _open_worker(
             "model loaded",
             model=loaded.name,
             device=ready.device_name,
+            computing=ready.computing,
             dtype=ready.dtype,
             max_model_len=ready.max_model_len,
             kv_cache_tokens=ready.num_pages * ready.page_size,

@@ -162,6 +162,8 @@ class Ready:
     model_checksum: str
     device: str
     device_name: str
+    computing: str
+    """What computes, and with which weights, in a few words; on a CPU also why, if it is torch."""
     dtype: str
     num_pages: int
     page_size: int

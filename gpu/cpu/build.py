@@ -33,7 +33,7 @@ OPTIONS = (
     # make mathematics fast, these two change no number.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     # gcc before 13 takes the undefined operands inside its own intrinsics for a mistake.
-    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized"),
+    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
 )
 
 OnProgress = Callable[[int, int], None]

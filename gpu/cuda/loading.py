@@ -131,6 +131,7 @@ def load_model(
         slots=slots,
         num_pages=num_pages,
         device_name=gpu.name,
+        computing=f"CUDA kernels, weights in {str(dtype).removeprefix('torch.')}",
         free_memory=free,
     )
 

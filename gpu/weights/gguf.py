@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
+from gpu.weights.blocks import Blocks, Weight
 from gpu.weights.dequantize import dequantize
 from gpu.weights.expected import check_tensors
 from gpu.weights.reading import read_bytes
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
+from trioserve.model_files.gguf_header import GGUFTensor, TensorType
 
 __all__ = ["hugging_face_name", "load", "unpermute"]
 
@@ -37,9 +39,12 @@ _ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration, not of the wei
 
 
 def load(
-    files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """As :func:`gpu.weights.load_weights`, for a GGUF file."""
+    files: ModelFiles,
+    dtype: torch.dtype | None,
+    progress: Callable[[int, int], None],
+    keep: Collection[str] = (),
+) -> Iterator[tuple[str, Weight]]:
+    """As :func:`gpu.weights.read_weights`, for a GGUF file."""
     header = files.gguf_header
     if header is None:
         raise ValueError(f"{files.path} was not opened as a GGUF file")
@@ -55,14 +60,28 @@ def load(
         with files.path.open("rb", buffering=0) as file:
             for name, tensor in tensors.items():
                 raw = read_bytes(files.path, file, tensor.offset, tensor.num_bytes)
-                value = dequantize(raw, tensor.type, dtype)
                 heads = _permuted_heads(name, files.config)
-                value = value.view(tensor.shape)
                 done += tensor.num_bytes
-                yield name, value if heads is None else unpermute(value, heads)
+                if tensor.type.name in keep and len(tensor.shape) == 2:
+                    yield name, _kept(raw, tensor, heads)
+                else:
+                    numbers = dequantize(raw, tensor.type, dtype or _unrounded(tensor.type))
+                    value = numbers.view(tensor.shape)
+                    yield name, value if heads is None else unpermute(value, heads)
                 progress(done, total)
     except OSError as error:
         raise ModelLoadError(f"{files.path} can't be read: {error.strerror}") from error
+
+
+def _kept(raw: torch.Tensor, tensor: GGUFTensor, heads: int | None) -> Blocks:
+    """The blocks of a matrix. Rows are whole blocks, so they are brought into order as they are."""
+    rows = raw.view(tensor.shape[0], -1)
+    raw = rows if heads is None else unpermute(rows, heads)
+    return Blocks(tensor.type, tensor.shape, raw)
+
+
+def _unrounded(type_: TensorType) -> torch.dtype:
+    return torch.bfloat16 if type_.name == "BF16" else torch.float32
 
 
 def hugging_face_name(name: str) -> str:

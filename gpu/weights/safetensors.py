@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
+from gpu.weights.blocks import Weight
 from gpu.weights.expected import check_tensors
 from gpu.weights.reading import read_bytes
 from trioserve.errors import ModelLoadError
@@ -18,9 +19,12 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load(
-    files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """As :func:`gpu.weights.load_weights`, for a folder."""
+    files: ModelFiles,
+    dtype: torch.dtype | None,
+    progress: Callable[[int, int], None],
+    keep: Collection[str] = (),
+) -> Iterator[tuple[str, Weight]]:
+    """As :func:`gpu.weights.read_weights`, for a folder, which has nothing to ``keep``."""
     shards = read_shards(files.path)
     found: dict[str, tuple[int, ...]] = {}
     for shard in shards:
@@ -38,12 +42,17 @@ def load(
                     if name in found:
                         num_bytes = shard.num_bytes[name]
                         raw = read_bytes(shard.path, file, shard.offsets[name], num_bytes)
-                        tensor = raw.view(_DTYPES[shard.dtypes[name]]).view(shape).to(dtype)
+                        tensor = raw.view(_DTYPES[shard.dtypes[name]]).view(shape)
+                        tensor = tensor.to(dtype or _unrounded(tensor.dtype))
                         done += num_bytes
                         yield name, tensor
                         progress(done, total)
         except OSError as error:
             raise ModelLoadError(f"{shard.path} can't be read: {error.strerror}") from error
+
+
+def _unrounded(stored: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if stored == torch.bfloat16 else torch.float32
 
 
 def _is_left_out(name: str, config: ModelConfig) -> bool:

@@ -142,6 +142,7 @@ class FakeWorker:
             model_checksum="",
             device="cpu",
             device_name="fake",
+            computing="nothing",
             dtype="float32",
             num_pages=self.num_pages,
             page_size=self.page_size,

@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <thread>
 #include <vector>
 
@@ -91,9 +90,11 @@ class Pool {
 
   int size() const { return static_cast<int>(teams_.size()); }
 
-  // Calls `work` on every thread, and returns when all have.
-  void run(const std::function<void(const Team&)>& work) {
+  // Calls `work` with every thread's Team, and returns when all have done it. Allocates nothing.
+  template <typename Work>
+  void run(const Work& work) {
     work_ = &work;
+    call_ = [](const void* work, const Team& team) { (*static_cast<const Work*>(work))(team); };
     begin();
     work(teams_[0]);
     barrier_.wait();
@@ -109,14 +110,15 @@ class Pool {
     for (uint32_t seen = 0;; ++seen) {
       step_.wait(seen, std::memory_order_acquire);
       if (work_ == nullptr) return;
-      (*work_)(teams_[rank]);
+      call_(work_, teams_[rank]);
       barrier_.wait();
     }
   }
 
   Barrier barrier_;
   std::vector<Team> teams_;
-  const std::function<void(const Team&)>* work_ = nullptr;
+  const void* work_ = nullptr;
+  void (*call_)(const void*, const Team&) = nullptr;
   std::atomic<uint32_t> step_{0};
   std::vector<std::thread> threads_;
 };

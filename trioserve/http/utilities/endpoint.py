@@ -88,6 +88,7 @@ class UtilityEndpoints:
                 worker=WorkerInfo(
                     device=ready.device,
                     device_name=ready.device_name,
+                    computing=ready.computing,
                     dtype=ready.dtype,
                     num_pages=ready.num_pages,
                     page_size=ready.page_size,

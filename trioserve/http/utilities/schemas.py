@@ -206,6 +206,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
 
     device: Annotated[str, about("`cpu` or `cuda`.")]
     device_name: Annotated[str, about("Its name.")]
+    computing: Annotated[str, about("What computes, and with which weights.")]
     dtype: Annotated[str, about("The number format of weights and activations.")]
     num_pages: Annotated[int, about("Pages of the KV cache.")]
     page_size: Annotated[int, about("Tokens of a page.")]

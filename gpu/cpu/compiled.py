@@ -1,0 +1,339 @@
+"""A model computed by the compiled kernels: one call for a step's layers, one for its logits."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import re
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu.attention import StepLayout
+from gpu.weights import Blocks, Weight
+from trioserve.errors import ModelLoadError
+from trioserve.model_files import ModelConfig
+
+__all__ = ["CompiledModel", "Format", "obstacle_in", "read_as"]
+
+
+class Format(enum.IntEnum):
+    """How a packed weight's numbers are stored; the values are those of ``Kind`` in product.h."""
+
+    BF16 = 0
+    Q8_0 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    W8A8 = 4
+
+
+_KEPT = {
+    "auto": ("Q8_0", "Q4_0", "Q4_1"),
+    "int8": ("Q8_0",),
+    "int4": ("Q4_0", "Q4_1"),
+    "w8a8": ("Q8_0",),
+}
+"""By quantization, the types of a GGUF file's matrices that are packed as they are."""
+_ROUNDED = {"int8": Format.Q8_0, "int4": Format.Q4_0, "w8a8": Format.W8A8}
+"""What other matrices are rounded to; elsewhere they are bfloat16."""
+
+
+class _Which(enum.IntEnum):
+    """The products of a model, as decoder_abi.cpp numbers them."""
+
+    EMBEDDING = 0
+    HEAD = 1
+    QKV = 2
+    OUTPUT = 3
+    GATE_UP = 4
+    DOWN = 5
+
+
+class _Vector(enum.IntEnum):
+    """Its vectors, likewise."""
+
+    NORM = 0
+    ATTENTION_NORM = 1
+    MLP_NORM = 2
+    QK_NORM = 3
+
+
+_PARTS = {
+    "self_attn.q_proj": (_Which.QKV, 0),
+    "self_attn.k_proj": (_Which.QKV, 1),
+    "self_attn.v_proj": (_Which.QKV, 2),
+    "self_attn.o_proj": (_Which.OUTPUT, 0),
+    "mlp.gate_proj": (_Which.GATE_UP, 0),
+    "mlp.up_proj": (_Which.GATE_UP, 1),
+    "mlp.down_proj": (_Which.DOWN, 0),
+}
+_NUM_PARTS = Counter(which for which, _ in _PARTS.values())
+_SOURCES = {torch.bfloat16: 0, torch.float32: 1}
+_FROM_BLOCKS = 2
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("vocab_size", "hidden_size", "intermediate_size")),
+        *((name, c_int64) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")),
+        ("rms_norm_eps", c_float),
+        ("threads", c_int32),
+    )
+
+
+class _Limits(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_int64) for name in ("page_size", "num_pages", "max_tokens", "num_positions")
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("query_start", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+    )
+
+
+def obstacle_in(config: ModelConfig) -> str | None:
+    """Why the compiled kernels can't compute a model of this shape; None if they can."""
+    if config.head_dim % 32 or config.head_dim > 256:
+        return f"heads of {config.head_dim} numbers"
+    for size in (config.hidden_size, config.intermediate_size):
+        if size % 32:
+            return f"{size} numbers, which are no whole blocks of 32"
+    return None
+
+
+def read_as(quantization: str) -> tuple[torch.dtype | None, tuple[str, ...]]:
+    """What :func:`gpu.weights.read_weights` is to give: ``dtype`` and ``keep``."""
+    dtype = None if quantization in _ROUNDED else torch.bfloat16
+    return dtype, _KEPT.get(quantization, ())
+
+
+@attrs.define
+class _Product:
+    """What has been read of one product."""
+
+    weights: dict[int, Weight] = attrs.field(factory=dict)
+    biases: dict[int, torch.Tensor] = attrs.field(factory=dict)
+
+
+class CompiledModel:
+    """:class:`gpu.cpu.model.CpuModel` over ``library``; its activations are bfloat16.
+
+    To be given its weights by :meth:`load`, and then its cache by :meth:`finish`.
+
+    Args:
+        quantization: one of ``auto``, ``none``, ``int8``, ``int4`` and ``w8a8``.
+        threads: how many compute.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, config: ModelConfig, quantization: str, threads: int
+    ) -> None:
+        self.config = config
+        self.num_weights: Counter[Format] = Counter()
+        """How many numbers of matrices are stored in each format."""
+        self.quantization = quantization
+        self._library = _declare(library)
+        names = [field[0] for field in _Shape._fields_ if field[0] != "threads"]
+        shape = _Shape(*(getattr(config, name) for name in names), threads)
+        self._decoder: int = self._library.decoder_create(ctypes.byref(shape))
+        _check_memory(self._decoder)
+        weakref.finalize(self, self._library.decoder_destroy, self._decoder)
+        for index, (window, rotate) in enumerate(
+            zip(config.windows, config.rope_layers, strict=True)
+        ):
+            self._library.decoder_set_layer(self._decoder, index, window or 0, rotate)
+        self._products: dict[tuple[_Which, int], _Product] = {}
+        self._qk_norms: dict[int, dict[str, torch.Tensor]] = {}
+        self._step = _Step()
+        self._hidden = torch.empty(0)
+        self._logits = torch.empty(0, config.vocab_size)
+
+    def describe_weights(self) -> str:
+        """The formats of its matrices, that of most numbers first: ``Q4_1, Q8_0``."""
+        return ", ".join(kind.name for kind, _ in self.num_weights.most_common())
+
+    def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
+        """Take all weights, each packed as soon as those are there that it is computed with.
+
+        Raises:
+            ModelLoadError: no memory is left for them, or one is missing.
+        """
+        for name, weight in weights:
+            self._take(name, weight)
+        if self._products or self._qk_norms:
+            raise ModelLoadError("the model's files lack a part of a layer")
+
+    def finish(
+        self, cos_sin: torch.Tensor, *, page_size: int, num_pages: int, max_tokens: int
+    ) -> None:
+        """Make the KV cache and room for steps of up to ``max_tokens`` tokens.
+
+        ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`.
+
+        Raises:
+            ModelLoadError: there is no memory for them.
+        """
+        limits = _Limits(page_size, num_pages, max_tokens, len(cos_sin))
+        table = cos_sin.contiguous()
+        finish = self._library.decoder_finish
+        _check_memory(finish(self._decoder, ctypes.byref(limits), table.data_ptr()))
+        shape = (max_tokens, self.config.hidden_size)
+        memory = (ctypes.c_uint16 * (shape[0] * shape[1])).from_address(
+            self._library.decoder_hidden(self._decoder)
+        )
+        self._hidden = torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
+
+    def forward(self, tokens: npt.NDArray[np.int32], layout: StepLayout) -> torch.Tensor:
+        """See :meth:`gpu.cpu.model.CpuModel.forward`."""
+        step = self._step
+        step.num_rows, step.table_stride = layout.block_tables.shape
+        step.query_start = layout.query_start.ctypes.data
+        step.context_lens = layout.context_lens.ctypes.data
+        step.block_tables = layout.block_tables.ctypes.data
+        self._library.decoder_forward(self._decoder, tokens.ctypes.data, ctypes.byref(step))
+        return self._hidden[: len(tokens)]
+
+    def logits(
+        self, hidden: torch.Tensor, rows: npt.NDArray[np.int64] | None = None
+    ) -> torch.Tensor:
+        """See :meth:`gpu.cpu.model.CpuModel.logits`."""
+        count = len(hidden) if rows is None else len(rows)
+        if count > len(self._logits):
+            self._logits = torch.empty(1 << (count - 1).bit_length(), self.config.vocab_size)
+        chosen = None if rows is None else rows.astype(np.int32)
+        self._library.decoder_logits(
+            self._decoder,
+            hidden.data_ptr(),
+            None if chosen is None else chosen.ctypes.data,
+            count,
+            self._logits.data_ptr(),
+        )
+        return self._logits[:count]
+
+    def most_probable(
+        self, hidden: torch.Tensor, rows: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int32] | None:
+        """See :meth:`gpu.cpu.model.CpuModel.most_probable`."""
+        chosen, best = rows.astype(np.int32), np.empty(len(rows), dtype=np.int32)
+        self._library.decoder_most_probable(
+            self._decoder, hidden.data_ptr(), chosen.ctypes.data, len(rows), best.ctypes.data
+        )
+        return best
+
+    def _take(self, name: str, weight: Weight) -> None:
+        stem, _, last = name.rpartition(".")
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
+        layer, inner = (int(match[1]), match[2]) if match else (0, stem)
+        if inner in _PARTS:
+            self._take_part(layer, *_PARTS[inner], last, weight)
+        elif inner == "model.embed_tokens":
+            self._add_segment(_Which.EMBEDDING, 0, weight)
+        elif inner == "lm_head":
+            self._add_segment(_Which.HEAD, 0, weight)
+        else:
+            assert isinstance(weight, torch.Tensor)  # vectors are never kept as blocks
+            self._take_vector(layer, inner, weight)
+
+    def _take_vector(self, layer: int, inner: str, weight: torch.Tensor) -> None:
+        if inner in ("self_attn.q_norm", "self_attn.k_norm"):
+            norms = self._qk_norms.setdefault(layer, {})
+            norms[inner[-6:]] = weight
+            if len(norms) == 2:
+                del self._qk_norms[layer]
+                queries = norms["q_norm"].expand(self.config.num_heads, -1)
+                keys = norms["k_norm"].expand(self.config.num_kv_heads, -1)
+                self._set_vector(_Vector.QK_NORM, layer, torch.cat([queries, keys]))
+            return
+        which = {
+            "model.norm": _Vector.NORM,
+            "input_layernorm": _Vector.ATTENTION_NORM,
+            "post_attention_layernorm": _Vector.MLP_NORM,
+        }[inner]
+        self._set_vector(which, layer, weight)
+
+    def _set_vector(self, which: _Vector, layer: int, values: torch.Tensor) -> None:
+        values = values.to(torch.bfloat16).contiguous()
+        pointer, count = values.data_ptr(), values.numel()
+        _check_memory(self._library.decoder_set_vector(self._decoder, which, layer, pointer, count))
+
+    def _take_part(self, layer: int, which: _Which, part: int, last: str, weight: Weight) -> None:
+        product = self._products.setdefault((which, layer), _Product())
+        if last == "weight":
+            product.weights[part] = weight
+        else:
+            assert isinstance(weight, torch.Tensor)
+            product.biases[part] = weight
+        biased = {
+            _Which.QKV: self.config.qkv_bias,
+            _Which.OUTPUT: self.config.output_bias,
+        }.get(which, self.config.mlp_bias)
+        wanted = _NUM_PARTS[which]
+        if len(product.weights) < wanted or (biased and len(product.biases) < wanted):
+            return
+        del self._products[which, layer]
+        for index in range(wanted):
+            self._add_segment(which, layer, product.weights[index])
+        if biased:
+            # What a bias is rounded to is what the torch path rounds it to.
+            parts = [product.biases[index].to(torch.bfloat16) for index in range(wanted)]
+            bias = torch.cat(parts).float()
+            set_bias = self._library.decoder_set_bias
+            _check_memory(set_bias(self._decoder, which, layer, bias.data_ptr(), len(bias)))
+
+    def _add_segment(self, which: _Which, layer: int, weight: Weight) -> None:
+        if isinstance(weight, Blocks):
+            kept = Format[weight.type.name]
+            into = Format.W8A8 if self.quantization == "w8a8" else kept
+            source, data = _FROM_BLOCKS, weight.raw.contiguous()
+        else:
+            into = _ROUNDED.get(self.quantization, Format.BF16)
+            if into == Format.Q4_0 and which in (_Which.EMBEDDING, _Which.HEAD):
+                into = Format.Q8_0  # as GGUF files have it: every token's logits depend on these
+            source, data = _SOURCES[weight.dtype], weight.contiguous()
+        outputs, inputs = weight.shape
+        self.num_weights[into] += outputs * inputs
+        add = self._library.decoder_add_segment
+        pointer = data.data_ptr()
+        _check_memory(add(self._decoder, which, layer, into, source, pointer, outputs, inputs))
+
+
+def _check_memory(given: int | None) -> None:
+    if not given:
+        raise ModelLoadError("no memory is left for the model: free some, or serve a smaller one")
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Say what the functions take and give: pointers are integers."""
+    pointer, number, count = c_void_p, c_int32, c_int64
+    signatures = {
+        "decoder_create": (pointer, [POINTER(_Shape)]),
+        "decoder_destroy": (None, [pointer]),
+        "decoder_add_segment": (
+            number,
+            [pointer, number, count, number, number, pointer, count, count],
+        ),
+        "decoder_set_bias": (number, [pointer, number, count, pointer, count]),
+        "decoder_set_vector": (number, [pointer, number, count, pointer, count]),
+        "decoder_set_layer": (None, [pointer, count, count, number]),
+        "decoder_finish": (number, [pointer, POINTER(_Limits), pointer]),
+        "decoder_hidden": (pointer, [pointer]),
+        "decoder_forward": (None, [pointer, pointer, POINTER(_Step)]),
+        "decoder_logits": (None, [pointer, pointer, pointer, count, pointer]),
+        "decoder_most_probable": (None, [pointer, pointer, pointer, count, pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,150 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "elementwise.h"
+
+namespace trioserve {
+
+namespace {
+
+// Rows whose logits are looked through while they are in the cache.
+constexpr int64_t kRowsAtOnce = 32;
+
+}  // namespace
+
+Decoder::Decoder(const DecoderShape& given)
+    : shape(given),
+      layers(given.num_layers),
+      pool_(given.threads),
+      weights_(Pages::kLarge),
+      cache_(Pages::kSmall),
+      scratch_(Pages::kSmall) {}
+
+void Decoder::finish(const DecoderLimits& limits, const float* cos_sin) {
+  if (head.num_segments == 0) head = embedding;
+  attention_.num_heads = static_cast<int>(shape.num_heads);
+  attention_.num_kv_heads = static_cast<int>(shape.num_kv_heads);
+  attention_.head_dim = static_cast<int>(shape.head_dim);
+  attention_.page_size = static_cast<int>(limits.page_size);
+  attention_.scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+  float* angles = cache_.take<float>(limits.num_positions * shape.head_dim);
+  std::copy_n(cos_sin, limits.num_positions * shape.head_dim, angles);
+  cos_sin_ = angles;
+  for (Layer& layer : layers) {
+    layer.keys = cache_.take<bf16>(limits.num_pages * attention_.page_stride());
+    layer.values = cache_.take<bf16>(limits.num_pages * attention_.page_stride());
+  }
+  make_room(limits.max_tokens);
+}
+
+void Decoder::make_room(int64_t tokens) {
+  const int64_t width = shape.hidden_size;
+  const int64_t query_width = shape.num_heads * shape.head_dim;
+  for (bf16** rows : {&residual_, &h_, &delta_, &chosen_})
+    *rows = scratch_.take<bf16>(tokens * width);
+  wide_ = scratch_.take<bf16>(tokens *
+                              std::max(attention_.qkv_width(), 2 * shape.intermediate_size));
+  narrow_ = scratch_.take<bf16>(tokens * std::max(query_width, shape.intermediate_size));
+  some_logits_ = scratch_.take<float>(std::min(tokens, kRowsAtOnce) * shape.vocab_size);
+
+  size_t needed = multiply_scratch_bytes(head, tokens, shape.threads);
+  for (const Layer& layer : layers)
+    for (const Product* product : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+      needed = std::max(needed, multiply_scratch_bytes(*product, tokens, shape.threads));
+  multiply_scratch_ = scratch_.take_bytes(needed);
+  attention_scratch_ = scratch_.take_bytes(attention_scratch_bytes(attention_, shape.threads));
+  for (const Layer& layer : layers) {
+    const auto same = [&](const Plan& plan) { return plan.window == layer.window; };
+    if (std::any_of(plans_.begin(), plans_.end(), same)) continue;
+    const int64_t bytes = attention_plan_bytes(attention_, tokens, shape.threads);
+    plans_.push_back({layer.window, scratch_.take_bytes(bytes), nullptr});
+  }
+}
+
+void Decoder::forward(const int32_t* tokens, const AttentionStep& step) {
+  const int64_t count = step.num_tokens();
+  pool_.run([&](const Team& team) {
+    gather_rows(team, embedding, tokens, count, residual_);
+    if (team.rank() == 0)
+      for (Plan& plan : plans_)
+        plan.plan = plan_attention(attention_, step, plan.window, team.size(), plan.memory);
+    team.barrier();
+    rms_norm(team, residual_, layers[0].attention_norm, shape.rms_norm_eps, count,
+             shape.hidden_size, h_);
+    team.barrier();
+    for (size_t i = 0; i < layers.size(); ++i) {
+      // A norm comes with the addition before it, so each layer ends with the norm of the next.
+      const bf16* next = i + 1 < layers.size() ? layers[i + 1].attention_norm : norm;
+      compute_layer(team, layers[i], next, step);
+    }
+  });
+}
+
+void Decoder::compute_layer(const Team& team, const Layer& layer, const bf16* next_norm,
+                            const AttentionStep& step) {
+  const int64_t count = step.num_tokens(), width = shape.hidden_size;
+  const float eps = shape.rms_norm_eps;
+  multiply(team, layer.qkv, h_, count, wide_, multiply_scratch_);
+  team.barrier();
+  rope_and_write(team, attention_, step, layer.rotate ? cos_sin_ : nullptr, layer.qk_norm, wide_,
+                 layer.keys, layer.values);
+  team.barrier();
+  attend(team, attention_, step, *plan_of(layer).plan, layer.keys, layer.values, wide_,
+         attention_.qkv_width(), narrow_, attention_scratch_);
+  team.barrier();
+  multiply(team, layer.output, narrow_, count, delta_, multiply_scratch_);
+  team.barrier();
+  add_rms_norm(team, delta_, residual_, layer.mlp_norm, eps, count, width, h_);
+  team.barrier();
+  multiply(team, layer.gate_up, h_, count, wide_, multiply_scratch_);
+  team.barrier();
+  silu_mul(team, wide_, count, shape.intermediate_size, narrow_);
+  team.barrier();
+  multiply(team, layer.down, narrow_, count, delta_, multiply_scratch_);
+  team.barrier();
+  add_rms_norm(team, delta_, residual_, next_norm, eps, count, width, h_);
+  team.barrier();
+}
+
+Decoder::Plan& Decoder::plan_of(const Layer& layer) {
+  return *std::find_if(plans_.begin(), plans_.end(),
+                       [&](const Plan& plan) { return plan.window == layer.window; });
+}
+
+void Decoder::logits(const bf16* hidden, const int32_t* rows, int64_t count, float* logits) {
+  pool_.run([&](const Team& team) {
+    if (rows != nullptr) {
+      gather_rows(team, hidden, rows, count, shape.hidden_size, chosen_);
+      team.barrier();
+    }
+    multiply_float(team, head, rows == nullptr ? hidden : chosen_, count, logits,
+                   multiply_scratch_);
+  });
+}
+
+void Decoder::most_probable(const bf16* hidden, const int32_t* rows, int64_t count,
+                            int32_t* best) {
+  const int64_t width = shape.vocab_size;
+  pool_.run([&](const Team& team) {
+    gather_rows(team, hidden, rows, count, shape.hidden_size, chosen_);
+    team.barrier();
+    for (int64_t first = 0; first < count; first += kRowsAtOnce) {
+      const int64_t some = std::min(count - first, kRowsAtOnce);
+      multiply_float(team, head, chosen_ + first * shape.hidden_size, some, some_logits_,
+                     multiply_scratch_);
+      team.barrier();
+      argmax_rows(team, some_logits_, some, width, best + first);
+      team.barrier();
+      if (team.rank() == 0)
+        for (int64_t i = 0; i < some; ++i) {
+          const float largest = some_logits_[i * width + best[first + i]];
+          if (!(largest > -INFINITY)) best[first + i] = -1;
+        }
+      team.barrier();  // the next product overwrites the logits
+    }
+  });
+}
+
+}  // namespace trioserve

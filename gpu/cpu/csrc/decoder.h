@@ -1,0 +1,101 @@
+// A llama-like decoder: what gpu/models/decoder.py computes, all layers in one call of all threads.
+//
+// It owns its weights, its KV cache and all memory that a step needs; a step allocates nothing. The
+// numbers are rounded to bfloat16 where the torch decoder rounds them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "attention.h"
+#include "bf16.h"
+#include "kv_cache.h"
+#include "memory.h"
+#include "product.h"
+#include "rope.h"
+#include "team.h"
+
+namespace trioserve {
+
+// Of one model. The struct is mirrored in Python.
+struct DecoderShape {
+  int64_t vocab_size, hidden_size, intermediate_size;
+  int64_t num_layers, num_heads, num_kv_heads, head_dim;
+  float rms_norm_eps;
+  int32_t threads;
+};
+
+// Of its cache and its steps. The struct is mirrored in Python.
+struct DecoderLimits {
+  int64_t page_size, num_pages;
+  int64_t max_tokens;     // of a step
+  int64_t num_positions;  // rows of the table of rotary angles
+};
+
+struct Layer {
+  const bf16* attention_norm = nullptr;  // [hidden_size]
+  const bf16* mlp_norm = nullptr;        // [hidden_size]
+  QkNorm qk_norm{nullptr, 0};
+  Product qkv, output, gate_up, down;
+  int64_t window = 0;  // positions that a query sees; 0: all
+  bool rotate = true;
+  bf16 *keys = nullptr, *values = nullptr;  // the cache, see kv_cache.h
+};
+
+class Decoder {
+ public:
+  // Its weights are put in, and then finish() is called, before the first step.
+  explicit Decoder(const DecoderShape& shape);
+
+  // Makes the cache and room for the steps. `cos_sin` is [num_positions, head_dim], and is copied.
+  // Throws std::bad_alloc.
+  void finish(const DecoderLimits& limits, const float* cos_sin);
+
+  // Of the tokens that forward() computed: [tokens, hidden_size].
+  const bf16* hidden() const { return h_; }
+
+  // Computes the hidden states of `tokens`, which stand as `step` says, and fills the cache.
+  void forward(const int32_t* tokens, const AttentionStep& step);
+
+  // logits[i] = those of hidden state rows[i], or i where `rows` is null: [count, vocab_size].
+  void logits(const bf16* hidden, const int32_t* rows, int64_t count, float* logits);
+
+  // best[i] = the first of the largest of those logits; -1 if they hold NaN or are all -inf.
+  void most_probable(const bf16* hidden, const int32_t* rows, int64_t count, int32_t* best);
+
+  // For those who put in weights.
+  Pool& pool() { return pool_; }
+  Memory& weights() { return weights_; }
+
+  const DecoderShape shape;
+  std::vector<Layer> layers;
+  Product embedding;
+  Product head;  // without segments: tied to the embedding
+  const bf16* norm = nullptr;  // [hidden_size]
+
+ private:
+  // The layers that have one window share a plan.
+  struct Plan {
+    int64_t window;
+    void* memory;
+    AttentionPlan* plan;
+  };
+
+  void make_room(int64_t tokens);
+  void compute_layer(const Team& team, const Layer& layer, const bf16* next_norm,
+                     const AttentionStep& step);
+  Plan& plan_of(const Layer& layer);
+
+  AttentionShape attention_{};
+  const float* cos_sin_ = nullptr;
+  Pool pool_;
+  Memory weights_, cache_, scratch_;
+  std::vector<Plan> plans_;
+  bf16 *residual_ = nullptr, *h_ = nullptr;       // [max_tokens, hidden_size]
+  bf16 *delta_ = nullptr, *chosen_ = nullptr;     // the same
+  bf16 *wide_ = nullptr, *narrow_ = nullptr;      // what a layer's first and second products make
+  float* some_logits_ = nullptr;                  // [kRowsAtOnce, vocab_size]
+  void *multiply_scratch_ = nullptr, *attention_scratch_ = nullptr;
+};
+
+}  // namespace trioserve
