@@ -1,0 +1,1 @@
+"""What one event of a stream costs a server: ``python -m bench.sse``."""
