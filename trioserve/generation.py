@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -94,6 +94,7 @@ class GenerationStream:
     _request: Request
     _taken: list[Chunk] = attrs.field(factory=list)
     _completion_tokens: int = 0
+    _sink: Callable[[Chunk], bool] | None = None
 
     @property
     def request_id(self) -> str:
@@ -132,6 +133,22 @@ class GenerationStream:
             return await self.receive()
         except trio.EndOfChannel:
             raise StopAsyncIteration from None
+
+    def offer_to(self, sink: Callable[[Chunk], bool]) -> None:
+        """Offer each chunk that comes while :meth:`receive` waits to ``sink`` first.
+
+        If it returns True it has taken the chunk, and :meth:`receive` goes on waiting. It is called
+        by the engine and not by the task that waits, and must neither raise nor take long. A last
+        chunk isn't offered.
+        """
+        self._sink = sink
+        self._request.stream.sink = self._offer
+
+    def _offer(self, chunk: Chunk) -> bool:
+        if self._sink is None or not self._sink(chunk):
+            return False
+        self._completion_tokens += len(chunk.token_ids)
+        return True
 
     async def receive(self) -> Chunk:
         """The next chunk: everything that came for one sequence since the last one.

@@ -58,14 +58,13 @@ class Chunk:
     @property
     def size(self) -> int:
         """Roughly the bytes that this chunk holds while it waits."""
-        logprobs = self.logprobs or ()
-        entries = sum(1 + len(entry.top) + len(entry.asked) for entry in logprobs)
-        return (
-            _CHUNK_OVERHEAD_BYTES
-            + len(self.text.encode("utf-8", "surrogatepass"))
-            + _TOKEN_BYTES * len(self.token_ids)
-            + _LOGPROB_BYTES * entries
-        )
+        text = self.text
+        size = _CHUNK_OVERHEAD_BYTES + _TOKEN_BYTES * len(self.token_ids)
+        size += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        if self.logprobs:
+            entries = sum(1 + len(entry.top) + len(entry.asked) for entry in self.logprobs)
+            size += _LOGPROB_BYTES * entries
+        return size
 
 
 def merge(chunks: Iterable[Chunk]) -> list[Chunk]:
@@ -129,6 +128,9 @@ class Stream:
     budget: StreamBudget
     on_evicted: Callable[[SlowReader], None] | None = None
     """Called when the stream was cut off for the sake of others; its request is to end."""
+    sink: Callable[[Chunk], bool] | None = attrs.field(default=None, init=False)
+    """Is offered each chunk that comes while the reader waits, but for a last one; returning True,
+    it has taken it, and the reader isn't woken."""
     _pending: list[Chunk] = attrs.field(factory=list, init=False)
     _pending_bytes: int = attrs.field(default=0, init=False)
     _closed: bool = attrs.field(default=False, init=False)
@@ -159,13 +161,18 @@ class Stream:
         """
         if self._closed:
             return
+        # A reader that waits has seen all that came before.
+        offered = self._reader is not None and chunk.finish_reason is None
+        if offered and self.sink is not None and self.sink(chunk):
+            return
         size = chunk.size
         if self._pending_bytes + size > self.budget.per_stream:
             raise SlowReader(
                 f"the reader left {self._pending_bytes} bytes unread; "
                 f"max_stream_bytes is {self.budget.per_stream}"
             )
-        self._make_room(size)
+        if self.budget.waiting + size > self.budget.total:
+            self._make_room(size)
         before, self._pending_bytes = self._pending_bytes, self._pending_bytes + size
         self._pending.append(chunk)
         self.budget.waiting += size
@@ -234,7 +241,8 @@ class Stream:
         else:
             await trio.lowlevel.checkpoint()
         if self._pending:
-            return merge(self._drop_pending())
+            pending = self._drop_pending()
+            return pending if len(pending) == 1 else merge(pending)
         if self._error is not None:
             raise self._error
         raise trio.EndOfChannel

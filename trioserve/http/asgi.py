@@ -9,11 +9,13 @@ scope was left. And every request leaves one line in the log, with 499 where the
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import trio
 from hypercorn.typing import (
     ASGIReceiveCallable,
+    ASGIReceiveEvent,
     ASGISendCallable,
     ASGISendEvent,
     HTTPScope,
@@ -27,8 +29,9 @@ from quart_trio.wrappers import TrioRequest
 from trioserve.errors import InvalidRequest
 from trioserve.http.access_log import AccessRecord, request_id_from
 from trioserve.http.bodies import Body
+from trioserve.http.direct import WriteNow, body_message, writer_for
 from trioserve.http.errors import ErrorReply, describe_error
-from trioserve.http.sse import EventStream, raw_event
+from trioserve.http.sse import KEEP_ALIVE, EventStream, raw_event
 from trioserve.logs import get_logger
 
 if TYPE_CHECKING:
@@ -77,9 +80,17 @@ class HTTPConnection(TrioASGIHTTPConnection):
     app: App
     record: AccessRecord
     at_end: contextlib.ExitStack
+    _send: ASGISendCallable
+    """The server's, past what notes the messages on their way."""
+    _write_now: WriteNow | None
+    _events: EventStream | None = None
+    """The stream that is being sent."""
+    _receiving: trio.CancelScope | None = None
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         """Serve the request; returns when the response is complete or the client has left."""
+        self._send = send
+        self._write_now = writer_for(send)
         self.record = _open_record(self.scope, self.scope["method"])
         origin = _header(self.scope, b"origin") or None
         cross_origin = self.app.cross_origin.response_headers(origin)
@@ -121,9 +132,30 @@ class HTTPConnection(TrioASGIHTTPConnection):
         self, nursery: trio.Nursery, request: Request, receive: ASGIReceiveCallable
     ) -> None:
         """Feed the body; returns, and cancels the handler, when the client disconnects."""
-        await super(TrioASGIHTTPConnection, self).handle_messages(request, receive)
+
+        async def receive_and_break_silence() -> ASGIReceiveEvent:
+            while True:
+                deadline = math.inf if self._events is None else self._events.look_again_at
+                with trio.CancelScope(deadline=deadline) as self._receiving:
+                    return await receive()
+                await self._break_silence()
+
+        await super(TrioASGIHTTPConnection, self).handle_messages(
+            request, receive_and_break_silence
+        )
         self.record.disconnected = True
         nursery.cancel_scope.cancel()
+
+    async def _break_silence(self) -> None:
+        """Send a comment, if a stream still waits for its next event.
+
+        This is the business of the task that waits for the client to leave: a deadline around each
+        wait for an event would cost as much as the rest of it.
+        """
+        events = self._events
+        if events is None or not events.note_if_silent():
+            return
+        await self._send_piece(KEEP_ALIVE)
 
     def _last_words(self) -> list[tuple[bytes, bytes]]:
         """What a client on HTTP/1 is told by a server that drains: to go elsewhere."""
@@ -149,21 +181,31 @@ class HTTPConnection(TrioASGIHTTPConnection):
         self, send: ASGISendCallable, response: Response, body: EventStream
     ) -> None:
         begun = False
+        body.write_now = self._write_now
         try:
             async with body as events:
                 begun = True
                 await send(_start(response))
+                self._events = events
+                if self._receiving is not None:
+                    self._receiving.deadline = events.look_again_at
                 async for data in events:
-                    await send(_part(data))
+                    await self._send_piece(data)
         except Exception as error:
+            self._events = None
             refusal, reply = error_response(error)
             self.record.note_error(reply.reason)
             if not begun:
                 refusal.headers["X-Request-Id"] = self.record.request_id
                 await super()._send_response(send, refusal)
                 return
-            await send(_part(raw_event(reply.body)))
-        await send(_part(b"", more=False))
+            await send(body_message(raw_event(reply.body)))
+        self._events = None
+        await send(body_message(b"", more=False))
+
+    async def _send_piece(self, data: bytes) -> None:
+        if self._write_now is None or not self._write_now(data):
+            await self._send(body_message(data))
 
 
 class WebSocketConnection(TrioASGIWebsocketConnection):
@@ -180,7 +222,8 @@ class WebSocketConnection(TrioASGIWebsocketConnection):
         record.note_error(reply.reason)
         response.headers["X-Request-Id"] = record.request_id
         try:
-            for message in (_start(response), _part(reply.body, more=False)):
+            messages: list[Any] = [_start(response), body_message(reply.body, more=False)]
+            for message in messages:
                 await send({**message, "type": "websocket." + message["type"]})
         finally:
             record.write(self.app.engine.metrics)
@@ -209,7 +252,3 @@ def _start(response: Response) -> Any:
         "status": response.status_code,
         "headers": encode_headers(response.headers),
     }
-
-
-def _part(data: bytes, *, more: bool = True) -> Any:
-    return {"type": "http.response.body", "body": data, "more_body": more}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -112,11 +113,15 @@ class Connection:
         self._context = context
         self._socket = stream.socket
         self._stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] = stream
+        self._is_plain = settings.tls is None
         if settings.tls is not None:
             self._stream = trio.SSLStream(stream, settings.tls, server_side=True)
         self._connections = connections
         self._protocol: Protocol | None = None
+        self._tasks: TaskGroup | None = None
         self._send_lock = trio.Lock()
+        self._unsent = b""
+        """What is left of a write that didn't wait, to be sent before all else."""
         self._closing = False
         self._reading = trio.CancelScope(deadline=self._after(settings.request_timeout))
 
@@ -178,12 +183,14 @@ class Connection:
             return  # The client has left already.
         tls = self._stream if isinstance(self._stream, trio.SSLStream) else None
         async with _Tasks() as tasks:
+            self._tasks = tasks
             self._protocol = Protocol(
                 *(self._app, self._settings, self._context, tasks),
                 ConnectionState({CONNECTION_STATE: self}),
                 client,
                 server,
                 self._do,
+                self,
                 alpn=tls.selected_alpn_protocol() if tls is not None else None,
             )
             await self._protocol.initiate()
@@ -211,7 +218,7 @@ class Connection:
     async def _do(self, event: Event) -> None:
         """Do what the protocol asks: send bytes, close, or note what the client is about."""
         if isinstance(event, RawData):
-            await self._send(event.data)
+            await self.send(event.data)
         elif isinstance(event, Closed):
             await self._finish()
         elif isinstance(event, HeadBegun):
@@ -235,24 +242,57 @@ class Connection:
     def _after(self, seconds: float) -> float:
         return trio.current_time() + seconds
 
-    async def _send(self, data: bytes) -> None:
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is in the way of more bytes."""
+        return self._is_plain and not self._unsent and not self._send_lock.locked()
+
+    def send_now(self, data: bytes) -> None:
+        """Send ``data``; only where :attr:`ready`. What doesn't leave at once, a task sends."""
+        if unsent := self._write(data):
+            self._unsent = unsent
+            assert self._tasks is not None
+            self._tasks.spawn(self._send_in_turn, b"")
+
+    async def send(self, data: bytes) -> None:
         """Send all of ``data``, or give the connection up.
 
-        Shielded, because half a frame would break what others send on the connection, and bounded,
-        because a client that doesn't read must not hold anything up.
+        A few hundred bytes nearly always fit into the system's buffer, and then a write that
+        doesn't wait is all there is to do: the lock, the shield and the deadline of sending that
+        may wait cost several times as much.
         """
-        async with self._send_lock:
-            try:
-                for start in range(0, len(data), _SEND_SLICE):
-                    with trio.move_on_after(self._settings.send_timeout, shield=True) as scope:
+        if self.ready:
+            data = self._write(data)
+        if data:
+            await self._send_in_turn(data)
+
+    def _write(self, data: bytes) -> bytes:
+        """Send as much of ``data`` as the system takes; what is left."""
+        try:
+            # A closed socket's descriptor is -1, never that of somebody who came later.
+            return data[os.write(self._socket.fileno(), data) :]
+        except OSError:  # Full, or broken: sending that waits will see which.
+            return data
+
+    async def _send_in_turn(self, data: bytes) -> None:
+        """Send all of ``data`` after what others are sending, or give the connection up.
+
+        Shielded, because a part of it may have been sent, and half a frame would break what others
+        send on the connection. Bounded, because a client that doesn't read must not hold anything
+        up.
+        """
+        with trio.CancelScope(shield=True) as scope:
+            # Who waits in line waits for sends that are bounded themselves.
+            async with self._send_lock:
+                data, self._unsent = self._unsent + data, b""
+                try:
+                    for start in range(0, len(data), _SEND_SLICE):
+                        scope.deadline = self._after(self._settings.send_timeout)
                         await self._stream.send_all(data[start : start + _SEND_SLICE])
-                    if scope.cancelled_caught:
-                        self.stalled = True
-                        break
-                else:
                     return
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    pass
+        self.stalled = self.stalled or scope.cancelled_caught
         self.abort()
         assert self._protocol is not None
         await self._protocol.handle(Closed())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
 import attrs
@@ -78,6 +78,13 @@ class Generations(abc.ABC):
         Raises:
             trio.EndOfChannel: all generations have ended.
             TrioserveError: one of them failed.
+        """
+
+    @abc.abstractmethod
+    def offer_to(self, sink: Callable[[Chunk], bool]) -> None:
+        """Offer chunks of a single prompt to ``sink``, as :meth:`GenerationStream.offer_to` does.
+
+        Those of several prompts aren't offered.
         """
 
     def __aiter__(self) -> Generations:
@@ -161,6 +168,9 @@ class _One(Generations):
         assert self._scope is not None
         await self._scope.__aexit__(exc_type, exc_value, traceback)
 
+    def offer_to(self, sink: Callable[[Chunk], bool]) -> None:
+        self.streams[0].offer_to(sink)
+
     async def receive(self) -> tuple[int, Chunk]:
         try:
             return 0, await self.streams[0].receive()
@@ -212,6 +222,9 @@ class _Several(Generations):
     ) -> None:
         # The nursery is to see no exception of the reader's, which it would wrap in a group.
         await self._exits.aclose()
+
+    def offer_to(self, sink: Callable[[Chunk], bool]) -> None:
+        pass
 
     async def receive(self) -> tuple[int, Chunk]:
         try:

@@ -9,14 +9,16 @@ proxy's rules. Such a request is answered as if it hadn't asked.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import h11
 import msgspec
 from hypercorn.events import Closed, Event, Updated
 from hypercorn.protocol.events import Body, EndBody, Request
 from hypercorn.protocol.h11 import STREAM_ID, H2ProtocolAssumedError, H11Protocol
-from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.typing import H11SendableEvent
 
+from trioserve.http.direct import DirectStream, Output
 from trioserve.http.errors import ErrorDetail, ErrorResponse
 from trioserve.http.settings import ServerSettings
 from trioserve.logs import get_logger
@@ -28,6 +30,7 @@ MAX_HEADERS = 256
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _AMBIGUOUS_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
+_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 _AUTHORITY = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 _MESSAGES = {
     400: ("bad_request", "this can't be read as an HTTP request"),
@@ -71,6 +74,12 @@ class HTTP1(H11Protocol):
     _is_head_request = False
     _may_continue = True
     """Whether a client that waits for it is told to send the body."""
+    _is_chunked = False
+    """Whether the body of the response that has begun is sent in chunks."""
+
+    def __init__(self, *arguments: Any, output: Output) -> None:
+        super().__init__(*arguments)
+        self._output = output
 
     async def end(self, *, timed_out: bool) -> None:
         """Nothing more is read, and no request is being served."""
@@ -149,7 +158,8 @@ class HTTP1(H11Protocol):
         path = path_of(request.target)
         if path is None:
             raise _Refused(400)
-        self.stream = HTTPStream(
+        self._is_chunked = False
+        self.stream = DirectStream(
             self.app,
             self.config,
             self.context,
@@ -159,6 +169,7 @@ class HTTP1(H11Protocol):
             self.server,
             self.stream_send,
             STREAM_ID,
+            write_piece=self._write_piece,
         )
         await self.stream.handle(
             Request(
@@ -171,6 +182,26 @@ class HTTP1(H11Protocol):
             )
         )
         self.keep_alive_requests += 1
+
+    async def _send_h11_event(self, event: H11SendableEvent) -> None:
+        try:
+            data = self.connection.send(event)
+        except h11.LocalProtocolError:
+            if self.connection.their_state is not h11.ERROR:
+                raise
+            return
+        if isinstance(event, h11.Response):
+            self._is_chunked = not self._is_head_request and _CHUNKED in data.lower()
+        await self._output.send(data)
+
+    def _write_piece(self, _: int, data: bytes) -> bool:
+        """Send a piece of the body as a chunk, which h11 would frame in the same way."""
+        if not self._is_chunked or self.connection.our_state is not h11.SEND_BODY:
+            return False
+        if not self._output.ready:
+            return False
+        self._output.send_now(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     async def _refuse(self, status: int) -> None:
         """Answer, if nothing was answered yet, and end the connection."""

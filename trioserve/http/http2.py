@@ -20,10 +20,12 @@ import trio
 from h2.errors import ErrorCodes
 from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.events import Event as StreamEvent
-from hypercorn.protocol.events import StreamClosed
+from hypercorn.protocol.events import Request, StreamClosed
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.trio.worker_context import EventWrapper
+from hypercorn.utils import filter_pseudo_headers
 
+from trioserve.http.direct import DirectStream, Output
 from trioserve.http.frames import FrameMeter, FrameRefused
 from trioserve.http.http1 import path_of
 from trioserve.http.settings import ServerSettings
@@ -108,8 +110,9 @@ class HTTP2(H2Protocol):
 
     config: ServerSettings
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *arguments: Any, output: Output) -> None:
+        super().__init__(*arguments)
+        self._output = output
         self._meter = FrameMeter()
         self._still_sending: dict[int, None] = {}
         """Streams whose clients haven't ended them, answered or not."""
@@ -191,13 +194,56 @@ class HTTP2(H2Protocol):
         with contextlib.suppress(h2.exceptions.ProtocolError):
             self.connection.reset_stream(stream_id, code)
 
-    async def _create_stream(self, request: Any) -> None:
-        await super()._create_stream(request)
-        # The application's task has been spawned and not run: nothing is in the buffer yet.
-        if request.stream_id in self.stream_buffers:
-            self.stream_buffers[request.stream_id] = _BoundedBuffer(
-                self.config.send_timeout, self._meter.note_data_sent
+    async def _create_stream(self, request: h2.events.RequestReceived) -> None:
+        stream_id, headers = request.stream_id, dict(request.headers)
+        self.streams[stream_id] = DirectStream(
+            self.app,
+            self.config,
+            self.context,
+            self.task_group,
+            self.ssl,
+            self.client,
+            self.server,
+            self.stream_send,
+            stream_id,
+            write_piece=self._write_piece,
+        )
+        self.stream_buffers[stream_id] = _BoundedBuffer(
+            self.config.send_timeout, self._meter.note_data_sent
+        )
+        self.priority.insert_stream(stream_id)
+        self.priority.block(stream_id)
+        await self.streams[stream_id].handle(
+            Request(
+                stream_id=stream_id,
+                headers=filter_pseudo_headers(request.headers),
+                http_version="2",
+                method=headers[b":method"].decode("ascii").upper(),
+                raw_path=headers[b":path"],
+                state=self.connection_state,
             )
+        )
+        self.keep_alive_requests += 1
+
+    def _write_piece(self, stream_id: int, data: bytes) -> bool:
+        """Send a piece of a body as one frame, if nothing waits before it and the windows let it.
+
+        What is larger, or has to wait, goes through the stream's buffer.
+        """
+        buffer = self.stream_buffers.get(stream_id)
+        if buffer is None or buffer.buffer or self.closed or not self._output.ready:
+            return False
+        try:
+            self.connection.send_data(stream_id, data)
+        except h2.exceptions.ProtocolError:
+            return False
+        self._meter.note_data_sent()
+        self._output.send_now(self.connection.data_to_send())
+        return True
+
+    async def _flush(self) -> None:
+        if data := self.connection.data_to_send():
+            await self._output.send(data)
 
     async def _priority_updated(self, event: h2.events.PriorityUpdated) -> None:
         """Nothing: all streams are equal. HTTP/2's priorities are deprecated."""

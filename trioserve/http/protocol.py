@@ -12,6 +12,7 @@ from hypercorn.events import Event, RawData
 from hypercorn.protocol.h11 import H2ProtocolAssumedError
 from hypercorn.typing import AppWrapper, ConnectionState, TaskGroup, WorkerContext
 
+from trioserve.http.direct import Output
 from trioserve.http.http1 import HTTP1
 from trioserve.http.http2 import HTTP2
 from trioserve.http.settings import ServerSettings
@@ -31,15 +32,18 @@ class Protocol:
         state: ConnectionState,
         client: tuple[str, int] | None,
         server: tuple[str, int] | None,
-        send: Callable[[Event], Awaitable[None]],
+        do: Callable[[Event], Awaitable[None]],
+        output: Output,
         *,
         alpn: str | None,
     ) -> None:
         self._arguments = (
             *(app, settings, context, tasks, state, settings.tls is not None),
-            *(client, server, send),
+            *(client, server, do),
         )
-        self.protocol: HTTP1 | HTTP2 = (HTTP2 if alpn == "h2" else HTTP1)(*self._arguments)
+        self._output = output
+        kind = HTTP2 if alpn == "h2" else HTTP1
+        self.protocol: HTTP1 | HTTP2 = kind(*self._arguments, output=output)
 
     async def initiate(self) -> None:
         """Say what the server says first."""
@@ -50,7 +54,7 @@ class Protocol:
         try:
             await self.protocol.handle(event)
         except H2ProtocolAssumedError as error:
-            self.protocol = HTTP2(*self._arguments)
+            self.protocol = HTTP2(*self._arguments, output=self._output)
             await self.protocol.initiate()
             await self.protocol.handle(RawData(error.data))
 

@@ -8,6 +8,7 @@ be entered and left in the task that serves the request.
 from __future__ import annotations
 
 import functools
+import math
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from quart.wrappers.response import Response, ResponseBody
 
 from trioserve.generation import GenerationStream
 from trioserve.http.access_log import AccessRecord
+from trioserve.http.direct import WriteNow
 from trioserve.http.generations import Generations
 from trioserve.http.threads import num_in_entries, run_if_long
 from trioserve.stream import Chunk
@@ -64,6 +66,11 @@ class StreamWriter(Protocol):
         """
         ...
 
+    def text(self, chunk: Chunk) -> bytes | None:
+        """The same of the only prompt, where the chunk adds text and nothing else, and an event of
+        that is quickly made; else None, and nothing has happened."""
+        ...
+
     def end(self, streams: list[GenerationStream]) -> bytes:
         """What is sent after the last chunk, before ``[DONE]``; may be empty."""
         ...
@@ -91,6 +98,23 @@ class EventStream(ResponseBody):
         self._begun: set[tuple[int, int]] = set()
         self._started = False
         self._ended = False
+        self.write_now: WriteNow | None = None
+        """How to send events from outside of the task that reads this, if that is possible."""
+        self._waiting_since = math.inf
+        """Since when the next chunk is waited for; never, while it isn't."""
+
+    @property
+    def look_again_at(self) -> float:
+        """When the reader may have heard nothing for too long, as far as is known."""
+        return min(self._waiting_since, trio.current_time()) + self._keep_alive_interval
+
+    def note_if_silent(self) -> bool:
+        """Whether a comment is to be sent now, which is counted as sent."""
+        now = trio.current_time()
+        if now < self._waiting_since + self._keep_alive_interval:
+            return False
+        self._waiting_since = now
+        return True
 
     async def __aenter__(self) -> EventStream:
         await self._generations.__aenter__()
@@ -109,38 +133,60 @@ class EventStream(ResponseBody):
         return self
 
     async def __anext__(self) -> bytes:
-        """The next events, or a comment after a long silence."""
+        """The next events."""
         if not self._started:
             self._started = True
+            if self.write_now is not None:
+                self._generations.offer_to(functools.partial(self._send_now, self.write_now))
             if data := self._writer.start(self._generations.streams):
                 return data
         if self._ended:
             raise StopAsyncIteration
         while True:
-            with trio.move_on_after(self._keep_alive_interval) as silence:
-                try:
-                    index, chunk = await self._generations.receive()
-                except trio.EndOfChannel:
-                    self._ended = True
-                    return self._writer.end(self._generations.streams) + DONE
-            if silence.cancelled_caught:
-                return KEEP_ALIVE
-            self._record.note_chunk(index, chunk)
+            self._waiting_since = trio.current_time()
+            try:
+                index, chunk = await self._generations.receive()
+            except trio.EndOfChannel:
+                self._ended = True
+                return self._writer.end(self._generations.streams) + DONE
+            finally:
+                self._waiting_since = math.inf
+            if chunk.finish_reason is not None or self._record.contents is not None:
+                self._record.note_chunk(index, chunk)
             weight = self._weight(index, chunk)
-            write = functools.partial(self._writer.chunk, index, chunk)
-            if data := await run_if_long(weight, write):
+            if weight:
+                write = functools.partial(self._writer.chunk, index, chunk)
+                data = await run_if_long(weight, write)
+            else:
+                data = self._writer.chunk(index, chunk)
+            if data:
                 return data
+
+    def _send_now(self, write_now: WriteNow, chunk: Chunk) -> bool:
+        """Send a chunk as it comes, while the task that reads this waits for it, and go on waiting.
+
+        Called by whoever has made the chunk. It spares that task being woken, which costs more
+        than the event. False where the task is to see to the chunk.
+        """
+        if self._record.contents is not None:
+            return False
+        data = self._writer.text(chunk)
+        if data is None:
+            return False
+        if data:
+            if not write_now(data):
+                return False
+            self._waiting_since = trio.current_time()
+        return True
 
     def _weight(self, index: int, chunk: Chunk) -> int:
         """How many log-probabilities there may be to tell: the prompt's with an output's first."""
-        weight = num_in_entries(chunk.logprobs)
+        weight = 0 if chunk.logprobs is None else num_in_entries(chunk.logprobs)
+        stream = self._generations.streams[index]
         output = (index, chunk.index)
-        if output in self._begun:
+        if stream.prompt_logprobs is None or output in self._begun:
             return weight
         self._begun.add(output)
-        stream = self._generations.streams[index]
-        if stream.prompt_logprobs is None:
-            return weight
         return weight + len(stream.prompt_token_ids) * stream.prompt_logprobs.num_for_each
 
 

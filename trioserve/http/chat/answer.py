@@ -88,6 +88,11 @@ class AnswerReader:
     """Whether there was a tool call so far."""
 
     @property
+    def plain(self) -> bool:
+        """Whether all of an answer is content, which is told as it comes."""
+        return self._splitter is None and self._parser is None and self._hidden is None
+
+    @property
     def call_reason(self) -> str:
         """Why an answer has ended that has a tool call."""
         return "function_call" if self._functions else "tool_calls"

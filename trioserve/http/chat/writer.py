@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import attrs
@@ -23,6 +24,7 @@ from trioserve.http.openai.schemas import UsageReply
 from trioserve.http.openai.writer import (
     MIN_LOGPROB,
     OpenAIWriter,
+    TextEvent,
     prompt_logprobs_reply,
     token_name,
     usage_reply,
@@ -146,11 +148,16 @@ class ChatWriter(OpenAIWriter):
             events.append(self._delta(index, Delta(role=wanted.role, content="")))
             self._opening = None
             if wanted.echo:
-                events.append(self._delta(index, Delta(content=wanted.echo)))
+                events.append(self._text(index, wanted.echo))
+            plain = self._readers[index].plain and not wanted.token_ids
+            if plain and not self.continuous_usage:
+                self._text_events[index] = TextEvent.of(functools.partial(self._text, index))
         return b"".join(events)
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """A chunk's event; none where a step added nothing that is told yet."""
+        if (event := self.text(chunk)) is not None:
+            return event
         reader = self._readers[chunk.index]
         ended = chunk.finish_reason is not None
         delta = reader.feed(chunk.text, last=ended)
@@ -165,6 +172,9 @@ class ChatWriter(OpenAIWriter):
         if self.wanted.token_ids:
             choice.token_ids = list(chunk.token_ids)
         return self._event([choice])
+
+    def _text(self, index: int, text: str) -> bytes:
+        return self._delta(index, Delta(content=text))
 
     def _delta(self, index: int, delta: Delta) -> bytes:
         return self._event([ChatChunkChoice(index, delta)])

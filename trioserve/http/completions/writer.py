@@ -19,6 +19,7 @@ from trioserve.http.generations import total_usage
 from trioserve.http.openai.schemas import UsageReply
 from trioserve.http.openai.writer import (
     OpenAIWriter,
+    TextEvent,
     prompt_logprobs_reply,
     says_nothing,
     token_name,
@@ -166,6 +167,8 @@ class CompletionWriter(OpenAIWriter):
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """A chunk; none where a step added no text yet and nothing else."""
         choice = index * self.wanted.n + chunk.index
+        if index == 0 and (event := self.text(chunk)) is not None:
+            return event
         opening = b""
         if choice not in self._offsets:
             opening = self._begin(index, choice)
@@ -181,6 +184,10 @@ class CompletionWriter(OpenAIWriter):
             opening = self.wanted.opening(self.prompts[index], ids, stream.prompt_logprobs)
             self._openings[index] = opening
         self._offsets[choice] = self.wanted.offsets(ids, opening)
+        if not self.wanted.token_ids and not self.continuous_usage:
+            self._text_events[choice] = TextEvent.of(
+                lambda text: self._event([CompletionChoice(choice, text, None, None, None)])
+            )
         if not self.wanted.echo and not self.wanted.token_ids:
             return b""
         return self._event([msgspec.structs.replace(opening, index=choice)])

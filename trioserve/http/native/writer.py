@@ -108,6 +108,9 @@ class NativeWriter:
             )
         )
 
+    def text(self, chunk: Chunk) -> None:
+        """None: an event repeats all that came before."""
+
     def end(self, streams: list[GenerationStream]) -> bytes:
         """Nothing: the last event of each output has said all."""
         return b""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.generation import GenerationStream, Usage
@@ -20,6 +21,7 @@ from trioserve.text.tokenizer import Tokenizer
 __all__ = [
     "MIN_LOGPROB",
     "OpenAIWriter",
+    "TextEvent",
     "prompt_logprobs_reply",
     "says_nothing",
     "token_name",
@@ -72,6 +74,31 @@ def prompt_logprobs_reply(
     return replies
 
 
+_MARK = "\0"
+"""What stands for the text while the rest of an event is prepared."""
+_ENCODED_MARK = b'"\\u0000"'
+_encode = msgspec.json.Encoder().encode
+
+
+@attrs.frozen
+class TextEvent:
+    """An event in which nothing but a text changes, encoded but for the text."""
+
+    _before: bytes
+    _after: bytes
+
+    @classmethod
+    def of(cls, make_event: Callable[[str], bytes]) -> TextEvent:
+        """``make_event`` gives the whole event of a text, in which that is the last string."""
+        # No other string ends in this: a quote in front of it would have a backslash before it.
+        before, _, after = make_event(_MARK).rpartition(_ENCODED_MARK)
+        return cls(before, after)
+
+    def encoded(self, text: str) -> bytes:
+        """The event of ``text``."""
+        return self._before + _encode(text) + self._after
+
+
 @attrs.define(eq=False, kw_only=True)
 class OpenAIWriter(abc.ABC):
     """The events of one streamed response. With ``include_usage`` every event has a usage: null,
@@ -84,11 +111,20 @@ class OpenAIWriter(abc.ABC):
     include_usage: bool
     continuous_usage: bool = False
     _streams: list[GenerationStream] = attrs.field(factory=list, init=False)
+    _text_events: dict[int, TextEvent] = attrs.field(factory=dict, init=False)
+    """By the choice, of those that have begun and may add a text and nothing else."""
 
     def start(self, streams: list[GenerationStream]) -> bytes:
         """Nothing yet; what overrides this calls it first."""
         self._streams = streams
         return b""
+
+    def text(self, chunk: Chunk) -> bytes | None:
+        """The event of a chunk of the first prompt that only adds text; None for any other."""
+        prepared = self._text_events.get(chunk.index)
+        if prepared is None or chunk.logprobs is not None or chunk.finish_reason is not None:
+            return None
+        return prepared.encoded(chunk.text) if chunk.text else b""
 
     def end(self, streams: list[GenerationStream]) -> bytes:
         """The usage of all prompts, where it was asked for."""

@@ -1,0 +1,70 @@
+"""A shorter way for the pieces of a streamed body than ASGI's messages.
+
+Each piece would pass through a message, an event, h11 or a queue, and as many coroutines, in a task
+that has to be woken for it. Where the protocol's state says that a piece can go out as it is, all
+of that is one framed write that waits for nothing, from whatever task. In every other state, and
+to a reader that is slow, the piece goes the usual way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
+from hypercorn.typing import ASGISendCallable, HTTPResponseBodyEvent
+
+__all__ = ["DirectStream", "Output", "WriteNow", "body_message", "writer_for"]
+
+WriteNow = Callable[[bytes], bool]
+"""Sends a piece of a body, of which more follow. False if nothing was sent, and ASGI's message is
+to be sent instead."""
+
+
+class Output(Protocol):
+    """Where a protocol's bytes go."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is in the way of more bytes."""
+
+    def send_now(self, data: bytes) -> None:
+        """Send ``data``; only where :attr:`ready`. What doesn't leave at once leaves later."""
+
+    async def send(self, data: bytes) -> None:
+        """Send ``data`` after what others are sending; returns when it has left."""
+
+
+def body_message(data: bytes, *, more: bool = True) -> HTTPResponseBodyEvent:
+    """ASGI's message for a piece of a response's body."""
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+class DirectStream(HTTPStream):
+    """One request and its response, on either protocol.
+
+    ``write_piece`` is the protocol's: it is given the stream's id and a piece of the body that
+    isn't empty, and says whether it could be sent.
+    """
+
+    def __init__(self, *arguments: Any, write_piece: Callable[[int, bytes], bool]) -> None:
+        super().__init__(*arguments)
+        self._write_piece = write_piece
+
+    def write_now(self, data: bytes) -> bool:
+        """See :data:`WriteNow`."""
+        if self.closed or self.state is not ASGIHTTPState.RESPONSE or not data:
+            return False
+        return self._write_piece(self.stream_id, data)
+
+
+def writer_for(send: ASGISendCallable) -> WriteNow | None:
+    """How pieces of a body may be sent at once where messages go to ``send``.
+
+    The short way is there only where ``send`` is our own server's: whoever wraps it, as middleware
+    does, wants to see the messages.
+    """
+    stream = getattr(send, "__self__", None)
+    if isinstance(stream, DirectStream) and send == stream.app_send:
+        return stream.write_now
+    return None
