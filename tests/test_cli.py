@@ -34,6 +34,11 @@ from trioserve.sampling import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 SERVER_OPTIONS = [option for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]
+NEEDED = {"max_requests_per_key": {"TRIOSERVE_API_KEY": "key"}} | {
+    name: {"TRIOSERVE_SSL_CERTFILE": "certificate"}
+    for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+}
+"""Variables without which an option is refused."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +61,7 @@ def test_a_flag_gives_what_the_variable_gives(option: Any) -> None:
         text = "1" if option.high == 1 else text
         text = "http://x" if option.metavar in ("URL", "ORIGIN") else text
         flag = [option.flag, text]
-    needed = {"TRIOSERVE_API_KEY": "key"} if option.name == "max_requests_per_key" else {}
+    needed = NEEDED.get(option.name, {})
     by_flag = served(*flag, **needed)
     by_variable = served(**{**needed, option.environment: text})
     assert by_flag == by_variable != served(**needed)

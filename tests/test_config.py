@@ -18,7 +18,10 @@ from trioserve.options import (
 
 CLASSES = (EngineConfig, ServerConfig)
 OPTIONS = [(cls, option) for cls in CLASSES for option in options_of(cls)]
-NEEDS: dict[str, dict[str, Any]] = {"max_requests_per_key": {"api_key": ("key",)}}
+NEEDS: dict[str, dict[str, Any]] = {"max_requests_per_key": {"api_key": ("key",)}} | {
+    name: {"ssl_certfile": "certificate"}
+    for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+}
 """Options that go with nothing but others."""
 each_option = pytest.mark.parametrize(
     ("cls", "option"), OPTIONS, ids=[option.name for _, option in OPTIONS]

@@ -464,3 +464,6 @@ class ServerConfig:
                 "max_requests_per_key needs keys to count by (--api-key)",
                 param="max_requests_per_key",
             )
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise InvalidRequest(f"{name} needs a certificate (--ssl-certfile)", param=name)

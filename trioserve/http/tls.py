@@ -23,7 +23,6 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     """
     certificate = config.ssl_certfile
     if certificate is None:
-        _refuse_orphans(config)
         return None
     key = config.ssl_keyfile or certificate
     for path in (certificate, key, config.ssl_ca_certs):
@@ -46,13 +45,6 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
             raise TrioserveError(f"{config.ssl_ca_certs} holds no certificates") from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _refuse_orphans(config: ServerConfig) -> None:
-    for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
-        if getattr(config, name) is not None:
-            flag = "--" + name.replace("_", "-")
-            raise TrioserveError(f"{flag} is of no use without --ssl-certfile")
 
 
 def _check_readable(path: str | None) -> None:
