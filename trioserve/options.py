@@ -110,7 +110,7 @@ class Option:
             return "one of " + ", ".join(self.choices)
         if self.form is not None:
             return self.form[1]
-        if self.repeatable:
+        if self.repeatable and self.kind is str:
             return "text that isn't empty"
         kind = "a number of bytes" if self.in_bytes else _KINDS[self.kind]
         if self.above is not None:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from trioserve.cli.flags import (
     UsageError,
+    bench_options,
+    embedded_config,
     engine_config,
     parse,
     sampling_fields,
@@ -175,9 +177,23 @@ def _doctor(arguments: dict[str, Any]) -> int:
     return 0 if report.healthy else 1
 
 
+def _bench(arguments: dict[str, Any]) -> int:
+    options = bench_options(arguments)
+    mock = mock_steps(arguments)
+    engine = embedded_config(options, os.environ)
+    if mock is not None and engine is None:
+        raise UsageError("--mock-worker needs --embedded")
+    from trioserve.cli.bench import run_bench
+    from trioserve.logs import setup_logging
+
+    setup_logging("warning", "console")
+    return run_bench(options, engine, mock)
+
+
 _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "serve": _serve,
     "chat": _chat,
     "generate": _generate,
     "doctor": _doctor,
+    "bench": _bench,
 }

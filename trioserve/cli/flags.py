@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import attrs
 
 from trioserve import __version__
+from trioserve.cli.bench_options import BENCH_GROUPS, DEFAULT_URL, BenchOptions
 from trioserve.cli.mock import add_mock_flag
 from trioserve.cli.usage import UsageError
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
@@ -32,7 +33,9 @@ __all__ = [
     "DEFAULT_MODEL",
     "SAMPLING_OPTIONS",
     "UsageError",
+    "bench_options",
     "build_parsers",
+    "embedded_config",
     "engine_config",
     "parse",
     "sampling_fields",
@@ -56,6 +59,12 @@ _SIGNALS_EPILOG = (
     " Ctrl-C or SIGTERM lets running requests finish, for --shutdown-timeout seconds at most; "
     "a second one ends the server at once. The exit code is 0 if all have finished, 3 if some were "
     "cut off, 1 if the server failed, and 128 + the signal's number if a signal ended it at once."
+)
+_BENCH_EPILOG = (
+    "By itself it asks a server at http://127.0.0.1:8000 for 128 tokens at a time over 8 streams. "
+    "A sweep: --concurrency 1 8 32 or --request-rate 1 2 4, with --plots FOLDER or --html FILE. "
+    "Figures are those of vLLM's tool; docs/benchmarking.md defines them. The exit code is 1 if a "
+    "request failed."
 )
 
 
@@ -92,7 +101,8 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unknown: {unknown}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
-def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+def _add_option(group: argparse._ArgumentGroup, option: Option, *, lists: bool = False) -> None:
+    """The flag of ``option``; with ``lists`` a repeatable one takes several values at once, too."""
     # Texts are converted later, with those of the environment, so both are refused alike.
     default = f" (default: {option.default_text})" if option.default_text is not None else ""
     common: dict[str, Any] = {
@@ -102,19 +112,28 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     }
     if option.kind is bool:
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **common)
+    elif option.repeatable and lists:
+        group.add_argument(
+            option.flag, action="extend", nargs="+", metavar=option.value_name, **common
+        )
     else:
         action = "append" if option.repeatable else "store"
         group.add_argument(option.flag, action=action, metavar=option.value_name, **common)
 
 
-def _add_options(parser: argparse.ArgumentParser, *classes: type[attrs.AttrsInstance]) -> None:
+def _add_options(
+    parser: argparse.ArgumentParser,
+    *classes: type[attrs.AttrsInstance],
+    groups: Mapping[str, str] = GROUPS,
+    lists: bool = False,
+) -> None:
     options = [option for cls in classes for option in options_of(cls)]
-    for name, title in GROUPS.items():
+    for name, title in groups.items():
         members = [option for option in options if option.group == name]
         if members:
             group = parser.add_argument_group(title)
             for option in members:
-                _add_option(group, option)
+                _add_option(group, option, lists=lists)
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -164,6 +183,16 @@ def build_parsers() -> tuple[_Parser, dict[str, _Parser]]:
     _add_sampling_options(generate)
     _add_options(generate, EngineConfig)
 
+    bench = add("bench", "measure a server under load", "[URL] [options]", _BENCH_EPILOG)
+    bench.add_argument(
+        "url",
+        metavar="URL",
+        nargs="?",
+        help=f"an OpenAI-compatible server, /v1 at its end or not (default: {DEFAULT_URL})",
+    )
+    _add_options(bench, BenchOptions, groups=BENCH_GROUPS, lists=True)
+    add_mock_flag(bench)
+
     doctor = add("doctor", "show what this machine has, and what is missing", "[--json]")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser, commands
@@ -209,6 +238,54 @@ def server_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) 
     """
     engine = engine_config(arguments, environment)
     return _config(ServerConfig, arguments, environment, engine=engine)
+
+
+def bench_options(arguments: Mapping[str, Any]) -> BenchOptions:
+    """The options of a measurement, from flags alone.
+
+    Raises:
+        UsageError: a value isn't allowed.
+    """
+    options = list(options_of(BenchOptions))
+    given = arguments.get("url")
+    try:
+        fields = _from_flags(options, arguments)
+        if given is not None and "embedded" in fields:
+            raise UsageError("--embedded can't be given with a URL")
+        return BenchOptions(**fields, url=given or DEFAULT_URL)
+    except InvalidRequest as error:
+        raise _as_written(error, arguments, options) from error
+
+
+def embedded_config(options: BenchOptions, environment: Mapping[str, str]) -> EngineConfig | None:
+    """The engine that ``--embedded`` and ``--engine-option`` ask for; None where none is.
+
+    Raises:
+        UsageError: there is no such option, or its value isn't allowed.
+    """
+    if options.embedded is None:
+        return None
+    known = {option.name: option for option in options_of(EngineConfig)}
+    given: dict[str, Any] = {}
+    for text in options.engine_option:
+        written, _, value = text.partition("=")
+        name = written.replace("-", "_")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise UsageError(
+                f"--engine-option: the engine has no option {written}"
+                + (f"; did you mean {close[0].replace('_', '-')}?" if close else "")
+            )
+        try:
+            given[name] = known[name].from_variable(value)
+            known[name].check(given[name])
+        except InvalidRequest as error:
+            raise UsageError(f"--engine-option {error}") from error
+    try:
+        values = options_from_environment(EngineConfig, environment) | given
+        return EngineConfig(options.embedded, **values)
+    except InvalidRequest as error:
+        raise _as_written(error, {}, known.values()) from error
 
 
 def sampling_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import attrs
 import msgspec
 import trio
 
-from trioserve.load.connect import Connect
+from trioserve.load.connect import Connect, reason_of
 from trioserve.load.exchange import Exchange
 from trioserve.load.hub import READ_SIZE, Hub
 from trioserve.load.records import Record
@@ -126,7 +126,7 @@ class Client:
                 record.fail("timeout", f"TooSlowError: not done within {timeout:g} s")
         except (OSError, trio.BrokenResourceError) as error:
             kind = "no connection" if self._stream is None else "connection lost"
-            record.fail(kind, f"{type(error).__name__}: {error}".rstrip(": "))
+            record.fail(kind, f"{type(error).__name__}: {reason_of(error)}")
         finally:
             exchange.close()
             record.ended = trio.current_time()

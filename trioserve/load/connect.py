@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import attrs
 import trio
 
-__all__ = ["Address", "Connect", "over_tcp", "over_tls", "parse_url", "tls_context"]
+__all__ = ["Address", "Connect", "over_tcp", "over_tls", "parse_url", "reason_of", "tls_context"]
 
 Connect = Callable[[], Awaitable[trio.abc.Stream]]
 
@@ -121,3 +121,14 @@ def tls_context(ca_file: Path | None = None, *, insecure: bool = False) -> ssl.S
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def reason_of(error: BaseException) -> str:
+    """What went wrong with a connection, with the system's own word for it."""
+    inner: BaseException = error
+    while isinstance(inner.__cause__, BaseExceptionGroup):
+        inner = inner.__cause__.exceptions[0]
+    text = str(error) or type(error).__name__
+    if isinstance(inner, OSError) and inner is not error and inner.strerror:
+        return f"{text}: {inner.strerror}"
+    return text

@@ -1,0 +1,359 @@
+"""The options of ``trioserve bench``: what is asked, of whom, at what pace, and what is told.
+
+Nothing is imported here that ``--help`` doesn't need.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from trioserve.errors import InvalidRequest
+from trioserve.options import option
+
+__all__ = ["BENCH_GROUPS", "DATASETS", "DEFAULT_URL", "BenchOptions"]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DATASETS = ("random", "fixed", "shared-prefix", "chat", "sharegpt", "json")
+_LIMITS = ("ttft", "tpot", "e2el")
+
+BENCH_GROUPS = {
+    "target": "Whom to ask",
+    "load": "How fast to ask (a closed loop, unless --request-rate or --trace is given)",
+    "work": "What to ask",
+    "results": "What to tell",
+}
+"""The title of every group of options, in the order in which help shows them."""
+
+
+@attrs.frozen(kw_only=True)
+class BenchOptions:
+    """Everything that ``trioserve bench`` can be told.
+
+    Raises:
+        InvalidRequest: a value isn't allowed, or two contradict each other; ``param`` names one.
+    """
+
+    url: str = DEFAULT_URL
+    """A server's address, ``/v1`` at its end or not."""
+
+    embedded: str | None = option(
+        None,
+        "open an engine with this model in this process, in place of a server",
+        group="target",
+        metavar="MODEL",
+    )
+    engine_option: tuple[str, ...] = option(
+        (),
+        "options of the embedded engine, named as trioserve serve's: max-num-seqs=64",
+        group="target",
+        metavar="NAME=VALUE",
+        repeatable=True,
+        form=(r"[A-Za-z][\w-]*=.*", "NAME=VALUE"),
+    )
+    model: str | None = option(
+        None,
+        "name of the model in requests (default: the first that the server lists)",
+        group="target",
+        metavar="NAME",
+    )
+    endpoint: str = option(
+        "auto",
+        "/v1/completions or /v1/chat/completions; auto takes chat for the data sets chat and json",
+        choices=("auto", "completions", "chat"),
+        group="target",
+    )
+    api_key: str | None = option(
+        None,
+        "sent as a bearer token (default: $OPENAI_API_KEY)",
+        group="target",
+        metavar="KEY",
+        secret=True,
+    )
+    header: tuple[str, ...] = option(
+        (),
+        "further headers of every request",
+        group="target",
+        metavar="NAME:VALUE",
+        repeatable=True,
+        form=(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+:[^\r\n]*", "NAME:VALUE in one line"),
+        secret=True,
+    )
+    extra_body: str | None = option(
+        None,
+        'further fields of every request, as JSON: {"top_p": 0.9}',
+        group="target",
+        metavar="JSON",
+    )
+    ca_file: str | None = option(
+        None,
+        "certificates that an https server's may be signed by (default: the system's)",
+        group="target",
+        metavar="FILE",
+    )
+    insecure: bool = option(
+        False, "take any certificate of an https server", group="target", kind=bool
+    )
+    request_timeout: float = option(
+        600.0, "seconds that one request may take", group="target", kind=float, above=0
+    )
+    tokenizer: str | None = option(
+        None,
+        "model, folder or tokenizer.json that prompts are measured with (default: the model's own "
+        "where it is on this machine; without one, lengths of prompts are nearly as asked)",
+        group="target",
+        metavar="PATH",
+    )
+
+    concurrency: tuple[int, ...] = option(
+        (),
+        "closed loop: streams that each ask again as soon as they are answered; several numbers "
+        "are measured one after the other (default: 8)",
+        group="load",
+        kind=int,
+        low=1,
+        repeatable=True,
+    )
+    request_rate: tuple[float, ...] = option(
+        (),
+        "open loop: requests a second, sent at their times whether or not others are answered; "
+        "several numbers are measured one after the other",
+        group="load",
+        kind=float,
+        above=0,
+        repeatable=True,
+    )
+    arrivals: str = option(
+        "poisson",
+        "times of an open loop: drawn at random, or all the same time apart",
+        choices=("poisson", "constant"),
+        group="load",
+    )
+    max_concurrency: int | None = option(
+        None,
+        "most requests of an open loop or a trace at a time; the others wait (default: any number)",
+        group="load",
+        kind=int,
+        low=1,
+    )
+    trace: str | None = option(
+        None,
+        "send requests of these lengths at these times: JSON lines or CSV as Mooncake's, Azure's "
+        "and BurstGPT's traces",
+        group="load",
+        metavar="FILE",
+    )
+    trace_unit: str = option(
+        "auto",
+        "unit of the trace's times: auto is ms for Mooncake's, s for others",
+        choices=("auto", "s", "ms"),
+        group="load",
+    )
+    trace_speed: float = option(
+        1.0, "replay the trace so many times as fast", group="load", kind=float, above=0
+    )
+    num_prompts: int | None = option(
+        None,
+        "requests of each measurement, or conversations of the data set chat (default: 4 for each "
+        "stream, 30 seconds of an open loop, at least 16; all of a trace)",
+        group="load",
+        kind=int,
+        low=1,
+    )
+    warmup: int | None = option(
+        None,
+        "requests before the first measurement, which count nowhere (default: as many as streams, "
+        "16 at most)",
+        group="load",
+        kind=int,
+        low=0,
+    )
+    seed: int = option(0, "of prompts, lengths, arrivals and cancellations", group="load", kind=int)
+
+    dataset: str = option(
+        "random",
+        "random: words, lengths drawn with --range-ratio; fixed: one prompt again and again; "
+        "shared-prefix: groups that begin alike; chat: several turns, with the answers so far; "
+        "sharegpt: conversations from --data; json: answers that follow a schema",
+        choices=DATASETS,
+        group="work",
+    )
+    input_tokens: int = option(
+        128, "tokens of a prompt, or of a turn's message", group="work", kind=int, low=1
+    )
+    output_tokens: int | None = option(
+        None,
+        "tokens of an answer (default: 128; with sharegpt as many as in the file)",
+        group="work",
+        kind=int,
+        low=1,
+    )
+    range_ratio: float = option(
+        0.0,
+        "draw lengths from n * (1 - X) to n * (1 + X), as vLLM's tool does",
+        group="work",
+        kind=float,
+        low=0,
+        high=0.99,
+    )
+    prefix_tokens: int | None = option(
+        None,
+        "tokens that prompts begin with alike, or of chat's system message (default: 512 with "
+        "shared-prefix, else 0)",
+        group="work",
+        kind=int,
+        low=0,
+    )
+    prefix_groups: int = option(
+        4, "different beginnings with shared-prefix", group="work", kind=int, low=1
+    )
+    turns: int = option(
+        4, "turns of each conversation with chat; most of them with sharegpt", group="work",
+        kind=int, low=1
+    )  # fmt: skip
+    think_time: float = option(
+        0.0, "mean seconds between an answer and the next turn", group="work", kind=float, low=0
+    )
+    prompt: str | None = option(
+        None, "the text that fixed sends (default: random words)", group="work"
+    )
+    data: str | None = option(None, "ShareGPT's file, for sharegpt", group="work", metavar="FILE")
+    json_schema: str | None = option(
+        None,
+        "file with the schema that json's answers follow (default: three small ones in turns)",
+        group="work",
+        metavar="FILE",
+    )
+    temperature: float = option(0.0, "of sampling", group="work", kind=float, low=0)
+    ignore_eos: bool | None = option(
+        None,
+        "have answers go on to their length past the model's end of text; servers that don't know "
+        "the field refuse it (default: on, except for json and a --prompt)",
+        group="work",
+        kind=bool,
+    )
+    cancel_rate: float = option(
+        0.0,
+        "share of requests whose client leaves before the end",
+        group="work",
+        kind=float,
+        low=0,
+        high=1,
+    )
+    cancel_seconds: tuple[float, ...] = option(
+        (),
+        "the client leaves so long after sending: one number, or two to draw between",
+        group="work",
+        kind=float,
+        low=0,
+        repeatable=True,
+    )
+    cancel_events: tuple[int, ...] = option(
+        (),
+        "the client leaves after so many events: one number, or two to draw between (default: 1 to "
+        "half the answer)",
+        group="work",
+        kind=int,
+        low=1,
+        repeatable=True,
+    )
+
+    goodput: tuple[str, ...] = option(
+        (),
+        "limits in ms that a good request keeps: ttft:500 tpot:50 e2el:5000",
+        group="results",
+        metavar="NAME:MS",
+        repeatable=True,
+        form=(rf"({'|'.join(_LIMITS)}):\d+(\.\d+)?", "ttft:MS, tpot:MS or e2el:MS"),
+    )
+    json: str | None = option(
+        None,
+        "write figures, options, versions and machine to this file",
+        group="results",
+        metavar="FILE",
+    )
+    records: bool = option(
+        False, "with --json: every request's times and text, too", group="results", kind=bool
+    )
+    plots: str | None = option(
+        None,
+        "write plots into this folder as PNG; needs trioserve[bench]",
+        group="results",
+        metavar="FOLDER",
+    )
+    html: str | None = option(
+        None,
+        "write figures and plots as one page; needs trioserve[bench]",
+        group="results",
+        metavar="FILE",
+    )
+
+    def __attrs_post_init__(self) -> None:
+        ways = {
+            "concurrency": bool(self.concurrency),
+            "request_rate": bool(self.request_rate),
+            "trace": self.trace is not None,
+        }
+        given = [name for name, there in ways.items() if there]
+        if len(given) > 1:
+            raise _refuse(given[1], f"can't be given with {_flag(given[0])}")
+        self._check_needs()
+        for name in ("cancel_seconds", "cancel_events"):
+            value = getattr(self, name)
+            if len(value) > 2 or list(value) != sorted(value):
+                raise _refuse(name, "must be one number, or two in ascending order")
+        if self.cancel_seconds and self.cancel_events:
+            raise _refuse("cancel_events", "can't be given with --cancel-seconds")
+        _ = self.extra_fields
+
+    def _check_needs(self) -> None:
+        """Refuse options that would change nothing."""
+        needs = (
+            ("engine_option", self.embedded is not None, "--embedded"),
+            ("max_concurrency", bool(self.request_rate or self.trace), "--request-rate or --trace"),
+            ("data", self.dataset == "sharegpt", "--dataset sharegpt"),
+            ("json_schema", self.dataset == "json", "--dataset json"),
+            ("prompt", self.dataset == "fixed", "--dataset fixed"),
+            ("records", self.json is not None, "--json"),
+            ("cancel_seconds", self.cancel_rate > 0, "--cancel-rate above 0"),
+            ("cancel_events", self.cancel_rate > 0, "--cancel-rate above 0"),
+        )
+        for name, there, needed in needs:
+            if getattr(self, name) and not there:
+                raise _refuse(name, f"needs {needed}")
+        if self.dataset == "sharegpt" and self.data is None:
+            raise _refuse("data", "must be given with --dataset sharegpt")
+
+    @property
+    def extra_fields(self) -> dict[str, Any]:
+        """What ``--extra-body`` says.
+
+        Raises:
+            InvalidRequest: it is no JSON object.
+        """
+        if self.extra_body is None:
+            return {}
+        try:
+            fields = json.loads(self.extra_body)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise _refuse("extra_body", f"must be a JSON object; got {self.extra_body!r}")
+        return fields
+
+    @property
+    def limits(self) -> Mapping[str, float]:
+        """``--goodput`` by name, in milliseconds."""
+        pairs = (text.split(":") for text in self.goodput)
+        return {name: float(limit) for name, limit in pairs}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _refuse(name: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} {message}", param=name)
