@@ -64,8 +64,9 @@ class Cutter {
     const TileTable& table = decodes ? *kernels_.decoded : kernels_.direct;
     const bool last = piece.first_block + piece.blocks == blocks_;
     // Each group of rows brings its part of the next piece.
-    const int64_t lines = next.strips > 0 ? (static_cast<int64_t>(kernels_.record) + 63) / 64 : 0;
-    tile.ahead_lines = (lines + groups_ - 1) / groups_;
+    const int64_t pairs = groups_ * kBlock / 2;
+    const int64_t step = (static_cast<int64_t>(kernels_.record) + pairs - 1) / pairs;
+    tile.ahead_step = next.strips > 0 ? step : 0;
     const bool in_pieces = blocks_ > kPanelInputs / kBlock;
     for (int64_t group = 0; group < groups_; ++group) {
       const int64_t row = group_start(work_.rows, groups_, group);
@@ -73,7 +74,8 @@ class Cutter {
       tile.x = activations(row, piece.first_block);
       tile.x_sums = work_.x_sums + row * blocks_ + piece.first_block;
       tile.totals = work_.totals + (in_pieces ? row * piece.strips * kStrip : 0);
-      tile.ahead = records(next) + group * tile.ahead_lines * piece.blocks * 64;
+      tile.ahead = (next.strips > 0 ? records(next) : records(piece)) +
+                   group * piece.blocks * tile.ahead_step * kBlock / 2;
       table[rows - 1][piece.strips - 1](tile);
       if (last) write_totals(work_, segment_, piece.strip, piece.strips, row, rows, tile.totals);
     }

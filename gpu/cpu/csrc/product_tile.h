@@ -10,6 +10,7 @@
 
 #include <bit>
 #include <cstring>
+#include <utility>
 
 #include "product.h"
 #include "vector.h"
@@ -32,9 +33,9 @@ struct Tile {
   int64_t blocks;
   float* totals;                // [rows][strips][16]: the result
   bool continues;               // whether totals already hold the sums of earlier blocks
-  const uint8_t* ahead;         // what to bring into the cache meanwhile: of each strip
-  int64_t ahead_stride;         // (this far apart)
-  int64_t ahead_lines;          // so many lines of 64 bytes with each block
+  const uint8_t* ahead;         // what to bring into the cache meanwhile: of each strip,
+  int64_t ahead_stride;         // this far apart,
+  int64_t ahead_step;           // so many bytes with every pair of inputs
 };
 
 using TileFunction = void (*)(const Tile&);
@@ -45,44 +46,44 @@ inline __m512 load_half_scales(const uint8_t* at) {
 
 // Weights in bfloat16.
 struct PlainWeights {
-  static constexpr int kRecord = 1024;
+  static constexpr int kRecord = 1024, kQuarter = 256;
   static constexpr bool kScaled = false, kMinimums = false;
 
-  // The 16 pairs of inputs 2 p and 2 p + 1.
-  static __m512bh pairs(const uint8_t* record, int p) {
-    return reinterpret_cast<__m512bh>(_mm512_loadu_si512(record + p * 64));
+  // The 16 pairs of inputs 2 p and 2 p + 1 of a quarter of a block, 8 inputs.
+  static __m512bh pairs(const uint8_t* quarter, int p) {
+    return reinterpret_cast<__m512bh>(_mm512_loadu_si512(quarter + p * 64));
   }
 };
 
 struct ByteWeights {
-  static constexpr int kRecord = 544;
+  static constexpr int kRecord = 544, kQuarter = 128;
   static constexpr bool kScaled = true, kMinimums = false;
 
-  static __m512bh pairs(const uint8_t* record, int p) {
+  static __m512bh pairs(const uint8_t* quarter, int p) {
     const auto half = [&](int at) {
-      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(record + p * 32 + at));
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(quarter + p * 32 + at));
       return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     };
     return _mm512_cvtne2ps_pbh(half(16), half(0));
   }
-  static __m512 scales(const uint8_t* record) { return load_half_scales(record + 512); }
+  static __m512 scales(const uint8_t* after) { return load_half_scales(after); }
 };
 
 // Four bits, looked up in a table of what they stand for: the instruction takes an index's low five
 // bits, so the table is there twice.
 template <int Zero, bool Minimums>
 struct NibbleWeights {
-  static constexpr int kRecord = Minimums ? 320 : 288;
+  static constexpr int kRecord = Minimums ? 320 : 288, kQuarter = 64;
   static constexpr bool kScaled = true, kMinimums = Minimums;
 
-  static __m512bh pairs(const uint8_t* record, int p) {
-    const __m512i words = _mm512_loadu_si512(record + p / 4 * 64);
+  static __m512bh pairs(const uint8_t* quarter, int p) {
+    const __m512i words = _mm512_loadu_si512(quarter);
     const __m512i table = _mm512_load_si512(kTable.numbers);
     return reinterpret_cast<__m512bh>(
-        _mm512_permutexvar_epi16(_mm512_srli_epi16(words, p % 4 * 4), table));
+        _mm512_permutexvar_epi16(_mm512_srli_epi16(words, p * 4), table));
   }
-  static __m512 scales(const uint8_t* record) { return load_half_scales(record + 256); }
-  static __m512 minimums(const uint8_t* record) { return load_half_scales(record + 288); }
+  static __m512 scales(const uint8_t* after) { return load_half_scales(after); }
+  static __m512 minimums(const uint8_t* after) { return load_half_scales(after + 32); }
 
  private:
   struct Table {
@@ -99,84 +100,169 @@ struct NibbleWeights {
 // Quantized weights that were made bfloat16 beforehand, for many rows; scales as float32.
 template <bool Minimums>
 struct DecodedWeights {
-  static constexpr int kRecord = 1024 + 64 + (Minimums ? 64 : 0);
+  static constexpr int kRecord = 1024 + 64 + (Minimums ? 64 : 0), kQuarter = 256;
   static constexpr bool kScaled = true, kMinimums = Minimums;
 
-  static __m512bh pairs(const uint8_t* record, int p) { return PlainWeights::pairs(record, p); }
-  static __m512 scales(const uint8_t* record) { return _mm512_loadu_ps(record + 1024); }
-  static __m512 minimums(const uint8_t* record) { return _mm512_loadu_ps(record + 1088); }
+  static __m512bh pairs(const uint8_t* quarter, int p) { return PlainWeights::pairs(quarter, p); }
+  static __m512 scales(const uint8_t* after) { return _mm512_loadu_ps(after); }
+  static __m512 minimums(const uint8_t* after) { return _mm512_loadu_ps(after + 64); }
 };
 
 // The record of a block of Weights as that of DecodedWeights.
 template <class Weights>
 void decode_record(const uint8_t* record, uint8_t* decoded) {
 #pragma GCC unroll 16
-  for (int p = 0; p < kBlock / 2; ++p)
-    _mm512_storeu_si512(decoded + p * 64, reinterpret_cast<__m512i>(Weights::pairs(record, p)));
-  _mm512_storeu_ps(decoded + 1024, Weights::scales(record));
-  if constexpr (Weights::kMinimums) _mm512_storeu_ps(decoded + 1088, Weights::minimums(record));
+  for (int p = 0; p < kBlock / 2; ++p) {
+    const __m512bh pairs = Weights::pairs(record + p / 4 * Weights::kQuarter, p % 4);
+    _mm512_storeu_si512(decoded + p * 64, reinterpret_cast<__m512i>(pairs));
+  }
+  const uint8_t* after = record + 4 * Weights::kQuarter;
+  _mm512_storeu_ps(decoded + 1024, Weights::scales(after));
+  if constexpr (Weights::kMinimums) _mm512_storeu_ps(decoded + 1088, Weights::minimums(after));
 }
 
-// Asks for a quarter of the lines of each strip that are to come with a block. They are wanted after
-// a whole walk along the inputs, so they go to the second cache.
+// f(0), f(1) and so on, written out: a loop over an array of registers would have to be a loop over
+// memory.
+template <int Count, class Function>
+[[gnu::always_inline]] inline void repeat(Function f) {
+  [&]<int... Index>(std::integer_sequence<int, Index...>) __attribute__((always_inline)) {
+    (f(Index), ...);
+  }(std::make_integer_sequence<int, Count>());
+}
+
+// Calls f(row, strip) for every sum of a tile, strip by strip.
+template <int Rows, int Strips, class Function>
+[[gnu::always_inline]] inline void for_each_sum(Function f) {
+  repeat<Strips>([&](int s) __attribute__((always_inline)) {
+    repeat<Rows>([&](int r) __attribute__((always_inline)) { f(r, s); });
+  });
+}
+
+// Several streams at one distance from each other, read together. A tile has many, and compilers like
+// to compute all their addresses beforehand and to keep them on the stack; what step() says it changes
+// makes them use the processor's own way of adding a distance, four times in two registers.
+template <class T, int Count>
+class Streams {
+ public:
+  // `distance` in bytes.
+  Streams(const void* first, int64_t distance)
+      : low_(static_cast<const char*>(first)),
+        high_(low_ + 4 * distance),
+        distance_(distance),
+        triple_(3 * distance) {}
+
+  const T* operator[](int i) const {
+    const char* from = i < 4 ? low_ : high_;
+    const int64_t away = i % 4 == 3 ? triple_ : i % 4 * distance_;
+    return reinterpret_cast<const T*>(from + away);
+  }
+  void step(int64_t bytes) {
+    low_ += bytes;
+    if constexpr (Count > 4) high_ += bytes;
+    hide();
+  }
+
+ private:
+  void hide() {
+    asm("" : "+r"(low_), "+r"(distance_));
+    if constexpr (Count > 3) asm("" : "+r"(triple_));
+    if constexpr (Count > 4) asm("" : "+r"(high_));
+  }
+
+  const char *low_, *high_;
+  int64_t distance_, triple_;
+};
+
+// Keeps the compiler from holding totals in registers, which are all taken, and so on the stack too.
+inline void forget_memory() { asm volatile("" ::: "memory"); }
+
+inline void clear(float* totals, int count) {
+  for (int i = 0; i < count; ++i) _mm512_storeu_ps(totals + i * kStrip, _mm512_setzero_ps());
+}
+
+// Asks for the lines of memory that hold one byte of each strip. They are wanted after a whole walk
+// along the inputs, so they go to the second cache.
 template <int Strips>
-const uint8_t* fetch_ahead(const Tile& tile, const uint8_t* at, int quarter) {
-  for (int64_t line = (tile.ahead_lines + 3 - quarter) / 4; line > 0; --line, at += 64)
-    for (int s = 0; s < Strips; ++s) _mm_prefetch(at + s * tile.ahead_stride, _MM_HINT_T1);
-  return at;
+[[gnu::always_inline]] inline void fetch(const Streams<uint8_t, Strips>& ahead) {
+  repeat<Strips>([&](int s) __attribute__((always_inline)) { _mm_prefetch(ahead[s], _MM_HINT_T1); });
 }
 
+// Four pairs of inputs.
 template <class Weights, int Rows, int Strips>
-void multiply_tile(const Tile& tile) {
-  const bf16* x[Rows];
-  for (int r = 0; r < Rows; ++r) x[r] = static_cast<const bf16*>(tile.x) + r * tile.x_stride;
-  const uint8_t *record = tile.records, *ahead = tile.ahead;
-  const auto total = [&](int r, int s) { return tile.totals + (r * Strips + s) * kStrip; };
+[[gnu::always_inline]] inline void multiply_quarter(__m512 (&sums)[Rows][Strips], Streams<bf16, Rows>& x,
+                                                    const Streams<uint8_t, Strips>& records,
+                                                    Streams<uint8_t, Strips>& ahead,
+                                                    int64_t ahead_step) {
+  repeat<4>([&](int p) __attribute__((always_inline)) {
+    fetch(ahead);
+    ahead.step(ahead_step);
+    __m512bh weights[Strips];
+    repeat<Strips>([&](int s) __attribute__((always_inline)) {
+      weights[s] = Weights::pairs(records[s], p);
+    });
+    repeat<Rows>([&](int r) __attribute__((always_inline)) {
+      const __m512bh pair = broadcast_pair(x[r]);
+      repeat<Strips>([&](int s) __attribute__((always_inline)) {
+        sums[r][s] = _mm512_dpbf16_ps(sums[r][s], pair, weights[s]);
+      });
+    });
+    x.step(4);
+  });
+}
+
+// Weights without scales: the sums go on from block to block.
+template <class Weights, int Rows, int Strips>
+void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
+  Streams<bf16, Rows> x(tile.x, tile.x_stride * 2);
+  Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
+  Streams<uint8_t, Strips> ahead(tile.ahead, tile.ahead_stride);
+  const int64_t ahead_step = tile.ahead_step, quarters = tile.blocks * 4;
+  float* totals = tile.totals;
 
   __m512 sums[Rows][Strips];
-  for (int r = 0; r < Rows; ++r)
-    for (int s = 0; s < Strips; ++s) {
-      sums[r][s] = _mm512_setzero_ps();
-      if (!tile.continues)
-        _mm512_storeu_ps(total(r, s), sums[r][s]);
-      else if (!Weights::kScaled)
-        sums[r][s] = _mm512_loadu_ps(total(r, s));
-    }
-  for (int64_t block = 0; block < tile.blocks; ++block, record += Weights::kRecord) {
-    const int64_t k = block * kBlock;
-#pragma GCC unroll 4
-    for (int quarter = 0; quarter < 4; ++quarter) {
-      ahead = fetch_ahead<Strips>(tile, ahead, quarter);
-#pragma GCC unroll 4
-      for (int p = quarter * 4; p < quarter * 4 + 4; ++p) {
-        __m512bh weights[Strips];
-        for (int s = 0; s < Strips; ++s)
-          weights[s] = Weights::pairs(record + s * tile.strip_bytes, p);
-        for (int r = 0; r < Rows; ++r) {
-          const __m512bh pair = broadcast_pair(x[r] + k + p * 2);
-          for (int s = 0; s < Strips; ++s)
-            sums[r][s] = _mm512_dpbf16_ps(sums[r][s], pair, weights[s]);
-        }
-      }
-    }
-    if constexpr (Weights::kScaled) {
-      for (int s = 0; s < Strips; ++s) {
-        const uint8_t* of_strip = record + s * tile.strip_bytes;
-        const __m512 scales = Weights::scales(of_strip);
-        for (int r = 0; r < Rows; ++r) {
-          __m512 sum = _mm512_fmadd_ps(sums[r][s], scales, _mm512_loadu_ps(total(r, s)));
-          if constexpr (Weights::kMinimums)
-            sum = _mm512_fmadd_ps(_mm512_set1_ps(tile.x_sums[r * tile.x_sums_stride + block]),
-                                  Weights::minimums(of_strip), sum);
-          _mm512_storeu_ps(total(r, s), sum);
-          sums[r][s] = _mm512_setzero_ps();
-        }
-      }
-    }
+  for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
+    sums[r][s] = tile.continues ? _mm512_loadu_ps(totals + (r * Strips + s) * kStrip)
+                                : _mm512_setzero_ps();
+  });
+  for (int64_t quarter = 0; quarter < quarters; ++quarter) {
+    multiply_quarter<Weights>(sums, x, records, ahead, ahead_step);
+    records.step(Weights::kQuarter);
   }
-  if constexpr (!Weights::kScaled)
-    for (int r = 0; r < Rows; ++r)
-      for (int s = 0; s < Strips; ++s) _mm512_storeu_ps(total(r, s), sums[r][s]);
+  for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
+    _mm512_storeu_ps(totals + (r * Strips + s) * kStrip, sums[r][s]);
+  });
+}
+
+// Weights with scales: the sum of each block is added to the totals, which are in memory.
+template <class Weights, int Rows, int Strips>
+void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
+  Streams<bf16, Rows> x(tile.x, tile.x_stride * 2);
+  Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
+  Streams<uint8_t, Strips> ahead(tile.ahead, tile.ahead_stride);
+  const int64_t ahead_step = tile.ahead_step;
+  float* totals = tile.totals;
+
+  if (!tile.continues) clear(totals, Rows * Strips);
+  for (int64_t block = 0; block < tile.blocks; ++block) {
+    __m512 sums[Rows][Strips];
+    for_each_sum<Rows, Strips>(
+        [&](int r, int s) __attribute__((always_inline)) { sums[r][s] = _mm512_setzero_ps(); });
+#pragma GCC unroll 1
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      multiply_quarter<Weights>(sums, x, records, ahead, ahead_step);
+      records.step(Weights::kQuarter);
+    }
+    for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
+      float* at = totals + (r * Strips + s) * kStrip;
+      __m512 total = _mm512_fmadd_ps(sums[r][s], Weights::scales(records[s]), _mm512_loadu_ps(at));
+      if constexpr (Weights::kMinimums)
+        total = _mm512_fmadd_ps(_mm512_set1_ps(tile.x_sums[r * tile.x_sums_stride + block]),
+                                Weights::minimums(records[s]), total);
+      _mm512_storeu_ps(at, total);
+    });
+    records.step(Weights::kRecord - 4 * Weights::kQuarter);
+    forget_memory();
+  }
 }
 
 // 32 activations of one row, rounded to 8 bits.
@@ -191,40 +277,45 @@ inline constexpr int kRoundedRecord = 544;
 // Weights and activations of 8 bits: sums of a block are whole numbers.
 template <int Rows, int Strips>
 void multiply_rounded_tile(const Tile& tile) {
-  const RoundedBlock* x[Rows];
-  for (int r = 0; r < Rows; ++r) x[r] = static_cast<const RoundedBlock*>(tile.x) + r * tile.x_stride;
-  const uint8_t *record = tile.records, *ahead = tile.ahead;
-  const auto total = [&](int r, int s) { return tile.totals + (r * Strips + s) * kStrip; };
+  Streams<RoundedBlock, Rows> x(tile.x, tile.x_stride * static_cast<int64_t>(sizeof(RoundedBlock)));
+  Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
+  Streams<uint8_t, Strips> ahead(tile.ahead, tile.ahead_stride);
+  const int64_t ahead_step = tile.ahead_step * 2;
+  float* totals = tile.totals;
 
-  if (!tile.continues)
-    for (int i = 0; i < Rows * Strips; ++i)
-      _mm512_storeu_ps(tile.totals + i * kStrip, _mm512_setzero_ps());
-  for (int64_t block = 0; block < tile.blocks; ++block, record += kRoundedRecord) {
+  if (!tile.continues) clear(totals, Rows * Strips);
+  for (int64_t block = 0; block < tile.blocks; ++block) {
     __m512i sums[Rows][Strips];
-    for (int r = 0; r < Rows; ++r)
-      for (int s = 0; s < Strips; ++s) sums[r][s] = _mm512_set1_epi32(x[r][block].offset);
-#pragma GCC unroll 8
-    for (int quad = 0; quad < kBlock / 4; ++quad) {
-      if (quad % 2 == 0) ahead = fetch_ahead<Strips>(tile, ahead, quad / 2);
+    for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
+      sums[r][s] = _mm512_set1_epi32(x[r]->offset);
+    });
+    repeat<kBlock / 4>([&](int quad) __attribute__((always_inline)) {
+      fetch(ahead);
+      ahead.step(ahead_step);
       __m512i weights[Strips];
-      for (int s = 0; s < Strips; ++s)
-        weights[s] = _mm512_loadu_si512(record + s * tile.strip_bytes + quad * 64);
-      for (int r = 0; r < Rows; ++r) {
+      repeat<Strips>([&](int s) __attribute__((always_inline)) {
+        weights[s] = _mm512_loadu_si512(records[s] + quad * 64);
+      });
+      repeat<Rows>([&](int r) __attribute__((always_inline)) {
         int32_t four;
-        std::memcpy(&four, x[r][block].numbers + quad * 4, sizeof four);
+        std::memcpy(&four, x[r]->numbers + quad * 4, sizeof four);
         const __m512i numbers = _mm512_set1_epi32(four);
-        for (int s = 0; s < Strips; ++s)
+        repeat<Strips>([&](int s) __attribute__((always_inline)) {
           sums[r][s] = _mm512_dpbusd_epi32(sums[r][s], weights[s], numbers);
-      }
-    }
-    for (int s = 0; s < Strips; ++s) {
-      const __m512 scales = load_half_scales(record + s * tile.strip_bytes + 512);
-      for (int r = 0; r < Rows; ++r) {
-        const __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(x[r][block].scale));
-        _mm512_storeu_ps(total(r, s), _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][s]), scale,
-                                                      _mm512_loadu_ps(total(r, s))));
-      }
-    }
+        });
+      });
+      x.step(0);
+    });
+    for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
+      float* at = totals + (r * Strips + s) * kStrip;
+      const __m512 scales = load_half_scales(records[s] + 512);
+      const __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(x[r]->scale));
+      const __m512 sum = _mm512_cvtepi32_ps(sums[r][s]);
+      _mm512_storeu_ps(at, _mm512_fmadd_ps(sum, scale, _mm512_loadu_ps(at)));
+    });
+    x.step(sizeof(RoundedBlock));
+    records.step(kRoundedRecord);
+    forget_memory();
   }
 }
 
