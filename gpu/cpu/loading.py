@@ -6,7 +6,6 @@ else, float32 above all, and everything where there is no compiler or not the in
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -34,8 +33,6 @@ __all__ = ["load_on_cpu"]
 
 ROUNDING = ("int8", "int4", "w8a8")
 """The quantizations that only the compiled kernels have."""
-
-_log = logging.getLogger("gpu.loading")
 
 
 def load_on_cpu(
@@ -67,7 +64,6 @@ def load_on_cpu(
         compiled = _compiled(start, config, dtype, on_progress)
     except _NotCompiled as reason:
         _check_torch_will_do(start, str(reason))
-        _log.info("computing with torch: %s", reason)
         model, num_pages = _load_torch(start, files, dtype, on_progress)
         computing = f"torch ({reason})"
     else:

@@ -1,0 +1,141 @@
+"""What computes a model on a CPU, and what is said where that can't be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from gpu.adjustments import NoAdjuster
+from gpu.cpu import library
+from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.loading import load_on_cpu
+from gpu.loading import Loaded, load, warm_up
+from tests.tiny_gguf import write_gguf
+from tests.tiny_models import make_tiny
+from trioserve import EngineConfig
+from trioserve.errors import ModelLoadError
+from trioserve.machine import Machine
+from trioserve.model_files import open_model
+from trioserve.nursery import start_message
+
+try:
+    load_library()
+    HAS_KERNELS = True
+except BuildError:
+    HAS_KERNELS = False
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="no compiled kernels")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("smollm2", tmp_path_factory.mktemp("tiny"), head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny: Path) -> Path:
+    return write_gguf(tiny, tiny / "tiny.gguf", quantization="Q4_0")
+
+
+def load_tiny(path: Path, **options: Any) -> Loaded:
+    start = start_message(EngineConfig(str(path), **options), path)
+    start = attrs.evolve(start, max_model_len=512, max_num_batched_tokens=64)
+    stages: list[str] = []
+    loaded = load_on_cpu(
+        start,
+        open_model(path),
+        torch.float32 if options.get("dtype") == "float32" else torch.bfloat16,
+        lambda stage, done, total: stages.append(stage),
+        NoAdjuster(),
+    )
+    assert "weights" in stages
+    warm_up(loaded.executor, loaded.slots, [7, 1], start.page_size)
+    return loaded
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({}, "BF16"),
+        ({"quantization": "int8"}, "Q8_0"),
+        ({"quantization": "int4"}, "Q4_0, Q8_0"),
+        ({"quantization": "w8a8"}, "W8A8"),
+        ({"deterministic": True}, "BF16"),
+    ],
+)
+def test_bfloat16_is_for_the_compiled_kernels(
+    tiny: Path, options: dict[str, Any], weights: str
+) -> None:
+    loaded = load_tiny(tiny, **options)
+    assert loaded.computing == f"compiled kernels, weights in {weights}"
+    assert loaded.num_pages > 0
+
+
+@needs_kernels
+def test_a_file_s_own_bits_are_kept_where_nobody_asked_for_others(quantized: Path) -> None:
+    def weights(**options: Any) -> str:
+        return load_tiny(quantized, **options).computing.rpartition(" in ")[2]
+
+    assert weights() == "Q4_0"
+    assert weights(dtype="bfloat16") == "BF16"
+    assert weights(dtype="bfloat16", quantization="auto") == "BF16"
+    assert weights(quantization="none") == "BF16"
+    assert weights(quantization="int8") == "Q8_0"
+
+
+def test_float32_is_for_torch(tiny: Path, quantized: Path) -> None:
+    for path in (tiny, quantized):
+        loaded = load_tiny(path, dtype="float32")
+        assert loaded.computing == "torch (the compiled kernels compute in bfloat16 only)"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"quantization": "int4"}, "--quantization int4 can't be had: the compiled kernels"),
+        ({"deterministic": True}, "--deterministic can't be had: the compiled kernels"),
+    ],
+)
+def test_what_torch_does_not_have_is_refused(
+    tiny: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=said) as caught:
+        load_tiny(tiny, dtype="float32", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_shapes_that_the_kernels_are_not_made_for_are_for_torch(tmp_path: Path) -> None:
+    path = make_tiny("llama2", tmp_path)
+    loaded = load_tiny(path)
+    assert loaded.computing == "torch (the compiled kernels aren't made for heads of 16 numbers)"
+
+
+def test_without_a_compiler_torch_computes(
+    tiny: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(
+        Machine, "cpu_features", lambda _: ["avx512f", "avx512_bf16", "avx512_vnni"]
+    )
+    for path in (tiny, quantized):
+        assert "torch (there is no C++ compiler: install g++" in load_tiny(path).computing
+    with pytest.raises(ModelLoadError, match=r"int8 can't be had: there is no C\+\+ compiler"):
+        load_tiny(tiny, quantization="int8")
+
+
+def test_a_kv_cache_in_8_bits_is_refused(tiny: Path) -> None:
+    with pytest.raises(ModelLoadError, match="fp8 is not served on a CPU"):
+        load_tiny(tiny, kv_cache_dtype="fp8")
+
+
+def test_quantization_is_not_for_a_gpu(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.loading.choose_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr("gpu.loading.choose_dtype", lambda *_: torch.bfloat16)
+    config = EngineConfig(str(tiny), quantization="int8")
+    with pytest.raises(ModelLoadError, match="int8 is for a CPU"):
+        load(start_message(config, tiny), lambda *_: None)
