@@ -2,124 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
-import attrs
-import h11
 import pytest
 import trio
-import trio.testing
 
+from tests.load_server import (
+    CUT,
+    DONE,
+    FakeServer,
+    Script,
+    event,
+    simple,
+    target,
+    text,
+    usage,
+)
 from trioserve.load import Figures, Record, Run, Target, closed_loop, figures_of, over_tcp, send
-
-Script = list[tuple[float, bytes]]
-"""What a server does with one request: seconds to wait, then bytes of the body to send."""
-
-CUT = b"<the connection breaks here>"
-
-
-def event(**fields: Any) -> bytes:
-    return b"data: " + json.dumps(fields).encode() + b"\n\n"
-
-
-def text(piece: str, finish_reason: str | None = None) -> bytes:
-    return event(choices=[{"index": 0, "text": piece, "finish_reason": finish_reason}])
 
 
 def echo(body: dict[str, Any]) -> Script:
     """The prompt itself, the later the smaller it is."""
     return [(10.0 - float(body["prompt"]), text(body["prompt"])), (0.0, usage(1, 1))]
-
-
-def usage(prompt: int, completion: int) -> bytes:
-    return event(choices=[], usage={"prompt_tokens": prompt, "completion_tokens": completion})
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-@attrs.define
-class FakeServer:
-    """Serves memory streams with h11; ``script`` says how each request's body is answered."""
-
-    nursery: trio.Nursery
-    script: Callable[[dict[str, Any]], Script]
-    status: int = 200
-    close_after_each: bool = False
-    requests: list[tuple[h11.Request, dict[str, Any]]] = attrs.field(factory=list)
-    connections: int = 0
-    active: int = 0
-    most_active: int = 0
-
-    async def connect(self) -> trio.abc.Stream:
-        client, server = trio.testing.memory_stream_pair()
-        self.connections += 1
-        self.nursery.start_soon(self._serve, server)
-        return client
-
-    async def _serve(self, stream: trio.abc.Stream) -> None:
-        http = h11.Connection(h11.SERVER)
-        body = b""
-        while True:
-            received = http.next_event()
-            if received is h11.NEED_DATA:
-                http.receive_data(await stream.receive_some(4096))
-            elif isinstance(received, h11.Request):
-                request = received
-            elif isinstance(received, h11.Data):
-                body += bytes(received.data)
-            elif isinstance(received, h11.EndOfMessage):
-                self.requests.append((request, json.loads(body)))
-                if not await self._answer(http, stream, json.loads(body)):
-                    return
-                body = b""
-                http.start_next_cycle()
-            elif isinstance(received, h11.ConnectionClosed):
-                return
-
-    async def _answer(
-        self, http: h11.Connection, stream: trio.abc.Stream, body: dict[str, Any]
-    ) -> bool:
-        self.active += 1
-        self.most_active = max(self.most_active, self.active)
-        headers = [("transfer-encoding", "chunked")]
-        if self.close_after_each:
-            headers.append(("connection", "close"))
-        await stream.send_all(
-            http.send(h11.Response(status_code=self.status, headers=headers)) or b""
-        )
-        for delay, data in self.script(body):
-            await trio.sleep(delay)
-            if data == CUT:
-                await stream.aclose()
-                return False
-            await stream.send_all(http.send(h11.Data(data=data)) or b"")
-        await stream.send_all(http.send(h11.EndOfMessage()) or b"")
-        self.active -= 1
-        if self.close_after_each:
-            await stream.aclose()
-        return not self.close_after_each
-
-
-def simple(_: dict[str, Any]) -> Script:
-    """An empty first chunk after 1 s, three tokens at 2, 2.5 and 4.5 s."""
-    return [
-        (1.0, text("")),
-        (1.0, text("a")),
-        (0.5, text("b")),
-        (2.0, text("c", "length")),
-        (0.0, usage(7, 3)),
-        (0.0, DONE),
-    ]
-
-
-def target(server: FakeServer, **options: Any) -> Target:
-    return Target(
-        connect=server.connect, path="/v1/completions", fields={"max_tokens": 3}, **options
-    )
 
 
 async def one(script: Callable[[dict[str, Any]], Script], **options: Any) -> Record:
