@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,26 +32,32 @@ class Running:
 lengths = st.lists(st.integers(1, 40), max_size=12)
 
 
+def share_out(running: list[Running], budget: int) -> policy.Share:
+    remaining = np.array([each.remaining for each in running], dtype=np.int64)
+    may_run = np.array([each.may_run for each in running], dtype=np.bool_)
+    return policy.Share.out(remaining, may_run, budget)
+
+
 @given(lengths, st.integers(12, 60))
 def test_the_budget_is_kept_and_no_decode_waits(remaining: list[int], budget: int) -> None:
     running = [Running(length) for length in remaining]
-    share = policy.Share.out(running, budget)
-    assert share.decodes == [each for each in running if each.remaining == 1]
+    share = share_out(running, budget)
+    assert share.decodes.tolist() == [i for i, each in enumerate(running) if each.remaining == 1]
     planned = len(share.decodes) + sum(count for _, count in share.chunks)
     assert planned + share.left == budget
     assert share.left >= 0
-    assert all(0 < count <= each.remaining for each, count in share.chunks)
+    assert all(0 < count <= remaining[place] for place, count in share.chunks)
 
 
 @given(lengths, st.integers(12, 60))
 def test_prefill_is_in_order_and_takes_all_it_can(remaining: list[int], budget: int) -> None:
     running = [Running(length) for length in remaining]
-    share = policy.Share.out(running, budget)
-    prefills = [each for each in running if each.remaining > 1]
-    assert [each for each, _ in share.chunks] == prefills[: len(share.chunks)]
-    assert all(count == each.remaining for each, count in share.chunks[:-1])
+    share = share_out(running, budget)
+    prefills = [place for place, each in enumerate(running) if each.remaining > 1]
+    assert [place for place, _ in share.chunks] == prefills[: len(share.chunks)]
+    assert all(count == remaining[place] for place, count in share.chunks[:-1])
     if share.left:
-        assert [count for _, count in share.chunks] == [each.remaining for each in prefills]
+        assert [count for _, count in share.chunks] == [remaining[place] for place in prefills]
 
 
 @given(lengths.filter(bool), st.integers(12, 20))
@@ -58,17 +65,17 @@ def test_everybody_ends(remaining: list[int], budget: int) -> None:
     """Whoever is first in prefill gets at least a token in every plan, so nobody starves."""
     running = [Running(length, output=5) for length in remaining]
     for _ in range(sum(remaining) + 5 * len(running)):
-        share = policy.Share.out(running, budget)
-        for each in share.decodes:
-            each.advance(1)
-        for each, count in share.chunks:
-            each.advance(count)
+        share = share_out(running, budget)
+        for place in share.decodes.tolist():
+            running[place].advance(1)
+        for place, count in share.chunks:
+            running[place].advance(count)
         running = [each for each in running if each.may_run]
     assert not running
 
 
 def test_who_has_nothing_left_to_sample_gets_nothing() -> None:
-    share = policy.Share.out([Running(1, output=0), Running(1)], 4)
+    share = share_out([Running(1, output=0), Running(1)], 4)
     assert (len(share.decodes), share.left) == (1, 3)
 
 
@@ -115,7 +122,7 @@ def test_guaranteed_capacity_is_never_exceeded(
             retiring=0,
             need=need,
             growth=may_grow,
-            running_growth=growth,
+            running_growth=np.array(growth, dtype=np.int64),
         ):
             held.append(need)
             growth.append(may_grow)
@@ -135,14 +142,14 @@ def test_utilization_keeps_a_page_in_hand_for_each(available: int, need: int, ru
         retiring=5,
         need=need,
         growth=100,
-        running_growth=[3] * running,
+        running_growth=np.full(running, 3),
     )
     assert admitted == (available - need >= running)
 
 
 def test_pages_that_retire_can_be_promised_but_not_given() -> None:
     def may_admit(**pages: int) -> bool:
-        return policy.may_admit("guaranteed_no_evict", running_growth=[2], **pages)
+        return policy.may_admit("guaranteed_no_evict", running_growth=np.array([2]), **pages)
 
     assert may_admit(available=3, retiring=3, need=3, growth=1)
     assert not may_admit(available=3, retiring=3, need=3, growth=2)

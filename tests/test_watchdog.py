@@ -28,7 +28,7 @@ TIMEOUT = 10.0
 
 
 def plan_of(num_tokens: int, size: float | None = None) -> InFlight:
-    return InFlight(1, [], b"", b"", {}, num_tokens, num_tokens if size is None else size)
+    return InFlight(number=1, num_tokens=num_tokens, size=num_tokens if size is None else size)
 
 
 # ---- the arithmetic

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
+import msgspec
 import trio
 
 from trioserve.errors import InvalidRequest
@@ -160,7 +161,10 @@ Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 @attrs.define
 class Times:
-    """When things happened to a request, in seconds on trio's clock; None for not yet."""
+    """When things happened to a request, in seconds on trio's clock; None for not yet.
+
+    ``last_token`` stands still while a sequence decodes, and is right once it has ended.
+    """
 
     arrived: float
     queued: float | None = None
@@ -283,11 +287,12 @@ class Sequence:
         return len(self.request.prompt_ids) + len(self.output_ids)
 
 
-@attrs.frozen
-class SequenceOutput:
+class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     """Scheduler to detokenizer: what one step added to one sequence, and whether that was all.
 
-    ``logprobs`` is parallel to ``token_ids`` or None; its texts are still empty.
+    ``logprobs`` is parallel to ``token_ids`` or None; its texts are still empty. There is one for
+    every token, so it is made in C and the garbage collector doesn't look at it: nothing points
+    back at it.
     """
 
     sequence: Sequence

@@ -69,7 +69,7 @@ class WireError(Exception):
     """Bytes that are no message of ours."""
 
 
-def from_ints(values: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+def from_ints(values: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
     """A column of int32 as bytes."""
     return np.asarray(values, dtype="<i4").tobytes()
 

@@ -6,6 +6,8 @@ import bisect
 import math
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 __all__ = [
     "FIRST_TOKEN_SECONDS",
@@ -53,6 +55,13 @@ class Histogram:
         """Count ``value``, ``times`` times over."""
         self.counts[bisect.bisect_left(self.bounds, value)] += times
         self.total += value * times
+
+    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
+        """Count each of ``values``."""
+        places = np.searchsorted(self.bounds, values)
+        for place, times in enumerate(np.bincount(places).tolist()):
+            self.counts[place] += times
+        self.total += float(values.sum())
 
     def observe_span(self, start: float | None, end: float | None) -> None:
         """Count the time from ``start`` to ``end``, unless one of them hasn't come."""

@@ -6,6 +6,8 @@ import collections
 from collections.abc import Sized
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import trio
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -139,6 +141,11 @@ class Metrics:
         if last is not None:
             self.inter_token_latency.observe((now - last) / num_tokens, num_tokens)
         self.generation_tokens += num_tokens
+
+    def observe_gaps(self, gaps: npt.NDArray[np.float64]) -> None:
+        """Each of so many sequences got one more token, so many seconds after its last one."""
+        self.inter_token_latency.observe_all(gaps)
+        self.generation_tokens += len(gaps)
 
     def _count_prompt(self, request: Request) -> None:
         """The prompt of ``request`` has been computed."""

@@ -5,8 +5,9 @@ loops around it: :meth:`Scheduler.run` takes requests in, and for the worker tha
 loop sends plans while another receives results.
 
 Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
-(one sequence), ``siblings`` (several of one request), ``memory`` with ``slots``, ``pages`` and
-``prefix`` (what sequences hold), ``draft`` and ``results`` (a plan on its way out and back),
+(one sequence) and ``counts`` (how far all of them are), ``siblings`` (several of one request),
+``memory`` with ``slots``, ``pages`` and ``prefix`` (what sequences hold), ``draft``, ``results``
+and ``intake`` (a plan on its way out and back),
 ``calls`` (what the worker is asked for besides plans), ``recovery`` with ``blame`` (when something
 fails), ``watchdog`` (when a worker counts as hung), ``integrity`` (what is always true).
 """

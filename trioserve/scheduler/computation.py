@@ -7,13 +7,15 @@ import operator
 from collections.abc import Iterator
 
 import attrs
+import numpy as np
 
 from trioserve.request import Sequence
+from trioserve.scheduler.counts import Counts, Ints
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.policy import Order, queue_order
 from trioserve.scheduler.prefix import Namespace, Node
 
-__all__ = ["NO_LOGPROBS", "Computation", "Line"]
+__all__ = ["NO_LOGPROBS", "Computation", "Line", "Running"]
 
 NO_SLOT = -1
 NO_LOGPROBS = -1
@@ -25,8 +27,8 @@ class Computation:
     """The scheduler's record of a sequence, from its submission until it has finished.
 
     Three counts say how far a sequence has come; ``computed <= planned < length <= limit`` while it
-    holds a slot. Counts run ahead of what is known: with a plan in flight, ``length`` includes the
-    token which that plan will sample, whatever it will be.
+    holds a slot, and all are 0 while it doesn't. Counts run ahead of what is known: with a plan in
+    flight, ``length`` includes the token which that plan will sample, whatever it will be.
     """
 
     sequence: Sequence = attrs.field(repr=False)
@@ -45,14 +47,10 @@ class Computation:
     """The block table."""
     cursor: Node | None = None
     """The deepest node of the prefix tree on the path that ``pages`` begins with."""
-    length: int = 0
-    """Tokens that the slot will hold once every plan made so far is done."""
-    planned: int = 0
-    """Tokens that have been given to plans."""
-    computed: int = 0
-    """Tokens whose KV exists: their plans have been acknowledged."""
-    last_plan: int = 0
-    """The last plan that names the slot."""
+    _counts: Counts | None = attrs.field(init=False, default=None, repr=False)
+    """Where its counts stand while it holds a slot."""
+    _left_in: int = attrs.field(init=False, default=0)
+    """The last plan that named the slot that it had."""
     prompt_logprobs_from: int = NO_LOGPROBS
     """The position of the first prompt token whose log-probability the slot's rows give."""
 
@@ -78,6 +76,26 @@ class Computation:
         )
 
     @property
+    def length(self) -> int:
+        """Tokens that the slot will hold once every plan made so far is done."""
+        return 0 if self._counts is None else int(self._counts.length[self.slot])
+
+    @property
+    def planned(self) -> int:
+        """Tokens that have been given to plans."""
+        return 0 if self._counts is None else int(self._counts.planned[self.slot])
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV exists: their plans have been acknowledged."""
+        return 0 if self._counts is None else int(self._counts.computed[self.slot])
+
+    @property
+    def last_plan(self) -> int:
+        """The last plan that names the slot, or the last slot that it had."""
+        return self._left_in if self._counts is None else int(self._counts.last_plan[self.slot])
+
+    @property
     def remaining(self) -> int:
         """Tokens that have not been given to a plan; 1 means decode."""
         return self.length - self.planned
@@ -86,23 +104,64 @@ class Computation:
     def holds_slot(self) -> bool:
         return self.slot != NO_SLOT
 
-    @property
-    def may_run(self) -> bool:
-        """Whether there is a token left to sample that no plan in flight will."""
-        return self.length < self.limit
-
     def known_tokens(self) -> list[int]:
         """The prompt and the output so far. Not to be changed: it may be the prompt itself."""
         output = self.sequence.output_ids
         prompt = self.sequence.request.prompt_ids
         return prompt + output if output else prompt
 
+    def enter_slot(self, counts: Counts, slot: int, generation: int, computed: int) -> None:
+        """Begin in ``slot`` with all that is known, of which ``computed`` tokens have their KV."""
+        sequence = self.sequence
+        params = sequence.request.params
+        counts.open(
+            slot,
+            generation,
+            limit=self.limit,
+            plain=params.logprobs is None and params.n == 1 and sequence.max_tokens > 0,
+            stop_ids=sequence.sampler.stop_ids,
+        )
+        counts.length[slot] = sequence.num_tokens
+        counts.planned[slot] = counts.computed[slot] = computed
+        counts.last_plan[slot] = 0
+        self._counts, self.slot, self.generation = counts, slot, generation
+
+    def add_row(self, count: int, samples: bool, plan: int) -> None:
+        """The next ``count`` tokens are computed by ``plan``, and one is drawn if ``samples``."""
+        counts = self._counts
+        assert counts is not None
+        counts.planned[self.slot] += count
+        counts.last_plan[self.slot] = plan
+        if samples:
+            counts.length[self.slot] += 1
+            counts.decodes[self.slot] = True
+
+    def note_token(self, now: float) -> None:
+        """A token has come for the sequence, at ``now``; it may have lost its slot meanwhile."""
+        self.sequence.last_token = self.sequence.request.times.last_token = now
+        if self._counts is not None:
+            self._counts.last_token[self.slot] = now
+
+    def bring_times_up_to_date(self) -> None:
+        """Tell the sequence and its request when its newest token came, which the slot knows."""
+        if self._counts is None:
+            return
+        last = float(self._counts.last_token[self.slot])
+        if last == last:  # NaN before the first token
+            times = self.sequence.request.times
+            self.sequence.last_token = last
+            times.last_token = last if times.last_token is None else max(times.last_token, last)
+
     def leave_slot(self) -> None:
         """Back to how it was before the slot was opened."""
+        self.bring_times_up_to_date()
+        if self._counts is not None:
+            self._left_in = self.last_plan
+            self._counts.close(self.slot, self.sequence.sampler.stop_ids)
+        self._counts = None
         self.slot = NO_SLOT
         self.pages = []
         self.cursor = None
-        self.length = self.planned = self.computed = 0
         self.prompt_logprobs_from = NO_LOGPROBS
 
 
@@ -121,17 +180,47 @@ class Line:
     def __getitem__(self, index: int) -> Computation:
         return self._items[index]
 
-    def add(self, computation: Computation) -> None:
-        """Put ``computation`` in its place."""
-        bisect.insort(self._items, computation, key=_get_order)
+    def add(self, computation: Computation) -> int:
+        """Put ``computation`` in its place, and say which that is."""
+        index = bisect.bisect_left(self._items, computation.order, key=_get_order)
+        self._items.insert(index, computation)
+        return index
 
-    def remove(self, computation: Computation) -> None:
-        """Take ``computation`` out. It must be in."""
+    def remove(self, computation: Computation) -> int:
+        """Take ``computation`` out. It must be in. Its place was the one returned."""
         index = bisect.bisect_left(self._items, computation.order, key=_get_order)
         assert self._items[index] is computation
         del self._items[index]
+        return index
 
     def take_all(self) -> list[Computation]:
         """Empty the line."""
         items, self._items = self._items, []
         return items
+
+
+@attrs.define(eq=False)
+class Running(Line):
+    """Those who hold slots, and beside them their slots as a column in the same order."""
+
+    slots: Ints = attrs.field(init=False, factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def add(self, computation: Computation) -> int:
+        index = super().add(computation)
+        self.slots = np.insert(self.slots, index, computation.slot)
+        return index
+
+    def remove(self, computation: Computation) -> int:
+        index = super().remove(computation)
+        self.slots = np.delete(self.slots, index)
+        return index
+
+    def take_all(self) -> list[Computation]:
+        self.slots = np.zeros(0, dtype=np.int64)
+        return super().take_all()
+
+    def at(self, indices: Ints) -> list[Computation]:
+        """Those who stand at ``indices``."""
+        if len(indices) == len(self._items):
+            return self._items.copy()
+        return list(map(self._items.__getitem__, indices.tolist()))

@@ -29,9 +29,10 @@ from trioserve import wire
 from trioserve.errors import WorkerLost
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler import policy
-from trioserve.scheduler.computation import Computation, Line
+from trioserve.scheduler.computation import Computation, Line, Running
+from trioserve.scheduler.counts import Ints
 from trioserve.scheduler.draft import Draft, InFlight
-from trioserve.scheduler.endings import ending, ending_without_token
+from trioserve.scheduler.intake import Intake
 from trioserve.scheduler.integrity import check_core
 from trioserve.scheduler.limits import Limits, prompt_logprobs_for, resolve_max_tokens
 from trioserve.scheduler.memory import Memory
@@ -56,7 +57,7 @@ class SchedulerCore:
         self.waiting = Line()
         self.siblings = Siblings(self.waiting)
         """Those who wait for the pages of their request's prompt."""
-        self.running = Line()
+        self.running = Running()
         self.preempted: list[Computation] = []
         """Those that plans in flight still name; the others are back in line."""
         self.in_flight: deque[InFlight] = deque()
@@ -66,6 +67,7 @@ class SchedulerCore:
         self.num_waiting_tokens = 0
         """Prompt and output so far of all who wait for a slot."""
         self._observer = observer
+        self._intake = Intake(self, observer)
         self.has_worker = True
         self.recovery = Recovery(self)
         """What to call when a plan fails or the worker is lost."""
@@ -106,7 +108,7 @@ class SchedulerCore:
         """
         if sequence.state is State.FINISHED:
             return None
-        self._finish(sequence, finish)
+        self.finish(sequence, finish)
         return SequenceOutput(sequence, finish=finish)
 
     def drop(self, sequence: Sequence) -> wire.Drop | None:
@@ -135,7 +137,7 @@ class SchedulerCore:
         self._plan_running(draft)
         self._plan_admissions(draft, now)
         self.siblings.let_go()
-        sealed = draft.seal(self.memory.slots.take_unclosed())
+        sealed = draft.seal(self.memory.slots.take_unclosed(), self.memory.counts)
         if sealed is None:
             return None
         plan, in_flight = sealed
@@ -151,17 +153,40 @@ class SchedulerCore:
 
     def _plan_running(self, draft: Draft) -> None:
         """Give the running their tokens."""
-        share = policy.Share.out(self.running, draft.budget)
-        # Whoever is preempted on the way has lost the slot by the time its turn comes. A running
-        # sequence has pages for its prompt, so only those that decode need more, one by one.
-        for computation in share.decodes:
+        counts, slots = self.memory.counts, self.running.slots
+        if not len(slots):
+            return
+        length, planned = counts.length[slots], counts.planned[slots]
+        share = policy.Share.out(length - planned, length < counts.limit[slots], draft.budget)
+        chunks = [(self.running[place], count) for place, count in share.chunks]
+        # A running sequence has pages for its prompt, so only those that decode need more.
+        needy = share.decodes[planned[share.decodes] >= counts.room[slots[share.decodes]]]
+        if len(needy) <= self.memory.num_available:
+            for computation in self.running.at(needy):
+                self._grow(computation, draft)
+            steady = counts.decodes[slots[share.decodes]]
+            self._decode(share.decodes[steady], draft)
+            last_of_prompt = self.running.at(share.decodes[~steady])
+            chunks = [*((each, 1) for each in last_of_prompt), *chunks]
+        else:
+            self._decode_one_by_one(self.running.at(share.decodes), draft)
+        for computation, count in chunks:
+            if computation.holds_slot:
+                self._compute(computation, count, draft)
+
+    def _decode(self, places: Ints, draft: Draft) -> None:
+        """A row of one token for those at ``places`` in line, who decode and have a page for it."""
+        slots = self.running.slots[places]
+        draft.add_decodes(self.running.at(places), slots, self.memory.counts.planned[slots])
+        self.memory.counts.advance(slots, draft.number)
+
+    def _decode_one_by_one(self, decodes: list[Computation], draft: Draft) -> None:
+        """The same where pages run out: who is preempted on the way has no slot at its turn."""
+        for computation in decodes:
             if computation.holds_slot and (
                 self.memory.has_page_for_next(computation) or self._grow(computation, draft)
             ):
                 self._compute(computation, 1, draft)
-        for computation, count in share.chunks:
-            if computation.holds_slot:
-                self._compute(computation, count, draft)
 
     def _grow(self, computation: Computation, draft: Draft) -> bool:
         """Append a page to the block table, preempting from the back of the line if need be.
@@ -204,7 +229,7 @@ class SchedulerCore:
                 if num_pending == MAX_PENDING:
                     return
                 continue
-            if not self.memory.fits(computation, match, self.running):
+            if not self.memory.fits(computation, match, self.running.slots):
                 return
             self._open(computation, match, draft, now)
             if not self._has_seat(draft):
@@ -237,15 +262,12 @@ class SchedulerCore:
         """Give ``computation`` a row of ``count`` tokens."""
         samples = count == computation.remaining
         draft.add_row(computation, count, samples)
-        computation.planned += count
-        computation.last_plan = draft.number
+        computation.add_row(count, samples, draft.number)
         if computation.sequence.state is State.PREFILL:
             self.memory.publish(computation, draft.number)
             if samples:
                 computation.sequence.move_to(State.DECODE)
                 self.siblings.on_prompt_planned(computation)
-        if samples:
-            computation.length += 1
 
     # ---- leaving
 
@@ -272,7 +294,8 @@ class SchedulerCore:
         self.running.remove(computation)
         self.memory.leave(computation)
 
-    def _finish(self, sequence: Sequence, finish: Finish) -> None:
+    def finish(self, sequence: Sequence, finish: Finish) -> None:
+        """End ``sequence``, which hasn't finished, and take back what it holds."""
         if sequence.state in (State.PREFILL, State.DECODE):
             self._leave(sequence.compute)
         elif sequence.state is State.WAITING:
@@ -291,7 +314,7 @@ class SchedulerCore:
         """End every sequence of ``request`` that hasn't ended, in one go."""
         alive = [sequence for sequence in request.sequences if sequence.state is not State.FINISHED]
         for sequence in reversed(alive):  # Nobody is to lead the others on the way.
-            self._finish(sequence, finish)
+            self.finish(sequence, finish)
         logprobs = None if request.params.logprobs is None else ()
         return [SequenceOutput(each, logprobs=logprobs, finish=finish) for each in alive]
 
@@ -315,50 +338,11 @@ class SchedulerCore:
 
         for logprobs, piece in results.pieces:
             logprobs.add(piece)
-        outputs: list[SequenceOutput] = []
-        offsets = results.offsets
-        for index, (computation, count, samples) in enumerate(plan.rows):
-            sequence = computation.sequence
-            if sequence.state is State.FINISHED:
-                continue
-            computation.computed += count
-            if not samples:
-                continue
-            token_index = offsets[index]
-            if results.tokens[token_index] < 0 or sequence.max_tokens == 0:
-                outputs += self.finish_all(sequence.request, ending_without_token(sequence))
-            else:
-                outputs.append(self._accept(sequence, results, token_index, now))
+        outputs = self._intake.take(plan, results, now)
         self.recovery.on_step(plan)
         self.rejoin()
         self._has_work = bool(self.running or self.waiting)
         return outputs
-
-    def _accept(
-        self, sequence: Sequence, results: Results, index: int, now: float
-    ) -> SequenceOutput:
-        """Append token ``index`` of ``results`` to the output, and see whether it is the last.
-
-        A stop id is part of the output's tokens; the detokenizer leaves it out of the text.
-        """
-        token = results.tokens[index]
-        request = sequence.request
-        params = request.params
-        sequence.output_ids.append(token)
-        self.counters.num_tokens_sampled += 1
-        times = request.times
-        if self._observer is not None:
-            self._observer.observe_tokens(sequence, 1, now)
-        if times.first_token is None:
-            times.first_token = now
-        times.last_token = sequence.last_token = now
-        finish = ending(sequence)
-        if finish is not None:
-            self._finish(sequence, finish)
-        logprobs = None
-        if params.logprobs is not None:
-            logprobs = (results.logprob(index, params),)
-        return SequenceOutput(sequence, (token,), logprobs, finish)
 
     # ---- what can be seen from outside
 

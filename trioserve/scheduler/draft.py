@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from typing import TypeVar
+
 import attrs
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from trioserve import wire
 from trioserve.logprobs import PromptLogprobs
 from trioserve.request import Sequence
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation
+from trioserve.scheduler.counts import Bools, Counts, Ints
 
 __all__ = ["Draft", "DuePiece", "InFlight", "Row"]
 
@@ -28,6 +34,10 @@ Row = tuple[Computation, int, bool]
 """Who computes, how many tokens, and whether one is sampled after them."""
 
 
+def _no_rows() -> Ints:
+    return np.zeros(0, dtype=np.int64)
+
+
 @attrs.frozen(eq=False)
 class DuePiece:
     """The log-probabilities that a row gives: of prompt tokens ``start`` to before ``stop``."""
@@ -44,21 +54,33 @@ class DuePiece:
         return wanted
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, kw_only=True)
 class InFlight:
-    """What a plan that was sent asked for. ``slots`` and ``generations`` are its rows' columns.
+    """What a plan that was sent asked for: who computes, and columns of one entry for each row.
 
     ``pieces`` are by slot; most plans have none. ``size`` is that of :mod:`.watchdog`: the tokens,
     and more for those with a long context.
     """
 
     number: int
-    rows: list[Row]
-    slots: bytes
-    generations: bytes
-    pieces: dict[int, DuePiece]
-    num_tokens: int
-    size: float
+    computations: list[Computation] = attrs.field(factory=list)
+    slots: Ints = attrs.field(factory=_no_rows)
+    generations: Ints = attrs.field(factory=_no_rows)
+    counts: Ints = attrs.field(factory=_no_rows)
+    """How many tokens each computes."""
+    samples: Bools = attrs.field(factory=lambda: np.zeros(0, dtype=np.bool_))
+    """Whether one is drawn after them."""
+    wants_more: Bools = attrs.field(factory=lambda: np.zeros(0, dtype=np.bool_))
+    """Whether the row isn't plain: see :class:`~.counts.Counts`."""
+    pieces: dict[int, DuePiece] = attrs.field(factory=dict)
+    num_tokens: int = 0
+    size: float = 0.0
+
+    @property
+    def rows(self) -> list[Row]:
+        """The same row by row."""
+        columns = self.counts.tolist(), self.samples.tolist()
+        return list(zip(self.computations, *columns, strict=True))
 
 
 @attrs.define(eq=False)
@@ -67,12 +89,13 @@ class Draft:
 
     number: int
     budget: int
-    _num_tokens: int = attrs.field(init=False, default=0)
     _size: float = attrs.field(init=False, default=0.0)
     _opened_bytes: int = attrs.field(init=False, default=0)
     _opened: list[wire.OpenSlot] = attrs.field(init=False, factory=list)
     _page_slots: list[int] = attrs.field(init=False, factory=list)
     _page_ids: list[int] = attrs.field(init=False, factory=list)
+    _decodes: list[Computation] = attrs.field(init=False, factory=list)
+    _decode_slots: Ints = attrs.field(init=False, factory=_no_rows)
     _singles: list[Row] = attrs.field(init=False, factory=list)
     _chunks: list[Row] = attrs.field(init=False, factory=list)
     _pieces: dict[int, DuePiece] = attrs.field(init=False, factory=dict)
@@ -105,11 +128,19 @@ class Draft:
         self._page_slots.append(computation.slot)
         self._page_ids.append(page)
 
+    def add_decodes(self, computations: list[Computation], slots: Ints, planned: Ints) -> None:
+        """Each of ``computations``, in its slot, computes its last token and samples one.
+
+        ``planned`` are the tokens that were given to plans before. To be called once.
+        """
+        self._decodes, self._decode_slots = computations, slots
+        self.budget -= len(slots)
+        self._size += len(slots) + float(planned.sum()) / ATTENTION_SPAN
+
     def add_row(self, computation: Computation, count: int, samples: bool) -> None:
         """``computation`` computes its next ``count`` tokens, and samples one if ``samples``."""
         (self._singles if count == 1 else self._chunks).append((computation, count, samples))
         self.budget -= count
-        self._num_tokens += count
         self._size += count * (1 + computation.planned / ATTENTION_SPAN)
         if computation.prompt_logprobs_from != NO_LOGPROBS:
             self._expect_piece(computation, count)
@@ -123,28 +154,45 @@ class Draft:
         if start < stop:
             self._pieces[computation.slot] = DuePiece(sequence, start, stop)
 
-    def seal(self, closed: list[int]) -> tuple[wire.Plan, InFlight] | None:
-        """The finished plan, rows of one token first; None where there is nothing to be done."""
-        rows = self._singles + self._chunks
-        if not rows and not closed:
+    def seal(self, closed: list[int], counts: Counts) -> tuple[wire.Plan, InFlight] | None:
+        """The finished plan, rows of one token first; None where there is nothing to be done.
+
+        Args:
+            closed: the slots that the worker is to close.
+            counts: the slots' columns.
+        """
+        others = self._singles + self._chunks
+        if not others and not self._decodes and not closed:
             return None
-        slots = wire.from_ints([computation.slot for computation, _, _ in rows])
+        steady = len(self._decodes)
+        computations = self._decodes + [computation for computation, _, _ in others]
+        slots = _joined(self._decode_slots, [each.slot for each in computations[steady:]])
+        tokens = _joined(np.ones(steady, dtype=np.int64), [count for _, count, _ in others])
         plan = wire.Plan(
             number=self.number,
             closed=wire.from_ints(closed),
             opened=self._opened,
             page_slots=wire.from_ints(self._page_slots),
             page_ids=wire.from_ints(self._page_ids),
-            row_slots=slots,
-            row_counts=wire.from_ints([count for _, count, _ in rows]),
+            row_slots=wire.from_ints(slots),
+            row_counts=wire.from_ints(tokens),
         )
-        generations = wire.from_ints([computation.generation for computation, _, _ in rows])
         return plan, InFlight(
-            self.number,
-            rows,
-            slots,
-            generations,
-            self._pieces,
-            self._num_tokens,
-            self._size,
+            number=self.number,
+            computations=computations,
+            slots=slots,
+            generations=counts.generation[slots],
+            counts=tokens,
+            samples=_joined(np.ones(steady, dtype=np.bool_), [samples for _, _, samples in others]),
+            wants_more=~counts.plain[slots],
+            pieces=self._pieces,
+            num_tokens=int(tokens.sum()),
+            size=self._size,
         )
+
+
+C = TypeVar("C", bound=np.generic)
+
+
+def _joined(column: npt.NDArray[C], rest: Seq[int]) -> npt.NDArray[C]:
+    return np.concatenate([column, np.array(rest, dtype=column.dtype)]) if rest else column

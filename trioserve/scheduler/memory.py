@@ -1,15 +1,14 @@
 """What sequences hold of the worker's memory: a slot each, their pages, and the cached prefixes.
 
-The one place where :mod:`~trioserve.scheduler.slots`, :mod:`~trioserve.scheduler.pages` and
-:mod:`~trioserve.scheduler.prefix` meet.
+The one place where :mod:`~trioserve.scheduler.slots`, :mod:`~trioserve.scheduler.counts`,
+:mod:`~trioserve.scheduler.pages` and :mod:`~trioserve.scheduler.prefix` meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation
+from trioserve.scheduler.counts import Counts, Ints
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import Match, PrefixCache
@@ -27,6 +26,7 @@ class Memory:
         self.pool = PagePool(limits.num_pages)
         self.prefix = PrefixCache(self.pool, limits.page_size)
         self.slots = SlotTable(limits.max_num_seqs)
+        self.counts = Counts(limits.max_num_seqs, limits.vocab_size)
 
     def match(self, computation: Computation, plan: int) -> Match:
         """The cached pages that ``computation`` could begin with in plan ``plan``.
@@ -40,19 +40,20 @@ class Memory:
         most = len(tokens) - 1 if first == NO_LOGPROBS else first - 1
         return self.prefix.match(computation.namespace, tokens, plan, most)
 
-    def fits(self, computation: Computation, match: Match, running: Iterable[Computation]) -> bool:
+    def fits(self, computation: Computation, match: Match, running: Ints) -> bool:
         """Whether the capacity policy lets ``computation`` enter, with pages for all that is known.
 
         Idle pages that it shares leave those that can be evicted, so they count as needed too.
+        ``running`` are the slots of those in the running.
         """
         total = self.limits.pages_for(computation.sequence.num_tokens)
         return policy.may_admit(
             self.limits.capacity_policy,
-            available=self.pool.num_free + self.pool.num_idle,
+            available=self.num_available,
             retiring=self.pool.num_retiring,
             need=total - len(match.nodes) + self.pool.count_idle(match.pages),
-            growth=self._growth(computation, total),
-            running_growth=[self._growth(other, len(other.pages)) for other in running],
+            growth=self.limits.pages_for(computation.limit) - total,
+            running_growth=self._growth(running),
         )
 
     def enter(self, computation: Computation, match: Match) -> None:
@@ -64,10 +65,16 @@ class Memory:
         assert enough, "a sequence was let in without pages for it"
         computation.pages = shared + self.pool.allocate(missing)
         computation.cursor = match.nodes[-1] if match.nodes else None
-        computation.slot, computation.generation = self.slots.open()
-        computation.length = computation.sequence.num_tokens
-        computation.planned = computation.computed = len(shared) * self.limits.page_size
+        slot, generation = self.slots.open()
+        computed = len(shared) * self.limits.page_size
+        computation.enter_slot(self.counts, slot, generation, computed)
+        self.counts.room[slot] = len(computation.pages) * self.limits.page_size
         computation.prompt_logprobs_from = first_logprob(computation.sequence)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had at once, evicting what is idle."""
+        return self.pool.num_free + self.pool.num_idle
 
     def has_page_for_next(self, computation: Computation) -> bool:
         """Whether the block table reaches past the tokens that have been planned."""
@@ -78,6 +85,7 @@ class Memory:
         if not self._make_free(1):
             return None
         computation.pages += self.pool.allocate(1)
+        self.counts.room[computation.slot] += self.limits.page_size
         return computation.pages[-1]
 
     def publish(self, computation: Computation, plan: int) -> None:
@@ -117,9 +125,10 @@ class Memory:
         self.pool.acknowledge(plan)
         self.slots.acknowledge(plan)
 
-    def _growth(self, computation: Computation, num_pages: int) -> int:
-        """Pages beyond ``num_pages`` that ``computation`` may need before it ends by length."""
-        return self.limits.pages_for(computation.limit) - num_pages
+    def _growth(self, slots: Ints) -> Ints:
+        """Pages that each of ``slots`` may need in addition before it ends by length."""
+        size = self.limits.page_size
+        return -(-self.counts.limit[slots] // size) - self.counts.room[slots] // size
 
     def _make_free(self, count: int) -> bool:
         """See that ``count`` pages are free, evicting cached ones; False if there aren't enough."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TypeVar
 
 import attrs
+import numpy as np
+
+from trioserve.scheduler.counts import Bools, Ints
 
 __all__ = ["Order", "Share", "admission_order", "choose_victim", "may_admit", "queue_order"]
 
@@ -20,17 +23,6 @@ LPM_WINDOW = 128
 """How many of the first in line the ``lpm`` policy looks at: each costs a walk of the tree."""
 
 
-class Candidate(Protocol):
-    """What a choice depends on; see :class:`~trioserve.scheduler.computation.Computation`."""
-
-    @property
-    def remaining(self) -> int: ...
-
-    @property
-    def may_run(self) -> bool: ...
-
-
-C = TypeVar("C", bound=Candidate)
 T = TypeVar("T")
 
 
@@ -61,34 +53,38 @@ def admission_order(
 
 
 @attrs.frozen
-class Share(Generic[C]):
+class Share:
     """How a plan's tokens are shared out among the running; ``left`` of them are over."""
 
-    decodes: list[C]
-    """One token each."""
-    chunks: list[tuple[C, int]]
+    decodes: Ints
+    """The places in line of those who get one token each, their last."""
+    chunks: list[tuple[int, int]]
+    """The places of those in prefill, and how many tokens each of them gets."""
     left: int
 
     @classmethod
-    def out(cls, running: Iterable[C], budget: int) -> Share[C]:
+    def out(cls, remaining: Ints, may_run: Bools, budget: int) -> Share:
         """Share ``budget`` tokens out: one for every decode, then chunks of prompts, in order.
 
         There may be no more running than ``budget``, so a decode never waits for a prompt, and
         what is left is at least a token for everyone who is in prefill.
+
+        Args:
+            remaining: of everyone in line, the tokens that have not been given to a plan.
+            may_run: whether there is a token left to sample that no plan in flight will.
+            budget: tokens in the plan.
         """
-        decodes: list[C] = []
-        prefills: list[C] = []
-        for candidate in running:
-            if candidate.may_run:
-                (decodes if candidate.remaining == 1 else prefills).append(candidate)
+        is_last = remaining == 1
+        decodes = np.flatnonzero(may_run & is_last)
+        prefills = np.flatnonzero(may_run & ~is_last)
         left = budget - len(decodes)
         assert left >= len(prefills), "more running than tokens in a plan"
-        chunks: list[tuple[C, int]] = []
-        for candidate in prefills:
-            count = min(candidate.remaining, left)
+        chunks: list[tuple[int, int]] = []
+        for place in prefills.tolist():
+            count = min(int(remaining[place]), left)
             if count == 0:
                 break
-            chunks.append((candidate, count))
+            chunks.append((place, count))
             left -= count
         return cls(decodes, chunks, left)
 
@@ -100,7 +96,7 @@ def may_admit(
     retiring: int,
     need: int,
     growth: int,
-    running_growth: Sequence[int],
+    running_growth: Ints,
 ) -> bool:
     """Whether a sequence may enter.
 
@@ -119,8 +115,8 @@ def may_admit(
     if need > available:
         return False
     if policy == "guaranteed_no_evict":
-        return need + growth + sum(running_growth) <= available + retiring
-    return not running_growth or need + len(running_growth) <= available
+        return need + growth + int(np.sum(running_growth)) <= available + retiring
+    return len(running_growth) == 0 or need + len(running_growth) <= available
 
 
 def choose_victim(running: Sequence[T]) -> T:

@@ -50,7 +50,7 @@ class Recovery:
     def on_step(self, plan: InFlight) -> None:
         """``plan`` has been computed, and its rows are counted."""
         self._num_failures = 0
-        self.blame.on_step(computation for computation, _, _ in plan.rows)
+        self.blame.on_step(plan.computations)
 
     def on_failure(self, failure: wire.Failure) -> list[SequenceOutput]:
         """A plan in flight failed: everybody resumes after a Reset, but who is to blame.
@@ -67,9 +67,9 @@ class Recovery:
         if plan is None:
             raise WorkerLost(f"plan {failure.number} failed and isn't in flight: {failure.message}")
         guilty: Request | None = None
-        slots = wire.ints(plan.slots).tolist()
+        slots = plan.slots.tolist()
         if failure.slot in slots:
-            sequence = plan.rows[slots.index(failure.slot)][0].sequence
+            sequence = plan.computations[slots.index(failure.slot)].sequence
             # If it has ended meanwhile, its siblings go on without it.
             guilty = None if sequence.state is State.FINISHED else sequence.request
         else:
@@ -158,5 +158,5 @@ def _flight_of(plans: Iterable[InFlight]) -> Flight:
     return {
         computation.sequence: computation.planned or computation.sequence.num_tokens
         for plan in plans
-        for computation, _, _ in plan.rows
+        for computation in plan.computations
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +11,7 @@ from trioserve.errors import WorkerLost
 from trioserve.logprobs import PromptLogprobs
 from trioserve.request import State
 from trioserve.sampling import SamplingParams
+from trioserve.scheduler.counts import Ints
 from trioserve.scheduler.draft import InFlight
 from trioserve.stream import TokenLogprob
 
@@ -21,10 +20,10 @@ __all__ = ["Results"]
 
 @attrs.frozen(eq=False)
 class Results:
-    """The ragged columns of one result, as lists: what row i gave is ``offsets[i:i + 2]``."""
+    """The ragged columns of one result: row i gave ``tokens[offsets[i]:offsets[i + 1]]``."""
 
-    offsets: list[int]
-    tokens: list[int]
+    offsets: Ints
+    tokens: Ints
     pieces: list[tuple[PromptLogprobs, wire.PromptPiece]]
     """Log-probabilities of prompts, and where they go."""
     _message: wire.StepResult
@@ -38,7 +37,8 @@ class Results:
         """
         if message.number != plan.number:
             raise WorkerLost(f"result of plan {message.number} came instead of {plan.number}")
-        if (message.slots, message.generations) != (plan.slots, plan.generations):
+        expected = wire.from_ints(plan.slots), wire.from_ints(plan.generations)
+        if (message.slots, message.generations) != expected:
             raise WorkerLost(f"the rows of result {message.number} aren't those of its plan")
         try:
             return cls._read_columns(message, plan, vocab_size)
@@ -47,25 +47,29 @@ class Results:
 
     @classmethod
     def _read_columns(cls, message: wire.StepResult, plan: InFlight, vocab_size: int) -> Results:
-        offsets, tokens = wire.ints(message.offsets).tolist(), wire.ints(message.tokens).tolist()
-        if len(offsets) != len(plan.rows) + 1 or not _are_offsets(offsets, len(tokens)):
+        offsets = wire.ints(message.offsets).astype(np.int64)
+        tokens = wire.ints(message.tokens).astype(np.int64)
+        if len(offsets) != len(plan.slots) + 1 or not _are_offsets(offsets, len(tokens)):
             raise WorkerLost(f"the offsets of result {message.number} fit neither rows nor tokens")
-        if tokens and not (min(tokens) >= -1 and max(tokens) < vocab_size):
+        if len(tokens) and not (tokens.min() >= -1 and tokens.max() < vocab_size):
             raise ValueError("a token is none of the vocabulary")
-        wants_logprobs = False
-        for index, (computation, _, samples) in enumerate(plan.rows):
-            given = offsets[index + 1] - offsets[index]
+        given = np.diff(offsets)
+        for index in np.flatnonzero(given != plan.samples).tolist():
+            computation = plan.computations[index]
             # A sequence that has ended meanwhile may or may not have been computed once more.
-            if given != samples and computation.sequence.state is not State.FINISHED:
+            if computation.sequence.state is not State.FINISHED:
                 raise WorkerLost(
-                    f"result {message.number} has {given} tokens for slot {computation.slot}, "
-                    f"where {int(samples)} was due"
+                    f"result {message.number} has {given[index]} tokens for slot "
+                    f"{computation.slot}, where {int(plan.samples[index])} was due"
                 )
-            params = computation.sequence.request.params
-            if params.logprobs is not None and given:
+        wants_logprobs = False
+        for index in np.flatnonzero(plan.wants_more & (given > 0)).tolist():
+            params = plan.computations[index].sequence.request.params
+            if params.logprobs is not None:
                 wants_logprobs = True
-                if params.logprob_token_ids and tokens[offsets[index]] >= 0:
-                    _check_asked(message, offsets[index], len(params.logprob_token_ids))
+                start = int(offsets[index])
+                if params.logprob_token_ids and tokens[start] >= 0:
+                    _check_asked(message, start, len(params.logprob_token_ids))
         if wants_logprobs:
             _check_logprobs(message, len(tokens), vocab_size)
         pieces = _check_pieces(message, plan, vocab_size) if plan.pieces or message.prompts else []
@@ -91,13 +95,12 @@ class Results:
             named = zip(params.logprob_token_ids, column.tolist(), strict=True)
             asked = tuple((token, logprob, "") for token, logprob in named)
         logprob = float(wire.floats(message.logprobs)[index])
-        return TokenLogprob(self.tokens[index], logprob, "", top, asked)
+        return TokenLogprob(int(self.tokens[index]), logprob, "", top, asked)
 
 
-def _are_offsets(offsets: list[int], total: int) -> bool:
+def _are_offsets(offsets: Ints, total: int) -> bool:
     """Whether ``offsets`` cut ``total`` entries into pieces, some of them empty."""
-    rising = all(before <= after for before, after in itertools.pairwise(offsets))
-    return rising and offsets[0] == 0 and offsets[-1] == total
+    return bool(offsets[0] == 0 and offsets[-1] == total and (np.diff(offsets) >= 0).all())
 
 
 def _check_logprobs(message: wire.StepResult, num_tokens: int, vocab_size: int) -> None:
@@ -106,7 +109,7 @@ def _check_logprobs(message: wire.StepResult, num_tokens: int, vocab_size: int) 
         raise ValueError("its tokens come without their log-probabilities")
     if message.top_offsets:
         ids = wire.ints(message.top_ids)
-        offsets = wire.ints(message.top_offsets).tolist()
+        offsets = wire.ints(message.top_offsets).astype(np.int64)
         if len(offsets) != num_tokens + 1 or not _are_offsets(offsets, len(ids)):
             raise ValueError("its alternatives fit no tokens")
         if len(wire.floats(message.top_logprobs)) != len(ids):

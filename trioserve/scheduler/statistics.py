@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from trioserve import wire
 from trioserve.request import Sequence
@@ -20,6 +22,12 @@ class Observer(Protocol):
 
     def observe_tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """``sequence`` got ``num_tokens`` tokens at ``now``; its times are as they were before."""
+
+    def observe_gaps(self, gaps: npt.NDArray[np.float64]) -> None:
+        """So many sequences got one more token each, so many seconds after their last one.
+
+        None of them is the first of its sequence, or the first since a worker was lost.
+        """
 
 
 @attrs.define(kw_only=True)

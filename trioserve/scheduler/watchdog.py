@@ -103,6 +103,6 @@ class Watchdog:
         assert self._plan is not None
         return (
             f"no step within {self._allowed:.3g} s (--watchdog-timeout): "
-            f"plan {self._plan.number} of {len(self._plan.rows)} rows and "
+            f"plan {self._plan.number} of {len(self._plan.slots)} rows and "
             f"{self._plan.num_tokens} tokens"
         )

@@ -1,0 +1,82 @@
+"""How far each sequence that holds a slot has come: a column for each count, indexed by slot.
+
+In most steps most sequences do the same: they compute one token and draw the next. Columns let such
+a step cost a few operations on whole arrays instead of a visit to every sequence, so the numbers
+live here and :class:`~trioserve.scheduler.computation.Computation` reads and writes them by its
+slot. What only some sequences want (log-probabilities, siblings, an end) is done one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Bools", "Counts", "Ints"]
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+CLOSED = 0
+"""The generation of a slot that nobody holds; the first real one is 1."""
+
+
+class Counts:
+    """The columns, each [number of slots]. What stands in a closed slot means nothing.
+
+    Args:
+        num_slots: how many there are.
+        vocab_size: tokens are below it.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self.length = np.zeros(num_slots, dtype=np.int64)
+        self.planned = np.zeros(num_slots, dtype=np.int64)
+        self.computed = np.zeros(num_slots, dtype=np.int64)
+        self.last_plan = np.zeros(num_slots, dtype=np.int64)
+        """These four are a :class:`~trioserve.scheduler.computation.Computation`'s."""
+        self.limit = np.zeros(num_slots, dtype=np.int64)
+        """Tokens at which the sequence ends by length."""
+        self.room = np.zeros(num_slots, dtype=np.int64)
+        """Tokens that the pages in the block table hold."""
+        self.generation = np.zeros(num_slots, dtype=np.int64)
+        self.decodes = np.zeros(num_slots, dtype=np.bool_)
+        """All tokens known have been given to plans, but for the next one that is drawn."""
+        self.plain = np.zeros(num_slots, dtype=np.bool_)
+        """Nothing but the token is wanted of a row, and there is one sequence in the request."""
+        self.last_token = np.full(num_slots, np.nan)
+        """When the newest token came, in seconds; NaN before the first one in this slot."""
+        self._stops = np.zeros(vocab_size, dtype=np.int32)
+        """For how many open slots each token is a stop id."""
+
+    def open(
+        self, slot: int, generation: int, *, limit: int, plain: bool, stop_ids: Sequence[int]
+    ) -> None:
+        """A sequence has got ``slot``. Its own counts are for the caller to set."""
+        self.generation[slot] = generation
+        self.limit[slot] = limit
+        self.plain[slot] = plain
+        self.decodes[slot] = False
+        self.last_token[slot] = np.nan
+        self._count_stops(stop_ids, 1)
+
+    def close(self, slot: int, stop_ids: Sequence[int]) -> None:
+        """The sequence has left ``slot``."""
+        self.generation[slot] = CLOSED
+        self._count_stops(stop_ids, -1)
+
+    def _count_stops(self, stop_ids: Sequence[int], change: int) -> None:
+        for token in stop_ids:
+            if 0 <= token < len(self._stops):
+                self._stops[token] += change
+
+    def may_stop(self, tokens: Ints) -> Bools:
+        """Which of ``tokens``, none of them negative, are stop ids for anybody."""
+        return self._stops[tokens] > 0
+
+    def advance(self, slots: Ints, plan: int) -> None:
+        """Each of ``slots``, all of which decode, has a row of one token in ``plan``."""
+        self.planned[slots] += 1
+        self.length[slots] += 1
+        self.last_plan[slots] = plan
