@@ -102,13 +102,13 @@ def simulate(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure throughput and latency of the default model, beside `transformers serve`."""
-    session.run(development(session), "-m", "bench.throughput", *session.posargs)
+    """Measure this server, and others beside it: `-- --compare llama.cpp --compare vllm`."""
+    session.run(development(session), "-m", "bench.compare", *session.posargs)
 
 
 @nox.session
 def bench_peers(session: nox.Session) -> None:
-    """Measure other servers on the same model."""
+    """Install the servers to compare with, each into an environment of its own."""
     session.run(development(session), "-m", "bench.peers", *session.posargs)
 
 

@@ -3,12 +3,16 @@
 The weights are those of the GGUF file, dequantized; the tokenizer is ours, because transformers
 builds another pre-tokenizer from this file. No id ends a sequence in this folder: both sides of a
 comparison are to produce every token asked for.
+
+``python -m bench.hf_folder MODEL FOLDER`` writes it. Comparisons do that in a process of its own,
+because a page of torch's library that they had in memory would count less for the servers.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +90,7 @@ def _tokenizer_config(files: ModelFiles) -> dict[str, Any]:
         "chat_template": files.chat_template,
         "model_max_length": files.config.max_position_embeddings,
     }
+
+
+if __name__ == "__main__":
+    write_folder(sys.argv[1], Path(sys.argv[2]))

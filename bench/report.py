@@ -7,80 +7,100 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
-from trioserve.load import Figures
+from bench.rows import Row
 
-__all__ = ["Measurement", "commit", "machine", "own_versions", "save", "table"]
+__all__ = ["OWN", "commit", "machine", "markdown", "own_versions", "ratios", "save", "tables"]
 
+OWN = "trioserve"
+"""This project's server, as results call it."""
 
-@attrs.frozen(kw_only=True)
-class Measurement:
-    """One server's figures at one concurrency in one round."""
-
-    server: str
-    round: int
-    figures: Figures
+_Value = TypeVar("_Value")
 
 
-def table(measurements: Sequence[Measurement], servers: Sequence[str]) -> str:
-    """A Markdown table: a row per concurrency and server, medians over the rounds.
+# A figure for a table's cell, by its name.
+_COLUMNS = {
+    "tokens_per_second": ("tokens/s", "{:.1f}"),
+    "ttft_p50_ms": ("TTFT p50 ms", "{:.0f}"),
+    "ttft_p99_ms": ("TTFT p99 ms", "{:.0f}"),
+    "itl_p50_ms": ("ITL p50 ms", "{:.1f}"),
+    "itl_p99_ms": ("ITL p99 ms", "{:.1f}"),
+    "tpot_p50_ms": ("TPOT p50 ms", "{:.1f}"),
+    "burnt_cpu_seconds": ("CPU burnt s", "{:.2f}"),
+    "seconds": ("until idle s", "{:.2f}"),
+    "pss_mib": ("PSS MiB", "{:.0f}"),
+    "pss_at_start_mib": ("PSS at its start MiB", "{:.0f}"),
+    "first_token_seconds": ("first token s", "{:.2f}"),
+    "healthy_seconds": ("healthy s", "{:.2f}"),
+    "server_cpu_seconds": ("server's CPU s", "{:.1f}"),
+    "elsewhere_cores": ("cores busy elsewhere", "{:.2f}"),
+}
 
-    ``first / this`` is the median, over the rounds, of the first server's output rate by the row's
-    in the same round.
+
+def tables(rows: Sequence[Row]) -> str:
+    """A Markdown table for each scenario: a row per case and server, medians over the rounds.
+
+    The last column is the first figure of this project's server in the same format by the row's:
+    the median of the ratios of each round.
     """
-    lines = [
-        "| streams | server | output tokens/s | rounds | first / this | TTFT p50 · p99 ms "
-        "| ITL p50 · p99 ms | TPOT p50 ms | E2E p50 s |",
-        "|---|---|---|---|---|---|---|---|---|",
+    parts = []
+    for scenario in _unique(row.scenario for row in rows):
+        chosen = [row for row in rows if row.scenario == scenario]
+        parts.append(f"### {scenario.replace('_', ' ')}\n\n{_table(chosen)}")
+    return "\n\n".join(parts)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    names = [name for name in _COLUMNS if name in rows[0].values]
+    heads = ["case", "server", "rounds", *(_COLUMNS[name][0] for name in names)]
+    lines = []
+    keys = _unique((row.case, row.format, row.server) for row in rows)
+    cases = [key[0] for key in keys]
+    for case, format, server in sorted(keys, key=lambda key: cases.index(key[0])):
+        same = [row for row in rows if (row.case, row.format, row.server) == (case, format, server)]
+        cells = [
+            _COLUMNS[name][1].format(statistics.median(row.values[name] for row in same))
+            for name in names
+        ]
+        found = ratios(rows, case, format, OWN, server, names[0])
+        last = f"{statistics.median(found):.2f}" if found and server != OWN else ""
+        lines.append([case, f"{server} {format}", str(len(same)), *cells, last])
+    return markdown([*heads, f"{_COLUMNS[names[0]][0]}: {OWN} / this"], lines)
+
+
+def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    every = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in every)
+
+
+def ratios(
+    rows: Sequence[Row], case: str, format: str, server: str, other: str, name: str
+) -> list[float]:
+    """One server's figure ``name`` by another's, for each round in which both were measured.
+
+    ``rows`` are those of one scenario.
+    """
+    both: list[dict[int, float]] = [
+        {
+            row.round: row.values[name]
+            for row in rows
+            if (row.case, row.format, row.server) == (case, format, who)
+        }
+        for who in (server, other)
     ]
-    for streams in sorted({m.figures.concurrency for m in measurements}):
-        first = _figures(measurements, servers[0], streams)
-        for server in servers:
-            lines.append(_row(streams, server, _figures(measurements, server, streams), first))
-    return "\n".join(lines)
+    return [both[0][round] / both[1][round] for round in both[0] if both[1].get(round)]
 
 
-def _row(streams: int, server: str, figures: list[Figures], first: list[Figures]) -> str:
-    rates = [f.output_tokens_per_second for f in figures]
-    ratio = "" if figures is first else f"{_ratio(first, figures):.2f}"
-    cells = [
-        str(streams),
-        server,
-        f"{statistics.median(rates):.1f}",
-        " ".join(f"{rate:.0f}" for rate in rates),
-        ratio,
-        f"{_median(figures, 'ttft_ms', 'p50'):.0f} · {_median(figures, 'ttft_ms', 'p99'):.0f}",
-        f"{_median(figures, 'itl_ms', 'p50'):.1f} · {_median(figures, 'itl_ms', 'p99'):.1f}",
-        f"{_median(figures, 'tpot_ms', 'p50'):.1f}",
-        f"{_median(figures, 'e2e_ms', 'p50') / 1000:.2f}",
-    ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def _figures(measurements: Sequence[Measurement], server: str, streams: int) -> list[Figures]:
-    return [
-        m.figures
-        for m in sorted(measurements, key=lambda m: m.round)
-        if m.server == server and m.figures.concurrency == streams
-    ]
-
-
-def _ratio(first: list[Figures], other: list[Figures]) -> float:
-    return statistics.median(
-        a.output_tokens_per_second / b.output_tokens_per_second
-        for a, b in zip(first, other, strict=True)
-    )
-
-
-def _median(figures: list[Figures], name: str, field: str) -> float:
-    return float(statistics.median(getattr(getattr(f, name), field) for f in figures))
+def _unique(values: Iterable[_Value]) -> list[_Value]:
+    return list(dict.fromkeys(values))
 
 
 def machine() -> dict[str, Any]:
@@ -130,10 +150,17 @@ def commit() -> str:
 def save(
     folder: Path,
     name: str,
-    measurements: Sequence[Measurement],
+    measurements: Sequence[Any],
     facts: Mapping[str, Any],
 ) -> Path:
-    """Write everything to ``folder/name-<time>.json`` and return its path."""
+    """Write everything to ``folder/name-<time>.json`` and return its path.
+
+    Args:
+        folder: made if it isn't there.
+        name: what was measured.
+        measurements: of attrs classes.
+        facts: what they depend on: options, versions.
+    """
     now = datetime.now(UTC)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{now:%Y%m%d-%H%M%S}.json"

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,17 @@ from typing import Any
 import attrs
 import trio
 
+from bench.family import Family
 from trioserve.load import Target, over_tcp
 
-__all__ = ["MODEL", "Running", "Server", "ServerFailed", "family", "running", "trioserve_server"]
+__all__ = ["MODEL", "Running", "Server", "ServerFailed", "running"]
 
 MODEL = "smollm2-135m"
 
-_START_TIMEOUT = 300.0
+_START_TIMEOUT = 600.0
 _STOP_TIMEOUT = 20.0
+# Seconds; what is added to a time of starting is half of it on average.
+_ASK_AGAIN = 0.02
 _HEALTH_REQUEST = b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n"
 
 
@@ -35,6 +37,7 @@ class Server:
     """How to start one server and what its requests say.
 
     ``argv`` gets the port that it is to listen on; ``fields`` go into every request's body.
+    ``format`` is the number format of the weights, as comparisons call it.
     """
 
     name: str
@@ -43,38 +46,28 @@ class Server:
     versions: Mapping[str, str]
     path: str = "/v1/completions"
     env: Mapping[str, str] = attrs.field(factory=dict)
+    format: str = ""
+
+    @property
+    def title(self) -> str:
+        """As progress and tables call it."""
+        return f"{self.name} {self.format}".rstrip()
 
 
 @attrs.frozen(kw_only=True)
 class Running:
-    """A healthy server."""
+    """A healthy server; it was ``started`` at that time of trio's clock."""
 
     server: Server
     target: Target
     port: int
     process: trio.Process
+    started: float
 
-    def peak_memory_bytes(self) -> int:
-        """The most memory held by each process of the server, added up (Linux only)."""
-        return sum(_peak_of(pid) for pid in family(self.process.pid))
-
-
-def trioserve_server(dtype: str, versions: Mapping[str, str]) -> Server:
-    """This project's server, of this very tree, with the default model."""
-    return Server(
-        name="trioserve",
-        argv=lambda port: [
-            *(sys.executable, "-m", "trioserve", "serve", MODEL),
-            *("--port", str(port), "--dtype", dtype, "--log-level", "warning"),
-        ],
-        fields={
-            "model": MODEL,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True},
-        },
-        versions=versions,
-    )
+    @property
+    def family(self) -> Family:
+        """All of its processes."""
+        return Family(self.process.pid)
 
 
 @contextlib.asynccontextmanager
@@ -85,6 +78,7 @@ async def running(server: Server, log: Path) -> AsyncIterator[Running]:
         ServerFailed: it died or didn't become healthy in time.
     """
     port = _free_port()
+    started = trio.current_time()
     async with await trio.open_file(log, "wb") as output:
         process = await trio.lowlevel.open_process(
             server.argv(port),
@@ -98,14 +92,14 @@ async def running(server: Server, log: Path) -> AsyncIterator[Running]:
             while not await _healthy(port):
                 if process.poll() is not None:
                     break
-                await trio.sleep(0.2)
+                await trio.sleep(_ASK_AGAIN)
         if patience.cancelled_caught or process.returncode is not None:
             tail = await trio.Path(log).read_text(errors="replace")
             raise ServerFailed(f"{server.name} didn't start:\n{tail[-2000:]}")
         target = Target(
             connect=over_tcp(f"http://127.0.0.1:{port}"), path=server.path, fields=server.fields
         )
-        yield Running(server=server, target=target, port=port, process=process)
+        yield Running(server=server, target=target, port=port, process=process, started=started)
     finally:
         with trio.CancelScope(shield=True):
             await _stop(process)
@@ -136,25 +130,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def family(ancestor: int) -> list[int]:
-    """A process and all that descend from it; a worker may be in a session of its own."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # The name before the last parenthesis may hold anything, spaces too.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    family = [ancestor]
-    for member in family:
-        family += children.get(member, [])
-    return family
-
-
-def _peak_of(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0

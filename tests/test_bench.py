@@ -1,4 +1,4 @@
-"""The benchmark's own parts: what makes a run valid, its prompts, table and subprocesses."""
+"""The benchmark's own parts: what makes a run valid, its prompts and subprocesses."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 import sys
 from pathlib import Path
 
-import attrs
 import pytest
+import trio
 
-from bench.prompts import exact_prompts
-from bench.report import Measurement, save, table
+from bench import cpu_after_leave
+from bench.cpu_after_leave import CpuAfterLeave
+from bench.prompts import exact_prompts, tokenizer
+from bench.report import save
+from bench.rows import Row
 from bench.servers import Server, ServerFailed, running
-from bench.throughput import InvalidRun, check, check_agreement
-from trioserve.load import Record, Run, figures_of, send
-from trioserve.model_files import locate, open_model
+from bench.validity import InvalidRun, check, check_agreement
+from trioserve.load import Record, Run, send
 
 
 def record(text: str = "some text", tokens: int = 4, error: str = "") -> Record:
@@ -34,12 +36,24 @@ def run_of(*records: Record, duration: float = 1.0) -> Run:
 
 
 def test_prompts_have_exactly_the_tokens_asked_for_and_differ() -> None:
-    tokenizer = open_model(locate("smollm2-135m")).load_tokenizer()
-    prompts = exact_prompts(tokenizer, 20, 128, seed=3)
-    assert {len(tokenizer.encode(prompt).ids) for prompt in prompts} == {128}
-    assert len(set(prompts)) == 20
-    assert prompts == exact_prompts(tokenizer, 20, 128, seed=3)
-    assert not set(prompts) & set(exact_prompts(tokenizer, 20, 128, seed=4))
+    prompts = exact_prompts(tokenizer(), 20, 128, seed=3)
+    assert {len(tokenizer().encode(prompt).ids) for prompt in prompts} == {128}
+    assert len({prompt[:20] for prompt in prompts}) == 20
+    assert prompts == exact_prompts(tokenizer(), 20, 128, seed=3)
+    for seed in (4, -3):
+        assert not set(prompts) & set(exact_prompts(tokenizer(), 20, 128, seed=seed))
+
+
+def test_prompts_share_exactly_the_tokens_asked_for() -> None:
+    def ids(seed: int) -> list[list[int]]:
+        prompts = exact_prompts(tokenizer(), 5, 10, seed, prefix_tokens=40)
+        return [tokenizer().encode(prompt).ids for prompt in prompts]
+
+    found = ids(seed=3)
+    assert {len(each) for each in found} == {50}
+    assert len({tuple(each[:40]) for each in found}) == 1
+    assert len({tuple(each[:42]) for each in found}) == 5
+    assert ids(seed=4)[0][:3] != found[0][:3]
 
 
 @pytest.mark.parametrize(
@@ -59,31 +73,17 @@ def test_a_run_is_invalid_if_one_answer_is_not_what_was_asked_for(
 
 
 def test_servers_must_begin_most_answers_alike() -> None:
-    ours = run_of(record("the same beginning, then a"), record("the same beginning, then b"))
-    check_agreement([ours, run_of(record("the same beginning; c"), record("another"))])
-    with pytest.raises(InvalidRun, match="0 of 2"):
-        check_agreement([ours, run_of(record("quite different"), record("another"))])
-    check_agreement([ours])
+    ours = ["the same beginning, then a", "the same beginning, then b"]
+    check_agreement({"ours": ours, "peer": ["the same beginning; c", "another"]})
+    with pytest.raises(InvalidRun, match="0 of 2 answers begin alike on ours and peer"):
+        check_agreement({"ours": ours, "same": ours, "peer": ["quite different", "another"]})
+    check_agreement({"ours": ours})
 
 
-def test_the_table_has_medians_and_the_ratio_of_each_round() -> None:
-    def measured(server: str, round: int, duration: float) -> Measurement:
-        figures = figures_of(run_of(record(), duration=duration))
-        return Measurement(server=server, round=round, figures=figures)
-
-    # 4 tokens a run: 4, 2 and 1 tokens/s against 1, 1 and 2.
-    measurements = [measured("ours", i, duration) for i, duration in enumerate((1.0, 2.0, 4.0))]
-    measurements += [measured("peer", i, duration) for i, duration in enumerate((4.0, 4.0, 2.0))]
-    _, _, ours, peer = table(measurements, ["ours", "peer"]).splitlines()
-    assert ours.startswith("| 1 | ours | 2.0 | 4 2 1 | 1.00 | 100 · 100 | 300.0 · 300.0 | 100.0 |")
-    assert peer.startswith("| 1 | peer | 1.0 | 1 1 2 | 2.00 |")
-
-
-def test_results_are_saved_with_every_figure(tmp_path: Path) -> None:
-    figures = figures_of(run_of(record()))
-    measurement = Measurement(server="ours", round=0, figures=figures)
-    text = save(tmp_path, "name", [measurement], {"scenario": {"rounds": 1}}).read_text()
-    for name in (*attrs.asdict(figures), "processor", "rounds"):
+def test_results_are_saved_with_the_machine_and_what_was_asked(tmp_path: Path) -> None:
+    row = Row(scenario="s", case="c", server="ours", format="bf16", round=0, values={"rate": 1.0})
+    text = save(tmp_path / "new", "name", [row], {"options": {"rounds": 1}}).read_text()
+    for name in ("scenario", "format", "rate", "processor", "rounds", "measurements"):
         assert f'"{name}"' in text
 
 
@@ -111,19 +111,28 @@ def script(code: str) -> Server:
 async def test_a_server_runs_within_its_block_and_is_gone_after_it(tmp_path: Path) -> None:
     async with running(script(ANSWERS), tmp_path / "log") as server:
         assert (await send(server.target, {})).text == "hi"
-        assert server.peak_memory_bytes() > 1 << 20
+        assert server.started < trio.current_time()
+        assert server.family.pss_bytes() > 1 << 20
+        assert server.family.cpu_seconds() > 0
         pid = server.process.pid
     with pytest.raises(ProcessLookupError):
         os.killpg(pid, 0)
 
 
 BALLAST = """
-import subprocess, sys
-child = "held = b'x' * (64 << 20); print(flush=True); import time; time.sleep(60)"
+import signal, subprocess, sys
+child = '''
+import time
+held = b'x' * (64 << 20)
+until = time.process_time() + 0.3
+while time.process_time() < until: pass
+print(flush=True); time.sleep(60)
+'''
 worker = subprocess.Popen(
     [sys.executable, "-c", child], stdout=subprocess.PIPE, start_new_session=True
 )
 worker.stdout.readline()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 try:
     exec(ANSWERS)
 finally:
@@ -131,14 +140,56 @@ finally:
 """
 
 
-async def test_memory_includes_a_worker_in_a_session_of_its_own(tmp_path: Path) -> None:
-    stop = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); "
-    code = BALLAST.replace("exec(ANSWERS)", f"{stop}exec({ANSWERS!r})")
+async def test_memory_and_cpu_include_a_worker_in_a_session_of_its_own(tmp_path: Path) -> None:
+    code = BALLAST.replace("exec(ANSWERS)", f"exec({ANSWERS!r})")
     async with running(script(code), tmp_path / "log") as server:
-        assert server.peak_memory_bytes() > 64 << 20
+        assert server.family.pss_bytes() > 64 << 20
+        assert server.family.peak_resident_bytes() > 64 << 20
+        assert server.family.cpu_seconds() > 0.3
 
 
 async def test_a_server_that_dies_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match="no such model"):
         async with running(script("raise SystemExit('no such model')"), tmp_path / "log"):
             pytest.fail("it never was healthy")
+
+
+# Streams for ever; once a client has left, it computes for 0.4 s more.
+BURNS = """
+import http.server, sys, threading, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def do_POST(self):
+        self.send_response(200); self.end_headers()
+        try:
+            while True:
+                self.wfile.write(b'data: {"choices": [{"text": "hi"}]}\\n\\n'); time.sleep(0.01)
+        except OSError:
+            until = time.thread_time() + 0.4
+            while time.thread_time() < until: pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+async def test_what_is_burnt_after_clients_have_left_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_after_leave, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(cpu_after_leave, "QUIET_SECONDS", 0.6)
+    (turn,) = CpuAfterLeave(clients=2, prompt_tokens=4).turns(0)
+    async with running(script(BURNS), tmp_path / "log") as server:
+        taken = await turn.measure(server)
+    # Twice 0.4 s, and what Python's lock costs two threads that compute; ticks are 10 ms.
+    assert 0.7 < taken.values["burnt_cpu_seconds"] < 2.0
+
+
+async def test_clients_that_are_served_one_after_the_other_measure_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_after_leave, "IDLE_SECONDS", 0.2)
+    (turn,) = CpuAfterLeave(clients=2, prompt_tokens=4).turns(0)
+    ends = ANSWERS.replace('"text": "hi"', '"text": "hi", "finish_reason": "length"')
+    async with running(script(ends), tmp_path / "log") as server:
+        with pytest.raises(InvalidRun, match="not all streams ran at the same time"):
+            await turn.measure(server)

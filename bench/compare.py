@@ -1,0 +1,204 @@
+"""This server beside others, on one machine in one run.
+
+``python -m bench.compare --compare llama.cpp --compare vllm --minutes 20`` measures everything as
+often as fits into the time, and at least once. It prints a table for each scenario and the targets
+beside what was reached, and saves all of it as JSON. Exit code 1: something failed, or a run wasn't
+valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import attrs
+import trio
+
+from bench.contest import Notes, contest, one_by_one
+from bench.cpu_after_leave import CpuAfterLeave
+from bench.goals import goals_table, judge
+from bench.memory import Memory
+from bench.peers import BF16_ONLY, SERVERS
+from bench.peers.gguf_files import FORMATS
+from bench.peers.own_server import own_server
+from bench.report import save, tables
+from bench.scenario import Lonely, Scenario
+from bench.servers import Server
+from bench.setting import Setting
+from bench.shared_prefix import SharedPrefix
+from bench.start import Start
+from bench.throughput import Throughput
+
+__all__ = ["SCENARIOS", "Part", "main", "measure", "parts_of"]
+
+SCENARIOS = ("throughput", "shared_prefix", "cpu_after_leave", "memory", "start")
+"""What there is to measure."""
+
+RESULTS = Path(__file__).parent / "results"
+_ROUNDS = 3
+_MOST_ROUNDS = 9
+# Each part's weight in the time given: with more servers, a round takes longer.
+_SHARE_TOGETHER, _SHARE_SERVER = 1.0, 1.0
+_SHARE_ALONE = 0.5
+
+
+@attrs.frozen(kw_only=True)
+class Part:
+    """Servers that are measured side by side; ``share`` weighs its part of the time.
+
+    ``run`` takes the most rounds and a deadline.
+    """
+
+    title: str
+    share: float
+    run: Callable[[Notes, int, float], Awaitable[None]]
+
+
+async def measure(parts: Sequence[Part], notes: Notes, rounds: int, minutes: float | None) -> None:
+    """Run each part; what one doesn't need of its time goes to those after it."""
+    end = trio.current_time() + (minutes * 60 if minutes is not None else float("inf"))
+    for number, part in enumerate(parts):
+        now = trio.current_time()
+        left = sum(other.share for other in parts[number:])
+        print(f"\n{part.title}", flush=True)
+        await part.run(notes, rounds, now + (end - now) * part.share / left)
+
+
+def parts_of(
+    chosen: Sequence[str],
+    formats: Sequence[str],
+    peers: Sequence[str],
+    throughput: Throughput,
+    make: Callable[[str, Setting], Server],
+) -> list[Part]:
+    """What is measured beside what.
+
+    Widths are measured in every format, with those peers that have it. What hardly depends on the
+    format is measured in the first one alone. Memory and start are measured beside llama.cpp alone:
+    the others take a multiple of both.
+
+    Args:
+        chosen: of :data:`SCENARIOS`.
+        formats: of :data:`bench.peers.gguf_files.FORMATS`.
+        peers: the names of other servers.
+        throughput: the widths to measure.
+        make: a server by its name.
+    """
+    parts = []
+    for format in formats:
+        every: list[Scenario] = [throughput]
+        if format == formats[0]:
+            every += [SharedPrefix(), CpuAfterLeave()]
+        scenarios = [scenario for scenario in every if scenario.name in chosen]
+        names = ["", *(peer for peer in peers if format == "bf16" or peer not in BF16_ONLY)]
+        if scenarios:
+            servers = [make(name, Setting(format=format)) for name in names]
+            parts.append(
+                Part(
+                    title=f"{format}: {', '.join(s.name for s in scenarios)}",
+                    share=_SHARE_TOGETHER + _SHARE_SERVER * len(servers),
+                    run=partial(_together, servers, scenarios),
+                )
+            )
+    alone: list[Lonely] = [Memory(), Start()]
+    for scenario in [scenario for scenario in alone if scenario.name in chosen]:
+        names = ["", *(peer for peer in peers if peer not in BF16_ONLY)]
+        for format in formats:
+            servers = [make(name, scenario.setting(format)) for name in names]
+            title = f"{format}: {scenario.name}"
+            run = partial(_alone, servers, scenario)
+            parts.append(Part(title=title, share=_SHARE_ALONE, run=run))
+    return parts
+
+
+async def _together(
+    servers: list[Server],
+    scenarios: list[Scenario],
+    notes: Notes,
+    rounds: int,
+    deadline: float,
+) -> None:
+    await contest(servers, scenarios, notes, rounds=rounds, deadline=deadline)
+
+
+async def _alone(
+    servers: list[Server], scenario: Lonely, notes: Notes, rounds: int, deadline: float
+) -> None:
+    await one_by_one(servers, scenario, notes, rounds=rounds, deadline=deadline)
+
+
+def _make(name: str, setting: Setting) -> Server:
+    return SERVERS[name](setting) if name else own_server(setting)
+
+
+def _parser(scenarios: Sequence[str] | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--compare",
+        action="append",
+        choices=[*SERVERS, "none"],
+        help="another server, installed first if need be (repeatable)",
+    )
+    add(
+        "--minutes",
+        type=float,
+        help="time for all of it; installing and the last round come on top",
+    )
+    add("--rounds", type=int, help=f"the most rounds (default {_ROUNDS}, {_MOST_ROUNDS} in a time)")
+    if scenarios is None:
+        add("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights")
+    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="widths of the closed loops")
+    add("--requests-per-stream", type=int, default=2, help="requests of each stream in a round")
+    add("--prompt-tokens", type=int, default=128, help="tokens in each prompt")
+    add("--output-tokens", type=int, default=128, help="tokens in each answer")
+    add("--out", type=Path, default=RESULTS, help="folder for the results")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, scenarios: Sequence[str] | None = None) -> int:
+    """Measure ``scenarios``, or those that the command line names, and return the exit code."""
+    options = _parser(scenarios).parse_args(arguments)
+    # Servers are in sessions of their own: whoever ends this program, it has to stop them.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    chosen = scenarios or options.scenarios
+    # A developer's shell may hold libraries to one thread; servers start as a user's would.
+    for name in [name for name in os.environ if name.startswith(("OMP_", "KMP_", "MKL_"))]:
+        del os.environ[name]
+    peers = [name for name in options.compare or [] if name != "none"]
+    throughput = Throughput(
+        streams=options.streams,
+        requests_per_stream=options.requests_per_stream,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+    )
+    parts = parts_of(chosen, options.formats, peers, throughput, _make)
+    rounds = options.rounds or (_ROUNDS if options.minutes is None else _MOST_ROUNDS)
+    notes = Notes()
+    try:
+        trio.run(measure, parts, notes, rounds, options.minutes)
+    finally:
+        name = "compare" if scenarios is None else scenarios[0]
+        facts = {
+            "options": {key: value for key, value in vars(options).items() if key != "out"},
+            "servers": notes.versions,
+            "failures": notes.failures,
+        }
+        path = save(options.out, name, notes.rows, facts)
+    print(f"\n{tables(notes.rows)}\n\n{goals_table(judge(notes.rows))}")
+    for failure in notes.failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    print(f"\nsaved to {os.path.relpath(path)}")
+    return 1 if notes.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

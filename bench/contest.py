@@ -1,0 +1,164 @@
+"""Servers side by side: each turn on every one of them, in rounds, until the time is up."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import attrs
+import trio
+
+from bench.family import busy_seconds
+from bench.rows import Row
+from bench.scenario import Lonely, Scenario, Taken, Turn
+from bench.servers import Running, Server, ServerFailed, running
+from bench.validity import InvalidRun, check_agreement
+
+__all__ = ["Notes", "contest", "one_by_one"]
+
+# The next round may take longer than the longest so far.
+_MARGIN = 1.1
+
+
+@attrs.define(eq=False)
+class Notes:
+    """What a comparison has found so far, and what went wrong; a failure doesn't end it."""
+
+    rows: list[Row] = attrs.field(factory=list)
+    failures: list[str] = attrs.field(factory=list)
+    versions: dict[str, dict[str, str]] = attrs.field(factory=dict)
+    """Of each server, and how it was started."""
+
+    def fail(self, failure: Exception) -> None:
+        """Note and show a failure."""
+        self.failures.append(str(failure))
+        print(f"FAILED: {failure}", flush=True)
+
+    def note(self, row: Row) -> None:
+        """Note and show a row."""
+        self.rows.append(row)
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in list(row.values.items())[:4])
+        case = f"{row.scenario} {row.case}".rstrip()
+        print(f"round {row.round + 1}  {case:24} {row.title:18} {shown}", flush=True)
+
+    def know(self, server: Server) -> None:
+        """Note how a server is started."""
+        options = " ".join(server.argv(0)[1:])
+        self.versions[server.title] = {**server.versions, "started_with": options}
+
+
+async def contest(
+    servers: Sequence[Server],
+    scenarios: Sequence[Scenario],
+    notes: Notes,
+    *,
+    rounds: int,
+    deadline: float = float("inf"),
+) -> None:
+    """Measure ``scenarios`` on ``servers`` up to ``rounds`` times, at least once.
+
+    No round begins that isn't likely to end before ``deadline``, a time of trio's clock. A server
+    that doesn't start, or fails while it is warmed up, is left out and noted.
+    """
+    async with AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        up: list[Running] = []
+        for server in servers:
+            print(f"starting {server.title}", flush=True)
+            notes.know(server)
+            try:
+                one = await stack.enter_async_context(running(server, logs / server.name))
+                for scenario in scenarios:
+                    for turn in scenario.warm_up():
+                        await turn.measure(one)
+            except (ServerFailed, InvalidRun) as failure:
+                notes.fail(failure)
+            else:
+                up.append(one)
+        for round in _rounds(rounds, deadline):
+            for scenario in scenarios:
+                for turn in scenario.turns(round):
+                    await _one_turn(up, scenario.name, turn, round, notes)
+
+
+async def one_by_one(
+    servers: Sequence[Server],
+    scenario: Lonely,
+    notes: Notes,
+    *,
+    rounds: int,
+    deadline: float = float("inf"),
+) -> None:
+    """As :func:`contest`, but each server is started anew in each round, and is up alone."""
+    for server in servers:
+        notes.know(server)
+    for round in _rounds(rounds, deadline):
+        for server in servers if round % 2 == 0 else servers[::-1]:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    taken = await scenario.measure(server, Path(folder) / "log", round)
+                except (ServerFailed, InvalidRun) as failure:
+                    notes.fail(failure)
+                    continue
+            notes.note(_row(scenario.name, "", server, round, taken.values))
+
+
+def _rounds(most: int, deadline: float) -> Iterator[int]:
+    """Numbers from 0 while there is time for another round."""
+    longest = 0.0
+    for round in range(most):
+        began = trio.current_time()
+        if round and began + _MARGIN * longest > deadline:
+            return
+        yield round
+        longest = max(longest, trio.current_time() - began)
+
+
+async def _one_turn(
+    up: Sequence[Running], scenario: str, turn: Turn, round: int, notes: Notes
+) -> None:
+    """Every server once, who goes first changes from round to round; their answers must agree."""
+    rows: list[Row] = []
+    answers: dict[str, Sequence[str]] = {}
+    for one in up if round % 2 == 0 else up[::-1]:
+        try:
+            taken, elsewhere, used = await _watched(one, turn)
+        except InvalidRun as failure:
+            notes.fail(failure)
+            continue
+        values = {**taken.values, "server_cpu_seconds": used, "elsewhere_cores": elsewhere}
+        rows.append(_row(scenario, turn.case, one.server, round, values))
+        answers[one.server.title] = taken.answers
+    try:
+        if answers:
+            check_agreement(answers)
+    except InvalidRun as failure:
+        notes.fail(failure)
+        return
+    for row in rows:
+        notes.note(row)
+
+
+async def _watched(one: Running, turn: Turn) -> tuple[Taken, float, float]:
+    """What the turn took; the cores that neither server nor client used; the server's seconds."""
+    began = trio.current_time()
+    everybody, own, client = busy_seconds(), one.family.cpu_seconds(), time.process_time()
+    taken = await turn.measure(one)
+    duration = trio.current_time() - began
+    used = one.family.cpu_seconds() - own
+    others = busy_seconds() - everybody - used - (time.process_time() - client)
+    return taken, max(others, 0.0) / duration, used
+
+
+def _row(scenario: str, case: str, server: Server, round: int, values: Mapping[str, float]) -> Row:
+    return Row(
+        scenario=scenario,
+        case=case,
+        server=server.name,
+        format=server.format,
+        round=round,
+        values=values,
+    )

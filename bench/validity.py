@@ -1,0 +1,57 @@
+"""What makes a run valid: the same work on every server, and all of it done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trioserve.load import Run
+
+__all__ = ["InvalidRun", "check", "check_agreement"]
+
+# So much of the beginning of two answers is compared, and so many of the answers must agree.
+_SAME_CHARACTERS = 12
+_SAME_ANSWERS = 0.5
+
+
+class InvalidRun(Exception):
+    """What was measured isn't what was to be measured."""
+
+
+def check(name: str, run: Run, prompt_tokens: int, output_tokens: int) -> None:
+    """Every request was answered, and with exactly the work asked for.
+
+    Raises:
+        InvalidRun: one wasn't.
+    """
+    for record in run.records:
+        if record.error:
+            raise InvalidRun(f"{name}: a request failed: {record.error}")
+        counted = (record.prompt_tokens, record.completion_tokens)
+        if counted != (prompt_tokens, output_tokens):
+            raise InvalidRun(
+                f"{name} counts {counted[0]} tokens in and {counted[1]} out, "
+                f"not {prompt_tokens} and {output_tokens}"
+            )
+        if not record.text:
+            raise InvalidRun(f"{name}: an answer has no text")
+
+
+def check_agreement(answers: Mapping[str, Sequence[str]]) -> None:
+    """Most answers of each server begin as those of the first do.
+
+    Greedy decoding of one model does, up to rounding.
+
+    Args:
+        answers: each server's answers to the same requests, in their order.
+
+    Raises:
+        InvalidRun: they don't.
+    """
+    (first, wanted), *others = answers.items()
+    for name, texts in others:
+        pairs = zip(wanted, texts, strict=True)
+        same = sum(a[:_SAME_CHARACTERS] == b[:_SAME_CHARACTERS] for a, b in pairs)
+        if same < _SAME_ANSWERS * len(wanted):
+            raise InvalidRun(
+                f"only {same} of {len(wanted)} answers begin alike on {first} and {name}"
+            )
