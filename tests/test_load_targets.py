@@ -1,0 +1,440 @@
+"""Whom requests go to: real sockets, with and without TLS, and an engine in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+import trustme
+
+from trioserve import Engine, ServerConfig
+from trioserve.config import EngineConfig
+from trioserve.http import create_app
+from trioserve.http.server import serve_app
+from trioserve.load import (
+    AnyTarget,
+    Cancel,
+    Conversation,
+    EmbeddedTarget,
+    Record,
+    Target,
+    Turn,
+    chats,
+    closed_loop,
+    figures_of,
+    open_loop,
+    over_tcp,
+    parse_url,
+    random_prompts,
+    send,
+    tls_context,
+)
+from trioserve.load.datasets import Lengths, with_cancellations
+from trioserve.load.measure import MeasureError, Point, count_tokens, measure, warm_up
+from trioserve.load.server import ask_models
+from trioserve.load.texts import CountedTexts, GuessedTexts
+from trioserve.simulation import byte_tokenizer, open_fake_engine
+from trioserve.testing import FakeWorker
+
+TEXTS = CountedTexts(byte_tokenizer())
+FIELDS = {
+    "model": "fake",
+    "temperature": 0,
+    "stream_options": {"include_usage": True},
+    "return_token_ids": True,
+    "ignore_eos": True,
+    "seed": 7,
+}
+
+
+async def assert_idle(engine: Engine, *, within: float = 10.0) -> None:
+    """Everything that was asked of the engine is over, and nothing of it is held."""
+    with trio.move_on_after(within):
+        while not engine.idle:
+            await trio.sleep(0.005)
+    assert engine.idle
+    engine.check_integrity()
+    scheduler = engine.statistics().scheduler
+    assert scheduler.pages_free + scheduler.pages_cached == scheduler.pages_total
+
+
+@contextlib.asynccontextmanager
+async def served(engine: Engine, **options: Any) -> AsyncIterator[str]:
+    """The engine behind a real server; its URL."""
+    config = ServerConfig(engine=EngineConfig("fake"), **{"port": 0, **options})
+    async with trio.open_nursery() as nursery:
+        (url,) = await nursery.start(serve_app, create_app(engine, config), config)
+        yield url
+        nursery.cancel_scope.cancel()
+
+
+def http(url: str, *, chat: bool = False, **more: Any) -> Target:
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    return Target(connect=parse_url(url).connect(), path=path, fields=FIELDS, **more)
+
+
+def told(record: Record) -> dict[str, Any]:
+    """What doesn't depend on time."""
+    names = ("text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "error")
+    fields = {name: getattr(record, name) for name in names}
+    return {**fields, "place": (record.conversation, record.turn), "cancelled": record.cancelled}
+
+
+async def test_an_embedded_engine_and_its_server_give_like_records() -> None:
+    work = random_prompts(TEXTS, 12, Lengths(input_tokens=20, output_tokens=12, range_ratio=0.5))
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.002)) as engine:
+        async with served(engine) as url:
+            over_http = await closed_loop(http(url), work, 4)
+        target = EmbeddedTarget(engine=engine, fields=FIELDS)
+        embedded = await closed_loop(target, work, 4)
+        await assert_idle(engine)
+    assert list(map(told, embedded.records)) == list(map(told, over_http.records))
+    for run in (embedded, over_http):
+        figures = figures_of(run)
+        assert (figures.completed, figures.failed, figures.prompt_tokens) == (
+            12, 0, sum(TEXTS.count(str(one.turns[0].prompt)) for one in work)
+        )  # fmt: skip
+        for record in run.records:
+            assert record.completion_tokens == len(record.token_ids) >= len(record.chunks) - 1
+            assert record.first_text is not None
+            assert record.ended is not None
+            assert record.started < record.first_text <= record.chunks[-1] <= record.ended
+            assert record.chunks == sorted(record.chunks)
+
+
+async def test_chats_go_both_ways_alike() -> None:
+    work = chats(TEXTS, 2, Lengths(input_tokens=9, output_tokens=5), turns=3)
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.002)) as engine:
+        async with served(engine) as url:
+            over_http = await closed_loop(http(url, chat=True), work, 2)
+        embedded = await closed_loop(
+            EmbeddedTarget(engine=engine, chat=True, fields=FIELDS), work, 2
+        )
+    texts = [[record.text for record in run.records] for run in (embedded, over_http)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 6
+    counts = [
+        [record.prompt_tokens or 0 for record in run.records] for run in (embedded, over_http)
+    ]
+    assert counts[0] == counts[1]
+    assert counts[0][0] < counts[0][1] < counts[0][2]
+    # A server sends the role before the first text; an engine has no such event.
+    roles = over_http.records[0]
+    assert roles.first_text is not None
+    assert roles.chunks[0] <= roles.first_text
+
+
+Leaving = Callable[[Engine, AnyTarget], Awaitable[None]]
+
+
+@pytest.mark.parametrize("embedded", [False, True], ids=["http", "embedded"])
+@pytest.mark.parametrize("cancel", [Cancel(events=3), Cancel(seconds=0.08)], ids=["events", "time"])
+async def test_a_client_that_leaves_really_leaves(embedded: bool, cancel: Cancel) -> None:
+    """Its request is aborted long before it would have ended, and the others go on."""
+    stays = Turn(prompt="stays", max_tokens=20)
+    leaves = Turn(prompt="leaves", max_tokens=900, cancel=cancel)
+    work = [Conversation(turns=(turn, turn)) for turn in (stays, leaves, leaves)]
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.02, max_model_len=1000)) as engine:
+        async with contextlib.AsyncExitStack() as stack:
+            target: AnyTarget = EmbeddedTarget(engine=engine, fields=FIELDS)
+            if not embedded:
+                target = http(await stack.enter_async_context(served(engine)))
+            with trio.fail_after(10):
+                run = await closed_loop(target, work, 3)
+            # Hundreds of steps of 20 ms would still be to come.
+            await assert_idle(engine, within=5.0)
+    assert [record.cancelled for record in run.records] == [False, False, True, True]
+    assert [record.conversation for record in run.records] == [0, 0, 1, 2]
+    for record in run.records[2:]:
+        assert not record.error
+        assert record.ended is not None
+        if cancel.events is not None:
+            assert cancel.events <= len(record.chunks) < 100
+        else:
+            assert 0.08 <= record.ended - record.started < 5.0
+    figures = figures_of(run)
+    assert (figures.completed, figures.cancelled, figures.failed) == (2, 2, 0)
+    assert figures.completion_tokens == 40
+
+
+async def test_cancellations_of_a_whole_run_leave_nothing_behind() -> None:
+    work = random_prompts(TEXTS, 30, Lengths(input_tokens=5, output_tokens=30))
+    work = with_cancellations(work, rate=0.5, events=(1, 9), seed=2)
+    expected = sum(one.turns[0].cancel is not None for one in work)
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.001)) as engine:
+        async with served(engine) as url:
+            run = await open_loop(http(url), work, [n / 200 for n in range(30)])
+            await assert_idle(engine)
+    assert figures_of(run).cancelled == expected > 5
+    assert figures_of(run).completed == 30 - expected
+
+
+@attrs.define
+class Listener:
+    """A server of raw bytes: ``answers`` are what each connection is told, then it closes."""
+
+    answers: list[bytes]
+    connections: int = 0
+    received: bytes = b""
+
+    async def handle(self, stream: trio.abc.Stream) -> None:
+        self.connections += 1
+        async with contextlib.aclosing(stream):
+            for answer in self.answers:
+                self.received += bytes(await stream.receive_some(65536))
+                await stream.send_all(answer)
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    listener: Listener, context: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    async with trio.open_nursery() as nursery:
+        (raw,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        port = raw.socket.getsockname()[1]
+        used: Any = raw if context is None else trio.SSLListener(raw, context)
+        nursery.start_soon(trio.serve_listeners, listener.handle, [used])
+        yield port
+        nursery.cancel_scope.cancel()
+
+
+BODY = (
+    b'data: {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}\n\n'
+)
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+
+
+async def test_a_connection_that_the_server_closes_while_idle_is_not_used_again() -> None:
+    listener = Listener([ANSWER, ANSWER])
+    async with listening(listener) as port:
+        target = Target(connect=over_tcp(f"http://127.0.0.1:{port}"), path="/", fields={})
+        run = await open_loop(target, [{}] * 4, [0.0, 0.1, 0.3, 0.4])
+    assert [record.error for record in run.records] == [""] * 4
+    assert listener.connections == 2
+
+
+async def test_a_connection_that_breaks_in_an_answer_is_told_as_lost() -> None:
+    listener = Listener([ANSWER[:-5]])
+    async with listening(listener) as port:
+        target = Target(connect=over_tcp(f"http://127.0.0.1:{port}"), path="/", fields={})
+        run = await closed_loop(target, [{}, {}], 1)
+    assert [record.error_kind for record in run.records] == ["connection lost"] * 2
+    assert [record.text for record in run.records] == ["a"[:0]] * 2
+
+
+async def test_nobody_there_is_told_with_the_systems_reason() -> None:
+    async with listening(Listener([])) as port:
+        pass
+    target = Target(connect=over_tcp(f"http://127.0.0.1:{port}"), path="/", fields={})
+    record = await send(target, {})
+    assert record.error_kind == "no connection"
+    assert record.error.endswith("Connection refused")
+
+
+async def test_a_request_past_its_time_is_ended() -> None:
+    class Silent(Listener):
+        async def handle(self, stream: trio.abc.Stream) -> None:
+            await trio.sleep_forever()
+
+    async with listening(Silent([])) as port:
+        connect = over_tcp(f"http://127.0.0.1:{port}")
+        target = Target(connect=connect, path="/", fields={}, timeout=0.05)
+        run = await closed_loop(target, [{}], 1)
+    assert run.records[0].error == "TooSlowError: not done within 0.05 s"
+
+
+async def test_an_engine_past_its_time_or_that_refuses_is_an_error_too() -> None:
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.01)) as engine:
+        slow = EmbeddedTarget(engine=engine, fields=FIELDS, timeout=0.05)
+        odd = EmbeddedTarget(engine=engine, fields={"typo": 1})
+        request = {"prompt": "x", "max_tokens": 300}
+        late = (await closed_loop(slow, [request], 1)).records[0]
+        refused = (await closed_loop(odd, [request], 1)).records[0]
+        await assert_idle(engine)
+    assert (late.error_kind, late.cancelled) == ("timeout", False)
+    assert (refused.error_kind, refused.error) == (
+        "InvalidRequest", "an embedded engine doesn't know typo"
+    )  # fmt: skip
+
+
+# -- TLS, headers, URLs
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+def server_context(authority: trustme.CA, name: str = "127.0.0.1") -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(name).configure_cert(context)
+    return context
+
+
+async def test_tls_is_checked_with_the_given_authority(
+    authority: trustme.CA, tmp_path: Path
+) -> None:
+    file = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(file))
+    listener = Listener([ANSWER] * 2)
+    contexts = {
+        "trusted": tls_context(file),
+        "unknown": tls_context(),
+        "insecure": tls_context(insecure=True),
+    }
+    async with listening(listener, server_context(authority)) as port:
+        address = parse_url(f"https://127.0.0.1:{port}")
+        records = {
+            name: (
+                await closed_loop(
+                    Target(connect=address.connect(context), path="/", fields={}), [{}] * 2, 1
+                )
+            ).records
+            for name, context in contexts.items()
+            if name != "unknown"
+        }
+    assert [record.text for name in records for record in records[name]] == ["a"] * 4
+    # A listener of trio's ends with the handshake that a client breaks off, so this one is apart.
+    with pytest.RaisesGroup(pytest.RaisesExc(trio.BrokenResourceError), flatten_subgroups=True):
+        async with listening(listener, server_context(authority)) as port:
+            connect = parse_url(f"https://127.0.0.1:{port}").connect(contexts["unknown"])
+            record = await send(Target(connect=connect, path="/", fields={}), {})
+            await trio.sleep(0.2)
+    assert record.error_kind == "no connection"
+
+
+def test_headers_of_several_lines_are_refused() -> None:
+    target = Target(
+        connect=over_tcp("http://x"), path="/v1", fields={"a": 1}, headers={"X-A": "b"}, host="h:1"
+    )
+    head, _, body = target.request({"b": 2}).partition(b"\r\n\r\n")
+    assert head.split(b"\r\n") == [
+        b"POST /v1 HTTP/1.1",
+        b"Host: h:1",
+        b"Content-Type: application/json",
+        b"Accept: text/event-stream",
+        b"X-A: b",
+        b"Content-Length: %d" % len(body),
+    ]
+    assert body == b'{"a":1,"b":2,"stream":true}'
+    with pytest.raises(ValueError, match="not a header of one line"):
+        Target(connect=over_tcp("http://x"), path="/", fields={}, headers={"A": "b\r\nC: d"})
+
+
+@pytest.mark.parametrize(
+    ("url", "tls", "port", "base", "authority"),
+    [
+        ("http://h", False, 80, "/v1", "h"),
+        ("http://127.0.0.1:8000/", False, 8000, "/v1", "127.0.0.1:8000"),
+        ("https://api.example/v1", True, 443, "/v1", "api.example"),
+        ("https://h:80/openai/v1/chat/completions", True, 80, "/openai/v1", "h:80"),
+        ("h:81/v1/completions", False, 81, "/v1", "h:81"),
+        ("http://[::1]:5", False, 5, "/v1", "[::1]:5"),
+    ],
+)
+def test_urls_are_taken_as_people_write_them(
+    url: str, tls: bool, port: int, base: str, authority: str
+) -> None:
+    address = parse_url(url)
+    assert (address.tls, address.port, address.base_path) == (tls, port, base)
+    assert address.authority == authority
+    assert address.url == f"http{'s' if tls else ''}://{authority}"
+
+
+@pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:port", "http://h/?q=1", ""])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="expected a URL such as"):
+        parse_url(url)
+
+
+# -- what a server says of itself
+
+
+async def models(answer: bytes) -> Any:
+    listener = Listener([answer])
+    async with listening(listener) as port:
+        connect = over_tcp(f"http://127.0.0.1:{port}")
+        info = await ask_models(connect, "h", "/v1/models", {"A": "b"}, "http://it")
+    assert listener.received == (
+        b"GET /v1/models HTTP/1.1\r\nHost: h\r\nConnection: close\r\nA: b\r\n\r\n"
+    )
+    return info
+
+
+async def test_the_models_of_a_server_are_asked_for() -> None:
+    body = b'{"object": "list", "data": [{"id": "one", "x": 1}, {"id": "two"}]}'
+    head = b"HTTP/1.1 200 OK\r\nServer: soft/1\r\nContent-Length: %d\r\n\r\n" % len(body)
+    info = await models(head + body)
+    assert (info.models, info.software) == (("one", "two"), "soft/1")
+    for odd in (b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n", head[:15] + b"\r\n\r\nhello"):
+        assert (await models(odd)).models == ()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", "refuses with 401: give the right"),
+        (b"220 smtp ready\r\n\r\n", "is no HTTP server"),
+    ],
+)
+async def test_servers_that_refuse_are_told(answer: bytes, message: str) -> None:
+    with pytest.RaisesGroup(pytest.RaisesExc(MeasureError, match=message)):
+        await models(answer)  # its nursery's group
+
+
+# -- measurements
+
+
+async def test_a_warm_up_is_short_and_its_failure_ends_everything() -> None:
+    work = random_prompts(TEXTS, 3, Lengths(input_tokens=4, output_tokens=500))
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.001)) as engine:
+        target = EmbeddedTarget(engine=engine, fields=FIELDS)
+        ended: list[int] = []
+        engine.on_request_end = lambda request: ended.append(len(request.sequences[0].output_ids))
+        await warm_up(target, [], 1)
+        await warm_up(target, work, 3)
+        assert ended == [16, 16, 16]
+        with pytest.raises(MeasureError, match="warm-up failed: an embedded engine doesn't know"):
+            await warm_up(EmbeddedTarget(engine=engine, fields={"typo": 1}), work, 1)
+
+
+async def test_a_point_is_a_closed_or_an_open_loop() -> None:
+    work = random_prompts(TEXTS, 4, Lengths(input_tokens=4, output_tokens=3))
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.001)) as engine:
+        target = EmbeddedTarget(engine=engine, fields=FIELDS)
+        closed = await measure(target, Point(work=work, concurrency=2), series="ours")
+        times = [0.0, 0.01, 0.02, 0.03]
+        opened = await measure(target, Point(work=work, arrivals=times, rate=100.0, concurrency=9))
+        traced = await measure(target, Point(work=work, arrivals=times))
+    assert (closed.label, closed.series, closed.figures.completed) == ("2 streams", "ours", 4)
+    assert (opened.label, opened.figures.rate) == ("100 requests/s, 9 at a time", 100.0)
+    assert (traced.label, traced.figures.completion_tokens) == ("trace", 12)
+    assert Point(work=work, concurrency=1).label == "1 stream"
+
+
+def test_tokens_that_a_server_does_not_count_are_counted_here() -> None:
+    from trioserve.load import Run
+
+    def run() -> Run:
+        records = [Record(started=0.0, chunks=[1.0], text="abc", conversation=n) for n in range(3)]
+        records[1].fail("HTTP 500", "no")
+        return Run(concurrency=1, records=records, duration=1.0)
+
+    work = [
+        Conversation(turns=(Turn(prompt="hello"),)),
+        Conversation(turns=(Turn(prompt="x"),)),
+        Conversation(turns=(Turn(messages=({"role": "user", "content": "hey"},)),)),
+    ]
+    counted = run()
+    count_tokens(counted, work, TEXTS)
+    assert [r.completion_tokens for r in counted.records] == [3, None, 3]
+    assert [r.prompt_tokens for r in counted.records] == [5, None, 3]
+    for texts in (None, GuessedTexts()):
+        with pytest.raises(MeasureError, match="counts no tokens"):
+            count_tokens(run(), work, texts)
