@@ -113,21 +113,23 @@ class Connection:
         self._context = context
         self._socket = stream.socket
         self._stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] = stream
-        self._is_plain = settings.tls is None
         if settings.tls is not None:
             self._stream = trio.SSLStream(stream, settings.tls, server_side=True)
         self._connections = connections
         self._protocol: Protocol | None = None
         self._tasks: TaskGroup | None = None
         self._send_lock = trio.Lock()
+        self._num_in_turn = 0 if settings.tls is None else 1
+        """Sends that wait or may wait, in whose way no other may get. With TLS, all do."""
         self._unsent = b""
-        """What is left of a write that didn't wait, to be sent before all else."""
+        """What a write that didn't wait has left over; it leaves before anything else."""
+        self._descriptor = self._socket.fileno()
         self._closing = False
         self._reading = trio.CancelScope(deadline=self._after(settings.request_timeout))
 
     async def run(self) -> None:
         """Serve until either side closes. Raises nothing but cancellation."""
-        descriptor = self._socket.fileno()
+        descriptor = self._descriptor
         try:
             self._connections.add(descriptor, self)
             if await self._set_up_tls():
@@ -142,7 +144,7 @@ class Connection:
             _log.warning("a connection was dropped", exc_info=error)
         finally:
             self._connections.remove(descriptor, self)
-            self._socket.close()
+            self._close_socket()
 
     def close(self) -> None:
         """End a connection that serves nothing, in an orderly way, as soon as its reader runs."""
@@ -152,7 +154,7 @@ class Connection:
         """End the connection at once: whatever reads, waits or sends on it stops."""
         self._closing = True
         self._reading.cancel()
-        self._socket.close()
+        self._close_socket()
 
     async def _set_up_tls(self) -> bool:
         """Shake hands, if there is TLS; False if that failed."""
@@ -206,7 +208,7 @@ class Connection:
                 await protocol.end(timed_out=trio.current_time() >= self._reading.deadline)
             await self._close_tls()
         # The client is gone, or half of it: there is nobody to send the rest to.
-        self._socket.close()
+        self._close_socket()
         await protocol.handle(Closed())
 
     async def _receive(self) -> bytes:
@@ -245,14 +247,21 @@ class Connection:
     @property
     def ready(self) -> bool:
         """Whether nothing is in the way of more bytes."""
-        return self._is_plain and not self._unsent and not self._send_lock.locked()
+        return not self._num_in_turn
 
-    def send_now(self, data: bytes) -> None:
-        """Send ``data``; only where :attr:`ready`. What doesn't leave at once, a task sends."""
+    def send_now(self, data: bytes) -> bool:
+        """Send ``data`` if this is :attr:`ready`, else do nothing and return False.
+
+        What doesn't leave at once, a task sends.
+        """
+        if self._num_in_turn:
+            return False
         if unsent := self._write(data):
-            self._unsent = unsent
             assert self._tasks is not None
+            self._unsent = unsent
+            self._num_in_turn += 1
             self._tasks.spawn(self._send_in_turn, b"")
+        return True
 
     async def send(self, data: bytes) -> None:
         """Send all of ``data``, or give the connection up.
@@ -261,41 +270,49 @@ class Connection:
         doesn't wait is all there is to do: the lock, the shield and the deadline of sending that
         may wait cost several times as much.
         """
-        if self.ready:
+        if not self._num_in_turn:
             data = self._write(data)
         if data:
+            self._num_in_turn += 1
             await self._send_in_turn(data)
 
     def _write(self, data: bytes) -> bytes:
         """Send as much of ``data`` as the system takes; what is left."""
         try:
-            # A closed socket's descriptor is -1, never that of somebody who came later.
-            return data[os.write(self._socket.fileno(), data) :]
+            sent = os.write(self._descriptor, data)
         except OSError:  # Full, or broken: sending that waits will see which.
             return data
+        return b"" if sent == len(data) else data[sent:]
 
     async def _send_in_turn(self, data: bytes) -> None:
         """Send all of ``data`` after what others are sending, or give the connection up.
 
         Shielded, because a part of it may have been sent, and half a frame would break what others
         send on the connection. Bounded, because a client that doesn't read must not hold anything
-        up.
+        up. The caller has counted it in ``_num_in_turn``.
         """
-        with trio.CancelScope(shield=True) as scope:
-            # Who waits in line waits for sends that are bounded themselves.
-            async with self._send_lock:
-                data, self._unsent = self._unsent + data, b""
-                try:
+        try:
+            with trio.CancelScope(shield=True) as scope:
+                # Who waits in line waits for sends that are bounded themselves.
+                async with self._send_lock:
+                    data, self._unsent = self._unsent + data, b""
                     for start in range(0, len(data), _SEND_SLICE):
                         scope.deadline = self._after(self._settings.send_timeout)
                         await self._stream.send_all(data[start : start + _SEND_SLICE])
                     return
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    pass
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        finally:
+            self._num_in_turn -= 1
         self.stalled = self.stalled or scope.cancelled_caught
         self.abort()
         assert self._protocol is not None
         await self._protocol.handle(Closed())
+
+    def _close_socket(self) -> None:
+        # The system gives the number to the next connection.
+        self._descriptor = -1
+        self._socket.close()
 
     async def _finish(self) -> None:
         """Say that nothing follows. A client that is still sending is listened to for a while.

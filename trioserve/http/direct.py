@@ -28,8 +28,11 @@ class Output(Protocol):
     def ready(self) -> bool:
         """Whether nothing is in the way of more bytes."""
 
-    def send_now(self, data: bytes) -> None:
-        """Send ``data``; only where :attr:`ready`. What doesn't leave at once leaves later."""
+    def send_now(self, data: bytes) -> bool:
+        """Send ``data`` if this is :attr:`ready`, else do nothing and return False.
+
+        What doesn't leave at once leaves by itself.
+        """
 
     async def send(self, data: bytes) -> None:
         """Send ``data`` after what others are sending; returns when it has left."""

@@ -74,8 +74,8 @@ class HTTP1(H11Protocol):
     _is_head_request = False
     _may_continue = True
     """Whether a client that waits for it is told to send the body."""
-    _is_chunked = False
-    """Whether the body of the response that has begun is sent in chunks."""
+    _in_chunks = False
+    """Whether a response has begun, and not ended, whose body is sent in chunks."""
 
     def __init__(self, *arguments: Any, output: Output) -> None:
         super().__init__(*arguments)
@@ -158,7 +158,6 @@ class HTTP1(H11Protocol):
         path = path_of(request.target)
         if path is None:
             raise _Refused(400)
-        self._is_chunked = False
         self.stream = DirectStream(
             self.app,
             self.config,
@@ -184,24 +183,22 @@ class HTTP1(H11Protocol):
         self.keep_alive_requests += 1
 
     async def _send_h11_event(self, event: H11SendableEvent) -> None:
+        if isinstance(event, h11.EndOfMessage):
+            self._in_chunks = False
         try:
             data = self.connection.send(event)
         except h11.LocalProtocolError:
+            self._in_chunks = False
             if self.connection.their_state is not h11.ERROR:
                 raise
             return
         if isinstance(event, h11.Response):
-            self._is_chunked = not self._is_head_request and _CHUNKED in data.lower()
+            self._in_chunks = not self._is_head_request and _CHUNKED in data.lower()
         await self._output.send(data)
 
     def _write_piece(self, _: int, data: bytes) -> bool:
         """Send a piece of the body as a chunk, which h11 would frame in the same way."""
-        if not self._is_chunked or self.connection.our_state is not h11.SEND_BODY:
-            return False
-        if not self._output.ready:
-            return False
-        self._output.send_now(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+        return self._in_chunks and self._output.send_now(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def _refuse(self, status: int) -> None:
         """Answer, if nothing was answered yet, and end the connection."""

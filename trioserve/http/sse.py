@@ -136,8 +136,8 @@ class EventStream(ResponseBody):
         """The next events."""
         if not self._started:
             self._started = True
-            if self.write_now is not None:
-                self._generations.offer_to(functools.partial(self._send_now, self.write_now))
+            if self.write_now is not None and self._record.contents is None:
+                self._generations.offer_to(self._send_now)
             if data := self._writer.start(self._generations.streams):
                 return data
         if self._ended:
@@ -162,19 +162,18 @@ class EventStream(ResponseBody):
             if data:
                 return data
 
-    def _send_now(self, write_now: WriteNow, chunk: Chunk) -> bool:
+    def _send_now(self, chunk: Chunk) -> bool:
         """Send a chunk as it comes, while the task that reads this waits for it, and go on waiting.
 
         Called by whoever has made the chunk. It spares that task being woken, which costs more
         than the event. False where the task is to see to the chunk.
         """
-        if self._record.contents is not None:
-            return False
         data = self._writer.text(chunk)
         if data is None:
             return False
         if data:
-            if not write_now(data):
+            assert self.write_now is not None
+            if not self.write_now(data):
                 return False
             self._waiting_since = trio.current_time()
         return True

@@ -1,0 +1,155 @@
+"""Prepared events: byte for byte what the classes of the API's schema encode."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import msgspec
+import pytest
+from http_stub import StubTokenizer, with_logprobs
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import UNSET
+
+from trioserve.generation import GenerationStream
+from trioserve.http.chat.answer import ReaderOptions
+from trioserve.http.chat.format import ChatFormat
+from trioserve.http.chat.schemas import ChatChunkChoice, ChatCompletionChunk, Delta
+from trioserve.http.chat.writer import ChatWriter, WantedChat
+from trioserve.http.completions.schemas import CompletionChoice, CompletionResponse
+from trioserve.http.completions.writer import CompletionWriter, Wanted
+from trioserve.request import ChatPrompt, Request, TextPrompt, Times
+from trioserve.sampling import SamplingParams
+from trioserve.stream import Chunk, Stream, StreamBudget
+
+# A backslash, a quote and a NUL are what a prepared event could be cut at in the wrong place.
+TEXTS = st.text(st.one_of(st.characters(exclude_categories=("Cs",)), st.sampled_from('\\"\0u')))
+NAMES = st.one_of(TEXTS, st.sampled_from(['"\0"', "\0", '"', '\\"\\u0000"', "\\u0000"]))
+CHAT = ChatPrompt(messages=({"role": "user", "content": "x"},))
+
+
+def stream(prompt: Any = CHAT) -> GenerationStream:
+    return GenerationStream(
+        Request(
+            id="id",
+            prompt=prompt,
+            params=SamplingParams(),
+            stream=Stream(StreamBudget(1 << 20, 1 << 20)),
+            times=Times(0.0),
+            prompt_ids=[1, 2],
+        )
+    )
+
+
+def chat_writer(wanted: dict[str, Any], **fields: Any) -> ChatWriter:
+    tokenizer = cast(Any, StubTokenizer())
+    style = ChatFormat(
+        tokenizer=tokenizer, template="", variables=frozenset(), family=None, reasons=False
+    )
+    options = ReaderOptions(format=style, prompt=CHAT, **wanted.pop("options", {}))
+    return ChatWriter(
+        **{"id": "id", "model": "m", "created": 1, "include_usage": False, **fields},
+        wanted=WantedChat(tokenizer=tokenizer, options=options, **wanted),
+    )
+
+
+def completion_writer(wanted: dict[str, Any], **fields: Any) -> CompletionWriter:
+    return CompletionWriter(
+        **{"id": "id", "model": "m", "created": 1, "include_usage": False, **fields},
+        prompts=[TextPrompt("x"), TextPrompt("y")],
+        wanted=Wanted(tokenizer=cast(Any, StubTokenizer()), **wanted),
+    )
+
+
+def encoded(value: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+@given(
+    id=NAMES,
+    model=NAMES,
+    texts=st.lists(TEXTS, max_size=4),
+    n=st.integers(1, 3),
+    usage=st.booleans(),
+)
+def test_chat(id: str, model: str, texts: list[str], n: int, usage: bool) -> None:
+    writer = chat_writer({"n": n}, id=id, model=model, include_usage=usage)
+    writer.start([stream()])
+    for number, text in enumerate(texts):
+        chunk = Chunk(text, (7,), index=number % n)
+        response = ChatCompletionChunk(
+            id=id,
+            created=1,
+            model=model,
+            choices=[ChatChunkChoice(number % n, Delta(content=text))],
+            usage=None if usage else UNSET,
+        )
+        expected = encoded(response) if text else b""
+        assert writer.text(chunk) == expected == writer.chunk(0, chunk)
+
+
+@given(
+    id=NAMES,
+    model=NAMES,
+    texts=st.lists(TEXTS, max_size=4),
+    n=st.integers(1, 3),
+    usage=st.booleans(),
+)
+def test_completions(id: str, model: str, texts: list[str], n: int, usage: bool) -> None:
+    writer = completion_writer({"n": n}, id=id, model=model, include_usage=usage)
+    writer.start([stream(), stream()])
+    for number, text in enumerate(["begin"] * n + texts):
+        for prompt in (0, 1):
+            chunk = Chunk(text, (7,), index=number % n)
+            response = CompletionResponse(
+                id=id,
+                created=1,
+                model=model,
+                choices=[CompletionChoice(prompt * n + number % n, text, None, None, None)],
+                usage=None if usage else UNSET,
+            )
+            expected = encoded(response) if text else b""
+            quick = writer.text(chunk)
+            assert writer.chunk(prompt, chunk) == expected
+            if prompt == 0:
+                assert quick == (None if number < n else expected)
+
+
+PLAIN = Chunk("text", (7,))
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        with_logprobs(PLAIN, 2),
+        Chunk("text", (7,), finish_reason="stop"),
+        Chunk("", finish_reason="length"),
+    ],
+)
+@pytest.mark.parametrize("make", [chat_writer, completion_writer])
+def test_what_adds_more_than_text_takes_the_long_way(make: Any, chunk: Chunk) -> None:
+    writer = make({})
+    writer.start([stream()])
+    writer.chunk(0, PLAIN)
+    assert writer.text(PLAIN) is not None
+    assert writer.text(chunk) is None
+    assert writer.chunk(0, chunk)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fields"),
+    [({"token_ids": True}, {}), ({}, {"include_usage": True, "continuous_usage": True})],
+)
+@pytest.mark.parametrize("make", [chat_writer, completion_writer])
+def test_what_every_event_tells_takes_the_long_way(make: Any, wanted: Any, fields: Any) -> None:
+    writer = make(wanted, **fields)
+    writer.start([stream()])
+    writer.chunk(0, PLAIN)
+    assert writer.text(PLAIN) is None
+
+
+def test_answers_that_are_taken_apart_take_the_long_way() -> None:
+    writer = chat_writer({"options": {"hidden": re.compile("<x>")}})
+    writer.start([stream()])
+    assert writer.text(PLAIN) is None
