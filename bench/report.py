@@ -17,7 +17,17 @@ import attrs
 
 from bench.rows import Row
 
-__all__ = ["OWN", "commit", "machine", "markdown", "own_versions", "ratios", "save", "tables"]
+__all__ = [
+    "OWN",
+    "commit",
+    "machine",
+    "markdown",
+    "own_versions",
+    "ratios",
+    "save",
+    "table",
+    "tables",
+]
 
 OWN = "trioserve"
 """This project's server, as results call it."""
@@ -45,19 +55,20 @@ _COLUMNS = {
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """A Markdown table for each scenario: a row per case and server, medians over the rounds.
+    """A Markdown table for each scenario, under its name."""
+    parts = []
+    for scenario in _unique(row.scenario for row in rows):
+        chosen = [row for row in rows if row.scenario == scenario]
+        parts.append(f"### {scenario.replace('_', ' ')}\n\n{table(chosen)}")
+    return "\n\n".join(parts)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table of one scenario: a row per case and server, medians over the rounds.
 
     The last column is the first figure of this project's server in the same format by the row's:
     the median of the ratios of each round.
     """
-    parts = []
-    for scenario in _unique(row.scenario for row in rows):
-        chosen = [row for row in rows if row.scenario == scenario]
-        parts.append(f"### {scenario.replace('_', ' ')}\n\n{_table(chosen)}")
-    return "\n\n".join(parts)
-
-
-def _table(rows: Sequence[Row]) -> str:
     names = [name for name in _COLUMNS if name in rows[0].values]
     heads = ["case", "server", "rounds", *(_COLUMNS[name][0] for name in names)]
     lines = []

@@ -15,10 +15,10 @@ from bench.servers import MODEL
 
 __all__ = ["KEPT", "built_from_sdist", "installed_versions", "model_folder", "python_environment"]
 
-KEPT = Path(__file__).parents[1] / ".peers"
+KEPT = Path(__file__).resolve().parents[1] / ".peers"
 """Peers, and files that only they need."""
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).resolve().parent
 _ASK_VERSIONS = """
 import importlib.metadata, json, sys
 print(json.dumps({"python": sys.version.split()[0],

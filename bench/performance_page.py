@@ -1,0 +1,151 @@
+"""Put figures into ``docs/performance.md``: ``python -m bench.performance_page RESULT.json ...``.
+
+What stands between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is written by this script and by
+nobody else. NAME is ``targets``, ``missed``, ``machine``, a scenario of :mod:`bench.compare`, or
+the name of another script's result: that has its Markdown in ``table`` and what became of targets
+in ``verdicts``. Of two results of one name, the later one is taken. ``--check`` writes nothing, and
+says whether anything would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.goals import Verdict, goals_table, judge
+from bench.report import markdown, table
+from bench.rows import Row
+
+__all__ = ["blocks_of", "filled", "main"]
+
+_PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+_BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def filled(page: str, blocks: Mapping[str, str]) -> str:
+    """``page`` with each block that is in ``blocks``; the others stay as they are.
+
+    Raises:
+        ValueError: the page has no place for one of them.
+    """
+    places = {match[2] for match in _BLOCK.finditer(page)}
+    if missing := sorted(blocks.keys() - places):
+        raise ValueError(f"the page has no place for {', '.join(missing)}")
+
+    def replace(match: re.Match[str]) -> str:
+        text = blocks.get(match[2])
+        return match[0] if text is None else f"{match[1]}\n{text.strip()}\n\n{match[3]}"
+
+    return _BLOCK.sub(replace, page)
+
+
+def blocks_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The blocks that follow from ``results``, by the names of their files.
+
+    Raises:
+        ValueError: a result holds neither rows of a comparison nor a table.
+    """
+    rows: dict[str, list[Row]] = {}
+    others: dict[str, Mapping[str, Any]] = {}
+    sources: dict[str, str] = {}
+    for file in sorted(results, key=lambda file: results[file]["time"]):
+        result = results[file]
+        if "table" in result:
+            name = _name(file)
+            others[name] = result
+            sources[name] = file
+        elif result.get("measurements") and "scenario" in result["measurements"][0]:
+            found = [Row(**measurement) for measurement in result["measurements"]]
+            for scenario in {row.scenario for row in found}:
+                rows[scenario] = [row for row in found if row.scenario == scenario]
+                sources[scenario] = file
+        else:
+            raise ValueError(f"{file} holds neither a comparison's rows nor a table")
+    every = [row for chosen in rows.values() for row in chosen]
+    verdicts = judge(every)
+    for other in others.values():
+        verdicts += [Verdict(**verdict) for verdict in other.get("verdicts", [])]
+    return {
+        "targets": goals_table(verdicts),
+        "missed": _missed(verdicts),
+        "machine": _machines(results),
+        **{name: f"{table(rows[name])}\n\n{_source(sources[name])}" for name in rows},
+        **{name: f"{others[name]['table']}\n\n{_source(sources[name])}" for name in others},
+    }
+
+
+def _missed(verdicts: Sequence[Verdict]) -> str:
+    missed = [verdict for verdict in verdicts if verdict.met is False]
+    return goals_table(missed) if missed else "None of those that were measured."
+
+
+def _name(file: str) -> str:
+    """The name of what was measured: that of the file without its time."""
+    return re.sub(r"-\d{8}-\d{6}\.json$", "", file)
+
+
+def _source(file: str) -> str:
+    return f"From `bench/results/{file}`."
+
+
+def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where and when each result was measured, and how quiet the machine was."""
+    lines = []
+    for file in sorted(results):
+        result = results[file]
+        machine = result["machine"]
+        values = [m.get("values", {}) for m in result.get("measurements", [])]
+        busy = [v["elsewhere_cores"] for v in values if "elsewhere_cores" in v]
+        lines.append(
+            [
+                f"`{file}`",
+                result["time"],
+                f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB",
+                machine["system"],
+                f"{statistics.median(busy):.2f}" if busy else "",
+                str(len(result.get("failures", []))),
+            ]
+        )
+    heads = ["result", "time", "machine", "system", "cores busy elsewhere", "failures"]
+    return "\n\n".join([markdown(heads, lines), *_versions(results)])
+
+
+def _versions(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The servers of all comparisons, a line for each."""
+    servers: dict[str, Mapping[str, str]] = {}
+    for file in sorted(results):
+        servers |= results[file].get("servers", {})
+    lines = []
+    for name, versions in servers.items():
+        shown = ", ".join(f"{k} {v}" for k, v in versions.items() if k != "started_with")
+        lines.append([name, shown])
+    return [markdown(["server", "versions"], lines)] if lines else []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fill the page. 1 if ``--check`` finds that it isn't what the results say."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    parser.add_argument("--page", type=Path, default=_PAGE)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(arguments)
+    results = {path.name: json.loads(path.read_text()) for path in options.results}
+    before = options.page.read_text()
+    after = filled(before, blocks_of(results))
+    if options.check:
+        return int(after != before)
+    options.page.write_text(after)
+    print(f"wrote {options.page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
