@@ -1,9 +1,9 @@
-"""The sampler against a slow float64 reference, exact probabilities and transformers."""
+"""The samplers against a slow float64 reference, exact probabilities and transformers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,36 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gpu.adjustments import Adjustment
+from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.sampling import CompiledSampler
 from gpu.sampler import Sampled, Sampler, SamplerRow
 from trioserve.sampling import SamplerParams
 
 Floats = npt.NDArray[np.float64]
 PROMPT = [3, 3, 5, 7]
 OUTPUT = [1, 5, 5, 9, 5]
+
+which: str = "torch"
+"""The sampler that the tests are run with at the moment."""
+
+
+@pytest.fixture(scope="module", params=["torch", "compiled"], autouse=True)
+def chosen(request: pytest.FixtureRequest) -> Iterator[None]:
+    global which
+    if request.param == "compiled":
+        try:
+            load_library()
+        except BuildError as error:
+            pytest.skip(str(error))
+    which = request.param
+    yield
+    which = "torch"
+
+
+def make_sampler(vocab_size: int, *, processed_logprobs: bool = False) -> Sampler:
+    if which == "torch":
+        return Sampler(vocab_size, "cpu", processed_logprobs=processed_logprobs)
+    return CompiledSampler(load_library(), vocab_size, 2, processed_logprobs=processed_logprobs)
 
 
 def adjusted(logits: Floats, params: SamplerParams, tokens: Sequence[int], prompt: int) -> Floats:
@@ -66,7 +90,7 @@ def draw(
     logits: Floats, params: SamplerParams, count: int, tokens: Sequence[int] = (), prompt: int = 0
 ) -> npt.NDArray[np.int64]:
     """``count`` draws with the seeds 0, 1, …, all in one batch."""
-    sampler = Sampler(len(logits), "cpu")
+    sampler = make_sampler(len(logits))
     fields = {name: getattr(params, name) for name in SamplerParams.__slots__ if name[0] != "_"}
     rows = [
         SamplerRow(SamplerParams(**{**fields, "seed": seed}), tokens, prompt)
@@ -83,7 +107,7 @@ def distribution(
     """The distribution that the sampler says it drew from."""
     fields = {name: getattr(params, name) for name in SamplerParams.__slots__ if name[0] != "_"}
     params = SamplerParams(**{**fields, "logprobs": len(logits)})
-    sampler = Sampler(len(logits), "cpu", processed_logprobs=True)
+    sampler = make_sampler(len(logits), processed_logprobs=True)
     batch = torch.tensor(logits, dtype=torch.float32)[None]
     sampled = sampler.sample(batch, [SamplerRow(params, tokens, prompt)])
     assert sampled.top is not None
@@ -172,7 +196,7 @@ def test_positions_and_sequence_indices_give_independent_draws() -> None:
     logits = some_logits(vocab_size=12, spread=1.0)
     exact = reference(logits, SamplerParams())
     batch = torch.tensor(logits, dtype=torch.float32).repeat(4000, 1)
-    sampler = Sampler(12, "cpu")
+    sampler = make_sampler(12)
     by_position = [SamplerRow(SamplerParams(seed=7), range(i), 0) for i in range(4000)]
     by_index = [SamplerRow(SamplerParams(seed=7, sequence_index=i), [], 0) for i in range(4000)]
     first = sampler.sample(batch.clone(), by_position).tokens.numpy()
@@ -361,7 +385,7 @@ def test_extreme_logits_never_give_a_masked_token(
         logprobs=2,
     )
     for processed in (False, True):
-        sampler = Sampler(len(logits), "cpu", processed_logprobs=processed)
+        sampler = make_sampler(len(logits), processed_logprobs=processed)
         rows = [SamplerRow(params, [0], 1) for _ in range(4)]
         batch = torch.tensor(logits).repeat(4, 1)
         for token in sampler.sample(batch, rows).tokens.tolist():
@@ -378,7 +402,7 @@ def test_extreme_logits_never_give_a_masked_token(
 def test_a_row_without_a_token_disturbs_nobody(
     temperature: float, bad: float, processed: bool
 ) -> None:
-    sampler = Sampler(300, "cpu", processed_logprobs=processed)
+    sampler = make_sampler(300, processed_logprobs=processed)
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(3))
     params = SamplerParams(temperature=temperature, top_k=200, top_p=0.9, min_p=0.1, logprobs=3)
     rows = [SamplerRow(params, [1] * i, 0) for i in range(4)]
@@ -423,7 +447,7 @@ def test_bias_and_mask_come_behind_the_penalties(vocab_size: int) -> None:
     x[[i for i in range(vocab_size) if i not in ids]] = -np.inf
     wanted = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
     tokens = np.array(PROMPT + OUTPUT)
-    sampled = Sampler(vocab_size, "cpu", processed_logprobs=True).sample(
+    sampled = make_sampler(vocab_size, processed_logprobs=True).sample(
         torch.tensor(logits, dtype=torch.float32)[None],
         [SamplerRow(params, tokens, len(PROMPT))],
         Adjustment(torch.from_numpy(bias)[None], masks([ids], vocab_size)),
@@ -439,7 +463,7 @@ def test_masks_of_some_rows() -> None:
     logits = torch.arange(40.0).repeat(4, 1)
     rows = [SamplerRow(SamplerParams(temperature=0.0), [], 0) for _ in range(4)]
     bitmask = masks([None, [3, 33], [], [0]], 40)
-    sampled = Sampler(40, "cpu").sample(logits, rows, Adjustment(bitmask=bitmask))
+    sampled = make_sampler(40).sample(logits, rows, Adjustment(bitmask=bitmask))
     assert sampled.tokens.tolist() == [39, 33, -1, 0]
 
 
@@ -450,7 +474,7 @@ def test_log_probabilities_are_those_before_the_adjustment() -> None:
     bias[0, 6] = 50.0
     raw = logits.log_softmax(dim=1)[0]
     row = SamplerRow(params, [], 0)
-    sampled = Sampler(40, "cpu").sample(logits, [row], Adjustment(bias))
+    sampled = make_sampler(40).sample(logits, [row], Adjustment(bias))
     assert sampled.tokens.tolist() == [6]
     assert sampled.logprobs is not None
     assert sampled.top is not None
@@ -523,7 +547,7 @@ def facts(sampled: Sampled, row: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("processed", [False, True])
 def test_neighbours_and_order_change_nothing(processed: bool) -> None:
     logits, rows = mixed_rows()
-    sampler = Sampler(600, "cpu", processed_logprobs=processed)
+    sampler = make_sampler(600, processed_logprobs=processed)
     together = sampler.sample(logits.clone(), rows)
     order = np.random.default_rng(1).permutation(len(rows))
     shuffled = sampler.sample(logits[order].clone(), [rows[i] for i in order])
@@ -538,7 +562,7 @@ def test_neighbours_and_order_change_nothing(processed: bool) -> None:
 def test_tokens_may_be_a_list_or_an_array() -> None:
     logits, rows = mixed_rows()
     as_lists = [SamplerRow(row.params, list(map(int, row.tokens)), 4) for row in rows]
-    sampler = Sampler(600, "cpu")
+    sampler = make_sampler(600)
     assert torch.equal(
         sampler.sample(logits.clone(), rows).tokens, sampler.sample(logits.clone(), as_lists).tokens
     )
@@ -547,7 +571,7 @@ def test_tokens_may_be_a_list_or_an_array() -> None:
 def test_bfloat16_logits_are_read_as_they_are() -> None:
     logits, rows = mixed_rows()
     narrow = logits.bfloat16()
-    sampler = Sampler(600, "cpu")
+    sampler = make_sampler(600)
     assert torch.equal(
         sampler.sample(narrow, rows).tokens, sampler.sample(narrow.float(), rows).tokens
     )
@@ -562,7 +586,7 @@ def test_raw_logprobs_are_of_the_unchanged_distribution() -> None:
     params = SamplerParams(
         temperature=0.5, top_k=3, logit_bias={4: 9.0}, repetition_penalty=2.0, logprobs=5
     )
-    sampled = Sampler(50, "cpu").sample(
+    sampled = make_sampler(50).sample(
         torch.tensor(logits, dtype=torch.float32)[None], [SamplerRow(params, [1, 2], 1)]
     )
     assert sampled.logprobs is not None
@@ -587,7 +611,7 @@ def test_processed_logprobs_are_of_the_last_distribution(temperature: float) -> 
     else:
         with np.errstate(divide="ignore"):
             expected = np.log(reference(logits, params, [1, 2], 1))
-    sampled = Sampler(50, "cpu", processed_logprobs=True).sample(
+    sampled = make_sampler(50, processed_logprobs=True).sample(
         torch.tensor(logits, dtype=torch.float32)[None], [SamplerRow(params, [1, 2], 1)]
     )
     assert sampled.logprobs is not None
@@ -601,18 +625,18 @@ def test_processed_logprobs_are_of_the_last_distribution(temperature: float) -> 
 
 def test_equal_alternatives_stand_in_the_order_of_ids() -> None:
     params = SamplerParams(temperature=0.0, logprobs=3)
-    sampled = Sampler(200, "cpu").sample(torch.zeros(1, 200), [SamplerRow(params, [], 0)])
+    sampled = make_sampler(200).sample(torch.zeros(1, 200), [SamplerRow(params, [], 0)])
     assert sampled.top is not None
     assert sampled.top[0][0].tolist() == [0, 1, 2]
 
 
 def test_only_rows_that_ask_get_logprobs() -> None:
     rows = [SamplerRow(SamplerParams(logprobs=n), [], 0) for n in (-1, 0, 2)]
-    sampled = Sampler(9, "cpu").sample(torch.zeros(3, 9), rows)
+    sampled = make_sampler(9).sample(torch.zeros(3, 9), rows)
     assert sampled.logprobs is not None
     assert sampled.top is not None
     assert torch.isnan(sampled.logprobs).tolist() == [True, False, False]
     assert [len(ids) for ids, _ in sampled.top] == [0, 0, 2]
-    quiet = Sampler(9, "cpu").sample(torch.zeros(1, 9), rows[:1])
+    quiet = make_sampler(9).sample(torch.zeros(1, 9), rows[:1])
     assert quiet.logprobs is None
     assert quiet.top is None

@@ -17,6 +17,7 @@ from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.model import CpuModel, TorchModel
+from gpu.cpu.sampling import CompiledSampler
 from gpu.loading import Loaded, OnProgress
 from gpu.memory import choose_num_pages
 from gpu.models import build_model
@@ -60,24 +61,29 @@ def load_on_cpu(
             "leave --kv-cache-dtype at auto"
         )
     config = files.config
+    processed = start.logprobs_mode == "processed"
     try:
         compiled = _compiled(start, config, dtype, on_progress)
     except _NotCompiled as reason:
         _check_torch_will_do(start, str(reason))
         model, num_pages = _load_torch(start, files, dtype, on_progress)
         computing = f"torch ({reason})"
+        sampler = Sampler(config.vocab_size, "cpu", processed_logprobs=processed)
     else:
         num_pages = _load_compiled(compiled, start, files, on_progress)
         model = compiled
+        sampler = CompiledSampler(
+            load_library(),
+            config.vocab_size,
+            torch.get_num_threads(),
+            processed_logprobs=processed,
+        )
         computing = f"compiled kernels, weights in {compiled.describe_weights()}"
     slots = SlotTable(
         num_pages=num_pages,
         page_size=start.page_size,
         max_model_len=start.max_model_len,
         vocab_size=config.vocab_size,
-    )
-    sampler = Sampler(
-        config.vocab_size, "cpu", processed_logprobs=start.logprobs_mode == "processed"
     )
     return Loaded(
         executor=CpuExecutor(model, sampler, slots, adjuster),

@@ -1,0 +1,53 @@
+// What gpu/cpu/sampling.py calls.
+#include <cstdlib>
+#include <new>
+
+#include "memory.h"
+#include "sampling.h"
+
+using namespace trioserve;
+
+struct SamplerHandle {
+  SamplerHandle(int64_t vocab_size, int threads)
+      : vocab_size(vocab_size),
+        pool(threads),
+        memory(Pages::kSmall),
+        scratch(memory.take_bytes(draw_scratch_bytes(vocab_size) * threads)) {}
+
+  const int64_t vocab_size;
+  Pool pool;
+  Memory memory;
+  void* scratch;
+};
+
+extern "C" {
+
+// Null if there is no memory, or no room for another thread.
+SamplerHandle* sampler_create(int64_t vocab_size, int32_t threads) {
+  try {
+    return new SamplerHandle(vocab_size, threads);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+void sampler_destroy(SamplerHandle* handle) { delete handle; }
+
+void sampler_draw(SamplerHandle* handle, float* logits, int64_t rows, const Draw* draws,
+                  const Change* changes, const Adjustment* adjustment, int32_t* tokens) {
+  handle->pool.run([&](const Team& team) {
+    draw_tokens(team, logits, rows, handle->vocab_size, draws, changes, *adjustment, tokens,
+                handle->scratch);
+  });
+}
+
+void sampler_report(SamplerHandle* handle, const float* logits, const Report* reports,
+                    int64_t num_reports, int64_t most, float* normalizers, int32_t* ids,
+                    float* logprobs, int32_t* found) {
+  handle->pool.run([&](const Team& team) {
+    report_rows(team, logits, handle->vocab_size, reports, num_reports, most, normalizers, ids,
+                logprobs, found);
+  });
+}
+
+}  // extern "C"
