@@ -116,9 +116,6 @@ async def _measure_all(
             _note("no tokenizer: prompts are nearly as long as asked (see --tokenizer)")
         streams = max(options.concurrency or (_STREAMS,))
         await warm_up(subject.target, warm_ups, min(streams, max(len(warm_ups), 1)))
-        # What is there now stays: a collection in the midst of a run would look at it in vain.
-        gc.collect()
-        gc.freeze()
         return [await _one(options, subject, point) for point in points], facts
 
 
@@ -167,12 +164,19 @@ async def _server(options: BenchOptions) -> AsyncIterator[_Subject]:
         headers=headers,
         timeout=options.request_timeout,
     )
-    yield _Subject(
-        target=target,
-        model=model,
-        texts=await _texts(options, model),
-        facts={"name": address.url, "path": target.path, "software": info.software},
-    )
+    texts = await _texts(options, model)
+    # What is there now stays: a collection in the midst of a run would look at it in vain.
+    gc.collect()
+    gc.freeze()
+    try:
+        yield _Subject(
+            target=target,
+            model=model,
+            texts=texts,
+            facts={"name": address.url, "path": target.path, "software": info.software},
+        )
+    finally:
+        gc.unfreeze()
 
 
 def _tls(options: BenchOptions, address: Address) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import attrs
@@ -254,7 +254,7 @@ def bench_options(arguments: Mapping[str, Any]) -> BenchOptions:
             raise UsageError("--embedded can't be given with a URL")
         return BenchOptions(**fields, url=given or DEFAULT_URL)
     except InvalidRequest as error:
-        raise _as_written(error, arguments, options) from error
+        raise _as_written(error, {option.name for option in options}, options) from error
 
 
 def embedded_config(options: BenchOptions, environment: Mapping[str, str]) -> EngineConfig | None:
@@ -337,9 +337,12 @@ def _from_flags(options: Iterable[Option], arguments: Mapping[str, Any]) -> dict
 
 
 def _as_written(
-    error: InvalidRequest, arguments: Mapping[str, Any], options: Iterable[Option]
+    error: InvalidRequest, arguments: Container[str], options: Iterable[Option]
 ) -> UsageError:
-    """The error, with the option's name as the user wrote it: a flag or a variable."""
+    """The error, with the option's name as the user wrote it: a flag or a variable.
+
+    The names of those that are flags are in ``arguments``.
+    """
     message = str(error)
     for option in options:
         if option.name == error.param:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trioserve.cli.usage import UsageError
-from trioserve.wire import MockSteps
+
+if TYPE_CHECKING:
+    from trioserve.wire import MockSteps
 
 __all__ = ["add_mock_flag", "mock_steps"]
 
@@ -63,4 +65,6 @@ def mock_steps(arguments: Mapping[str, Any]) -> MockSteps | None:
             f"--mock-worker must be a step's time, a rate or both, such as 10ms, 50000/s or "
             f"10ms,50000/s, not {str(text)!r}"
         )
+    from trioserve.wire import MockSteps  # which loads NumPy: --help answers without
+
     return MockSteps(step_seconds=time, token_seconds=rate)

@@ -99,11 +99,13 @@ def summary_text(measured: Sequence[Measured]) -> str:
     """The same as text in columns."""
     titles, rows = summary_rows(measured)
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in
-                  enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in (titles, *rows)
-    )  # fmt: skip
+    names = titles.index("load") + 1
+    lines = []
+    for line in (titles, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        cells[names:] = [cell.strip().rjust(len(cell)) for cell in cells[names:]]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def environment(*packages: str) -> dict[str, Any]:
