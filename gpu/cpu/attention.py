@@ -131,7 +131,7 @@ class CompiledAttention:
     def attend_layers(
         self, layers: Sequence[int], q: torch.Tensor, window: int | None
     ) -> torch.Tensor:
-        """Attend in several layers in one call, with the same queries. Returns the last's result."""
+        """Attend in several layers in one call, with the same queries; what the last gives."""
         out = torch.empty(q.shape, dtype=q.dtype)
         keys, values = (
             np.array([self.cache[layer][which].data_ptr() for layer in layers], dtype=np.int64)
