@@ -22,6 +22,7 @@ import trio
 from bench.contest import Notes, contest, one_by_one
 from bench.cpu_after_leave import CpuAfterLeave
 from bench.goals import goals_table, judge
+from bench.loads import Chats, Rates
 from bench.memory import Memory
 from bench.peers import BF16_ONLY, SERVERS
 from bench.peers.gguf_files import FORMATS
@@ -37,7 +38,9 @@ from bench.throughput import Throughput
 __all__ = ["SCENARIOS", "Part", "main", "measure", "parts_of"]
 
 SCENARIOS = ("throughput", "shared_prefix", "cpu_after_leave", "memory", "start")
-"""What there is to measure."""
+"""What the targets are about."""
+
+_LOADS = ("rates", "chats")
 
 RESULTS = Path(__file__).parent / "results"
 _ROUNDS = 3
@@ -83,7 +86,7 @@ def parts_of(
     the others take a multiple of both.
 
     Args:
-        chosen: of :data:`SCENARIOS`.
+        chosen: names of scenarios.
         formats: of :data:`bench.peers.gguf_files.FORMATS`.
         peers: the names of other servers.
         throughput: the widths to measure.
@@ -93,7 +96,7 @@ def parts_of(
     for format in formats:
         every: list[Scenario] = [throughput]
         if format == formats[0]:
-            every += [SharedPrefix(), CpuAfterLeave()]
+            every += [SharedPrefix(), Rates(), Chats(), CpuAfterLeave()]
         scenarios = [scenario for scenario in every if scenario.name in chosen]
         names = ["", *(peer for peer in peers if format == "bf16" or peer not in BF16_ONLY)]
         if scenarios:
@@ -154,12 +157,14 @@ def _parser(scenarios: Sequence[str] | None) -> argparse.ArgumentParser:
     )
     add("--rounds", type=int, help=f"the most rounds (default {_ROUNDS}, {_MOST_ROUNDS} in a time)")
     if scenarios is None:
-        add("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+        choices = [*SCENARIOS, *_LOADS]
+        add("--scenarios", nargs="+", choices=choices, default=list(SCENARIOS))
     add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights")
     add("--streams", type=int, nargs="+", default=[1, 8, 32], help="widths of the closed loops")
     add("--requests-per-stream", type=int, default=2, help="requests of each stream in a round")
     add("--prompt-tokens", type=int, default=128, help="tokens in each prompt")
     add("--output-tokens", type=int, default=128, help="tokens in each answer")
+    add("--plots", action="store_true", help="draw what was measured (needs trioserve[bench])")
     add("--out", type=Path, default=RESULTS, help="folder for the results")
     return parser
 
@@ -197,6 +202,11 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[str] | None
     for failure in notes.failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     print(f"\nsaved to {os.path.relpath(path)}")
+    if options.plots:
+        from bench.pictures import save_pictures  # needs matplotlib, which is optional
+
+        for picture in save_pictures(notes.runs, path.with_suffix("")):
+            print(f"saved to {os.path.relpath(picture)}")
     return 1 if notes.failures else 0
 
 

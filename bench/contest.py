@@ -16,6 +16,7 @@ from bench.rows import Row
 from bench.scenario import Lonely, Scenario, Taken, Turn
 from bench.servers import Running, Server, ServerFailed, running
 from bench.validity import InvalidRun, check_agreement
+from trioserve.load import Run
 
 __all__ = ["Notes", "contest", "one_by_one"]
 
@@ -28,6 +29,8 @@ class Notes:
     """What a comparison has found so far, and what went wrong; a failure doesn't end it."""
 
     rows: list[Row] = attrs.field(factory=list)
+    runs: list[tuple[Row, Run]] = attrs.field(factory=list)
+    """What the client saw, of those rows that come from a run."""
     failures: list[str] = attrs.field(factory=list)
     versions: dict[str, dict[str, str]] = attrs.field(factory=dict)
     """Of each server, and how it was started."""
@@ -37,9 +40,11 @@ class Notes:
         self.failures.append(str(failure))
         print(f"FAILED: {failure}", flush=True)
 
-    def note(self, row: Row) -> None:
+    def note(self, row: Row, run: Run | None = None) -> None:
         """Note and show a row."""
         self.rows.append(row)
+        if run is not None:
+            self.runs.append((row, run))
         shown = "  ".join(f"{name} {value:.4g}" for name, value in list(row.values.items())[:4])
         case = f"{row.scenario} {row.case}".rstrip()
         print(f"round {row.round + 1}  {case:24} {row.title:18} {shown}", flush=True)
@@ -103,7 +108,7 @@ async def one_by_one(
                 except (ServerFailed, InvalidRun) as failure:
                     notes.fail(failure)
                     continue
-            notes.note(_row(scenario.name, "", server, round, taken.values))
+            notes.note(_row(scenario.name, "", server, round, taken.values), taken.run)
 
 
 def _rounds(most: int, deadline: float) -> Iterator[int]:
@@ -121,7 +126,7 @@ async def _one_turn(
     up: Sequence[Running], scenario: str, turn: Turn, round: int, notes: Notes
 ) -> None:
     """Every server once, who goes first changes from round to round; their answers must agree."""
-    rows: list[Row] = []
+    rows: list[tuple[Row, Run | None]] = []
     answers: dict[str, Sequence[str]] = {}
     for one in up if round % 2 == 0 else up[::-1]:
         try:
@@ -130,7 +135,7 @@ async def _one_turn(
             notes.fail(failure)
             continue
         values = {**taken.values, "server_cpu_seconds": used, "elsewhere_cores": elsewhere}
-        rows.append(_row(scenario, turn.case, one.server, round, values))
+        rows.append((_row(scenario, turn.case, one.server, round, values), taken.run))
         answers[one.server.title] = taken.answers
     try:
         if answers:
@@ -138,8 +143,8 @@ async def _one_turn(
     except InvalidRun as failure:
         notes.fail(failure)
         return
-    for row in rows:
-        notes.note(row)
+    for row, seen in rows:
+        notes.note(row, seen)
 
 
 async def _watched(one: Running, turn: Turn) -> tuple[Taken, float, float]:

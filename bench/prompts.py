@@ -8,19 +8,10 @@ import random
 import tokenizers
 
 from bench.servers import MODEL
+from trioserve.load.texts import CountedTexts
 from trioserve.model_files import locate, open_model
 
 __all__ = ["exact_prompts", "tokenizer"]
-
-_WORDS = """
-the of and to in is that it for was on are as with they at be this from have or by one had not
-but what all were when we there can an your which their said if do will each about how up out
-them then she many some so these would other into has more her two like him see time could no
-make than first been its who now people my made over did down only way find use may water long
-little very after words called just where most know river light stone garden window letter
-morning village captain mountain engine paper silver music winter summer bridge kitchen
-teacher market island forest number
-""".split()  # noqa: SIM905
 
 
 @functools.cache
@@ -36,19 +27,13 @@ def exact_prompts(
 
     All begin with the same ``prefix_tokens`` further ids, which are others for another ``seed``.
     """
-    # Seeds of one sign only make a difference to this generator.
+    texts = CountedTexts(tokenizer)
+    # A number and its negative would be the same seed.
     chooser = random.Random(f"prompts {seed}")
-    prefix = _ids(tokenizer, chooser, prefix_tokens).copy()
+    prefix = texts.make(prefix_tokens, chooser) if prefix_tokens else ""
     prompts: dict[str, None] = {}
     while len(prompts) < count:
-        ids = prefix + _ids(tokenizer, chooser, tokens)
-        text = tokenizer.decode(ids, skip_special_tokens=False)
-        if tokenizer.encode(text, add_special_tokens=False).ids == ids:
+        text = texts.make(tokens, chooser, prefix)
+        if texts.count(text) == prefix_tokens + tokens:
             prompts[text] = None
     return list(prompts)
-
-
-def _ids(tokenizer: tokenizers.Tokenizer, chooser: random.Random, tokens: int) -> list[int]:
-    # A word is at least one token, so this is never too short.
-    text = " ".join(chooser.choices(_WORDS, k=tokens + 1)).capitalize()
-    return list(tokenizer.encode(text, add_special_tokens=False).ids[:tokens])

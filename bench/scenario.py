@@ -17,10 +17,11 @@ __all__ = ["Lonely", "Scenario", "Taken", "Turn", "taken_from"]
 
 @attrs.frozen(kw_only=True)
 class Taken:
-    """What was measured, and the answers, in the order of the requests."""
+    """What was measured, the answers in the order of the requests, and all that the client saw."""
 
     values: Mapping[str, float]
     answers: Sequence[str] = ()
+    run: Run | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -75,4 +76,5 @@ def taken_from(run: Run) -> Taken:
             "output_tokens": figures.completion_tokens,
         },
         answers=[record.text for record in run.records],
+        run=run,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trioserve.load import Run
+from trioserve.load.work import Conversation
 
-__all__ = ["InvalidRun", "check", "check_agreement"]
+__all__ = ["InvalidRun", "check", "check_agreement", "check_answers"]
 
 # So much of the beginning of two answers is compared, and so many of the answers must agree.
 _SAME_CHARACTERS = 12
@@ -34,6 +35,20 @@ def check(name: str, run: Run, prompt_tokens: int, output_tokens: int) -> None:
             )
         if not record.text:
             raise InvalidRun(f"{name}: an answer has no text")
+
+
+def check_answers(name: str, run: Run, work: Sequence[Conversation]) -> None:
+    """As :func:`check`, where each turn has a length of its own; prompts aren't counted.
+
+    Raises:
+        InvalidRun: a request wasn't answered, or not at the length asked for.
+    """
+    for record in run.records:
+        if record.error:
+            raise InvalidRun(f"{name}: a request failed: {record.error}")
+        wanted = work[record.conversation].turns[record.turn].max_tokens
+        if record.completion_tokens != wanted:
+            raise InvalidRun(f"{name} counts {record.completion_tokens} tokens, not {wanted}")
 
 
 def check_agreement(answers: Mapping[str, Sequence[str]]) -> None:

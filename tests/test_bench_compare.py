@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import trio
 
-from bench import compare, contest
+from bench import compare, contest, pictures
 from bench.compare import parts_of
 from bench.contest import Notes
 from bench.goals import Verdict, goals_table, judge
@@ -24,7 +24,9 @@ from bench.scenario import Taken, Turn
 from bench.servers import Running, Server, ServerFailed
 from bench.setting import Setting
 from bench.throughput import Throughput
-from bench.validity import InvalidRun
+from bench.validity import InvalidRun, check_answers
+from trioserve.load import Record, Run
+from trioserve.load import work as load_work
 
 OTHERS = ("llama.cpp", "vllm", "transformers")
 
@@ -293,3 +295,33 @@ def test_a_file_in_another_format_is_the_same_model(tmp_path: Path) -> None:
     assert model_file(model, "q4_1", tmp_path) == Path(model)
     with pytest.raises(ValueError, match="formats are bf16, q8_0, q4_1, not 'q2'"):
         model_file(model, "q2", tmp_path)
+
+
+def run_at(streams: int, ttft: float) -> Run:
+    record = Record(
+        started=0.0, chunks=[ttft, 2 * ttft], text="a", prompt_tokens=4, completion_tokens=2
+    )
+    return Run(concurrency=streams, records=[record] * streams, duration=1.0)
+
+
+def test_pictures_show_all_rounds_of_each_case(tmp_path: Path) -> None:
+    figures = {"tokens_per_second": 1.0}
+    keys = [("throughput", f"{n} streams", "ours", "bf16") for n in (2, 4)]
+    runs = [(row, run_at(int(row.case[0]), 0.1)) for row in rows(dict.fromkeys(keys, figures))]
+    measured = pictures.merged(runs)
+    assert [len(one.run.records) for one in measured] == [4, 8]
+    assert [one.figures.output_tokens_per_second for one in measured] == [4.0, 8.0]
+    names = [path.name for path in pictures.save_pictures(runs, tmp_path / "new")]
+    assert names == [
+        "throughput-bf16-load.png",
+        *(f"throughput-bf16-{n}-streams-{what}.png" for n in (2, 4) for what in ("ttft", "itl")),
+    ]
+
+
+def test_an_answer_of_another_length_than_its_turn_asked_for_is_invalid() -> None:
+    work = [load_work.Conversation(turns=(load_work.Turn(prompt="a", max_tokens=2),))]
+    good = run_at(1, 0.1)
+    check_answers("ours", good, work)
+    good.records[0].completion_tokens = 1
+    with pytest.raises(InvalidRun, match="counts 1 tokens, not 2"):
+        check_answers("ours", good, work)

@@ -42,7 +42,12 @@ def other(reached: float) -> dict[str, Any]:
     verdict = Verdict(
         what="CPU per event", against="uvicorn", bound=1.3, reached=reached, at_most=True
     )
-    return {"time": "2026-01-02", "machine": MACHINE, "table": "| events |", "verdicts": [attrs.asdict(verdict)]}
+    return {
+        "time": "2026-01-02",
+        "machine": MACHINE,
+        "table": "| events |",
+        "verdicts": [attrs.asdict(verdict)],
+    }
 
 
 def test_a_block_is_replaced_and_the_rest_of_the_page_is_kept() -> None:
