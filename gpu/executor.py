@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class Drawn:
     """What one step drew for its S rows that sample, in the order in which they were submitted.
 
@@ -37,15 +37,16 @@ class Drawn:
     """
 
     tokens: npt.NDArray[np.int32]  # [S]; -1 where there was no token to draw
-    logprobs: npt.NDArray[np.float32] | None  # [S], NaN where not asked for; None if nobody asked
-    top: list[TopLogprobs] | None
+    logprobs: npt.NDArray[np.float32] | None = None
+    """[S], NaN where not asked for; None if nobody asked."""
+    top: list[TopLogprobs] | None = None
     named: list[npt.NDArray[np.float32]] | None = None
     """Raw log-probabilities of each row's ``logprob_token_ids``."""
     prompts: list[PromptPiece] = attrs.field(factory=list)
     """Of the rows that computed prompt tokens whose log-probabilities are wanted."""
-    step_us: int
+    step_us: int = 0
     """From the step's start on the device to its end."""
-    idle_us: int
+    idle_us: int = 0
     """How long the device had nothing to do before the step."""
 
 

@@ -76,21 +76,21 @@ class SlotExtras:
         }
 
     def prompt_spans(
-        self, rows: Sequence[Row], first_hidden: npt.NDArray[np.integer]
+        self, rows: Sequence[Row], last_hidden: npt.NDArray[np.integer]
     ) -> list[PromptSpan]:
         """The prompt tokens that ``rows`` report on.
 
-        ``first_hidden[i]`` is the index of row i's first hidden state in the step.
+        ``last_hidden[i]`` is the index of row i's last hidden state in the step.
         """
         spans: list[PromptSpan] = []
         if not self._prompts:
             return spans
-        for row, first in zip(rows, first_hidden, strict=True):
+        for row, last in zip(rows, last_hidden, strict=True):
             slot = row.slot
             start = max(row.start + 1, slot.prompt_logprobs_from)
             stop = min(row.end + 1, slot.prompt_length)
             if slot.number in self._prompts and start < stop:
-                hidden = int(first) + start - 1 - row.start
+                hidden = int(last) + start - row.end
                 spans.append(PromptSpan(slot=slot, start=start, stop=stop, first_hidden=hidden))
         return spans
 

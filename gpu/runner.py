@@ -10,6 +10,7 @@ deferred until every plan before it is finished; only then another plan is accep
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import deque
@@ -24,6 +25,7 @@ from trioserve.wire import Plan, StepResult, from_floats, from_ints, ints
 
 __all__ = ["Runner"]
 
+_NAN = from_floats([math.nan])
 _log = logging.getLogger("gpu.runner")
 
 
@@ -132,12 +134,13 @@ class Runner:
         if self._next_plan is not None and plan.number != self._next_plan:
             raise PlanError(f"plan {plan.number} came where {self._next_plan} was due")
         rows = self._slots.apply(plan)
-        for number in ints(plan.closed).tolist():
-            self._executor.close(number)
+        if plan.closed:
+            for number in ints(plan.closed).tolist():
+                self._executor.close(number)
         for opened in plan.opened:
             self._executor.open(self._slots[opened.slot])
         active = [row for row in rows if row.count]
-        total = sum(row.count for row in active)
+        total = sum([row.count for row in active])
         if total > self._max_num_batched_tokens:
             raise PlanError(f"{total} tokens in one plan, over {self._max_num_batched_tokens}")
         submission = self._executor.submit(active)
@@ -193,17 +196,24 @@ class Runner:
 
 def _result(pending: _Pending, giving: Sequence[bool], drawn: Drawn) -> StepResult:
     """The columns of a result, in the order of the plan's rows."""
-    index_of = {slot: index for index, slot in enumerate(pending.positions)}
     rows = pending.rows
-    order = [index_of[row.slot.number] for row, gives in zip(rows, giving, strict=True) if gives]
-    logprobs = np.full(len(drawn.tokens), math.nan) if drawn.logprobs is None else drawn.logprobs
+    if all(giving) and len(drawn.tokens) == len(rows):  # the positions stand in the rows' order
+        order = list(range(len(rows)))
+        tokens, offsets = drawn.tokens, [*order, len(rows)]
+    else:
+        index_of = {slot: index for index, slot in enumerate(pending.positions)}
+        given = itertools.compress(rows, giving)
+        order = [index_of[row.slot.number] for row in given]
+        tokens, offsets = drawn.tokens[order], [0, *itertools.accumulate(giving)]
     result = StepResult(
         number=pending.number,
         slots=from_ints([row.slot.number for row in rows]),
         generations=from_ints([row.slot.generation for row in rows]),
-        offsets=from_ints(np.cumsum([0, *giving])),
-        tokens=from_ints(drawn.tokens[order]),
-        logprobs=from_floats(logprobs[order]),
+        offsets=from_ints(offsets),
+        tokens=from_ints(tokens),
+        logprobs=(
+            _NAN * len(order) if drawn.logprobs is None else from_floats(drawn.logprobs[order])
+        ),
         prompts=drawn.prompts,
         step_us=drawn.step_us,
         idle_us=drawn.idle_us,

@@ -62,6 +62,10 @@ class Slot:
         """Prompt and output so far; a view that is valid until the next :meth:`extend`."""
         return self._buffer[: self._length]
 
+    def token(self, position: int) -> int:
+        """The token at ``position``: cheaper than out of :attr:`tokens`."""
+        return int(self._buffer[position])
+
     def extend(self) -> int:
         """Make room for one more token, which isn't known yet. Returns its position."""
         if self._length == len(self._buffer):

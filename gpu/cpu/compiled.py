@@ -7,7 +7,7 @@ import enum
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 import attrs
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu.attention import StepLayout
+from gpu.slots import Row, SlotTable
 from gpu.weights import Blocks, Weight
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig
@@ -157,6 +157,9 @@ class CompiledModel:
         self._products: dict[tuple[_Which, int], _Product] = {}
         self._qk_norms: dict[int, dict[str, torch.Tensor]] = {}
         self._step = _Step()
+        self._step_pointer = ctypes.byref(self._step)
+        self._arrays = _StepArrays(0)
+        self._tokens = 0
         self._hidden = torch.empty(0)
         self._logits = torch.empty(0, config.vocab_size)
 
@@ -194,19 +197,37 @@ class CompiledModel:
             self._library.decoder_hidden(self._decoder)
         )
         self._hidden = torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
+        self._arrays = arrays = _StepArrays(max_tokens)
+        self._step.context_lens = arrays.context_lens.ctypes.data
+        self._tokens = arrays.tokens.ctypes.data
 
-    def forward(self, tokens: npt.NDArray[np.int32], layout: StepLayout) -> torch.Tensor:
+    def forward(
+        self, rows: Sequence[Row], slots: SlotTable
+    ) -> tuple[torch.Tensor, npt.NDArray[np.integer]]:
         """See :meth:`gpu.cpu.model.CpuModel.forward`."""
+        arrays, count = self._arrays, len(rows)
+        arrays.context_lens[:count] = [row.end for row in rows]
+        if all(row.count == 1 for row in rows):
+            num_tokens = count
+            arrays.tokens[:count] = [row.slot.token(row.start) for row in rows]
+            query_start = arrays.numbers
+        else:
+            query_start = arrays.query_start
+            np.cumsum([row.count for row in rows], out=query_start[1 : count + 1])
+            num_tokens = int(query_start[count])
+            tokens = [row.slot.tokens[row.start : row.end] for row in rows]
+            np.concatenate(tokens, out=arrays.tokens[:num_tokens])
+        width = max(row.slot.num_pages for row in rows)
+        tables = slots.block_tables[[row.slot.number for row in rows], :width]
         step = self._step
-        step.num_rows, step.table_stride = layout.block_tables.shape
-        step.query_start = layout.query_start.ctypes.data
-        step.context_lens = layout.context_lens.ctypes.data
-        step.block_tables = layout.block_tables.ctypes.data
-        self._library.decoder_forward(self._decoder, tokens.ctypes.data, ctypes.byref(step))
-        return self._hidden[: len(tokens)]
+        step.num_rows, step.table_stride = count, width
+        step.query_start = query_start.ctypes.data
+        step.block_tables = tables.ctypes.data
+        self._library.decoder_forward(self._decoder, self._tokens, self._step_pointer)
+        return self._hidden[:num_tokens], query_start[1 : count + 1] - 1
 
     def logits(
-        self, hidden: torch.Tensor, rows: npt.NDArray[np.int64] | None = None
+        self, hidden: torch.Tensor, rows: npt.NDArray[np.integer] | None = None
     ) -> torch.Tensor:
         """See :meth:`gpu.cpu.model.CpuModel.logits`."""
         count = len(hidden) if rows is None else len(rows)
@@ -223,7 +244,7 @@ class CompiledModel:
         return self._logits[:count]
 
     def most_probable(
-        self, hidden: torch.Tensor, rows: npt.NDArray[np.int64]
+        self, hidden: torch.Tensor, rows: npt.NDArray[np.integer]
     ) -> npt.NDArray[np.int32] | None:
         """See :meth:`gpu.cpu.model.CpuModel.most_probable`."""
         chosen, best = rows.astype(np.int32), np.empty(len(rows), dtype=np.int32)
@@ -307,6 +328,17 @@ class CompiledModel:
         add = self._library.decoder_add_segment
         pointer = data.data_ptr()
         _check_memory(add(self._decoder, which, layer, into, source, pointer, outputs, inputs))
+
+
+class _StepArrays:
+    """What describes a step of up to ``most`` tokens, filled again for each."""
+
+    def __init__(self, most: int) -> None:
+        self.tokens = np.zeros(most, dtype=np.int32)
+        self.context_lens = np.zeros(most, dtype=np.int64)
+        self.query_start = np.zeros(most + 1, dtype=np.int64)
+        self.numbers = np.arange(most + 1, dtype=np.int64)
+        """The ``query_start`` of rows of one token each."""
 
 
 def _check_memory(given: int | None) -> None:

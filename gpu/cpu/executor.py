@@ -12,7 +12,7 @@ import torch
 
 from gpu.adjustments import Adjuster, NoAdjuster
 from gpu.cpu.model import CpuModel
-from gpu.executor import Drawn, Submission, in_layout_order, step_layout
+from gpu.executor import Drawn, Submission
 from gpu.extras import SlotExtras
 from gpu.prompt_logprobs import PromptSpan, in_rows, logprobs_of, prompt_piece, score_prompt
 from gpu.sampler import Sampler, SamplerRow, is_plainly_greedy
@@ -20,6 +20,8 @@ from gpu.slots import Row, Slot, SlotTable
 from trioserve.wire import PromptPiece
 
 __all__ = ["CpuExecutor"]
+
+_NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class CpuExecutor:
@@ -61,43 +63,36 @@ class CpuExecutor:
     def submit(self, rows: Sequence[Row]) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
         began = time.perf_counter_ns()
-        with torch.inference_mode():
-            drawn = self._compute(rows)
+        drawn = self._compute(rows)
         ended = time.perf_counter_ns()
-        drawn = attrs.evolve(
-            drawn,
-            step_us=(ended - began) // 1000,
-            idle_us=(began - self._step_ended_ns) // 1000,
-        )
+        drawn.step_us = (ended - began) // 1000
+        drawn.idle_us = (began - self._step_ended_ns) // 1000
         self._step_ended_ns = ended
         return _Finished(drawn)
 
     def _compute(self, rows: Sequence[Row]) -> Drawn:
-        ordered = in_layout_order(rows)
+        if not rows:
+            return Drawn(tokens=_NO_TOKENS)
+        hidden, ends = self._model.forward(rows, self._slots)
+        spans = self._extras.prompt_spans(rows, ends)
+        prompts = [self._piece(span, hidden) for span in spans] if spans else []
         sampling = [row for row in rows if row.samples]
-        if not ordered:
-            return _nothing()
-        layout = step_layout(ordered, self._slots)
-        tokens = np.concatenate([row.slot.tokens[row.start : row.end] for row in ordered])
-        hidden = self._model.forward(tokens, layout)
-        prompts = [
-            self._piece(span, hidden)
-            for span in self._extras.prompt_spans(ordered, layout.query_start[:-1])
-        ]
         if not sampling:
-            return attrs.evolve(_nothing(), prompts=prompts)
-        last = {id(row): end - 1 for row, end in zip(ordered, layout.query_start[1:], strict=True)}
-        sampled_from = np.array([last[id(row)] for row in sampling])
-        if not any(row.slot.number in self._choosy for row in sampling):
-            best = self._model.most_probable(hidden, sampled_from)
+            return Drawn(tokens=_NO_TOKENS, prompts=prompts)
+        if len(sampling) < len(rows):
+            ends = ends[[row.samples for row in rows]]
+        if not self._choosy or all(row.slot.number not in self._choosy for row in sampling):
+            best = self._model.most_probable(hidden, ends)
             if best is not None:
-                return attrs.evolve(_nothing(), tokens=best, prompts=prompts)
-        return self._sample(self._model.logits(hidden, sampled_from), sampling, prompts)
+                return Drawn(tokens=best, prompts=prompts)
+        return self._sample(self._model.logits(hidden, ends), sampling, prompts)
 
+    @torch.inference_mode()
     def _piece(self, span: PromptSpan, hidden: torch.Tensor) -> PromptPiece:
         scores = score_prompt(span, hidden, self._model.logits, self._sampler.vocab_size)
         return prompt_piece(span, [score.numpy() for score in scores])
 
+    @torch.inference_mode()
     def _sample(self, logits: torch.Tensor, rows: list[Row], prompts: list[PromptPiece]) -> Drawn:
         asked = [
             SamplerRow(row.slot.sampler, row.slot.tokens, row.slot.prompt_length) for row in rows
@@ -111,8 +106,6 @@ class CpuExecutor:
             top=sampled.top,
             named=named,
             prompts=prompts,
-            step_us=0,
-            idle_us=0,
         )
 
     def _named(self, logits: torch.Tensor, rows: list[Row]) -> list[npt.NDArray[np.float32]] | None:
@@ -136,7 +129,3 @@ class _Finished:
 
     def wait(self) -> Drawn:
         return self._drawn
-
-
-def _nothing() -> Drawn:
-    return Drawn(tokens=np.zeros(0, dtype=np.int32), logprobs=None, top=None, step_us=0, idle_us=0)

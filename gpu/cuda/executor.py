@@ -165,7 +165,7 @@ class CudaExecutor:
         """Queue the forward pass of ``rows``, and what is reported of it besides a draw."""
         ordered = in_layout_order(rows)
         layout = step_layout(ordered, self._slots)
-        spans = self._extras.prompt_spans(ordered, layout.query_start[:-1])
+        spans = self._extras.prompt_spans(ordered, layout.query_start[1:] - 1)
         adjusted = self._extras.adjusts(sampling)
         # A graph gives no hidden states, and no logits side by side if some rows don't sample.
         replayable = not spans and not (adjusted and len(sampling) < len(rows))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.attention import StepLayout
 from gpu.cpu.compiled import CompiledModel, Format, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import BuildError, load_library
@@ -27,7 +26,7 @@ from tests.tiny_gguf import write_gguf
 from tests.tiny_models import FAMILIES, make_tiny
 from trioserve.model_files import open_model
 from trioserve.sampling import SamplerParams
-from trioserve.wire import floats, ints
+from trioserve.wire import OpenSlot, Plan, floats, from_ints, ints
 
 try:
     load_library()
@@ -68,16 +67,27 @@ def with_torch(path: Path, dtype: torch.dtype) -> TorchModel:
 def logits_of(model: CpuModel, prompt: Sequence[int]) -> torch.Tensor:
     """The logits [T, V] after every token of ``prompt``, computed at once."""
     count = len(prompt)
-    layout = StepLayout(
-        positions=np.arange(count),
-        query_start=np.array([0, count]),
-        context_lens=np.array([count]),
-        slots=np.array([0]),
-        block_tables=np.arange(NUM_PAGES, dtype=np.int32)[None],
-        num_decode_rows=int(count == 1),
+    pages = -(-count // PAGE_SIZE)
+    opened = OpenSlot(
+        slot=0,
+        generation=1,
+        tokens=from_ints(prompt),
+        prompt_length=count,
+        computed=0,
+        pages=from_ints(range(pages)),
+        sampler=GREEDY,
     )
-    hidden = model.forward(np.array(prompt, dtype=np.int32), layout)
+    plan = Plan(number=1, opened=[opened], row_slots=from_ints([0]), row_counts=from_ints([count]))
+    slots = slot_table()
+    hidden, ends = model.forward(slots.apply(plan), slots)
+    assert ends.tolist() == [count - 1]
     return model.logits(hidden).clone()
+
+
+def slot_table(vocab_size: int = 301) -> SlotTable:
+    return SlotTable(
+        num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_model_len=512, vocab_size=vocab_size
+    )
 
 
 def distance(logits: torch.Tensor, exact: torch.Tensor) -> float:
@@ -85,19 +95,13 @@ def distance(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits - exact).double().square().mean().sqrt() / exact.double().std())
 
 
-def run(
-    model: CpuModel, vocab_size: int = 300, max_positions: int = 512
-) -> tuple[PlanMaker, RecordingSampler, Runner]:
+def run(model: CpuModel) -> tuple[PlanMaker, RecordingSampler, Runner]:
     """What makes plans for ``model`` and runs them, and the sampler that sees its logits."""
-    sampler = RecordingSampler(vocab_size, "cpu")
+    sampler = RecordingSampler(300, "cpu")
     sampler.seen = {}
-    slots = SlotTable(
-        num_pages=NUM_PAGES,
-        page_size=PAGE_SIZE,
-        max_model_len=max_positions,
-        vocab_size=vocab_size,
-    )
-    runner = Runner(CpuExecutor(model, sampler, slots), slots, max_num_batched_tokens=MAX_TOKENS)
+    slots = slot_table()
+    executor = CpuExecutor(model, sampler, slots)
+    runner = Runner(executor, slots, max_num_batched_tokens=MAX_TOKENS)
     maker = PlanMaker(runner.step, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
     return maker, sampler, runner
 
