@@ -40,6 +40,9 @@ from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["Detokenizer", "OutputText"]
 
+_TURN = 256
+"""Outputs that are delivered before other tasks get their turn: delivering may be sending."""
+
 
 @attrs.define(eq=False)
 class OutputText:
@@ -50,6 +53,7 @@ class OutputText:
     _min_tokens: int
     _include_stop: bool
     _num_tokens: int = 0
+    """Those taken so far, as far as the matcher wants to know."""
 
     @classmethod
     def all_of(cls, request: Request, tokenizer: Tokenizer) -> list[OutputText]:
@@ -82,6 +86,11 @@ class OutputText:
         Raises:
             InvalidRequest: a stop regex takes too long.
         """
+        if finish is None and self._matcher is None:
+            push = self._decoder.push
+            if len(token_ids) == 1:
+                return push(token_ids[0]), 1, None
+            return "".join(map(push, token_ids)), len(token_ids), None
         at_stop_id = finish is not None and finish.reason is FinishReason.STOP and bool(token_ids)
         parts: list[str] = []
         for position, token_id in enumerate(token_ids[:-1] if at_stop_id else token_ids, 1):
@@ -155,7 +164,9 @@ class Detokenizer:
         What goes wrong with one output ends its request with an :class:`EngineError`, not the task.
         """
         async for batch in outputs:
-            for output in batch:
+            for position, output in enumerate(batch):
+                if position and position % _TURN == 0:
+                    await trio.lowlevel.cancel_shielded_checkpoint()
                 try:
                     self.deliver(output)
                 except Exception as cause:
@@ -175,21 +186,18 @@ class Detokenizer:
         except InvalidRequest as refusal:
             self._fail(sequence, refusal)
             return
-        logprobs = output.logprobs
+        token_ids, logprobs = output.token_ids[:num_tokens], output.logprobs
         if logprobs is not None:
             logprobs = tuple(map(self._tokenizer.with_texts, logprobs[:num_tokens]))
         error = None if finish is None else _error_of(finish)
-        ended = finish is not None and error is None
-        chunk = Chunk(
-            text=text,
-            token_ids=output.token_ids[:num_tokens],
-            index=sequence.index,
-            logprobs=logprobs,
-            finish_reason=finish.reason.value if finish is not None and ended else None,
-            stop_reason=finish.stop_reason if finish is not None and ended else None,
-        )
+        chunk: Chunk | None = None
+        if finish is not None and error is None:
+            reason, stop_reason = finish.reason.value, finish.stop_reason
+            chunk = Chunk(text, token_ids, sequence.index, logprobs, reason, stop_reason)
+        elif token_ids or text:
+            chunk = Chunk(text, token_ids, sequence.index, logprobs)
         try:
-            if chunk.token_ids or text or ended:
+            if chunk is not None:
                 sequence.request.stream.push(chunk)
         except SlowReader as slow:
             self._fail(sequence, slow)
