@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from bench import cpu_sampler
 from gpu.adjustments import Adjustment
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.sampling import CompiledSampler
@@ -191,3 +194,13 @@ def test_logits_of_a_narrower_type_are_widened(library: ctypes.CDLL) -> None:
     rows = rows_of({"temperature": 1.0}, 3)
     expected = Sampler(VOCAB, "cpu").sample(logits.clone(), rows)
     assert_same(CompiledSampler(library, VOCAB, 2).sample(logits, rows), expected)
+
+
+def test_the_benchmark_runs(
+    library: ctypes.CDLL, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    small = ["--rows", "1", "3", "--vocabularies", "300", "--rounds", "1"]
+    assert cpu_sampler.main([*small, "--save", str(tmp_path)]) == 0
+    assert "| top_p, flat | 300 | 3 |" in capsys.readouterr().out
+    (saved,) = tmp_path.iterdir()
+    assert len(json.loads(saved.read_text())["measurements"]) == 2 * len(cpu_sampler.CASES)

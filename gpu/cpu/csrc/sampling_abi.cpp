@@ -1,6 +1,5 @@
 // What gpu/cpu/sampling.py calls.
-#include <cstdlib>
-#include <new>
+#include <functional>
 
 #include "memory.h"
 #include "sampling.h"
@@ -14,8 +13,17 @@ struct SamplerHandle {
         memory(Pages::kSmall),
         scratch(memory.take_bytes(draw_scratch_bytes(vocab_size) * threads)) {}
 
+  // One row is done before another thread would have woken up.
+  void run(int64_t rows, const std::function<void(const Team&)>& work) {
+    if (rows > 1)
+      pool.run(work);
+    else
+      work(Team(0, 1, nobody));
+  }
+
   const int64_t vocab_size;
   Pool pool;
+  Barrier nobody{1};
   Memory memory;
   void* scratch;
 };
@@ -35,7 +43,7 @@ void sampler_destroy(SamplerHandle* handle) { delete handle; }
 
 void sampler_draw(SamplerHandle* handle, float* logits, int64_t rows, const Draw* draws,
                   const Change* changes, const Adjustment* adjustment, int32_t* tokens) {
-  handle->pool.run([&](const Team& team) {
+  handle->run(rows, [&](const Team& team) {
     draw_tokens(team, logits, rows, handle->vocab_size, draws, changes, *adjustment, tokens,
                 handle->scratch);
   });
@@ -44,7 +52,7 @@ void sampler_draw(SamplerHandle* handle, float* logits, int64_t rows, const Draw
 void sampler_report(SamplerHandle* handle, const float* logits, const Report* reports,
                     int64_t num_reports, int64_t most, float* normalizers, int32_t* ids,
                     float* logprobs, int32_t* found) {
-  handle->pool.run([&](const Team& team) {
+  handle->run(num_reports, [&](const Team& team) {
     report_rows(team, logits, handle->vocab_size, reports, num_reports, most, normalizers, ids,
                 logprobs, found);
   });
