@@ -188,16 +188,13 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[str] | None
     parts = parts_of(chosen, options.formats, peers, throughput, _make)
     rounds = options.rounds or (_ROUNDS if options.minutes is None else _MOST_ROUNDS)
     notes = Notes()
+    name = "compare" if scenarios is None else chosen[0]
     try:
         trio.run(measure, parts, notes, rounds, options.minutes)
+    except* KeyboardInterrupt:
+        notes.failures.append("interrupted")
     finally:
-        name = "compare" if scenarios is None else scenarios[0]
-        facts = {
-            "options": {key: value for key, value in vars(options).items() if key != "out"},
-            "servers": notes.versions,
-            "failures": notes.failures,
-        }
-        path = save(options.out, name, notes.rows, facts)
+        path = _save(notes, name, options)
     print(f"\n{tables(notes.rows)}\n\n{goals_table(judge(notes.rows))}")
     for failure in notes.failures:
         print(f"FAILED: {failure}", file=sys.stderr)
@@ -208,6 +205,15 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[str] | None
         for picture in save_pictures(notes.runs, path.with_suffix("")):
             print(f"saved to {os.path.relpath(picture)}")
     return 1 if notes.failures else 0
+
+
+def _save(notes: Notes, name: str, options: argparse.Namespace) -> Path:
+    facts = {
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
+        "servers": notes.versions,
+        "failures": notes.failures,
+    }
+    return save(options.out, name, notes.rows, facts)
 
 
 if __name__ == "__main__":

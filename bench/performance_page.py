@@ -87,7 +87,7 @@ def _missed(verdicts: Sequence[Verdict]) -> str:
 
 def _name(file: str) -> str:
     """The name of what was measured: that of the file without its time."""
-    return re.sub(r"-\d{8}-\d{6}\.json$", "", file)
+    return re.sub(r"-\d{8}-\d{6}\.json$", "", file).replace("-", "_")
 
 
 def _source(file: str) -> str:

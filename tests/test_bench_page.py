@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
+from bench.all_figures import new_results
 from bench.goals import Verdict
 from bench.performance_page import blocks_of, filled, main
 from bench.rows import Row
@@ -94,10 +95,18 @@ def test_a_file_that_holds_no_figures_is_refused() -> None:
         blocks_of({"other-1.json": {"time": "", "machine": MACHINE}})
 
 
+def test_only_new_results_are_put_into_the_page(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("")
+    before = set(tmp_path.iterdir())
+    for name in ("new.json", "new.png"):
+        (tmp_path / name).write_text("")
+    assert new_results(tmp_path, before) == [tmp_path / "new.json"]
+
+
 def test_the_page_has_a_place_for_everything(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
-    names = ["compare", "sse", "front_end", "micro"]
+    names = ["compare", "sse", "front-end", "micro"]
     paths = [tmp_path / f"{name}-20260101-000000.json" for name in names]
     for name, path in zip(names, paths, strict=True):
         path.write_text(json.dumps(comparison(120.0) if name == "compare" else other(1.0)))
