@@ -27,6 +27,7 @@ def examine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_products": prepacks(torch.bfloat16, torch.device("cpu")),
+        "compiled_cpu_kernels": _examine_cpu_kernels(),
         "cuda_available": torch.cuda.is_available(),
         "cuda_devices": [],
         "cupy": None,
@@ -48,6 +49,19 @@ def examine() -> dict[str, Any]:
         else:
             report["cupy"] = cupy.__version__
     return {**report, **kernels}
+
+
+def _examine_cpu_kernels() -> str:
+    """Where the kernels of the CPU are, or why torch computes in their place."""
+    from gpu.cpu.build import BuildError, built
+
+    try:
+        library = built()
+    except BuildError as error:
+        return f"none, torch computes: {error}"
+    if library is None:
+        return "not built yet: compiled when a model is first served"
+    return str(library)
 
 
 def _examine_kernels() -> tuple[dict[str, Any], Callable[[int, int], str]]:

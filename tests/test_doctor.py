@@ -15,6 +15,7 @@ import rich.console
 import torch
 
 from gpu.__main__ import examine as examine_worker
+from gpu.cpu.build import NEEDED
 from gpu.kernels import nvrtc
 from trioserve.cli.doctor import (
     Fact,
@@ -205,3 +206,17 @@ def test_only_what_is_needed_and_missing_makes_a_report_unhealthy() -> None:
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert lines == ["A", "  x  ok        1", "B", "  y  optional  none", "               get [y]"]
     assert not Report({"A": [Fact("x", "none", "missing")]}).healthy
+
+
+def test_the_worker_says_what_there_is_for_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Machine, "cpu_features", lambda _: list(NEEDED))
+    if compiler_version() is not None:
+        assert "not built yet" in examine_worker()["compiled_cpu_kernels"]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "torch computes: there is no C++ compiler" in examine_worker()["compiled_cpu_kernels"]
+    monkeypatch.setattr(Machine, "cpu_features", lambda _: ["avx512f"])
+    said = examine_worker()["compiled_cpu_kernels"]
+    assert said == "none, torch computes: the processor has no avx512_bf16, avx512_vnni"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from trioserve.machine import Machine, cache_folder, compiler_version
 
-__all__ = ["OPTIONS", "SOURCES", "BuildError", "OnProgress", "build", "default_folder"]
+__all__ = ["OPTIONS", "SOURCES", "BuildError", "OnProgress", "build", "built", "default_folder"]
 
 SOURCES = Path(__file__).parent / "csrc"
 NEEDED = ("avx512f", "avx512_bf16", "avx512_vnni")
@@ -67,15 +67,8 @@ def build(
     Raises:
         BuildError: the processor lacks instructions, there is no compiler, or it failed.
     """
-    machine = Machine() if machine is None else machine
-    missing = [name for name in NEEDED if name not in machine.cpu_features()]
-    if missing:
-        raise BuildError(f"the processor has no {', '.join(missing)}")
-    compiler = compiler_version()
-    if compiler is None:
-        raise BuildError("there is no C++ compiler: install g++, or name one in CXX")
     folder = default_folder() if folder is None else folder
-    stem = f"kernels-{_digest(compiler, sources, machine)}"
+    stem = _stem(sources, Machine() if machine is None else machine)
     found = _find(folder, stem)
     if found is not None:
         return found
@@ -94,16 +87,32 @@ def build(
         raise
 
 
+def built() -> Path | None:
+    """The library that :func:`build` would find; None if it would have to compile it.
+
+    Raises:
+        BuildError: it can't.
+    """
+    return _find(default_folder(), _stem(SOURCES, Machine()))
+
+
 def is_temporary(library: Path) -> bool:
     """Whether nobody will look for a library again that :func:`build` gave."""
     return library.parent.name.startswith(_TEMPORARY)
 
 
-def _digest(compiler: str, sources: Path, machine: Machine) -> str:
+def _stem(sources: Path, machine: Machine) -> str:
+    """The name of the library of ``sources`` for this machine, without its ending."""
+    missing = [name for name in NEEDED if name not in machine.cpu_features()]
+    if missing:
+        raise BuildError(f"the processor has no {', '.join(missing)}")
+    compiler = compiler_version()
+    if compiler is None:
+        raise BuildError("there is no C++ compiler: install g++, or name one in CXX")
     digest = hashlib.sha256(repr((compiler, OPTIONS, machine.cpu_identity())).encode())
     for path in sorted([*sources.glob("*.cpp"), *sources.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:24]
+    return f"kernels-{digest.hexdigest()[:24]}"
 
 
 def _find(folder: Path, stem: str) -> Path | None:
