@@ -1,0 +1,144 @@
+"""Cases that need an event loop, sockets or another process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import trio
+import trio.testing
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.trio.worker_context import WorkerContext
+
+from bench.micro.fixtures import Loop, Prepared, make_request
+from bench.prompts import tokenizer
+from trioserve import wire
+from trioserve.generation import GenerationStream
+from trioserve.http.completions.writer import CompletionWriter, Wanted
+from trioserve.http.connection import Connection
+from trioserve.http.connections import Connections
+from trioserve.http.settings import ServerSettings
+from trioserve.stream import Chunk, Stream, StreamBudget
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.worker.link import NngLink
+from trioserve.worker.socket_folder import SocketFolder
+
+__all__ = ["link", "server_sent_events", "stream_fan_out"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CHUNK = Chunk(" lighthouse", (17,))
+
+
+@contextlib.asynccontextmanager
+async def stream_fan_out(rows: int) -> AsyncIterator[Prepared]:
+    """As many readers, each a task that waits at its stream: a chunk for all, until all have it."""
+    budget = StreamBudget(1 << 30, 1 << 40)
+    streams = [Stream(budget) for _ in range(rows)]
+    missing = 0
+    everybody_has_it = trio.Event()
+
+    async def read(stream: Stream) -> None:
+        nonlocal missing
+        while True:
+            await stream.take()
+            missing -= 1
+            if not missing:
+                everybody_has_it.set()
+
+    async def run() -> None:
+        nonlocal missing, everybody_has_it
+        missing, everybody_has_it = rows, trio.Event()
+        for stream in streams:
+            stream.push(_CHUNK)
+        await everybody_has_it.wait()
+
+    async with trio.open_nursery() as nursery:
+        for stream in streams:
+            nursery.start_soon(read, stream)
+        await trio.testing.wait_all_tasks_blocked()
+        yield Prepared(run=run)
+        nursery.cancel_scope.cancel()
+
+
+@contextlib.asynccontextmanager
+async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
+    """As many connections: an event made of a chunk, and written to the connection's socket."""
+    settings = ServerSettings()
+    connections, writers, clients = [], [], []
+    # Neither is called: nothing is read from these connections.
+    app, context = cast(ASGIWrapper, None), cast(WorkerContext, None)
+    for _ in range(rows):
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        clients.append(theirs)
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        connections.append(Connection(app, settings, context, stream, Connections()))
+        writers.append(_writer())
+
+    async def before() -> None:
+        for client in clients:
+            with contextlib.suppress(BlockingIOError):
+                while client.recv(1 << 16):
+                    pass
+
+    async def run() -> None:
+        for writer, connection in zip(writers, connections, strict=True):
+            data = writer.text(_CHUNK)
+            assert data is not None
+            sent = connection.send_now(data)
+            assert sent
+
+    try:
+        yield Prepared(run=run, before=before)
+    finally:
+        for client in clients:
+            client.close()
+        for connection in connections:
+            await connection._stream.aclose()
+
+
+def _writer() -> CompletionWriter:
+    request = make_request([7], StreamBudget(0, 0))
+    writer = CompletionWriter(
+        id="cmpl-0123456789abcdef",
+        model="smollm2-135m",
+        created=1,
+        include_usage=False,
+        prompts=[request.prompt],
+        wanted=Wanted(tokenizer=Tokenizer(tokenizer(), None)),
+    )
+    writer.start([GenerationStream(request)])
+    writer.chunk(0, _CHUNK)
+    return writer
+
+
+@contextlib.asynccontextmanager
+async def link(rows: int) -> AsyncIterator[Prepared]:
+    """The way to another process and back of a plan of as many rows, over the worker's socket."""
+    plan: Any = Loop.of(rows).next_plan()
+    with (
+        contextlib.closing(SocketFolder.make()) as folder,
+        contextlib.closing(NngLink.listen(folder.url)) as ours,
+    ):
+        echo = await trio.lowlevel.open_process(
+            [sys.executable, "-m", "bench.micro.echo", folder.url],
+            stdin=subprocess.PIPE,
+            cwd=_ROOT,
+        )
+        try:
+            await ours.receive()
+
+            async def run() -> None:
+                await ours.send(plan)
+                assert isinstance(await ours.receive(), wire.Plan)
+
+            yield Prepared(run=run)
+        finally:
+            echo.kill()
+            with trio.CancelScope(shield=True):
+                await echo.wait()
