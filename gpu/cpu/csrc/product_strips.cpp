@@ -11,6 +11,11 @@ struct Piece {
   int strips;
 };
 
+// Rows that are computed while the weights pass by once, in groups of a tile's rows or fewer.
+struct Chunk {
+  int64_t first, rows, groups;
+};
+
 class Cutter {
  public:
   Cutter(const Work& work, const Segment& segment)
@@ -19,19 +24,27 @@ class Cutter {
         kernels_(kernels_of(segment.kind)),
         packed_(static_cast<const uint8_t*>(segment.packed)),
         blocks_(work.product.inputs / kBlock),
-        strip_bytes_(blocks_ * static_cast<int64_t>(kernels_.record)),
-        groups_((work.rows + kTileRows - 1) / kTileRows) {}
+        strip_bytes_(blocks_ * static_cast<int64_t>(kernels_.record)) {}
 
   void multiply(Share share) const {
-    Piece piece = start(share, share.first);
-    while (piece.strips > 0) {
-      const Piece next = after(share, piece);
-      multiply_piece(piece, next);
-      piece = next;
+    const int64_t most = chunk_rows(work_.product), chunks = (work_.rows + most - 1) / most;
+    for (int64_t i = 0; i < chunks; ++i) {
+      const int64_t first = part_start(work_.rows, chunks, i);
+      const int64_t rows = part_start(work_.rows, chunks, i + 1) - first;
+      multiply_chunk({first, rows, (rows + kTileRows - 1) / kTileRows}, share);
     }
   }
 
  private:
+  void multiply_chunk(const Chunk& chunk, Share share) const {
+    Piece piece = start(share, share.first);
+    while (piece.strips > 0) {
+      const Piece next = after(share, piece);
+      multiply_piece(chunk, piece, next);
+      piece = next;
+    }
+  }
+
   Piece start(Share share, int64_t strip) const {
     const int64_t left = share.last - strip;
     // Two and two are faster than three and one.
@@ -50,7 +63,7 @@ class Cutter {
            piece.first_block * static_cast<int64_t>(kernels_.record);
   }
 
-  void multiply_piece(const Piece& piece, const Piece& next) const {
+  void multiply_piece(const Chunk& chunk, const Piece& piece, const Piece& next) const {
     Tile tile;
     tile.records = records(piece);
     tile.strip_bytes = strip_bytes_;
@@ -59,26 +72,31 @@ class Cutter {
     tile.x_stride = work_.x_stride;
     tile.x_sums_stride = blocks_;
     tile.ahead_stride = strip_bytes_;
-    const bool decodes = groups_ > 1 && kernels_.decode != nullptr;
+    const bool decodes = chunk.groups > 1 && kernels_.decode != nullptr;
     if (decodes) decode(piece, tile);
     const TileTable& table = decodes ? *kernels_.decoded : kernels_.direct;
     const bool last = piece.first_block + piece.blocks == blocks_;
-    // Each group of rows brings its part of the next piece.
-    const int64_t pairs = groups_ * kBlock / 2;
-    const int64_t step = (static_cast<int64_t>(kernels_.record) + pairs - 1) / pairs;
-    tile.ahead_step = next.strips > 0 ? step : 0;
+    // Every group of rows brings its part of the next piece, in whole lines, until all is there.
+    const int64_t lines = strip_lines(piece.blocks), quarters = piece.blocks * 4;
+    const int64_t share = (lines + chunk.groups * quarters - 1) / (chunk.groups * quarters);
     const bool in_pieces = blocks_ > kPanelInputs / kBlock;
-    for (int64_t group = 0; group < groups_; ++group) {
-      const int64_t row = group_start(work_.rows, groups_, group);
-      const int64_t rows = group_start(work_.rows, groups_, group + 1) - row;
+    for (int64_t group = 0; group < chunk.groups; ++group) {
+      const int64_t in_chunk = part_start(chunk.rows, chunk.groups, group);
+      const int64_t rows = part_start(chunk.rows, chunk.groups, group + 1) - in_chunk;
+      const int64_t row = chunk.first + in_chunk;
       tile.x = activations(row, piece.first_block);
       tile.x_sums = work_.x_sums + row * blocks_ + piece.first_block;
-      tile.totals = work_.totals + (in_pieces ? row * piece.strips * kStrip : 0);
-      tile.ahead = (next.strips > 0 ? records(next) : records(piece)) +
-                   group * piece.blocks * tile.ahead_step * kBlock / 2;
+      tile.totals = work_.totals + (in_pieces ? in_chunk * piece.strips * kStrip : 0);
+      const int64_t brought = group * share * quarters;
+      tile.ahead_lines = next.strips > 0 && brought < lines ? share : 0;
+      tile.ahead = records(next) + brought * 64;
       table[rows - 1][piece.strips - 1](tile);
       if (last) write_totals(work_, segment_, piece.strip, piece.strips, row, rows, tile.totals);
     }
+  }
+
+  int64_t strip_lines(int64_t blocks) const {
+    return (blocks * static_cast<int64_t>(kernels_.record) + 63) / 64;
   }
 
   const void* activations(int64_t row, int64_t block) const {
@@ -103,7 +121,7 @@ class Cutter {
   const Segment& segment_;
   const Kernels& kernels_;
   const uint8_t* packed_;
-  const int64_t blocks_, strip_bytes_, groups_;
+  const int64_t blocks_, strip_bytes_;
 };
 
 }  // namespace

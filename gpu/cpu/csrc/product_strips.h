@@ -24,9 +24,17 @@ struct Work {
   uint8_t* panel;  // of panel_bytes()
 };
 
+// Rows at a time, so that their activations stay in that cache too while the weights pass by.
+inline constexpr int64_t kChunkBytes = 384 << 10;
+
+inline int64_t chunk_rows(const Product& product) {
+  const int64_t rows = kChunkBytes / (product.inputs * 2);
+  return std::max<int64_t>(rows / kTileRows, 4) * kTileRows;
+}
+
 inline size_t totals_bytes(const Product& product, int64_t max_rows) {
-  const int64_t rows = product.inputs > kPanelInputs ? std::max<int64_t>(max_rows, kTileRows) : kTileRows;
-  return static_cast<size_t>(rows * kTileStrips * kStrip) * sizeof(float);
+  const int64_t rows = product.inputs > kPanelInputs ? std::min(max_rows, chunk_rows(product)) : 0;
+  return static_cast<size_t>(std::max<int64_t>(rows, kTileRows) * kTileStrips * kStrip) * sizeof(float);
 }
 
 // Room for decoded weights of a tile's strips.
@@ -35,8 +43,8 @@ inline size_t panel_bytes(const Product& product) {
   return static_cast<size_t>(blocks * kTileStrips * DecodedWeights<true>::kRecord);
 }
 
-// Where a group of rows begins, of `groups` of them that are about equally large.
-inline int64_t group_start(int64_t rows, int64_t groups, int64_t group) { return rows * group / groups; }
+// Where a part of the rows begins, of `parts` that are about equally large.
+inline int64_t part_start(int64_t rows, int64_t parts, int64_t part) { return rows * part / parts; }
 
 // Totals [rows][strips][16] into y, with the bias.
 void write_totals(const Work& work, const Segment& segment, int64_t strip, int strips, int64_t row,

@@ -35,7 +35,7 @@ struct Tile {
   bool continues;               // whether totals already hold the sums of earlier blocks
   const uint8_t* ahead;         // what to bring into the cache meanwhile: of each strip,
   int64_t ahead_stride;         // this far apart,
-  int64_t ahead_step;           // so many bytes with every pair of inputs
+  int64_t ahead_lines;          // so many lines of 64 bytes with each quarter of a block
 };
 
 using TileFunction = void (*)(const Tile&);
@@ -180,22 +180,22 @@ inline void clear(float* totals, int count) {
   for (int i = 0; i < count; ++i) _mm512_storeu_ps(totals + i * kStrip, _mm512_setzero_ps());
 }
 
-// Asks for the lines of memory that hold one byte of each strip. They are wanted after a whole walk
-// along the inputs, so they go to the second cache.
+// Asks for the next lines of memory of each strip. They are wanted after a whole walk along the inputs,
+// so they go to the second cache.
 template <int Strips>
-[[gnu::always_inline]] inline void fetch(const Streams<uint8_t, Strips>& ahead) {
-  repeat<Strips>([&](int s) __attribute__((always_inline)) { _mm_prefetch(ahead[s], _MM_HINT_T1); });
+[[gnu::always_inline]] inline void fetch(Streams<uint8_t, Strips>& ahead, int64_t lines) {
+#pragma GCC unroll 1
+  for (; lines > 0; --lines) {
+    repeat<Strips>([&](int s) __attribute__((always_inline)) { _mm_prefetch(ahead[s], _MM_HINT_T1); });
+    ahead.step(64);
+  }
 }
 
 // Four pairs of inputs.
 template <class Weights, int Rows, int Strips>
 [[gnu::always_inline]] inline void multiply_quarter(__m512 (&sums)[Rows][Strips], Streams<bf16, Rows>& x,
-                                                    const Streams<uint8_t, Strips>& records,
-                                                    Streams<uint8_t, Strips>& ahead,
-                                                    int64_t ahead_step) {
+                                                    const Streams<uint8_t, Strips>& records) {
   repeat<4>([&](int p) __attribute__((always_inline)) {
-    fetch(ahead);
-    ahead.step(ahead_step);
     __m512bh weights[Strips];
     repeat<Strips>([&](int s) __attribute__((always_inline)) {
       weights[s] = Weights::pairs(records[s], p);
@@ -216,7 +216,7 @@ void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
   Streams<bf16, Rows> x(tile.x, tile.x_stride * 2);
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
   Streams<uint8_t, Strips> ahead(tile.ahead, tile.ahead_stride);
-  const int64_t ahead_step = tile.ahead_step, quarters = tile.blocks * 4;
+  const int64_t ahead_lines = tile.ahead_lines, quarters = tile.blocks * 4;
   float* totals = tile.totals;
 
   __m512 sums[Rows][Strips];
@@ -225,7 +225,8 @@ void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
                                 : _mm512_setzero_ps();
   });
   for (int64_t quarter = 0; quarter < quarters; ++quarter) {
-    multiply_quarter<Weights>(sums, x, records, ahead, ahead_step);
+    fetch(ahead, ahead_lines);
+    multiply_quarter<Weights>(sums, x, records);
     records.step(Weights::kQuarter);
   }
   for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
@@ -239,7 +240,7 @@ void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
   Streams<bf16, Rows> x(tile.x, tile.x_stride * 2);
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
   Streams<uint8_t, Strips> ahead(tile.ahead, tile.ahead_stride);
-  const int64_t ahead_step = tile.ahead_step;
+  const int64_t ahead_lines = tile.ahead_lines;
   float* totals = tile.totals;
 
   if (!tile.continues) clear(totals, Rows * Strips);
@@ -249,7 +250,8 @@ void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
         [&](int r, int s) __attribute__((always_inline)) { sums[r][s] = _mm512_setzero_ps(); });
 #pragma GCC unroll 1
     for (int quarter = 0; quarter < 4; ++quarter) {
-      multiply_quarter<Weights>(sums, x, records, ahead, ahead_step);
+      fetch(ahead, ahead_lines);
+      multiply_quarter<Weights>(sums, x, records);
       records.step(Weights::kQuarter);
     }
     for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
@@ -280,7 +282,7 @@ void multiply_rounded_tile(const Tile& tile) {
   Streams<RoundedBlock, Rows> x(tile.x, tile.x_stride * static_cast<int64_t>(sizeof(RoundedBlock)));
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
   Streams<uint8_t, Strips> ahead(tile.ahead, tile.ahead_stride);
-  const int64_t ahead_step = tile.ahead_step * 2;
+  const int64_t ahead_lines = tile.ahead_lines;
   float* totals = tile.totals;
 
   if (!tile.continues) clear(totals, Rows * Strips);
@@ -290,8 +292,7 @@ void multiply_rounded_tile(const Tile& tile) {
       sums[r][s] = _mm512_set1_epi32(x[r]->offset);
     });
     repeat<kBlock / 4>([&](int quad) __attribute__((always_inline)) {
-      fetch(ahead);
-      ahead.step(ahead_step);
+      if (quad % 2 == 0) fetch(ahead, ahead_lines);
       __m512i weights[Strips];
       repeat<Strips>([&](int s) __attribute__((always_inline)) {
         weights[s] = _mm512_loadu_si512(records[s] + quad * 64);
