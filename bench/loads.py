@@ -7,6 +7,7 @@ they ask is made by ``trioserve.load``, which has more: ``trioserve bench --help
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 
@@ -48,7 +49,7 @@ class Rates:
     def turns(self, round: int) -> list[Turn]:
         """Each rate once."""
         return [
-            self._turn(rate, max(round(rate * self.seconds), 1), 1000 * round + index)
+            self._turn(rate, math.ceil(rate * self.seconds), 1000 * round + index)
             for index, rate in enumerate(self.rates)
         ]
 

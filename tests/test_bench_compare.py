@@ -16,17 +16,19 @@ from bench import compare, contest, pictures
 from bench.compare import parts_of
 from bench.contest import Notes
 from bench.goals import Verdict, goals_table, judge
+from bench.loads import Chats, Rates
 from bench.peers.gguf_files import model_file
 from bench.peers.own_server import own_server
 from bench.report import ratios, tables
 from bench.rows import Row
 from bench.scenario import Taken, Turn
-from bench.servers import Running, Server, ServerFailed
+from bench.servers import Running, Server, ServerFailed, running
 from bench.setting import Setting
 from bench.throughput import Throughput
 from bench.validity import InvalidRun, check_answers
 from trioserve.load import Record, Run
 from trioserve.load import work as load_work
+from trioserve.load.datasets import Lengths
 
 OTHERS = ("llama.cpp", "vllm", "transformers")
 
@@ -297,6 +299,29 @@ def test_a_file_in_another_format_is_the_same_model(tmp_path: Path) -> None:
         model_file(model, "q2", tmp_path)
 
 
+def counting() -> Server:
+    """A server that answers everything with one token, and says so."""
+    code = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200); self.end_headers()
+        usage = {"prompt_tokens": 4, "completion_tokens": 1}
+        for event in ({"choices": [{"text": "hi"}]}, {"choices": [], "usage": usage}):
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+    return Server(
+        name="counting",
+        argv=lambda port: [sys.executable, "-c", code, str(port)],
+        fields={},
+        versions={},
+    )
+
+
 def run_at(streams: int, ttft: float) -> Run:
     record = Record(
         started=0.0, chunks=[ttft, 2 * ttft], text="a", prompt_tokens=4, completion_tokens=2
@@ -316,6 +341,26 @@ def test_pictures_show_all_rounds_of_each_case(tmp_path: Path) -> None:
         "throughput-bf16-load.png",
         *(f"throughput-bf16-{n}-streams-{what}.png" for n in (2, 4) for what in ("ttft", "itl")),
     ]
+
+
+def test_a_rate_is_offered_for_as_long_as_it_takes() -> None:
+    rates = Rates(rates=(0.5, 2.0), seconds=4.0)
+    assert [turn.case for turn in rates.turns(0)] == ["0.5 requests/s", "2 requests/s"]
+    assert [turn.case for turn in Chats(streams=2).turns(0)] == ["2 chats of 4 turns"]
+
+
+async def test_loads_ask_what_they_say(tmp_path: Path) -> None:
+    lengths = Lengths(input_tokens=4, output_tokens=1)
+    cases: list[Rates | Chats] = [Rates(rates=(20.0,), seconds=0.2, lengths=lengths)]
+    cases.append(Chats(streams=2, turns_each=2, lengths=lengths))
+    asked = []
+    async with running(counting(), tmp_path / "log") as one:
+        for scenario in cases:
+            for turn in [*scenario.warm_up(), *scenario.turns(0)]:
+                taken = await turn.measure(one)
+                assert taken.run is not None
+                asked.append(len(taken.run.records))
+    assert asked == [4, 4, 4, 4]
 
 
 def test_an_answer_of_another_length_than_its_turn_asked_for_is_invalid() -> None:
