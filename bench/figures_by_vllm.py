@@ -1,0 +1,105 @@
+"""Are our figures vLLM's? ``python -m bench.figures_by_vllm RESULT.json`` lets its own code judge.
+
+RESULT.json comes from ``trioserve bench --json RESULT.json --records``. vLLM's ``calculate_metrics``
+computes its figures of the same requests, in vLLM's environment (``nox -s bench_peers`` makes it),
+and each is compared with ours. The exit code is 1 if one differs by more than rounding. The peak of
+concurrency is left out: releases of vLLM before a sweep over the times counted those that ran at any
+moment of the same second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["differences", "main"]
+
+_PYTHON = Path(__file__).parent / ".peers" / "vllm" / "bin" / "python"
+_TOLERANCE = 1e-4
+"""Times in the file are rounded to a microsecond."""
+
+_JUDGE = """
+import json, sys
+from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
+from vllm.benchmarks.serve import calculate_metrics
+
+asked = json.load(sys.stdin)
+outputs = []
+for record in asked["records"]:
+    chunks, start = record["chunks"], record["started"]
+    output = RequestFuncOutput(success=not record["error"], start_time=start)
+    if output.success:
+        output.output_tokens = record["completion_tokens"]
+        output.prompt_len = record["prompt_tokens"]
+        output.ttft = chunks[0] - start
+        output.itl = [b - a for a, b in zip(chunks, chunks[1:])]
+        output.latency = chunks[-1] - start
+        output.generated_text = record["text"]
+    outputs.append(output)
+metrics, _ = calculate_metrics(
+    outputs, outputs, asked["duration"], None, [50, 90, 99], asked["limits"]
+)
+fields = {name: getattr(metrics, name) for name in vars(metrics)}
+print("\\nJUDGED " + json.dumps(fields, default=float))
+"""
+
+
+def differences(
+    run: dict[str, Any], limits: dict[str, float], python: Path
+) -> list[tuple[str, float, float]]:
+    """Each figure's name, ours, and vLLM's."""
+    figures = run["figures"]
+    records = [record for record in run["records"] if not record["cancelled"]]
+    asked = {"records": records, "duration": figures["duration"], "limits": limits}
+    done = subprocess.run(
+        [str(python), "-c", _JUDGE], input=json.dumps(asked), capture_output=True, text=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("JUDGED ")]
+    if not lines:
+        raise SystemExit(f"vLLM's code failed:\n{done.stderr[-2000:]}")
+    theirs = json.loads(lines[0].removeprefix("JUDGED "))
+    pairs = [
+        ("completed", figures["completed"], theirs["completed"]),
+        ("requests/s", figures["requests_per_second"], theirs["request_throughput"]),
+        ("output tokens/s", figures["output_tokens_per_second"], theirs["output_throughput"]),
+        ("total tokens/s", figures["total_tokens_per_second"], theirs["total_token_throughput"]),
+        ("busiest second", figures["peak_tokens_per_second"], theirs["max_output_tokens_per_s"]),
+    ]
+    if limits:
+        pairs.append(("goodput", figures["good_per_second"], theirs["request_goodput"]))
+    for ours, name in (("ttft", "ttft"), ("itl", "itl"), ("tpot", "tpot"), ("e2e", "e2el")):
+        spread = figures[f"{ours}_ms"]
+        pairs.append((f"{ours} mean", spread["mean"], theirs[f"mean_{name}_ms"]))
+        for percent, value in theirs[f"percentiles_{name}_ms"]:
+            pairs.append((f"{ours} p{percent:g}", spread[f"p{percent:g}"], value))
+    return pairs
+
+
+def main() -> int:
+    """Print every figure twice; 1 if one differs."""
+    parser = argparse.ArgumentParser(prog="python -m bench.figures_by_vllm", description=__doc__)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--python", type=Path, default=_PYTHON, help="of an environment with vLLM")
+    options = parser.parse_args()
+    whole = json.loads(options.result.read_text())
+    limits = {
+        name: float(limit)
+        for name, limit in (text.split(":") for text in whole["options"]["goodput"])
+    }
+    wrong = 0
+    for run in whole["runs"]:
+        print(run["label"])
+        for name, ours, theirs in differences(run, limits, options.python):
+            same = math.isclose(ours, theirs, rel_tol=_TOLERANCE, abs_tol=1e-9)
+            wrong += not same
+            print(f"  {name:18}{ours:14.4f}{theirs:14.4f}{'' if same else '  differs'}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
