@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import attrs
 import pytest
 
-from bench.front_end.__main__ import ratios, table
+from bench.front_end.__main__ import table, verdicts
 from bench.front_end.client import Load, WrongAnswer, run
 from bench.front_end.measure import Measured
 from bench.micro.__main__ import whole_path
@@ -100,7 +100,8 @@ def test_ratios_are_of_runs_of_the_same_round_and_width() -> None:
         for round, pair in enumerate([(30.0, 10.0), (90.0, 10.0), (50.0, 10.0)])
         for server, rate in zip(("trioserve", "vllm"), pair, strict=True)
     ]
-    assert ratios(runs) == ["64 streams: 5.00 x vLLM's tokens/s, 1/1.00 of its CPU per token"]
-    assert ratios(runs[:1]) == []
+    (verdict,) = verdicts(runs)
+    assert (verdict.what, verdict.reached) == ("tokens/s over a mock, 64 streams", 5.0)
+    assert verdicts(runs[:1]) == []
     lines = table(runs).splitlines()
     assert [line.split(" | ")[3] for line in lines[2:]] == ["50", "10"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.micro.__main__ import main, table, targets
+from bench.micro.__main__ import main, table, verdicts
 from bench.micro.cases import CASES
 from bench.micro.timing import Timed, growth, time_case
 
@@ -37,10 +37,8 @@ def test_growth_is_the_power_of_the_size_over_the_upper_half() -> None:
 def test_the_table_and_the_targets() -> None:
     timed = of({256: 500.0, 4096: 4100.0}, "scheduler and wire")
     assert table(timed).splitlines()[-1] == "| scheduler and wire | 500 | 4100 | 1.00 | 0.76 |"
-    assert targets(timed) == [
-        "scheduler and wire at 256 rows: 0.50 ms, within 1 ms (95th percentile 0.50)",
-        "scheduler and wire at 4096 rows: 4.10 ms, past 4 ms (95th percentile 4.10)",
-    ]
+    found = [(one.bound, one.reached) for one in verdicts(timed)]
+    assert found == [(1.0, 0.5), (4.0, 4.1)]
 
 
 def test_the_command_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,11 +22,15 @@ import trio
 
 from bench.front_end.contenders import Setting, cores, own, vllm
 from bench.front_end.measure import InvalidRun, Measured, Workload, fastest
+from bench.goals import Verdict
 from bench.peers.environments import installed_versions, python_environment
 from bench.report import markdown, own_versions, save
 from bench.servers import ServerFailed
 
-__all__ = ["main", "table"]
+__all__ = ["main", "table", "verdicts"]
+
+TARGET = 3.0
+"""So many times the peer's tokens per second."""
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _CONTENDERS = {"trioserve": own, "vllm": vllm}
@@ -124,23 +128,27 @@ def table(measured: Sequence[Measured]) -> str:
     return markdown(heads.split(" | "), lines)
 
 
-def ratios(measured: Sequence[Measured]) -> list[str]:
-    """This project's tokens per second by the peer's, and its processor time per token."""
-    lines = []
+def verdicts(measured: Sequence[Measured]) -> list[Verdict]:
+    """This project's tokens per second by vLLM's, the median of the rounds, at each width."""
+    found = []
     for streams in dict.fromkeys(one.streams for one in measured):
-        own_runs, peers = (
-            [one for one in measured if (one.streams, one.server) == (streams, name)]
-            for name in ("trioserve", "vllm")
-        )
-        pairs = [(mine, other) for mine in own_runs for other in peers if mine.round == other.round]
-        if pairs:
-            rate = statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in pairs)
-            costs = [b.server_us_per_token / a.server_us_per_token for a, b in pairs]
-            lines.append(
-                f"{streams} streams: {rate:.2f} x vLLM's tokens/s, "
-                f"1/{statistics.median(costs):.2f} of its CPU per token"
+        rates: dict[str, dict[int, float]] = {"trioserve": {}, "vllm": {}}
+        for one in measured:
+            if one.streams == streams:
+                rates[one.server][one.round] = one.tokens_per_second
+        mine, other = rates["trioserve"], rates["vllm"]
+        ratios = [mine[round] / other[round] for round in mine if round in other]
+        if ratios:
+            found.append(
+                Verdict(
+                    what=f"tokens/s over a mock, {streams} streams",
+                    against="vLLM's Python front end",
+                    bound=TARGET,
+                    reached=statistics.median(ratios),
+                    at_most=False,
+                )
             )
-    return lines
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,7 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InvalidRun, ServerFailed) as failure:
         print(f"bench: {failure}", file=sys.stderr)
         return 1
-    print("\n" + table(measured) + "\n\n" + "\n".join(ratios(measured)))
+    print("\n" + table(measured) + "\n")
+    for verdict in verdicts(measured):
+        print(f"{verdict.what}: {verdict.reached:.2f} x {verdict.against}")
     versions = {"trioserve": own_versions()}
     if "vllm" in options.servers:
         python = python_environment("vllm", ("torchvision", "torchaudio", "torchcodec"))
@@ -160,8 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "options": {name: str(value) for name, value in vars(options).items()},
         "cores": dict(zip(("servers", "client"), cores(), strict=True)),
         "versions": versions,
+        "table": table(measured),
+        "verdicts": [attrs.asdict(verdict) for verdict in verdicts(measured)],
     }
-    path = save(options.out, "front-end", measured, facts)
+    path = save(options.out, "front_end", measured, facts)
     print(f"saved to {os.path.relpath(path)}")
     return 0
 

@@ -15,21 +15,23 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import trio
 
 from bench.front_end.contenders import Setting, cores, own
 from bench.front_end.measure import InvalidRun, Measured, Workload, once
+from bench.goals import Verdict
 from bench.micro.cases import CASES
 from bench.micro.plot import plot
 from bench.micro.timing import Timed, growth, time_case
 from bench.report import markdown, own_versions, save
 
-__all__ = ["main", "table"]
+__all__ = ["main", "table", "verdicts", "whole_path"]
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _SIZES = [1, 4, 16, 64, 256, 1024, 4096]
-_STEP_TARGETS = {256: 1000.0, 4096: 4000.0}
-"""Rows to the microseconds that the scheduler and the wire may take for a step."""
+_STEP_TARGETS = {256: 1.0, 4096: 4.0}
+"""Rows to the milliseconds that the scheduler and the wire may take for a step."""
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -101,12 +103,17 @@ def table(timed: Sequence[Timed]) -> str:
     return markdown(heads, lines)
 
 
-def targets(timed: Sequence[Timed]) -> list[str]:
-    """How a step's scheduling and messages stand to what they may take."""
+def verdicts(timed: Sequence[Timed]) -> list[Verdict]:
+    """What a step's scheduling and messages take, in milliseconds, beside what they may."""
     return [
-        f"scheduler and wire at {one.rows} rows: {one.cpu_us / 1000:.2f} ms, "
-        f"{'within' if one.cpu_us <= _STEP_TARGETS[one.rows] else 'past'} "
-        f"{_STEP_TARGETS[one.rows] / 1000:g} ms (95th percentile {one.cpu_p95_us / 1000:.2f})"
+        Verdict(
+            what=f"scheduler and wire, a step at {one.rows} rows",
+            against="",
+            bound=_STEP_TARGETS[one.rows],
+            reached=one.cpu_us / 1000,
+            at_most=True,
+            unit="ms",
+        )
         for one in timed
         if one.case == "scheduler and wire" and one.rows in _STEP_TARGETS
     ]
@@ -115,10 +122,13 @@ def targets(timed: Sequence[Timed]) -> list[str]:
 async def _main(options: argparse.Namespace) -> int:
     timed = await time_all(options)
     print("\n" + table(timed) + "\n")
-    print("\n".join(targets(timed)))
+    for verdict in verdicts(timed):
+        print(f"{verdict.what}: {verdict.reached:.2f}, at most {verdict.bound:g}")
     facts = {
         "options": {name: str(value) for name, value in vars(options).items()},
         "versions": own_versions(),
+        "table": table(timed),
+        "verdicts": [attrs.asdict(verdict) for verdict in verdicts(timed)],
     }
     if options.streams:
         try:
