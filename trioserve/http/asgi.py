@@ -133,7 +133,14 @@ class HTTPConnection(TrioASGIHTTPConnection):
     ) -> None:
         """Feed the body; returns, and cancels the handler, when the client disconnects."""
 
+        more_body = True
+
         async def receive_and_break_silence() -> ASGIReceiveEvent:
+            nonlocal more_body
+            if more_body:
+                message = await receive()
+                more_body = message["type"] == "http.request" and message.get("more_body", False)
+                return message
             while True:
                 deadline = math.inf if self._events is None else self._events.look_again_at
                 with trio.CancelScope(deadline=deadline) as self._receiving:

@@ -223,6 +223,8 @@ def _check_values(value: msgspec.Struct, path: str) -> None:
         _check_exclusive(value, group, path)
     for name, unserved in _unserved_fields(type(value)):
         given = getattr(value, name)
+        if given is None:  # Which always asks for nothing.
+            continue
         if not any(_same(given, neutral) for neutral in unserved["only"]):
             raise _not_served(path + name, unserved)
     for name in value.__struct_fields__:
