@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if _run("bench.compare", *peers, "--minutes", minutes, "--plots"):
         failed.append("bench.compare")
     found = new_results(RESULTS, before)
-    if found and _run("bench.performance_page", *map(str, found)):
+    if found and _run("bench.performance_page", "--pictures", *map(str, found)):
         failed.append("bench.performance_page")
     for name in failed:
         print(f"FAILED: {name}", file=sys.stderr)

@@ -3,8 +3,7 @@
 What stands between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is written by this script and by
 nobody else. NAME is ``targets``, ``missed``, ``machine``, a scenario of :mod:`bench.compare`, or
 the name of another script's result: that has its Markdown in ``table`` and what became of targets
-in ``verdicts``. Of two results of one name, the later one is taken. ``--check`` writes nothing, and
-says whether anything would change.
+in ``verdicts``. Of two results of one name, the later one is taken.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,14 @@ from bench.goals import Verdict, goals_table, judge
 from bench.report import markdown, table
 from bench.rows import Row
 
-__all__ = ["blocks_of", "filled", "main"]
+__all__ = ["blocks_of", "filled", "main", "with_pictures"]
 
 _PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+_PICTURES = (
+    "throughput-bf16-load.png",
+    "throughput-bf16-32-streams-ttft.png",
+    "throughput-bf16-32-streams-itl.png",
+)
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -85,6 +90,30 @@ def _missed(verdicts: Sequence[Verdict]) -> str:
     return goals_table(missed) if missed else "None of those that were measured."
 
 
+def with_pictures(
+    blocks: Mapping[str, str], results: Sequence[Path], folder: Path
+) -> dict[str, str]:
+    """Copy the plots of ``results`` into ``folder``, and show each in the block that it is of.
+
+    A plot lies beside its result: as a file of the same name, or in a folder of that name if it is
+    one of those of :mod:`bench.pictures` that the page shows.
+    """
+    shown = dict(blocks)
+    for path in results:
+        own = path.with_suffix(".png")
+        found = {_name(path.name): [own] if own.exists() else []}
+        found["throughput"] = [
+            picture for name in _PICTURES if (picture := path.with_suffix("") / name).exists()
+        ]
+        for name, pictures in found.items():
+            for picture in pictures if name in shown else []:
+                copy = folder / (picture.name if picture != own else f"{name}.png")
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(picture, copy)
+                shown[name] += f"\n\n![{copy.stem}]({folder.name}/{copy.name})"
+    return shown
+
+
 def _name(file: str) -> str:
     """The name of what was measured: that of the file without its time."""
     return re.sub(r"-\d{8}-\d{6}\.json$", "", file).replace("-", "_")
@@ -129,19 +158,20 @@ def _versions(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill the page. 1 if ``--check`` finds that it isn't what the results say."""
+    """Fill the page; the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     parser.add_argument("--page", type=Path, default=_PAGE)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--pictures", action="store_true", help="with the plots, copied")
     options = parser.parse_args(arguments)
     results = {path.name: json.loads(path.read_text()) for path in options.results}
     before = options.page.read_text()
-    after = filled(before, blocks_of(results))
-    if options.check:
-        return int(after != before)
+    blocks = blocks_of(results)
+    if options.pictures:
+        blocks = with_pictures(blocks, options.results, options.page.parent / "pictures")
+    after = filled(before, blocks)
     options.page.write_text(after)
     print(f"wrote {options.page}")
     return 0
