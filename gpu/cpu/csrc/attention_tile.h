@@ -124,40 +124,45 @@ struct Softmax {
   float sum = 0.0f;  // 0: the row sees no key
 };
 
-// The lanes of the keys first to last - 1 among the 16 from `key` on.
-inline __mmask16 lanes_between(int key, int first, int last) {
-  return first_lanes(last - key) & ~first_lanes(std::max(first - key, 0));
-}
-
 // weights[k] = 2^(scores[k] * scale - peak) for the keys first to last - 1, which the row sees, and
-// 0 for the others of begin to end - 1, rounded up to whole groups; begin is a multiple of 16.
-inline Softmax softmax_row(const float* scores, int first, int last, int begin, int end,
-                           float scale, bf16* weights) {
-  const int first_group = last > first ? first & ~(kGroup - 1) : end;
-  for (int key = begin; key < first_group; key += kGroup) store(weights + key, _mm512_setzero_ps());
+// 0 for the others of begin to end - 1; both are multiples of 16. Without kMasks the row sees all of
+// them. All rows of a tile go through the same groups, so that the processor foresees every branch.
+template <bool kMasks>
+Softmax softmax_of(const float* scores, int first, int last, int begin, int end, float scale,
+                   bf16* weights) {
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i from = _mm512_set1_epi32(first), to = _mm512_set1_epi32(last);
+  const auto seen = [&](int key) -> __mmask16 {
+    if (!kMasks) return 0xffff;
+    const __m512i keys = _mm512_add_epi32(lanes, _mm512_set1_epi32(key));
+    return _mm512_mask_cmplt_epi32_mask(_mm512_cmpge_epi32_mask(keys, from), keys, to);
+  };
   __m512 peaks = _mm512_set1_ps(-INFINITY);
-  for (int key = first_group; key < last; key += kGroup) {
-    const __m512 x = _mm512_loadu_ps(scores + key);
-    peaks = _mm512_mask_max_ps(peaks, lanes_between(key, first, last), peaks, x);
-  }
+  for (int key = begin; key < end; key += kGroup)
+    peaks = _mm512_mask_max_ps(peaks, seen(key), peaks, _mm512_loadu_ps(scores + key));
   Softmax result;
   result.peak = largest_of(peaks) * scale;
   const __m512 factor = _mm512_set1_ps(scale), peak = _mm512_set1_ps(result.peak);
+  const __m512 least = _mm512_set1_ps(kLeastExponent);
   __m512 sums = _mm512_setzero_ps();
-  int key = first_group;
-  for (; key < last; key += kGroup) {
+  for (int key = begin; key < end; key += kGroup) {
     const __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(scores + key), factor, peak);
     // A NaN is not less than anything, and stays.
-    const __mmask16 counts =
-        _mm512_mask_cmp_ps_mask(lanes_between(key, first, last), x,
-                                _mm512_set1_ps(kLeastExponent), _CMP_NLT_UQ);
-    const __m512 power = _mm512_maskz_mov_ps(counts, exp2_of(x));
+    const __mmask16 counts = _mm512_mask_cmp_ps_mask(seen(key), x, least, _CMP_NLT_UQ);
+    const __m512 power = _mm512_maskz_mov_ps(counts, exp2_within(x));
     sums = _mm512_add_ps(sums, power);
     store(weights + key, power);
   }
-  for (; key < end; key += kGroup) store(weights + key, _mm512_setzero_ps());
   result.sum = sum_of(sums);
   return result;
+}
+
+inline Softmax softmax_row(const float* scores, int first, int last, int begin, int end,
+                           float scale, bf16* weights) {
+  end = (end + kGroup - 1) & ~(kGroup - 1);
+  if (first <= begin && last >= end)
+    return softmax_of<false>(scores, first, last, begin, end, scale, weights);
+  return softmax_of<true>(scores, first, last, begin, end, scale, weights);
 }
 
 // Adds a part of later keys to a sum over earlier ones, both relative to a peak of their own.

@@ -58,19 +58,30 @@ inline __m512bh broadcast_pair(const bf16* at) {
   return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
 }
 
+// The halves of x. gcc 12 takes its own functions for these to use something uninitialized.
+inline __m256 lower_half(__m512 x) {
+  __m256 half;
+  std::memcpy(&half, &x, sizeof half);
+  return half;
+}
+inline __m256 upper_half(__m512 x) { return _mm512_maskz_extractf32x8_ps(0xff, x, 1); }
+
 inline float sum_of(__m512 x) {
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  const __m256 half = _mm256_add_ps(lower_half(x), upper_half(x));
   const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   const __m128 pair = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
   return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
 }
 
-inline float largest_of(__m512 x) { return _mm512_reduce_max_ps(x); }
+inline float largest_of(__m512 x) {
+  const __m256 half = _mm256_max_ps(lower_half(x), upper_half(x));
+  const __m128 quarter = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  const __m128 pair = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
+}
 
-// 2^x with a relative error below 2e-7; 0 far below, infinity far above, NaN for NaN.
-inline __m512 exp2_of(__m512 x) {
-  // An operand that is NaN comes through if it is the second.
-  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
+// 2^x with a relative error below 2e-7, for x between -126 and 126; NaN for NaN.
+inline __m512 exp2_within(__m512 x) {
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 rest = _mm512_sub_ps(x, whole);  // within 1/2 of 0
   // The polynomial of Cephes' exp2f.
@@ -82,6 +93,12 @@ inline __m512 exp2_of(__m512 x) {
   sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(6.931472028e-1f));
   sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(sum, whole);
+}
+
+// The same for any x: 0 far below, infinity far above.
+inline __m512 exp2_of(__m512 x) {
+  // An operand that is NaN comes through if it is the second.
+  return exp2_within(_mm512_max_ps(_mm512_set1_ps(-200.0f), x));
 }
 
 inline constexpr float kLog2e = 1.44269504f;
