@@ -33,6 +33,8 @@ from http_stub import (
 from trioserve.http import bodies, create_app, server
 from trioserve.http.connections import (
     MAX_CONNECTIONS,
+    BoundedListener,
+    Connections,
     connection_limit,
     raise_descriptor_limit,
 )
@@ -299,3 +301,36 @@ async def _counted(stub: StubEngine) -> AsyncIterator[tuple[str, Any]]:
         (url,) = await nursery.start(serve_app, app, config)
         yield url, functools.partial(count, nursery)
         nursery.cancel_scope.cancel()
+
+
+async def test_clients_who_come_together_are_accepted_together() -> None:
+    """Not one in each turn of the event loop; and no more of them than there may be."""
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    (beneath,) = await trio.open_tcp_listeners(0, host="127.0.0.1", backlog=100)
+    address = beneath.socket.getsockname()
+    with contextlib.ExitStack() as stack, contextlib.closing(Connections(limit=60)) as connections:
+        clients = [stack.enter_context(socket.create_connection(address)) for _ in range(80)]
+        listener = BoundedListener(beneath, connections)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count_turns)
+            accepted = [await listener.accept() for _ in range(60)]
+            nursery.cancel_scope.cancel()
+        assert turns < 20
+        names = {stream.socket.getpeername() for stream in accepted}
+        assert names == {client.getsockname() for client in clients[:60]}
+        for stream in accepted:
+            await stream.aclose()
+        await listener.accept()
+        await listener.aclose()
+        # Whoever was taken and not returned is let go, and sees it.
+        for client in clients[61:]:
+            client.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import select
+import socket
 import sys
+from collections import deque
 from typing import TYPE_CHECKING
 
 import trio
@@ -21,6 +24,8 @@ __all__ = [
 ]
 
 MAX_CONNECTIONS = 4096
+MOST_TOGETHER = 64
+"""Connections that are accepted in one turn of the event loop, after the first."""
 _RESERVED_DESCRIPTORS = 128
 """For listeners, the worker's sockets, model files and whatever else the process has open."""
 
@@ -87,6 +92,11 @@ class Connections:
         self._removed.set()
         self._removed = trio.Event()
 
+    @property
+    def num_free(self) -> int:
+        """How many more connections there may be."""
+        return self._limit - len(self._open)
+
     async def make_room(self) -> None:
         """Wait until there is room for one more; whoever serves nothing for longest has to go."""
         while len(self._open) >= self._limit:
@@ -130,22 +140,47 @@ class Connections:
 
 
 class BoundedListener(trio.abc.Listener[trio.SocketStream]):
-    """A listener that leaves clients in the system's queue while there are enough connections."""
+    """A listener that leaves clients in the system's queue while there are enough connections.
+
+    Clients who come together are taken together: by one in each turn of the event loop, the last
+    of a thousand would wait for a thousand turns, each of which is a step of all who are served.
+    """
 
     def __init__(self, listener: trio.SocketListener, connections: Connections) -> None:
         self._listener = listener
         self._connections = connections
+        self._taken: deque[socket.socket] = deque()
+        """Accepted, and not yet returned."""
 
     async def accept(self) -> trio.SocketStream:
-        """The next connection, once it has its place among the others."""
+        """The next connection, once it has its place among the others.
+
+        Not always a checkpoint: one is followed by at most ``MOST_TOGETHER`` that were there.
+        """
+        if self._taken:
+            return trio.SocketStream(trio.socket.from_stdlib_socket(self._taken.popleft()))
         stream = await self._listener.accept()
         try:
             await self._connections.make_room()
         except BaseException:
             stream.socket.close()
             raise
+        self._take_more()
         return stream
 
+    def _take_more(self) -> None:
+        """Accept whoever waits, as far as there is room."""
+        with socket.socket(fileno=os.dup(self._listener.socket.fileno())) as listener:
+            while len(self._taken) < min(MOST_TOGETHER, self._connections.num_free - 1):
+                try:
+                    accepted, _ = listener.accept()
+                except OSError:  # nobody, or it goes wrong again where it is seen to
+                    return
+                accepted.setblocking(False)
+                self._taken.append(accepted)
+
     async def aclose(self) -> None:
-        """Close the listener beneath."""
+        """Close the listener beneath, and whoever hasn't been returned."""
+        while self._taken:
+            self._taken.popleft().close()
         await self._listener.aclose()
