@@ -1,10 +1,10 @@
 """Are our figures vLLM's? ``python -m bench.figures_by_vllm RESULT.json`` lets its own code judge.
 
-RESULT.json comes from ``trioserve bench --json RESULT.json --records``. vLLM's ``calculate_metrics``
-computes its figures of the same requests, in vLLM's environment (``nox -s bench_peers`` makes it),
-and each is compared with ours. The exit code is 1 if one differs by more than rounding. The peak of
-concurrency is left out: releases of vLLM before a sweep over the times counted those that ran at any
-moment of the same second.
+RESULT.json comes from ``trioserve bench --json RESULT.json --records``. ``calculate_metrics`` of
+vLLM computes the figures of the same requests, in vLLM's environment (``nox -s bench_peers`` makes
+it), and each is compared with ours. The exit code is 1 if one differs by more than rounding. The
+peak of concurrency is left out: earlier releases of vLLM count together all that ran in any moment
+of the same second.
 """
 
 from __future__ import annotations
