@@ -140,16 +140,7 @@ def test_a_row_is_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     x = activations(400, shape[1])
     together = product.multiply(x, pools[0], torch.float32)
     for pool in pools:
-        for first, last in (
-            (0, 400),
-            (0, 1),
-            (1, 3),
-            (3, 6),
-            (6, 10),
-            (10, 15),
-            (15, 24),
-            (24, 137),
-        ):
+        for first, last in itertools.pairwise((0, 1, 3, 6, 10, 15, 21, 28, 36, 45, 180, 400)):
             alone = product.multiply(x[first:last], pool, torch.float32)
             assert torch.equal(alone, together[first:last])
     rounded = [product.multiply(x, pool) for pool in pools]

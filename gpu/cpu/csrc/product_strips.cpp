@@ -76,9 +76,11 @@ class Cutter {
     if (decodes) decode(piece, tile);
     const TileTable& table = decodes ? *kernels_.decoded : kernels_.direct;
     const bool last = piece.first_block + piece.blocks == blocks_;
-    // Every group of rows brings its part of the next piece, in whole lines, until all is there.
-    const int64_t lines = strip_lines(piece.blocks), quarters = piece.blocks * 4;
-    const int64_t share = (lines + chunk.groups * quarters - 1) / (chunk.groups * quarters);
+    // Every group of rows brings its part of the next piece.
+    const int64_t lines = next.strips > 0 ? strip_lines(piece.blocks) : 0;
+    const int64_t lines_each = (lines + chunk.groups - 1) / chunk.groups;
+    const int64_t quarters = piece.blocks * 4;
+    tile.ahead_rate = (lines_each * 256 + quarters - 1) / quarters;
     const bool in_pieces = blocks_ > kPanelInputs / kBlock;
     for (int64_t group = 0; group < chunk.groups; ++group) {
       const int64_t in_chunk = part_start(chunk.rows, chunk.groups, group);
@@ -87,9 +89,7 @@ class Cutter {
       tile.x = activations(row, piece.first_block);
       tile.x_sums = work_.x_sums + row * blocks_ + piece.first_block;
       tile.totals = work_.totals + (in_pieces ? in_chunk * piece.strips * kStrip : 0);
-      const int64_t brought = group * share * quarters;
-      tile.ahead_lines = next.strips > 0 && brought < lines ? share : 0;
-      tile.ahead = records(next) + brought * 64;
+      tile.ahead = records(next) + group * lines_each * 64;
       table[rows - 1][piece.strips - 1](tile);
       if (last) write_totals(work_, segment_, piece.strip, piece.strips, row, rows, tile.totals);
     }

@@ -35,7 +35,7 @@ struct Tile {
   bool continues;               // whether totals already hold the sums of earlier blocks
   const uint8_t* ahead;         // what to bring into the cache meanwhile: of each strip,
   int64_t ahead_stride;         // this far apart,
-  int64_t ahead_lines;          // so many lines of 64 bytes with each quarter of a block
+  int64_t ahead_rate;           // so many 256ths of a line of 64 bytes with each quarter of a block
 };
 
 using TileFunction = void (*)(const Tile&);
@@ -180,16 +180,27 @@ inline void clear(float* totals, int count) {
   for (int i = 0; i < count; ++i) _mm512_storeu_ps(totals + i * kStrip, _mm512_setzero_ps());
 }
 
-// Asks for the next lines of memory of each strip. They are wanted after a whole walk along the inputs,
-// so they go to the second cache.
+// Asks for lines of memory, of all strips alike and at an even pace, while a tile is computed. They are
+// wanted after a whole walk along the inputs, so they go to the second cache.
 template <int Strips>
-[[gnu::always_inline]] inline void fetch(Streams<uint8_t, Strips>& ahead, int64_t lines) {
+class Fetcher {
+ public:
+  explicit Fetcher(const Tile& tile) : lines_(tile.ahead, tile.ahead_stride), rate_(tile.ahead_rate) {}
+
+  [[gnu::always_inline]] void quarter() {
 #pragma GCC unroll 1
-  for (; lines > 0; --lines) {
-    repeat<Strips>([&](int s) __attribute__((always_inline)) { _mm_prefetch(ahead[s], _MM_HINT_T1); });
-    ahead.step(64);
+    for (due_ += rate_; due_ >= 256; due_ -= 256) {
+      repeat<Strips>(
+          [&](int s) __attribute__((always_inline)) { _mm_prefetch(lines_[s], _MM_HINT_T1); });
+      lines_.step(64);
+    }
   }
-}
+
+ private:
+  Streams<uint8_t, Strips> lines_;
+  const int64_t rate_;
+  int64_t due_ = 0;
+};
 
 // Four pairs of inputs.
 template <class Weights, int Rows, int Strips>
@@ -215,8 +226,8 @@ template <class Weights, int Rows, int Strips>
 void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
   Streams<bf16, Rows> x(tile.x, tile.x_stride * 2);
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
-  Streams<uint8_t, Strips> ahead(tile.ahead, tile.ahead_stride);
-  const int64_t ahead_lines = tile.ahead_lines, quarters = tile.blocks * 4;
+  Fetcher<Strips> fetcher(tile);
+  const int64_t quarters = tile.blocks * 4;
   float* totals = tile.totals;
 
   __m512 sums[Rows][Strips];
@@ -225,7 +236,7 @@ void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
                                 : _mm512_setzero_ps();
   });
   for (int64_t quarter = 0; quarter < quarters; ++quarter) {
-    fetch(ahead, ahead_lines);
+    fetcher.quarter();
     multiply_quarter<Weights>(sums, x, records);
     records.step(Weights::kQuarter);
   }
@@ -239,8 +250,7 @@ template <class Weights, int Rows, int Strips>
 void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
   Streams<bf16, Rows> x(tile.x, tile.x_stride * 2);
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
-  Streams<uint8_t, Strips> ahead(tile.ahead, tile.ahead_stride);
-  const int64_t ahead_lines = tile.ahead_lines;
+  Fetcher<Strips> fetcher(tile);
   float* totals = tile.totals;
 
   if (!tile.continues) clear(totals, Rows * Strips);
@@ -250,7 +260,7 @@ void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
         [&](int r, int s) __attribute__((always_inline)) { sums[r][s] = _mm512_setzero_ps(); });
 #pragma GCC unroll 1
     for (int quarter = 0; quarter < 4; ++quarter) {
-      fetch(ahead, ahead_lines);
+      fetcher.quarter();
       multiply_quarter<Weights>(sums, x, records);
       records.step(Weights::kQuarter);
     }
@@ -281,8 +291,7 @@ template <int Rows, int Strips>
 void multiply_rounded_tile(const Tile& tile) {
   Streams<RoundedBlock, Rows> x(tile.x, tile.x_stride * static_cast<int64_t>(sizeof(RoundedBlock)));
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
-  Streams<uint8_t, Strips> ahead(tile.ahead, tile.ahead_stride);
-  const int64_t ahead_lines = tile.ahead_lines;
+  Fetcher<Strips> fetcher(tile);
   float* totals = tile.totals;
 
   if (!tile.continues) clear(totals, Rows * Strips);
@@ -292,7 +301,7 @@ void multiply_rounded_tile(const Tile& tile) {
       sums[r][s] = _mm512_set1_epi32(x[r]->offset);
     });
     repeat<kBlock / 4>([&](int quad) __attribute__((always_inline)) {
-      if (quad % 2 == 0) fetch(ahead, ahead_lines);
+      if (quad % 2 == 0) fetcher.quarter();
       __m512i weights[Strips];
       repeat<Strips>([&](int s) __attribute__((always_inline)) {
         weights[s] = _mm512_loadu_si512(records[s] + quad * 64);
