@@ -224,7 +224,7 @@ def test_there_is_a_plot_against_load_only_for_a_sweep() -> None:
 
 
 def test_plots_are_saved_as_png(tmp_path: Path) -> None:
-    paths = save_plots([measured()], tmp_path / "new" / "plots")
+    paths = save_plots(plots([measured()]), tmp_path / "new" / "plots")
     assert [path.name for path in paths] == ["ttft.png", "itl.png", "timeline-2-streams.png"]
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -248,7 +248,8 @@ class _Page(html.parser.HTMLParser):
 
 
 def test_the_page_needs_nothing_else() -> None:
-    text = page([measured(series="<us>"), measured("8 streams", concurrency=8)], FACTS, "A < B")
+    both = [measured(series="<us>"), measured("8 streams", concurrency=8)]
+    text = page(both, plots(both), FACTS, "A < B")
     read = _Page()
     read.feed(text)
     assert {"script", "link", "iframe", "b"}.isdisjoint(read.tags)
@@ -265,7 +266,7 @@ def test_without_an_answer_there_is_a_page_without_plots() -> None:
     failed = Run(concurrency=1, records=[Record(started=0.0, error="x", ended=1.0)], duration=1.0)
     one = Measured(label="1 stream", run=failed, figures=figures_of(failed))
     assert math.isnan(one.figures.ttft_ms.p50)
-    assert "<img" not in page([one], {})
+    assert "<img" not in page([one], plots([one]), {})
 
 
 # -- progress

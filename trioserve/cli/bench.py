@@ -311,15 +311,21 @@ def _write(options: BenchOptions, measured: Sequence[Measured], facts: Mapping[s
             data = as_json(measured, facts, records=options.records)
             Path(options.json).write_bytes(data)
             _note(f"wrote {options.json}")
-        if options.plots is not None:
-            from trioserve.load.report_plots import save_plots
-
-            for path in save_plots(measured, Path(options.plots)):
-                _note(f"wrote {path}")
-        if options.html is not None:
-            from trioserve.load.report_html import page
-
-            Path(options.html).write_text(page(measured, facts), encoding="utf-8")
-            _note(f"wrote {options.html}")
+        if options.plots is not None or options.html is not None:
+            _draw(options, measured, facts)
     except OSError as error:
         raise TrioserveError(f"{error.filename} can't be written: {error.strerror}") from error
+
+
+def _draw(options: BenchOptions, measured: Sequence[Measured], facts: Mapping[str, Any]) -> None:
+    # matplotlib isn't there in every installation, and takes a second to load.
+    from trioserve.load.report_html import page
+    from trioserve.load.report_plots import plots, save_plots
+
+    drawn = list(plots(measured))
+    if options.plots is not None:
+        for path in save_plots(drawn, Path(options.plots)):
+            _note(f"wrote {path}")
+    if options.html is not None:
+        Path(options.html).write_text(page(measured, drawn, facts), encoding="utf-8")
+        _note(f"wrote {options.html}")

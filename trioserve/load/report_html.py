@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trioserve.load.measure import Measured
 from trioserve.load.report import SPREADS, summary_rows
-from trioserve.load.report_plots import Plot, plots
+from trioserve.load.report_plots import Plot
 
 __all__ = ["page"]
 
@@ -26,16 +26,22 @@ figure { margin: 1rem 0 } figcaption { color: #666 }
 """
 
 
-def page(measured: Sequence[Measured], facts: Mapping[str, Any], title: str = "Benchmark") -> str:
+def page(
+    measured: Sequence[Measured],
+    drawn: Iterable[Plot],
+    facts: Mapping[str, Any],
+    title: str = "Benchmark",
+) -> str:
     """The whole page: a table of all measurements, plots, each in full, and how it was measured.
 
     Args:
         measured: what was measured.
+        drawn: plots of it.
         facts: what goes with it, such as machine, versions and options; maps become tables.
         title: of the page.
     """
     parts = [f"<h1>{_text(title)}</h1>", _table(*summary_rows(measured))]
-    parts += [_figure(plot) for plot in plots(measured)]
+    parts += [_figure(plot) for plot in drawn]
     for one in measured:
         parts += _details(one)
     for name, value in facts.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,20 +32,23 @@ _WIDE = 8
 """Loads that differ by more than this are shown on a logarithmic axis."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Plot:
     """A figure, the name of its file, and what it shows in a sentence."""
 
     name: str
     title: str
     figure: Figure
+    _png: bytes = b""
 
     def png(self) -> bytes:
-        """The figure as a PNG file."""
-        data = io.BytesIO()
-        FigureCanvasAgg(self.figure)
-        self.figure.savefig(data, format="png", dpi=_DPI)
-        return data.getvalue()
+        """The figure as a PNG file, drawn when it is first asked for."""
+        if not self._png:
+            data = io.BytesIO()
+            FigureCanvasAgg(self.figure)
+            self.figure.savefig(data, format="png", dpi=_DPI)
+            self._png = data.getvalue()
+        return self._png
 
 
 def plots(measured: Sequence[Measured]) -> Iterator[Plot]:
@@ -60,15 +63,15 @@ def plots(measured: Sequence[Measured]) -> Iterator[Plot]:
         yield timeline_plot(one)
 
 
-def save_plots(measured: Sequence[Measured], folder: Path) -> list[Path]:
-    """Write every plot into ``folder`` as PNG.
+def save_plots(drawn: Iterable[Plot], folder: Path) -> list[Path]:
+    """Write plots into ``folder`` as PNG, and return their paths.
 
     Raises:
         OSError: that isn't possible.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for plot in plots(measured):
+    for plot in drawn:
         path = folder / f"{plot.name}.png"
         path.write_bytes(plot.png())
         paths.append(path)
