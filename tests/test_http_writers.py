@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -19,6 +20,8 @@ from trioserve.http.chat.schemas import ChatChunkChoice, ChatCompletionChunk, De
 from trioserve.http.chat.writer import ChatWriter, WantedChat
 from trioserve.http.completions.schemas import CompletionChoice, CompletionResponse
 from trioserve.http.completions.writer import CompletionWriter, Wanted
+from trioserve.http.native.schemas import GenerateResponse, MetaInfo
+from trioserve.http.native.writer import NativeWriter
 from trioserve.request import ChatPrompt, Request, TextPrompt, Times
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, Stream, StreamBudget
@@ -153,3 +156,41 @@ def test_answers_that_are_taken_apart_take_the_long_way() -> None:
     writer = chat_writer({"options": {"hidden": re.compile("<x>")}})
     writer.start([stream()])
     assert writer.text(PLAIN) is None
+
+
+@given(id=NAMES, texts=st.lists(TEXTS, min_size=1, max_size=5))
+def test_native(id: str, texts: list[str]) -> None:
+    params = SamplingParams()
+    writer = NativeWriter(
+        batch=cast(
+            Any,
+            SimpleNamespace(
+                jobs=[SimpleNamespace(request_id=id, params=params)],
+                num_outputs=1,
+                listed=False,
+                starts=[None],
+            ),
+        ),
+        tokenizer=cast(Any, StubTokenizer()),
+        eos_token_ids=(0,),
+        with_text=False,
+        with_prompt_ids=False,
+    )
+    writer.start([stream(TextPrompt("x"))])
+    for number, text in enumerate(texts, 1):
+        event = writer.chunk(0, Chunk(text, (number, 7)))
+        if not text:
+            assert event == b""
+            continue
+        decoded = msgspec.json.decode(event.removeprefix(b"data: "), type=GenerateResponse)
+        meta = MetaInfo(
+            id=id,
+            finish_reason=None,
+            prompt_tokens=2,
+            completion_tokens=2 * number,
+            cached_tokens=0,
+            e2e_latency=decoded.meta_info.e2e_latency,
+        )
+        ids = [token for each in range(1, number + 1) for token in (each, 7)]
+        whole = GenerateResponse(text="".join(texts[:number]), output_ids=ids, meta_info=meta)
+        assert event == encoded(whole)

@@ -46,6 +46,20 @@ class _JsonList:
 
 
 @attrs.define(eq=False)
+class _JsonText:
+    """A text as JSON, which grows in the same way."""
+
+    _escaped: bytearray = attrs.field(factory=bytearray)
+
+    def extend(self, text: str) -> None:
+        self._escaped += _encoder.encode(text)[1:-1]
+
+    def encoded(self) -> Any:
+        """For a field of an answer that is to hold the text."""
+        return msgspec.Raw(b'"' + self._escaped + b'"')
+
+
+@attrs.define(eq=False)
 class _Logprobs:
     """What is reported of some tokens, as lists with an entry for each."""
 
@@ -58,8 +72,9 @@ class _Logprobs:
 class _SoFar:
     """One output up to now."""
 
-    text: str = ""
+    text: _JsonText = attrs.field(factory=_JsonText)
     token_ids: list[int] = attrs.field(factory=list)
+    encoded_ids: _JsonList = attrs.field(factory=_JsonList)
     logprobs: _Logprobs = attrs.field(factory=_Logprobs)
 
 
@@ -88,8 +103,9 @@ class NativeWriter:
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """The whole so far of the output that ``chunk`` belongs to."""
         so_far = self._so_far.setdefault((index, chunk.index), _SoFar())
-        so_far.text += chunk.text
+        so_far.text.extend(chunk.text)
         so_far.token_ids += chunk.token_ids
+        so_far.encoded_ids.extend(chunk.token_ids)
         self._add(chunk.logprobs or (), so_far.logprobs)
         if not chunk.text and chunk.finish_reason is None and not chunk.logprobs:
             return b""
@@ -98,8 +114,9 @@ class NativeWriter:
             self._reply(
                 index,
                 chunk.index,
-                text=so_far.text,
-                token_ids=so_far.token_ids,
+                text=so_far.text.encoded(),
+                token_ids=so_far.encoded_ids.encoded(),
+                num_tokens=len(so_far.token_ids),
                 logprobs=so_far.logprobs,
                 usage=stream.usage,
                 finish=self._finish(chunk.finish_reason, chunk.stop_reason, so_far.token_ids),
@@ -126,6 +143,7 @@ class NativeWriter:
                 output.index,
                 text=output.text,
                 token_ids=token_ids,
+                num_tokens=len(token_ids),
                 logprobs=logprobs,
                 usage=whole.usage,
                 finish=self._finish(output.finish_reason, output.stop_reason, token_ids),
@@ -138,8 +156,9 @@ class NativeWriter:
         index: int,
         output: int,
         *,
-        text: str,
-        token_ids: list[int],
+        text: Any,
+        token_ids: Any,
+        num_tokens: int,
         logprobs: _Logprobs,
         usage: Usage,
         finish: NativeFinish | None,
@@ -151,7 +170,7 @@ class NativeWriter:
             id=f"{job.request_id}-{output}" if several else job.request_id,
             finish_reason=finish,
             prompt_tokens=usage.prompt_tokens,
-            completion_tokens=len(token_ids),
+            completion_tokens=num_tokens,
             cached_tokens=usage.cached_tokens,
             e2e_latency=time.monotonic() - self._started,
         )
