@@ -18,7 +18,7 @@ from bench.servers import Running, Server, ServerFailed, running
 from bench.validity import InvalidRun, check_agreement
 from trioserve.load import Run
 
-__all__ = ["Notes", "contest", "one_by_one"]
+__all__ = ["Notes", "contest", "one_by_one", "show"]
 
 # The next round may take longer than the longest so far.
 _MARGIN = 1.1
@@ -41,18 +41,22 @@ class Notes:
         print(f"FAILED: {failure}", flush=True)
 
     def note(self, row: Row, run: Run | None = None) -> None:
-        """Note and show a row."""
+        """Note a row."""
         self.rows.append(row)
         if run is not None:
             self.runs.append((row, run))
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in list(row.values.items())[:4])
-        case = f"{row.scenario} {row.case}".rstrip()
-        print(f"round {row.round + 1}  {case:24} {row.title:18} {shown}", flush=True)
 
     def know(self, server: Server) -> None:
         """Note how a server is started."""
         options = " ".join(server.argv(0)[1:])
         self.versions[server.title] = {**server.versions, "started_with": options}
+
+
+def show(row: Row) -> None:
+    """Print the first figures of a row, for somebody who watches."""
+    shown = "  ".join(f"{name} {value:.4g}" for name, value in list(row.values.items())[:4])
+    case = f"{row.scenario} {row.case}".rstrip()
+    print(f"round {row.round + 1}  {case:24} {row.title:18} {shown}", flush=True)
 
 
 async def contest(
@@ -83,10 +87,9 @@ async def contest(
                 notes.fail(failure)
             else:
                 up.append(one)
-        for round in _rounds(rounds, deadline):
+        for round in _rounds(rounds if up else 0, deadline):
             for scenario in scenarios:
-                for turn in scenario.turns(round):
-                    await _one_turn(up, scenario.name, turn, round, notes)
+                await _one_round(up, scenario, round, notes)
 
 
 async def one_by_one(
@@ -108,7 +111,9 @@ async def one_by_one(
                 except (ServerFailed, InvalidRun) as failure:
                     notes.fail(failure)
                     continue
-            notes.note(_row(scenario.name, "", server, round, taken.values), taken.run)
+            row = _row(scenario.name, "", server, round, taken.values)
+            show(row)
+            notes.note(row, taken.run)
 
 
 def _rounds(most: int, deadline: float) -> Iterator[int]:
@@ -122,29 +127,30 @@ def _rounds(most: int, deadline: float) -> Iterator[int]:
         longest = max(longest, trio.current_time() - began)
 
 
-async def _one_turn(
-    up: Sequence[Running], scenario: str, turn: Turn, round: int, notes: Notes
-) -> None:
-    """Every server once, who goes first changes from round to round; their answers must agree."""
+async def _one_round(up: Sequence[Running], scenario: Scenario, round: int, notes: Notes) -> None:
+    """Each turn on every server; who goes first changes. Counts if their answers agree."""
     rows: list[tuple[Row, Run | None]] = []
-    answers: dict[str, Sequence[str]] = {}
-    for one in up if round % 2 == 0 else up[::-1]:
-        try:
-            taken, elsewhere, used = await _watched(one, turn)
-        except InvalidRun as failure:
-            notes.fail(failure)
-            continue
-        values = {**taken.values, "server_cpu_seconds": used, "elsewhere_cores": elsewhere}
-        rows.append((_row(scenario, turn.case, one.server, round, values), taken.run))
-        answers[one.server.title] = taken.answers
+    answers: list[dict[str, Sequence[str]]] = []
+    for turn in scenario.turns(round):
+        answers.append({})
+        for one in up if round % 2 == 0 else up[::-1]:
+            try:
+                taken, elsewhere, used = await _watched(one, turn)
+            except InvalidRun as failure:
+                notes.fail(failure)
+                continue
+            values = {**taken.values, "server_cpu_seconds": used, "elsewhere_cores": elsewhere}
+            row = _row(scenario.name, turn.case, one.server, round, values)
+            rows.append((row, taken.run))
+            answers[-1][one.server.title] = taken.answers
+            show(row)
     try:
-        if answers:
-            check_agreement(answers)
+        check_agreement(answers, up[0].server.title)
     except InvalidRun as failure:
         notes.fail(failure)
-        return
-    for row, seen in rows:
-        notes.note(row, seen)
+    else:
+        for row, run in rows:
+            notes.note(row, run)
 
 
 async def _watched(one: Running, turn: Turn) -> tuple[Taken, float, float]:

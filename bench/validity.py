@@ -51,22 +51,28 @@ def check_answers(name: str, run: Run, work: Sequence[Conversation]) -> None:
             raise InvalidRun(f"{name} counts {record.completion_tokens} tokens, not {wanted}")
 
 
-def check_agreement(answers: Mapping[str, Sequence[str]]) -> None:
-    """Most answers of each server begin as those of the first do.
+def check_agreement(turns: Sequence[Mapping[str, Sequence[str]]], first: str) -> None:
+    """Most answers of each server begin as those of the server ``first`` do.
 
-    Greedy decoding of one model does, up to rounding.
+    Greedy decoding of one model does, up to rounding. One answer may differ where two tokens are
+    nearly as probable, so all turns of a round are taken together.
 
     Args:
-        answers: each server's answers to the same requests, in their order.
+        turns: for each turn, each server's answers to the same requests, in their order.
+        first: whom the others are compared with.
 
     Raises:
         InvalidRun: they don't.
     """
-    (first, wanted), *others = answers.items()
-    for name, texts in others:
-        pairs = zip(wanted, texts, strict=True)
-        same = sum(a[:_SAME_CHARACTERS] == b[:_SAME_CHARACTERS] for a, b in pairs)
-        if same < _SAME_ANSWERS * len(wanted):
+    same: dict[str, list[bool]] = {}
+    for answers in turns:
+        for name, texts in answers.items():
+            if name != first and first in answers:
+                pairs = zip(answers[first], texts, strict=True)
+                found = [a[:_SAME_CHARACTERS] == b[:_SAME_CHARACTERS] for a, b in pairs]
+                same.setdefault(name, []).extend(found)
+    for name, found in same.items():
+        if sum(found) < _SAME_ANSWERS * len(found):
             raise InvalidRun(
-                f"only {same} of {len(wanted)} answers begin alike on {first} and {name}"
+                f"only {sum(found)} of {len(found)} answers begin alike on {first} and {name}"
             )

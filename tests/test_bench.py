@@ -74,10 +74,15 @@ def test_a_run_is_invalid_if_one_answer_is_not_what_was_asked_for(
 
 def test_servers_must_begin_most_answers_alike() -> None:
     ours = ["the same beginning, then a", "the same beginning, then b"]
-    check_agreement({"ours": ours, "peer": ["the same beginning; c", "another"]})
+    one = {"ours": ours, "peer": ["the same beginning; c", "another"]}
+    none = {"ours": ours, "same": ours, "peer": ["quite different", "another"]}
+    check_agreement([one], "ours")
+    check_agreement([none, {"ours": ours, "peer": ours}], "ours")
     with pytest.raises(InvalidRun, match="0 of 2 answers begin alike on ours and peer"):
-        check_agreement({"ours": ours, "same": ours, "peer": ["quite different", "another"]})
-    check_agreement({"ours": ours})
+        check_agreement([none], "ours")
+    with pytest.raises(InvalidRun, match="1 of 4 answers"):
+        check_agreement([one, none], "ours")
+    check_agreement([{"ours": ours}, {"peer": ours}, {}], "ours")
 
 
 def test_results_are_saved_with_the_machine_and_what_was_asked(tmp_path: Path) -> None:
