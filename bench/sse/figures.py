@@ -11,9 +11,10 @@ from typing import Any
 
 import attrs
 
+from bench.goals import Verdict
 from bench.report import machine
 
-__all__ = ["Window", "ratios", "save", "table"]
+__all__ = ["Window", "ratios", "save", "table", "verdicts"]
 
 
 @attrs.frozen(kw_only=True)
@@ -59,6 +60,25 @@ def ratios(windows: Sequence[Window]) -> dict[str, dict[int, float]]:
                 for streams in sorted({window.streams for window in windows})
             }
     return found
+
+
+def verdicts(windows: Sequence[Window]) -> list[Verdict]:
+    """What an event costs at 256 streams beside uvicorn with h11, and what it may."""
+    streams = 256
+    found = ratios(windows).get("uvicorn h11", {})
+    if streams not in found:
+        return []
+    what = f"µs of CPU per SSE event, {streams} streams"
+    return [
+        Verdict(
+            what=what,
+            against="uvicorn with h11",
+            bound=1.3,
+            reached=found[streams],
+            at_most=True,
+            moonshot=1.0,
+        )
+    ]
 
 
 def table(windows: Sequence[Window]) -> str:
