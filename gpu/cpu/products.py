@@ -57,6 +57,7 @@ class _Product(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("num_segments", ctypes.c_int64),
         ("segments", _Segment * _MAX_SEGMENTS),
+        ("next", ctypes.c_void_p),
     )
 
 
@@ -178,6 +179,10 @@ class Product:
             segment.kind, segment.first, segment.outputs = weight.kind, first, weight.outputs
             segment.packed = weight.memory.data_ptr()
             first += weight.outputs
+
+    def precedes(self, other: Product) -> None:
+        """Say that ``other``, which must live as long, is computed next: it will be fetched ahead."""
+        self.struct.next = ctypes.addressof(other.struct)
 
     @property
     def nbytes(self) -> int:

@@ -288,9 +288,18 @@ def test_wrong_arguments_are_refused(pool: Pool) -> None:
         Product([weight, weight]).rows(torch.tensor([0]), pool)
 
 
+def test_a_product_that_precedes_another_is_the_same(pools: list[Pool]) -> None:
+    first = Product([packed(random(100, 576), Kind.Q4_0, pools[0])])
+    second = Product([packed(random(33, 4096 + 32, seed=1), Kind.Q8_0, pools[0])])
+    x = activations(20, 576)
+    alone = first.multiply(x, pools[0])
+    first.precedes(second)
+    assert all(torch.equal(first.multiply(x, pool), alone) for pool in pools)
+
+
 def test_the_struct_is_that_of_the_header(pool: Pool) -> None:
-    """A product of three segments is 32 bytes and three times 32."""
+    """A product of three segments is 40 bytes and three times 32."""
     product = Product([pack(random(16, 64), Kind.Q8_0, pool)] * 3)
-    assert ctypes.sizeof(product.struct) == 128
+    assert ctypes.sizeof(product.struct) == 136
     assert [segment.first for segment in product.struct.segments] == [0, 16, 32]
     assert np.frombuffer(product.struct, dtype=np.int64)[[0, 1, 3]].tolist() == [64, 48, 3]

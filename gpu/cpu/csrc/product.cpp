@@ -79,6 +79,19 @@ size_t thread_bytes(const Product& product, int64_t max_rows) {
          aligned(panel_bytes(product));
 }
 
+Share share_of(const Team& team, const Segment& segment) {
+  return team.share((segment.outputs + kStrip - 1) / kStrip);
+}
+
+// What this thread reads after segment `i` of a product.
+Region after_segment(const Team& team, const Product& product, int64_t i) {
+  const bool in_next = i + 1 == product.num_segments;
+  const Product* of = in_next ? product.next : &product;
+  if (of == nullptr || of->num_segments == 0) return {};
+  const Segment& segment = of->segments[in_next ? 0 : i + 1];
+  return first_region(segment, of->inputs, share_of(team, segment));
+}
+
 void multiply_any(const Team& team, const Product& product, const bf16* x, int64_t rows, void* y,
                   bool to_float, void* scratch) {
   if (rows == 0) return;
@@ -105,7 +118,7 @@ void multiply_any(const Team& team, const Product& product, const bf16* x, int64
                        to_float,
                        totals,
                        panel};
-    multiply_strips(work, segment, team.share((segment.outputs + kStrip - 1) / kStrip));
+    multiply_strips(work, segment, share_of(team, segment), after_segment(team, product, i));
   }
 }
 

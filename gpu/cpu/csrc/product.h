@@ -49,6 +49,9 @@ struct Product {
   const float* bias = nullptr;  // [outputs], or none
   int64_t num_segments = 0;
   Segment segments[kMaxSegments];
+  // The product that will be computed next, or none: its first weights are brought into the cache
+  // while this one ends.
+  const Product* next = nullptr;
 };
 
 // Scratch that multiply() and multiply_float() need for up to `max_rows` rows on `threads` threads;

@@ -14,13 +14,21 @@ struct Piece {
 // Rows that are computed while the weights pass by once, in groups of a tile's rows or fewer.
 struct Chunk {
   int64_t first, rows, groups;
+  bool last;
+};
+
+// Memory that a tile asks for: so many lines of each of its strips' streams.
+struct Ahead {
+  const uint8_t* first;
+  int64_t stride, lines;
 };
 
 class Cutter {
  public:
-  Cutter(const Work& work, const Segment& segment)
+  Cutter(const Work& work, const Segment& segment, Region upcoming)
       : work_(work),
         segment_(segment),
+        upcoming_(upcoming),
         kernels_(kernels_of(segment.kind)),
         packed_(static_cast<const uint8_t*>(segment.packed)),
         blocks_(work.product.inputs / kBlock),
@@ -31,7 +39,8 @@ class Cutter {
     for (int64_t i = 0; i < chunks; ++i) {
       const int64_t first = part_start(work_.rows, chunks, i);
       const int64_t rows = part_start(work_.rows, chunks, i + 1) - first;
-      multiply_chunk({first, rows, (rows + kTileRows - 1) / kTileRows}, share);
+      const bool last = i + 1 == chunks;
+      multiply_chunk({first, rows, (rows + kTileRows - 1) / kTileRows, last}, share);
     }
   }
 
@@ -71,15 +80,15 @@ class Cutter {
     tile.continues = piece.first_block > 0;
     tile.x_stride = work_.x_stride;
     tile.x_sums_stride = blocks_;
-    tile.ahead_stride = strip_bytes_;
     const bool decodes = chunk.groups > 1 && kernels_.decode != nullptr;
     if (decodes) decode(piece, tile);
     const TileTable& table = decodes ? *kernels_.decoded : kernels_.direct;
     const bool last = piece.first_block + piece.blocks == blocks_;
-    // Every group of rows brings its part of the next piece.
-    const int64_t lines = next.strips > 0 ? strip_lines(piece.blocks) : 0;
-    const int64_t lines_each = (lines + chunk.groups - 1) / chunk.groups;
+    // Every group of rows brings its part of what comes next.
+    const Ahead ahead = ahead_of(chunk, piece, next);
+    const int64_t lines_each = (ahead.lines + chunk.groups - 1) / chunk.groups;
     const int64_t quarters = piece.blocks * 4;
+    tile.ahead_stride = ahead.stride;
     tile.ahead_rate = (lines_each * 256 + quarters - 1) / quarters;
     const bool in_pieces = blocks_ > kPanelInputs / kBlock;
     for (int64_t group = 0; group < chunk.groups; ++group) {
@@ -89,14 +98,19 @@ class Cutter {
       tile.x = activations(row, piece.first_block);
       tile.x_sums = work_.x_sums + row * blocks_ + piece.first_block;
       tile.totals = work_.totals + (in_pieces ? in_chunk * piece.strips * kStrip : 0);
-      tile.ahead = records(next) + group * lines_each * 64;
+      tile.ahead = ahead.first + group * lines_each * 64;
       table[rows - 1][piece.strips - 1](tile);
       if (last) write_totals(work_, segment_, piece.strip, piece.strips, row, rows, tile.totals);
     }
   }
 
-  int64_t strip_lines(int64_t blocks) const {
-    return (blocks * static_cast<int64_t>(kernels_.record) + 63) / 64;
+  Ahead ahead_of(const Chunk& chunk, const Piece& piece, const Piece& next) const {
+    if (next.strips > 0) {
+      const int64_t bytes = next.blocks * static_cast<int64_t>(kernels_.record);
+      return {records(next), strip_bytes_, (bytes + 63) / 64};
+    }
+    const int64_t lines = chunk.last ? (upcoming_.bytes / 64 + piece.strips - 1) / piece.strips : 0;
+    return {upcoming_.first, lines * 64, lines};
   }
 
   const void* activations(int64_t row, int64_t block) const {
@@ -119,6 +133,7 @@ class Cutter {
 
   const Work& work_;
   const Segment& segment_;
+  const Region upcoming_;
   const Kernels& kernels_;
   const uint8_t* packed_;
   const int64_t blocks_, strip_bytes_;
@@ -160,8 +175,17 @@ void write_totals(const Work& work, const Segment& segment, int64_t strip, int s
   }
 }
 
-void multiply_strips(const Work& work, const Segment& segment, Share strips) {
-  Cutter(work, segment).multiply(strips);
+Region first_region(const Segment& segment, int64_t inputs, Share strips) {
+  const int64_t record = static_cast<int64_t>(kernels_of(segment.kind).record);
+  const int64_t strip_bytes = inputs / kBlock * record;
+  const int64_t bytes = std::min<int64_t>(strips.last - strips.first, kTileStrips) * strip_bytes;
+  const int64_t most = kTileStrips * kPanelInputs / kBlock * record;
+  return {static_cast<const uint8_t*>(segment.packed) + strips.first * strip_bytes,
+          std::min(bytes, most)};
+}
+
+void multiply_strips(const Work& work, const Segment& segment, Share strips, Region upcoming) {
+  Cutter(work, segment, upcoming).multiply(strips);
 }
 
 }  // namespace trioserve

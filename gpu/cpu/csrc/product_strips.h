@@ -11,6 +11,12 @@ namespace trioserve {
 // Inputs at a time, so that three strips and the three that come next fit into the cache of a core.
 inline constexpr int64_t kPanelInputs = 4096;
 
+// Weights that will be read next.
+struct Region {
+  const uint8_t* first = nullptr;
+  int64_t bytes = 0;
+};
+
 // One call of multiply() as one thread sees it.
 struct Work {
   const Product& product;
@@ -76,6 +82,10 @@ extern const TileTable kDecodedTiles, kDecodedMinimumTiles;
 const Kernels& kernels_of(Kind kind);
 extern const Kernels kPlainKernels, kByteKernels, kNibbleKernels, kNibbleMinimumKernels, kRoundedKernels;
 
-void multiply_strips(const Work& work, const Segment& segment, Share strips);
+// The first weights of a thread whose share of a segment is `strips`.
+Region first_region(const Segment& segment, int64_t inputs, Share strips);
+
+// Computes a share of a segment's strips, and brings `upcoming` meanwhile.
+void multiply_strips(const Work& work, const Segment& segment, Share strips, Region upcoming);
 
 }  // namespace trioserve
