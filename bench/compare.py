@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import statistics
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -48,6 +49,8 @@ _MOST_ROUNDS = 9
 # Each part's weight in the time given: with more servers, a round takes longer.
 _SHARE_TOGETHER, _SHARE_SERVER = 1.0, 1.0
 _SHARE_ALONE = 0.5
+# Cores; what is more is told.
+_QUIET = 0.1
 
 
 @attrs.frozen(kw_only=True)
@@ -196,6 +199,9 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[str] | None
     finally:
         path = _save(notes, name, options)
     print(f"\n{tables(notes.rows)}\n\n{goals_table(judge(notes.rows))}")
+    busy = [row.values.get("elsewhere_cores", 0.0) for row in notes.rows]
+    if busy and (middle := statistics.median(busy)) > _QUIET:
+        print(f"\nthe machine wasn't quiet: {middle:.2f} cores were busy with something else")
     for failure in notes.failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     print(f"\nsaved to {os.path.relpath(path)}")

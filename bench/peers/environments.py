@@ -118,6 +118,7 @@ def _unpacked(folder: Path, sdist: str) -> Path:
     with tarfile.open(folder / f"{unpacked.name}.tar.gz") as archive:
         archive.extractall(part, filter="data")
     (part / unpacked.name).rename(unpacked)
+    part.rmdir()
     return unpacked
 
 
