@@ -36,6 +36,7 @@ import attrs
 import msgspec
 import trio
 
+from trioserve.channels import all_waiting, pass_on
 from trioserve.errors import EngineError, InvalidRequest, QueueFull, WorkerLost
 from trioserve.request import Request
 from trioserve.sampling import SamplingParams
@@ -157,9 +158,10 @@ class Preparation:
         """
         async with submit, trio.open_nursery() as self._nursery:
             async with trio.open_nursery() as nursery:
-                async for request in requests:
-                    if not request.ended:
-                        await self._take(request, submit, nursery)
+                async for first in requests:
+                    for request in (first, *all_waiting(requests)):
+                        if not request.ended:
+                            await self._take(request, submit, nursery)
             self._nursery.cancel_scope.cancel()
 
     async def _take(
@@ -188,6 +190,8 @@ class Preparation:
             self._open[question.key] = question
             self._join(question, request)
             nursery.start_soon(self._settle, question, submit)
+            # Tasks that are started in one turn begin in any order, and questions have one.
+            await trio.lowlevel.checkpoint()
 
     def _remembered(self, key: bytes) -> _Verdict | None:
         verdict = self._verdicts.get(key)
@@ -395,4 +399,4 @@ async def _hand_on(
         # A copy: what is raised collects a traceback, and this error is remembered.
         request.reject(copy.copy(error))
     else:
-        await submit.send(request)
+        await pass_on(submit, request)

@@ -10,12 +10,13 @@ children of the task: a long prompt holds nobody up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import tokenizers
 import trio
 
+from trioserve.channels import all_waiting, pass_on
 from trioserve.errors import InvalidRequest, QueueFull
 from trioserve.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt
 from trioserve.stream import TokenLogprob
@@ -267,7 +268,7 @@ class Tokenizer:
         limiter = trio.CapacityLimiter(MAX_THREADS)
         async with submit, trio.open_nursery() as nursery:
             async for first in requests:
-                waiting = [first, *_all_waiting(requests)]
+                waiting = [first, *all_waiting(requests)]
                 here, groups = _sort([request for request in waiting if _start(request)])
                 for group in groups:
                     nursery.start_soon(self._prepare_in_thread, group, submit, limiter)
@@ -319,14 +320,6 @@ def _reason(text: str, error: Exception) -> str:
     return str(error)
 
 
-def _all_waiting(requests: trio.MemoryReceiveChannel[Request]) -> Iterator[Request]:
-    while True:
-        try:
-            yield requests.receive_nowait()
-        except (trio.WouldBlock, trio.EndOfChannel):
-            return
-
-
 def _start(request: Request) -> bool:
     """Mark the request as being tokenized; False if it has ended already."""
     for sequence in request.sequences:
@@ -348,7 +341,7 @@ async def _hand_on(
     except QueueFull as error:
         request.reject(error)
         return
-    await submit.send(request)
+    await pass_on(submit, request)
 
 
 def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:
