@@ -98,6 +98,9 @@ def test_help_shows_every_option_with_its_default() -> None:
             "--cancel-rate 1 --cancel-seconds 3 --cancel-events 1",
             "--cancel-events can't be given with --cancel-seconds",
         ),
+        ("--turns 3", "--turns needs --dataset chat or sharegpt"),
+        ("--think-time 3", "--think-time needs --dataset chat"),
+        ("--embedded m --model x", "--model needs a server, not --embedded"),
         ("--engine-option a=1", "--engine-option needs --embedded"),
         ("--embedded m http://x", "--embedded can't be given with a URL"),
         ("--embedded m --engine-option max-num-seq=3", "--engine-option: the engine has no option"),
@@ -228,6 +231,47 @@ def test_a_trace_is_replayed(
     assert one["label"] == "trace"
     run("--embedded", "fake", "--trace", str(tmp_path / "none"), code=1)
     assert "none can't be read: No such file" in capsys.readouterr().err
+
+
+DATASETS: dict[str, tuple[str, ...]] = {
+    "random": ("--range-ratio", "0.5", "--prefix-tokens", "3"),
+    "fixed": ("--prompt", "Say it."),
+    "shared-prefix": ("--prefix-groups", "2", "--prefix-tokens", "9"),
+    "chat": ("--turns", "2"),
+    "sharegpt": ("--data", "DATA", "--cancel-rate", "0.5", "--cancel-seconds", "5"),
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_every_data_set_can_be_asked_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but json, for which the fake engine knows no grammars."""
+    monkeypatch.setattr(bench, "open_engine", fake)
+    conversation = [
+        {"from": speaker, "value": "some words " * 4} for speaker in ("human", "gpt") * 2
+    ]
+    (tmp_path / "data").write_text(json.dumps([{"conversations": conversation}]))
+    more = [str(tmp_path / "data") if text == "DATA" else text for text in DATASETS[name]]
+    run(
+        *("--embedded", "fake", "--dataset", name, *more, *QUICK, "--concurrency", "6"),
+        *("--json", str(tmp_path / "x.json")),
+    )
+    whole = json.loads((tmp_path / "x.json").read_text())
+    figures = whole["runs"][0]["figures"]
+    assert (figures["failed"], figures["cancelled"]) == (0, 0)
+    assert figures["completed"] == (12 if name == "chat" else 6)
+    tokens = figures["prompt_tokens"] / figures["completed"]
+    low, high = {
+        "random": (3 + 4, 3 + 12),
+        "fixed": (7, 7),
+        "shared-prefix": (17, 17),
+        "chat": (8, 200),
+        "sharegpt": (44, 44),
+    }[name]
+    assert low <= tokens <= high
+    if name != "random":
+        assert figures["completion_tokens"] == 6 * figures["completed"]
 
 
 def test_results_that_cannot_be_written_are_a_failure(

@@ -210,10 +210,14 @@ class BenchOptions:
     prefix_groups: int = option(
         4, "different beginnings with shared-prefix", group="work", kind=int, low=1
     )
-    turns: int = option(
-        4, "turns of each conversation with chat; most of them with sharegpt", group="work",
-        kind=int, low=1
-    )  # fmt: skip
+    turns: int | None = option(
+        None,
+        "turns of each conversation, at most those in the file with sharegpt (default: 4 with "
+        "chat, 1 with sharegpt)",
+        group="work",
+        kind=int,
+        low=1,
+    )
     think_time: float = option(
         0.0, "mean seconds between an answer and the next turn", group="work", kind=float, low=0
     )
@@ -320,6 +324,12 @@ class BenchOptions:
             ("records", self.json is not None, "--json"),
             ("cancel_seconds", self.cancel_rate > 0, "--cancel-rate above 0"),
             ("cancel_events", self.cancel_rate > 0, "--cancel-rate above 0"),
+            ("turns", self.dataset in ("chat", "sharegpt"), "--dataset chat or sharegpt"),
+            ("think_time", self.dataset == "chat", "--dataset chat"),
+            *(
+                (name, self.embedded is None, "a server, not --embedded")
+                for name in ("model", "api_key", "header", "ca_file", "insecure")
+            ),
         )
         for name, there, needed in needs:
             if getattr(self, name) and not there:

@@ -28,6 +28,7 @@ __all__ = ["make_texts", "make_work"]
 
 _OUTPUT_TOKENS = 128
 _PREFIX_TOKENS = 512
+_TURNS = 4
 _SEED_STEP = 1_000_003
 """Between the seeds of two points, so that none of their prompts are alike."""
 
@@ -105,7 +106,7 @@ def _dataset(options: BenchOptions, texts: Texts, count: int, seed: int) -> list
             texts,
             count,
             lengths,
-            turns=options.turns,
+            turns=options.turns or _TURNS,
             system_tokens=prefix or 0,
             pause=options.think_time,
             seed=seed,
@@ -115,7 +116,7 @@ def _dataset(options: BenchOptions, texts: Texts, count: int, seed: int) -> list
             Path(str(options.data)),
             texts,
             count,
-            turns=options.turns,
+            turns=options.turns or 1,
             output_tokens=options.output_tokens,
             seed=seed,
         )
