@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import sys
@@ -104,8 +105,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.doctor:
         sys.stdout.write(msgspec.json.encode(examine()).decode() + "\n")
         return
+    # Imports make no garbage worth looking for: a fifth of their time would be spent on it. What
+    # they made stays, so the collector needn't look at it ever again.
+    gc.disable()
     from gpu import worker
 
+    gc.freeze()
+    gc.enable()
     worker.run(options.connect)
 
 
