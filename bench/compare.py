@@ -46,9 +46,8 @@ _LOADS = ("rates", "chats")
 RESULTS = Path(__file__).parent / "results"
 _ROUNDS = 3
 _MOST_ROUNDS = 9
-# Each part's weight in the time given: with more servers, a round takes longer.
-_SHARE_TOGETHER, _SHARE_SERVER = 1.0, 1.0
-_SHARE_ALONE = 0.5
+# The weight of a part's time: of each scenario on each server, and of what is measured alone.
+_SHARE, _SHARE_ALONE = 1.0, 0.5
 # Cores; what is more is told.
 _QUIET = 0.1
 
@@ -85,8 +84,8 @@ def parts_of(
     """What is measured beside what.
 
     Widths are measured in every format, with those peers that have it. What hardly depends on the
-    format is measured in the first one alone. Memory and start are measured beside llama.cpp alone:
-    the others take a multiple of both.
+    format is measured in the first one alone. Memory is measured in the first and the last, start
+    in the last, both beside llama.cpp alone: the others take a multiple of either.
 
     Args:
         chosen: names of scenarios.
@@ -107,14 +106,18 @@ def parts_of(
             parts.append(
                 Part(
                     title=f"{format}: {', '.join(s.name for s in scenarios)}",
-                    share=_SHARE_TOGETHER + _SHARE_SERVER * len(servers),
+                    # Widths take as long as two other scenarios.
+                    share=_SHARE * len(servers) * (1 + len(scenarios)),
                     run=partial(_together, servers, scenarios),
                 )
             )
-    alone: list[Lonely] = [Memory(), Start()]
+    alone: dict[Lonely, Sequence[str]] = {
+        Memory(): list(dict.fromkeys((formats[0], formats[-1]))),
+        Start(): [formats[-1]],
+    }
     for scenario in [scenario for scenario in alone if scenario.name in chosen]:
         names = ["", *(peer for peer in peers if peer not in BF16_ONLY)]
-        for format in formats:
+        for format in alone[scenario]:
             servers = [make(name, scenario.setting(format)) for name in names]
             title = f"{format}: {scenario.name}"
             run = partial(_alone, servers, scenario)

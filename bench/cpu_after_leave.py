@@ -103,7 +103,8 @@ async def _until_idle(one: Running, idle: float) -> tuple[float, float]:
         then, used_then = max(s for s in samples if s[0] <= max(now - QUIET_SECONDS, 0.0))
         quiet = (idle + QUIET_SHARE) * (now - then)
         if now >= QUIET_SECONDS and used - used_then <= quiet:
-            return max(used_then - samples[0][1] - idle * then, 0.0), then
+            # What was used while it seemed quiet counts, too, as far as it is more than before.
+            return max(used - samples[0][1] - idle * now, 0.0), then
         if now > _ALL_DONE:
             raise InvalidRun(f"{one.server.title}: still busy after {_ALL_DONE:g} s")
 
