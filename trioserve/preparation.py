@@ -190,7 +190,7 @@ class Preparation:
             self._open[question.key] = question
             self._join(question, request)
             nursery.start_soon(self._settle, question, submit)
-            # Tasks that are started in one turn begin in any order, and questions have one.
+            # Tasks that start in one turn begin in any order.
             await trio.lowlevel.checkpoint()
 
     def _remembered(self, key: bytes) -> _Verdict | None:
