@@ -181,7 +181,7 @@ class Product:
             first += weight.outputs
 
     def precedes(self, other: Product) -> None:
-        """Say that ``other``, which must live as long, is computed next: it will be fetched ahead."""
+        """Say that ``other``, which must live as long, is computed next: so it is fetched ahead."""
         self.struct.next = ctypes.addressof(other.struct)
 
     @property

@@ -24,6 +24,13 @@ Decoder::Decoder(const DecoderShape& given)
 
 void Decoder::finish(const DecoderLimits& limits, const float* cos_sin) {
   if (head.num_segments == 0) head = embedding;
+  Product* last = &head;
+  for (Layer& layer : layers)
+    for (Product* product : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+      last->next = product;
+      last = product;
+    }
+  last->next = &head;
   attention_.num_heads = static_cast<int>(shape.num_heads);
   attention_.num_kv_heads = static_cast<int>(shape.num_kv_heads);
   attention_.head_dim = static_cast<int>(shape.head_dim);
