@@ -28,7 +28,7 @@ from trioserve.wire import MockSteps, OpenSlot, Plan, Ready, Start, from_ints
 
 __all__ = ["Loaded", "OnProgress", "Serving", "choose_max_model_len", "load", "warm_up"]
 
-DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048, "mock": 2048}
+DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048, "mock": 2048}
 MAX_MASK_THREADS = 8
 WARM_UP_TOKENS = 16
 

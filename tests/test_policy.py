@@ -32,10 +32,10 @@ class Running:
 lengths = st.lists(st.integers(1, 40), max_size=12)
 
 
-def share_out(running: list[Running], budget: int) -> policy.Share:
+def share_out(running: list[Running], budget: int, prompts: int | None = None) -> policy.Share:
     remaining = np.array([each.remaining for each in running], dtype=np.int64)
     may_run = np.array([each.may_run for each in running], dtype=np.bool_)
-    return policy.Share.out(remaining, may_run, budget)
+    return policy.Share.out(remaining, may_run, budget, budget if prompts is None else prompts)
 
 
 @given(lengths, st.integers(12, 60))
@@ -60,12 +60,25 @@ def test_prefill_is_in_order_and_takes_all_it_can(remaining: list[int], budget: 
         assert [count for _, count in share.chunks] == [remaining[place] for place in prefills]
 
 
-@given(lengths.filter(bool), st.integers(12, 20))
-def test_everybody_ends(remaining: list[int], budget: int) -> None:
+@given(lengths, st.integers(12, 60), st.integers(1, 60))
+def test_prompts_keep_to_their_part_where_somebody_decodes(
+    remaining: list[int], budget: int, prompts: int
+) -> None:
+    share = share_out([Running(length) for length in remaining], budget, prompts)
+    in_chunks = sum(count for _, count in share.chunks)
+    if len(share.decodes):
+        waiting = len(remaining) - len(share.decodes)
+        assert in_chunks + share.left == min(budget - len(share.decodes), max(prompts, waiting))
+    else:
+        assert in_chunks + share.left == budget
+
+
+@given(lengths.filter(bool), st.integers(12, 20), st.integers(1, 20))
+def test_everybody_ends(remaining: list[int], budget: int, prompts: int) -> None:
     """Whoever is first in prefill gets at least a token in every plan, so nobody starves."""
     running = [Running(length, output=5) for length in remaining]
     for _ in range(sum(remaining) + 5 * len(running)):
-        share = share_out(running, budget)
+        share = share_out(running, budget, prompts)
         for place in share.decodes.tolist():
             running[place].advance(1)
         for place, count in share.chunks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import msgspec
 import pytest
 
@@ -12,9 +13,10 @@ from tests.scheduling import (
     worker,
 )
 from trioserve import wire
+from trioserve.config import EngineConfig
 from trioserve.errors import ContextTooLong, InvalidRequest
 from trioserve.request import Finish, FinishReason, Sequence, State
-from trioserve.scheduler import draft
+from trioserve.scheduler import Limits, draft
 from trioserve.scheduler.core import MAX_PENDING
 from trioserve.testing import FakeWorker
 
@@ -93,6 +95,30 @@ def test_a_steady_plan_names_only_its_rows() -> None:
     plan = bench.plans[-1]
     assert (plan.closed, plan.opened, plan.page_slots, plan.page_ids) == (b"", [], b"", b"")
     assert len(wire.encode(plan)) < 100
+
+
+def test_prompts_keep_to_their_part_beside_decodes_old_and_new() -> None:
+    bench = Bench.make(worker(max_num_batched_tokens=16), max_prompt_tokens_beside_decodes=6)
+    first = bench.submit([1] * 20, max_tokens=30)
+    bench.step()
+    assert bench.rows(bench.plans[-1]) == [(0, 16)]  # nobody decodes
+    bench.step()
+    assert first.state is State.DECODE
+    bench.submit([2] * 8)
+    bench.submit([3] * 8)
+    for chunks in ([(1, 6)], [(1, 2), (2, 4)], [(2, 4)]):
+        bench.step()
+        decodes = [row for row in bench.rows(bench.plans[-1]) if row[1] == 1]
+        assert bench.rows(bench.plans[-1]) == [*decodes, *chunks]
+    bench.drain()
+
+
+def test_the_part_of_prompts_is_half_on_a_cpu_and_all_elsewhere() -> None:
+    ready = FakeWorker(max_num_batched_tokens=256).ready()
+    config = EngineConfig(model="any")
+    assert Limits.of(config, ready).max_prompt_tokens_beside_decodes == 128
+    on_gpu = attrs.evolve(ready, device="cuda")
+    assert Limits.of(config, on_gpu).max_prompt_tokens_beside_decodes == 256
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

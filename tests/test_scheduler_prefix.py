@@ -208,7 +208,8 @@ def test_with_room_for_all_every_page_is_computed_once(
 ) -> None:
     """Of all prompts' full pages, whoever comes when, in whatever order.
 
-    A prompt that ends with a page computes that page again, for the logits of its last token.
+    A prompt that ends with a page computes that page again, for the logits of its last token; a
+    longer one finds it then, if it comes later.
     """
     bench = Bench.make(
         worker(
@@ -223,17 +224,21 @@ def test_with_room_for_all_every_page_is_computed_once(
         capacity_policy=capacity,
     )
     pages: set[tuple[int, ...]] = set()
+    prompts_seen: list[list[int]] = []
     expected = 0
     for branch, length, question, n, priority, steps in arrivals:
         prompt = [*branches[branch % len(branches)][:length], *[question] * 3]
         bench.submit_all(prompt, max_tokens=2, n=n, priority=priority)
+        prompts_seen.append(prompt)
         full = (len(prompt) - 1) // page_size
         pages.update(tuple(prompt[: (k + 1) * page_size]) for k in range(full))
         expected += n * (len(prompt) - full * page_size)
         for _ in range(steps):
             bench.step()
     bench.drain()
-    assert computed_for_prompts(bench) == expected + len(pages) * page_size
+    ends = {tuple(prompt) for prompt in prompts_seen if len(prompt) % page_size == 0}
+    most = expected + len(pages) * page_size
+    assert most - len(ends & pages) * page_size <= computed_for_prompts(bench) <= most
 
 
 @pytest.mark.parametrize("policy", POLICIES)

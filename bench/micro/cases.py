@@ -47,7 +47,7 @@ def share_out(rows: int) -> Case:
     """The policy: a step's tokens shared out among as many as decode."""
     remaining = np.ones(rows, dtype=np.int64)
     may_run = np.ones(rows, dtype=np.bool_)
-    return lambda: policy.Share.out(remaining, may_run, 2 * rows), _nothing
+    return lambda: policy.Share.out(remaining, may_run, 2 * rows, rows), _nothing
 
 
 def pages(rows: int) -> Case:

@@ -157,7 +157,12 @@ class SchedulerCore:
         if not len(slots):
             return
         length, planned = counts.length[slots], counts.planned[slots]
-        share = policy.Share.out(length - planned, length < counts.limit[slots], draft.budget)
+        share = policy.Share.out(
+            length - planned,
+            length < counts.limit[slots],
+            draft.budget,
+            self.limits.max_prompt_tokens_beside_decodes,
+        )
         chunks = [(self.running[place], count) for place, count in share.chunks]
         # A running sequence has pages for its prompt, so only those that decode need more.
         needy = share.decodes[planned[share.decodes] >= counts.room[slots[share.decodes]]]
@@ -173,6 +178,7 @@ class SchedulerCore:
         for computation, count in chunks:
             if computation.holds_slot:
                 self._compute(computation, count, draft)
+        draft.budget = min(draft.budget, share.left)
 
     def _decode(self, places: Ints, draft: Draft) -> None:
         """A row of one token for those at ``places`` in line, who decode and have a page for it."""

@@ -33,22 +33,29 @@ class Limits:
     enable_prefix_caching: bool
     scheduling_policy: str
     capacity_policy: str
+    max_prompt_tokens_beside_decodes: int = attrs.field(
+        default=attrs.Factory(lambda self: self.max_num_batched_tokens, takes_self=True)
+    )
+    """Of a plan in which somebody decodes: what prompts may have of it."""
 
     @classmethod
     def of(cls, config: EngineConfig, ready: wire.Ready) -> Limits:
         """What a worker says that it can hold, and the engine's options."""
-        default_depth = 1 if ready.device == "cpu" else 2
+        on_cpu = ready.device == "cpu"
+        budget = ready.max_num_batched_tokens
         return cls(
             max_num_seqs=ready.max_num_seqs,
-            max_num_batched_tokens=ready.max_num_batched_tokens,
+            max_num_batched_tokens=budget,
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
             page_size=ready.page_size,
             num_pages=ready.num_pages,
-            max_plans_in_flight=config.max_plans_in_flight or default_depth,
+            max_plans_in_flight=config.max_plans_in_flight or (1 if on_cpu else 2),
             enable_prefix_caching=config.enable_prefix_caching,
             scheduling_policy=config.scheduling_policy,
             capacity_policy=config.capacity_policy,
+            # On a CPU a token costs the same in a short chunk as in a long one.
+            max_prompt_tokens_beside_decodes=max(budget // 2, 1) if on_cpu else budget,
         )
 
     def pages_for(self, num_tokens: int) -> int:

@@ -63,21 +63,25 @@ class Share:
     left: int
 
     @classmethod
-    def out(cls, remaining: Ints, may_run: Bools, budget: int) -> Share:
+    def out(cls, remaining: Ints, may_run: Bools, budget: int, prompts: int) -> Share:
         """Share ``budget`` tokens out: one for every decode, then chunks of prompts, in order.
 
         There may be no more running than ``budget``, so a decode never waits for a prompt, and
-        what is left is at least a token for everyone who is in prefill.
+        what is left is at least a token for everyone who is in prefill. Where somebody decodes,
+        prompts have to do with ``prompts`` tokens, so that the next token isn't long in coming.
 
         Args:
             remaining: of everyone in line, the tokens that have not been given to a plan.
             may_run: whether there is a token left to sample that no plan in flight will.
             budget: tokens in the plan.
+            prompts: most of them that prompts get beside decodes.
         """
         is_last = remaining == 1
         decodes = np.flatnonzero(may_run & is_last)
         prefills = np.flatnonzero(may_run & ~is_last)
         left = budget - len(decodes)
+        if len(decodes):
+            left = min(left, max(prompts, len(prefills)))
         assert left >= len(prefills), "more running than tokens in a plan"
         chunks: list[tuple[int, int]] = []
         for place in prefills.tolist():
