@@ -4,6 +4,9 @@ All servers are started once. In every round and at every number of streams they
 after the other, while the others wait; who goes first changes. Each stream gets 50 tokens a second,
 each of which is an event of its own. The client runs on a core of its own and only counts. A ratio
 is the median, over the rounds, of this server's CPU time per event by the peer's.
+
+With ``--requests`` an event is a whole request: accepted, read, checked and answered with one
+token. The peers check nothing of it, and their only route is the one that is asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import trio
 
 from bench.report import own_versions
 from bench.servers import Server, running
-from bench.sse.figures import Window, ratios, save, table
+from bench.sse.figures import Window, ratios, save, table, verdicts
 
 _FOLDER = Path(__file__).parent
 _KEPT = _FOLDER.parent / ".peers"
@@ -68,7 +71,9 @@ def _contenders(options: argparse.Namespace) -> list[Contender]:
         own_versions(),
         options,
     )
-    contenders = [Contender("trioserve", own), Contender("trioserve HTTP/2", own, connections=4)]
+    contenders = [Contender("trioserve", own)]
+    if not options.requests:
+        contenders.append(Contender("trioserve HTTP/2", own, connections=4))
     if options.alone:
         return contenders
     python = _environment()
@@ -111,7 +116,8 @@ async def _window(
         "connections": contender.connections
         and min(max(contender.connections, -(-streams // 100)), streams),
         "path": _PATH,
-        "fields": _FIELDS,
+        "fields": {**_FIELDS, "max_tokens": 1} if options.requests else _FIELDS,
+        "requests": options.requests,
         "text": " token",
         "settle": options.settle,
         "seconds": options.seconds,
@@ -147,7 +153,12 @@ async def _measure(contenders: list[Contender], options: argparse.Namespace) -> 
 def main() -> int:
     """Measure, print the table and save everything."""
     parser = argparse.ArgumentParser(prog="python -m bench.sse", description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256, 1000])
+    parser.add_argument("--streams", type=int, nargs="+")
+    parser.add_argument(
+        "--requests",
+        action="store_true",
+        help="measure whole requests for one token, one after the other on each connection",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=50.0, help="events a second, of each stream")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each window")
@@ -157,6 +168,8 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true", help="without the peers")
     parser.add_argument("--results", type=Path, default=_RESULTS)
     options = parser.parse_args()
+    if options.streams is None:
+        options.streams = [64] if options.requests else [1, 32, 256, 1000]
     contenders = _contenders(options)
     windows = trio.run(_measure, contenders, options)
     print(table(windows))
@@ -165,6 +178,8 @@ def main() -> int:
         "options": {name: str(value) for name, value in vars(options).items()},
         "versions": versions,
         "ratios": ratios(windows),
+        "table": table(windows),
+        "verdicts": [attrs.asdict(verdict) for verdict in verdicts(windows)],
     }
     print(f"saved {save(options.results, windows, facts)}")
     return 0

@@ -15,6 +15,7 @@ from typing import Any
 _CPUCLOCK_SCHED = 2
 _BUFFER = 1 << 16
 _PAUSE = 0.004
+_IDLE_CPU, _IDLE_PAUSE = 0.01, 0.25
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _WINDOW = (1 << 31) - 1
 _SETTINGS, _HEADERS, _WINDOW_UPDATE, _DATA = 4, 1, 8, 0
@@ -99,8 +100,16 @@ class Reader:
             self._epoll.register(number, select.EPOLLIN)
         self._buffer = bytearray(_BUFFER)
         self._text = text
+        self._begun: set[int] = set()
+        self._num_roles = 0
         self.events = 0
         self.tokens = 0
+
+    @property
+    def begun(self) -> int:
+        """How many streams have given something: each has a socket, or else a first event that
+        names a role."""
+        return max(len(self._begun), self._num_roles)
 
     def read_until(self, done: Any) -> None:
         """Read until ``done()`` says so, which is asked after each round.
@@ -115,28 +124,76 @@ class Reader:
                 size = self._sockets[number].recv_into(self._buffer)
                 if not size:
                     raise SystemExit("the server closed a stream")
+                self._begun.add(number)
+                self._num_roles += self._buffer.count(b'"role"', 0, size)
                 self.events += self._buffer.count(b"data: ", 0, size)
                 self.tokens += self._buffer.count(self._text, 0, size)
+
+
+class Asker:
+    """Asks again on each connection as soon as it is answered; counts answers."""
+
+    def __init__(self, sockets: list[socket.socket], request: bytes) -> None:
+        self._sockets = {each.fileno(): each for each in sockets}
+        self._tails = dict.fromkeys(self._sockets, b"")
+        self._request = request
+        self._epoll = select.epoll()
+        for number in self._sockets:
+            self._epoll.register(number, select.EPOLLIN)
+        self.events = 0
+
+    def read_until(self, done: Any) -> None:
+        """Ask until ``done()`` says so."""
+        while not done():
+            time.sleep(_PAUSE)
+            for number, _ in self._epoll.poll(0, maxevents=len(self._sockets)):
+                data = self._tails[number] + self._sockets[number].recv(_BUFFER)
+                if not data:
+                    raise SystemExit("the server closed a connection")
+                ended = data.endswith(b"\r\n0\r\n\r\n")
+                self._tails[number] = b"" if ended else data[-8:]
+                if ended:
+                    self.events += 1
+                    self._sockets[number].sendall(self._request)
+
+    @property
+    def tokens(self) -> int:
+        """One for each answer."""
+        return self.events
+
+    begun = tokens
+
+
+def wait_until_idle(pid: int) -> None:
+    """Wait until a process has nothing left to do of what came before."""
+    before = -1.0
+    while (now := cpu_seconds(pid)) - before > _IDLE_CPU:
+        before = now
+        time.sleep(_IDLE_PAUSE)
 
 
 def main() -> None:
     """Measure one window and print the figures as JSON."""
     job = json.loads(sys.argv[1])
-    reader = Reader(open_streams(job), job["text"].encode())
-    enough = 3 * job["streams"]  # All streams run by then.
-    patience = time.monotonic() + 60
-    reader.read_until(lambda: reader.events >= enough or time.monotonic() > patience)
+    wait_until_idle(job["pid"])
+    sockets = open_streams(job)
+    reader: Asker | Reader
+    if job["requests"]:
+        reader = Asker(sockets, http1_request(job["path"], json.dumps(job["fields"]).encode()))
+    else:
+        reader = Reader(sockets, job["text"].encode())
+    reader.read_until(lambda: reader.begun >= job["streams"])
     settled = time.monotonic() + job["settle"]
     reader.read_until(lambda: time.monotonic() >= settled)
-    reader.events = reader.tokens = 0
+    events, tokens = reader.events, reader.tokens
     started, cpu = time.monotonic(), cpu_seconds(job["pid"])
     reader.read_until(lambda: time.monotonic() >= started + job["seconds"])
     seconds, cpu = time.monotonic() - started, cpu_seconds(job["pid"]) - cpu
     print(
         json.dumps(
             {
-                "events": reader.events,
-                "tokens": reader.tokens,
+                "events": reader.events - events,
+                "tokens": reader.tokens - tokens,
                 "seconds": seconds,
                 "cpu_seconds": cpu,
             }

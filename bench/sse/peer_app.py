@@ -21,6 +21,7 @@ _CHUNK = {
     "choices": [{"index": 0, "delta": {"content": " token"}, "finish_reason": None}],
 }
 EVENT = b"data: " + json.dumps(_CHUNK, separators=(",", ":")).encode() + b"\n\n"
+DONE = b"data: [DONE]\n\n"
 
 
 class Ticker:
@@ -55,25 +56,39 @@ ticker = Ticker(float(os.environ.get("BENCH_INTERVAL", "0.02")))
 
 
 async def raw(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """Every request is answered with a stream that doesn't end."""
+    """Every request is answered with a stream that doesn't end, unless it asks for one token."""
     if scope["type"] != "http":
         return
     if scope["method"] == "GET":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
         return
-    while (await receive()).get("more_body"):
-        pass
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    once = _asks_once(json.loads(body))
     headers = [(b"content-type", b"text/event-stream")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if once:
+        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE})
+        return
     leaving = asyncio.ensure_future(receive())
     while not leaving.done():
         await ticker.next()
         await send({"type": "http.response.body", "body": EVENT, "more_body": True})
 
 
-async def _events() -> AsyncIterator[bytes]:
-    while True:
+def _asks_once(fields: dict[str, Any]) -> bool:
+    return fields.get("max_tokens") == 1
+
+
+async def _events(once: bool) -> AsyncIterator[bytes]:
+    if once:
+        yield EVENT
+        yield DONE
+    while not once:
         await ticker.next()
         yield EVENT
 
@@ -86,8 +101,8 @@ def framework() -> Any:
     from starlette.routing import Route
 
     async def stream(request: Request) -> Response:
-        await request.json()
-        return StreamingResponse(_events(), media_type="text/event-stream")
+        once = _asks_once(await request.json())
+        return StreamingResponse(_events(once), media_type="text/event-stream")
 
     async def health(request: Request) -> Response:
         return PlainTextResponse("ok")

@@ -43,7 +43,7 @@ class PacedEngine:
     async def generate(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str, **_: Any
     ) -> AsyncIterator[GenerationStream]:
-        """A stream without an end."""
+        """A stream without an end, or a short answer at once where a single token is asked for."""
         stream = Stream(self._budget)
         request = Request(
             id=request_id,
@@ -53,6 +53,11 @@ class PacedEngine:
             times=Times(trio.current_time()),
             prompt_ids=[1, 2, 3],
         )
+        if params.max_tokens == 1:
+            stream.push(Chunk(" token", (17,), finish_reason="length"))
+            stream.close()
+            yield GenerationStream(request)
+            return
         self._streams[stream] = None
         try:
             yield GenerationStream(request)
@@ -67,8 +72,9 @@ class PacedEngine:
             await trio.sleep_until(due)
             for stream in self._streams:
                 stream.push(_TOKEN)
-            for _ in range(2):  # By then every reader has run, so that no tokens are merged.
-                await trio.lowlevel.checkpoint()
+            if trio.current_time() > due + self._interval:
+                for _ in range(2):  # By then every reader has run, so that no tokens are merged.
+                    await trio.lowlevel.checkpoint()
 
 
 async def main(port: int, interval: float) -> None:
