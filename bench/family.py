@@ -47,9 +47,13 @@ class Family:
                 ticks += sum(int(field) for field in _stat(pid)[11:15])
         return ticks / _TICKS
 
-    def pss_bytes(self) -> int:
-        """Memory: a page that several processes share counts for each with its part."""
-        return sum(_kib(pid, "smaps_rollup", "Pss:") for pid in family(self.ancestor)) * 1024
+    def pss_bytes(self, kind: str = "Pss") -> int:
+        """Memory: a page that several processes share counts for each with its part.
+
+        ``kind`` is as the system calls it: ``Pss`` for all of it, ``Pss_Anon`` for what is written,
+        ``Pss_File`` for what is mapped from files, ``Pss_Shmem`` for what is shared on purpose.
+        """
+        return sum(_kib(pid, "smaps_rollup", f"{kind}:") for pid in family(self.ancestor)) * 1024
 
     def peak_resident_bytes(self) -> int:
         """The most memory that each of its processes held at some time, added up."""

@@ -52,6 +52,8 @@ class Memory:
             return Taken(
                 values={
                     "pss_mib": one.family.pss_bytes() / 2**20,
+                    "pss_anonymous_mib": one.family.pss_bytes("Pss_Anon") / 2**20,
+                    "pss_files_mib": one.family.pss_bytes("Pss_File") / 2**20,
                     "pss_at_start_mib": before / 2**20,
                     "peak_resident_mib": one.family.peak_resident_bytes() / 2**20,
                 }
