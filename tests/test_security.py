@@ -42,6 +42,7 @@ ALLOWED = {
     "trioserve/http/listeners.py socket.socket": "what the server listens on",
     "trioserve/http/listeners.py connect": "whether somebody listens on the operator's socket",
     "trioserve/load/connect.py trio.open_tcp_stream": "the load generator, not the server",
+    "trioserve/cli/bench.py connect": "the load generator, not the server",
     "trioserve/load/client.py connect": "the load generator, not the server",
     "trioserve/model_files/locate.py huggingface_hub.snapshot_download": "the operator's model",
     "trioserve/tracing.py opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter": (
