@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import attrs
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -66,6 +67,11 @@ class Slot:
         """The token at ``position``: cheaper than out of :attr:`tokens`."""
         return int(self._buffer[position])
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are, those included that aren't known yet."""
+        return self._length
+
     def extend(self) -> int:
         """Make room for one more token, which isn't known yet. Returns its position."""
         if self._length == len(self._buffer):
@@ -83,12 +89,12 @@ class Slot:
         self.stopped = token < 0 or self.sampler.is_stop(token, position + 1 - self.prompt_length)
 
 
-@attrs.frozen(kw_only=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one row of a plan computes: ``count`` tokens of ``slot`` from position ``start`` on.
 
     ``count`` is 0 for a sequence that has stopped. ``samples`` says that the row reaches the end of
-    the slot's tokens, so that one more is to be drawn.
+    the slot's tokens, so that one more is to be drawn. There is one for every token computed, so it
+    is made in C and the garbage collector doesn't look at it: nothing points back at it.
     """
 
     slot: Slot
@@ -216,7 +222,7 @@ class SlotTable:
         slot = self._slots.get(number)
         if slot is None:
             raise PlanError(f"slot {number} is to be computed but is not open", number)
-        start, known = slot.computed, len(slot.tokens)
+        start, known = slot.computed, slot.num_tokens
         if slot.stopped:
             return Row(slot=slot, start=start, count=0, samples=False)
         end = start + count
