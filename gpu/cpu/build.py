@@ -74,7 +74,7 @@ def build(
         return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _lock(folder):
+        with _lock(folder, stem):
             # Somebody else may have built it meanwhile.
             return _find(folder, stem) or _build(folder, stem, sources, on_progress)
     except OSError as error:
@@ -187,8 +187,11 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Keeps other processes from building meanwhile what they would find afterwards."""
-    with open(folder / ".lock", "w") as file:
+def _lock(folder: Path, stem: str) -> Iterator[None]:
+    """Keeps other processes from building meanwhile what they would find afterwards.
+
+    Locks are never removed, since one may be waited for; there are 256 at most.
+    """
+    with open(folder / f".lock-{stem[-2:]}", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
