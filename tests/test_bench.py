@@ -150,7 +150,7 @@ async def test_memory_and_cpu_include_a_worker_in_a_session_of_its_own(tmp_path:
     async with running(script(code), tmp_path / "log") as server:
         assert server.family.pss_bytes() > 64 << 20
         assert server.family.pss_bytes("Pss_Anon") > 64 << 20
-        assert 1 << 20 < server.family.pss_bytes("Pss_File") < 64 << 20
+        assert 0 < server.family.pss_bytes("Pss_File") < 64 << 20
         assert server.family.peak_resident_bytes() > 64 << 20
         assert server.family.cpu_seconds() > 0.3
 
