@@ -13,6 +13,7 @@ import trio
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu import loading
+from gpu.cpu import loading as cpu_loading
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable
@@ -102,7 +103,9 @@ def test_loading_reads_no_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: Any) -> Any:
         raise AssertionError("the weights were loaded")
 
-    monkeypatch.setattr(loading, "load_weights", refuse)
+    # The two ways in which a worker on a CPU gets its weights.
+    monkeypatch.setattr(cpu_loading, "load_weights", refuse)
+    monkeypatch.setattr(cpu_loading, "read_weights", refuse)
     with pytest.raises(AssertionError, match="were loaded"):
         loading.load(start_message(tiny), lambda *_: None)
     serving = loading.load(start_message(tiny, mock=MockSteps(step_seconds=0.0)), lambda *_: None)
