@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from bench.report import machine, own_versions, save
-from gpu.cpu.products import Kind, Pool, Product, pack
+from bench.report import machine, markdown, own_versions, save
+from gpu.cpu.products import Kind, Pool, Product, pack, packed_bytes
 from gpu.linear import Linear
 
 LAYER = {"qkv": (960, 576), "output": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
@@ -70,8 +71,13 @@ def main() -> None:
             name: _VARIANTS[name](list(_weights(shapes)), pool) for name in options.variants
         }
         measurements = list(_measure(variants, shapes, options))
-    print(_table(measurements))
-    facts = {"versions": own_versions(), "options": {**vars(options), "save": None}}
+    table = _table(measurements)
+    print(table)
+    facts = {
+        "versions": own_versions(),
+        "options": {name: value for name, value in vars(options).items() if name != "save"},
+        "table": table,
+    }
     print(save(options.save, "cpu-products", measurements, facts))
 
 
@@ -87,7 +93,14 @@ def _weights(shapes: list[tuple[int, int]]) -> Iterator[torch.Tensor]:
 
 def _packed(kind: Kind) -> Callable[[list[torch.Tensor], Pool], tuple[Step, int]]:
     def variant(weights: list[torch.Tensor], pool: Pool) -> tuple[Step, int]:
-        products = [Product([pack(weight, kind, pool)]) for weight in weights]
+        sizes = [packed_bytes(kind, *weight.shape) for weight in weights]
+        places = _large_pages(sum(sizes)).split(sizes)
+        products = [
+            Product([pack(weight, kind, pool, place)])
+            for weight, place in zip(weights, places, strict=True)
+        ]
+        for product, following in zip(products, products[1:] + products[:1], strict=True):
+            product.precedes(following)
         # As in a decode step nothing is allocated: results and scratch are there beforehand.
         memory: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -109,6 +122,13 @@ def _packed(kind: Kind) -> Callable[[list[torch.Tensor], Pool], tuple[Step, int]
         return step, sum(product.nbytes for product in products)
 
     return variant
+
+
+def _large_pages(size: int) -> torch.Tensor:
+    """Memory as a model has it for its weights."""
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _torch(weights: list[torch.Tensor], pool: Pool) -> tuple[Step, int]:
@@ -149,7 +169,7 @@ def _measure(
         work()
         return (clock() - began) / (options.threads if options.cpu_time else 1)
 
-    buffer = torch.zeros(READ_BYTES // 8, dtype=torch.int64)
+    buffer = _large_pages(READ_BYTES).view(torch.int64).fill_(1)
     for rows in options.rows:
         inputs = torch.randn(rows, 576).bfloat16(), torch.randn(rows, 1536).bfloat16()
         flops = 2.0 * rows * sum(outputs * width for outputs, width in shapes)
@@ -171,29 +191,35 @@ def _measure(
 
 def _table(measurements: list[Measurement]) -> str:
     reads = [m.weight_bytes / m.seconds / 1e9 for m in measurements if m.variant == "read"]
-    lines = [
-        f"memory read: median {statistics.median(reads):.1f} GB/s, best {max(reads):.1f}",
-        "",
-        "| rows | variant | ms | best ms | GB/s | % of read | GFLOP/s | oneDNN / this |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for rows in sorted({m.rows for m in measurements} - {0}):
         of_rows = [m for m in measurements if m.rows == rows]
-        base = [m.seconds for m in of_rows if m.variant == "onednn"]
         for variant in dict.fromkeys(m.variant for m in of_rows):
             chosen = [m for m in of_rows if m.variant == variant]
-            seconds = [m.seconds for m in chosen]
-            middle = statistics.median(seconds)
+            middle = statistics.median(m.seconds for m in chosen)
             rate = chosen[0].weight_bytes / middle / 1e9
-            ratio = (
-                statistics.median(a / b for a, b in zip(base, seconds, strict=False)) if base else 0
-            )
             lines.append(
-                f"| {rows} | {variant} | {middle * 1e3:.2f} | {min(seconds) * 1e3:.2f} "
-                f"| {rate:.1f} | {100 * rate / statistics.median(reads):.0f} "
-                f"| {chosen[0].flops / middle / 1e9:.0f} | {ratio:.2f} |"
+                [
+                    *(str(rows), variant, f"{middle * 1e3:.2f}"),
+                    f"{min(m.seconds for m in chosen) * 1e3:.2f}",
+                    *(f"{rate:.1f}", f"{100 * rate / statistics.median(reads):.0f}"),
+                    f"{chosen[0].flops / middle / 1e9:.0f}",
+                    *(_ratio(of_rows, other, chosen) for other in ("onednn", "bf16")),
+                ]
             )
-    return "\n".join(lines)
+    heads = ["rows", "variant", "ms", "best ms", "GB/s", "% of read", "GFLOP/s"]
+    return (
+        f"Memory read: median {statistics.median(reads):.1f} GB/s, best {max(reads):.1f}.\n\n"
+        + markdown([*heads, "oneDNN / this", "bf16 / this"], lines)
+    )
+
+
+def _ratio(of_rows: list[Measurement], other: str, chosen: list[Measurement]) -> str:
+    """The median, over the rounds, of the other variant's time by the chosen one's."""
+    others = {m.round: m.seconds for m in of_rows if m.variant == other}
+    if not others:
+        return ""
+    return f"{statistics.median(others[m.round] / m.seconds for m in chosen):.2f}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,17 @@ import torch
 
 from gpu.cpu.library import load_library
 
-__all__ = ["BLOCK", "GGUF_KINDS", "Kind", "PackedWeight", "Pool", "Product", "pack", "pack_blocks"]
+__all__ = [
+    "BLOCK",
+    "GGUF_KINDS",
+    "Kind",
+    "PackedWeight",
+    "Pool",
+    "Product",
+    "pack",
+    "pack_blocks",
+    "packed_bytes",
+]
 
 BLOCK = 32
 """Inputs that share a scale. A product's number of inputs is a multiple of it."""
@@ -104,8 +114,18 @@ class PackedWeight:
         assert self.memory.data_ptr() % _ALIGNMENT == 0
 
 
-def pack(weight: torch.Tensor, kind: Kind, pool: Pool) -> PackedWeight:
+def packed_bytes(kind: Kind, outputs: int, inputs: int) -> int:
+    """The size of a packed weight."""
+    size: int = _library().product_packed_bytes(kind, outputs, inputs)
+    return size
+
+
+def pack(
+    weight: torch.Tensor, kind: Kind, pool: Pool, memory: torch.Tensor | None = None
+) -> PackedWeight:
     """A weight [outputs, inputs] of bfloat16 or float32, rounded to ``kind``.
+
+    ``memory`` is where it is put, if given: :func:`packed_bytes` from a multiple of 64 on.
 
     Raises:
         ValueError: the number of inputs is not a multiple of 32, or the dtype is another one.
@@ -113,7 +133,7 @@ def pack(weight: torch.Tensor, kind: Kind, pool: Pool) -> PackedWeight:
     if weight.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"a weight of {weight.dtype} can't be packed")
     outputs, inputs = weight.shape
-    return _pack(weight, kind, outputs, inputs, pool)
+    return _pack(weight, kind, (outputs, inputs), pool, memory)
 
 
 def pack_blocks(blocks: torch.Tensor, kind: Kind, shape: Sequence[int], pool: Pool) -> PackedWeight:
@@ -128,17 +148,24 @@ def pack_blocks(blocks: torch.Tensor, kind: Kind, shape: Sequence[int], pool: Po
     expected = outputs * (inputs // BLOCK) * _RAW_BLOCK_BYTES[kind]
     if blocks.numel() != expected:
         raise ValueError(f"{blocks.numel()} bytes of blocks, {expected} expected")
-    return _pack(blocks, kind, outputs, inputs, pool)
+    return _pack(blocks, kind, (outputs, inputs), pool, None)
 
 
-def _pack(source: torch.Tensor, kind: Kind, outputs: int, inputs: int, pool: Pool) -> PackedWeight:
+def _pack(
+    source: torch.Tensor,
+    kind: Kind,
+    shape: tuple[int, int],
+    pool: Pool,
+    memory: torch.Tensor | None,
+) -> PackedWeight:
+    outputs, inputs = shape
     if inputs % BLOCK or inputs == 0:
         raise ValueError(f"a product has {inputs} inputs, not a multiple of {BLOCK}")
-    library = _library()
-    memory = torch.empty(library.product_packed_bytes(kind, outputs, inputs), dtype=torch.uint8)
+    if memory is None:
+        memory = torch.empty(packed_bytes(kind, outputs, inputs), dtype=torch.uint8)
     packed = PackedWeight(kind, outputs, inputs, memory)
     source = source.contiguous()
-    library.product_pack(
+    _library().product_pack(
         *(pool.handle, _FORMS[source.dtype], kind, outputs, inputs),
         *(source.data_ptr(), memory.data_ptr()),
     )
