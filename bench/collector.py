@@ -164,6 +164,7 @@ def main() -> int:
         "versions": own_versions(),
         "options": {name: str(value) for name, value in vars(options).items()},
         "settings": found,
+        "table": _table(found),
     }
     path.write_text(json.dumps(facts, indent=2) + "\n")
     print(f"saved {path}")

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import trio
 
+from trioserve.cli.serve import rare_collections
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
 from trioserve.generation import GenerationStream
@@ -79,11 +80,17 @@ class PacedEngine:
 
 async def main(port: int, interval: float) -> None:
     raise_descriptor_limit()
-    async with open_fake_engine() as engine, trio.open_nursery() as nursery:
+    async with (
+        open_fake_engine() as engine,
+        trio.open_nursery() as nursery,
+    ):
         paced = PacedEngine(engine, interval)
         nursery.start_soon(paced.tick)
         config = ServerConfig(engine=engine.config, host="127.0.0.1", port=port)
-        await serve_app(create_app(cast(Engine, paced), config), config)
+        app = create_app(cast(Engine, paced), config)
+        with rare_collections() as settle:  # As the server's own process does.
+            settle()
+            await serve_app(app, config)
 
 
 if __name__ == "__main__":

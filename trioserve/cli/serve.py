@@ -6,7 +6,7 @@ import _thread
 import contextlib
 import gc
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -23,7 +23,7 @@ from trioserve.model_files.locate import default_name
 from trioserve.serving import serve
 from trioserve.task_dump import ask_others, dump_tasks
 
-__all__ = ["CUT_OFF", "run_server"]
+__all__ = ["CUT_OFF", "rare_collections", "run_server"]
 
 CUT_OFF = 3
 """The exit code where the time to finish was over before all requests had."""
@@ -41,6 +41,8 @@ class _Process:
 
     config: ServerConfig
     report: LoadingReport
+    settle: Callable[[], None]
+    """Called when everything that stays is there."""
     shutdown: trio.Event = attrs.field(factory=trio.Event)
     serving: bool = False
     exit_code: int = 0
@@ -48,8 +50,7 @@ class _Process:
     def started(self, value: Sequence[str] = ()) -> None:
         """The server listens: say where, on stdout."""
         self.serving = True
-        gc.collect()
-        gc.freeze()
+        self.settle()
         self.report.close()
         with writing():
             print(f"Serving {_model_name(self.config)} at {', '.join(value)}", flush=True)
@@ -110,18 +111,25 @@ def _dumping_tasks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
+def rare_collections() -> Iterator[Callable[[], None]]:
     """Have the garbage collector hold up the event loop seldom and briefly.
+
+    Gives what is to be called once everything is there that stays.
 
     Nearly everything that a request leaves is freed without it. At Python's settings it took a
     sixth of a busy server's time, and stopped all streams for a tenth of a second now and then,
-    mostly to look through what was there from the start. That is left out once the server listens.
-    This is for a process that is all ours; ``python -m bench.collector`` measures it.
+    mostly to look through what was there from the start, which is left out from then on. This is
+    for a process that is all ours; ``python -m bench.collector`` measures it.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER, *thresholds[1:])
+
+    def settle() -> None:
+        gc.collect()
+        gc.freeze()
+
     try:
-        yield
+        yield settle
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
@@ -142,8 +150,13 @@ async def run_server(config: ServerConfig, mock: wire.MockSteps | None = None) -
     """
     raise_descriptor_limit()
     signals = trio.open_signal_receiver(*_ending_signals())
-    with LoadingReport() as report, signals as received, _dumping_tasks(), _rare_collections():
-        process = _Process(config, report)
+    with (
+        LoadingReport() as report,
+        signals as received,
+        _dumping_tasks(),
+        rare_collections() as settle,
+    ):
+        process = _Process(config, report, settle)
         failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
