@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import attrs
 import httpx
+import msgspec
 import trio
 from quart_trio.testing import TrioClient
 
@@ -73,7 +74,7 @@ def words(text: str, *, finish: str = "stop", stop_reason: int | str | None = No
     parts = [part + " " for part in text.split(" ")]
     parts[-1] = parts[-1][:-1]
     chunks = [Chunk(part, tuple(ord(character) for character in part)) for part in parts]
-    chunks[-1] = attrs.evolve(chunks[-1], finish_reason=finish, stop_reason=stop_reason)
+    chunks[-1] = msgspec.structs.replace(chunks[-1], finish_reason=finish, stop_reason=stop_reason)
     return list(chunks)
 
 
@@ -83,7 +84,7 @@ def with_logprobs(chunk: Chunk, top: int) -> Chunk:
         TokenLogprob(token, -0.5, chr(token), ((token, -0.5, chr(token)), (33, -1.5, "!"))[:top])
         for token in chunk.token_ids
     )
-    return attrs.evolve(chunk, logprobs=entries)
+    return msgspec.structs.replace(chunk, logprobs=entries)
 
 
 @attrs.define(eq=False)

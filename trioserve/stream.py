@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import attrs
+import msgspec
 import trio
 
 from trioserve.errors import SlowReader
@@ -42,9 +43,11 @@ class TokenLogprob:
     rank: int = 0
 
 
-@attrs.frozen
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """A piece of one sequence's output. Exactly one chunk of a sequence has a finish reason."""
+
+    # There is one for every token, so it is made in C, and the garbage collector doesn't look at
+    # it: it holds nothing that could point back at it.
 
     text: str
     token_ids: tuple[int, ...] = ()
