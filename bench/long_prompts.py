@@ -83,9 +83,11 @@ async def measure(
         calm.extend(gaps_within(times, began, trio.current_time()))
 
     async with trio.open_nursery() as nursery:
-        for _ in range(streams):
-            nursery.start_soon(_stream, engine, rng, times)
-        await trio.sleep(CALM)  # until all decode
+        all_decode = [trio.Event() for _ in range(streams)]
+        for decodes in all_decode:
+            nursery.start_soon(_stream, engine, rng, times, decodes)
+        for decodes in all_decode:
+            await decodes.wait()
         await calm_down()
         for length in lengths:
             began = trio.current_time()
@@ -117,24 +119,34 @@ def _measurement(
 
 
 def _prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(1000, 40_000) for _ in range(length)]
+    return [rng.randrange(100, 250) for _ in range(length)]
 
 
-async def _stream(engine: Engine, rng: random.Random, times: list[list[float]]) -> None:
+async def _stream(
+    engine: Engine, rng: random.Random, times: list[list[float]], decodes: trio.Event
+) -> None:
     """Decode, one answer after the other."""
     while True:
         tokens: list[float] = []
         times.append(tokens)
-        await _generate(engine, _prompt(rng, STREAM_PROMPT), STREAM_TOKENS, tokens)
+        await _generate(engine, _prompt(rng, STREAM_PROMPT), STREAM_TOKENS, tokens, decodes)
 
 
-async def _generate(engine: Engine, prompt: list[int], max_tokens: int, times: list[float]) -> None:
-    """``times`` is given when each chunk came."""
+async def _generate(
+    engine: Engine,
+    prompt: list[int],
+    max_tokens: int,
+    times: list[float],
+    decodes: trio.Event | None = None,
+) -> None:
+    """``times`` is given when each chunk came; ``decodes`` is set at the first."""
     async with engine.generate(
         prompt, temperature=0.0, max_tokens=max_tokens, ignore_eos=True
     ) as stream:
         async for _ in stream:
             times.append(trio.current_time())
+            if decodes is not None:
+                decodes.set()
 
 
 async def _run(options: argparse.Namespace) -> list[Measurement]:

@@ -54,8 +54,9 @@ class Limits:
             enable_prefix_caching=config.enable_prefix_caching,
             scheduling_policy=config.scheduling_policy,
             capacity_policy=config.capacity_policy,
-            # On a CPU a token costs the same in a short chunk as in a long one.
-            max_prompt_tokens_beside_decodes=max(budget // 2, 1) if on_cpu else budget,
+            # On a CPU a token costs as much in a long chunk as in a short one, which is sooner
+            # over: bench/long_prompts.py.
+            max_prompt_tokens_beside_decodes=max(budget // 4, 1) if on_cpu else budget,
         )
 
     def pages_for(self, num_tokens: int) -> int:
