@@ -92,7 +92,7 @@ class Stage:
         self.sequences = case.sequences()
         self.attention: Attention
         if compiled:
-            self._closing = CompiledAttention(
+            self.compiled = CompiledAttention(
                 case.shape(num_pages),
                 case.heads,
                 case.cos_sin(),
@@ -100,7 +100,7 @@ class Stage:
                 threads=threads,
                 fill=torch.nan,  # what nobody wrote must not matter
             )
-            self.attention = self._closing
+            self.attention = self.compiled
         else:
             self.attention = TorchCpuAttention(
                 case.shape(num_pages), case.heads, case.cos_sin(), [case.window]
@@ -108,30 +108,33 @@ class Stage:
 
     def step(self, rows: Step) -> dict[int, torch.Tensor]:
         """Compute one step: sequence -> [tokens, heads, head_dim]."""
-        case = self.case
+        case, counts = self.case, dict(rows)
         ends = {i: self.computed[i] + count for i, count in rows}
-        counts = dict(rows)
-        order = sorted(counts, key=lambda i: (counts[i] > 1, -ends[i]))
-        tables = np.zeros((len(order), max(len(self.pages[i]) for i in order)), dtype=np.int32)
-        for row, i in enumerate(order):
-            tables[row, : len(self.pages[i])] = self.pages[i]
-        starts = np.cumsum([0, *(counts[i] for i in order)])
-        self.attention.begin(
-            StepLayout(
-                positions=np.concatenate([np.arange(self.computed[i], ends[i]) for i in order]),
-                query_start=starts,
-                context_lens=np.array([ends[i] for i in order]),
-                slots=np.array(order),
-                block_tables=tables,
-                num_decode_rows=sum(counts[i] == 1 for i in order),
-            )
-        )
+        layout = self.layout(ends, counts)
+        self.attention.begin(layout)
+        order = layout.slots.tolist()
         qkv = torch.cat([self.sequences[i][self.computed[i] : ends[i]] for i in order])
         q = self.attention.rope_and_write(1, qkv, case.rotate, case.qk_norm())
         out = self.attention.attend(1, q, case.window)
         for i, end in ends.items():
             self.computed[i] = end
+        starts = layout.query_start
         return {i: out[starts[row] : starts[row + 1]] for row, i in enumerate(order)}
+
+    def layout(self, ends: dict[int, int], counts: dict[int, int]) -> StepLayout:
+        """The last ``counts[i]`` tokens before ``ends[i]`` of each sequence i."""
+        order = sorted(counts, key=lambda i: (counts[i] > 1, -ends[i]))
+        tables = np.zeros((len(order), max(len(self.pages[i]) for i in order)), dtype=np.int32)
+        for row, i in enumerate(order):
+            tables[row, : len(self.pages[i])] = self.pages[i]
+        return StepLayout(
+            positions=np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in order]),
+            query_start=np.cumsum([0, *(counts[i] for i in order)]),
+            context_lens=np.array([ends[i] for i in order]),
+            slots=np.array(order),
+            block_tables=tables,
+            num_decode_rows=sum(counts[i] == 1 for i in order),
+        )
 
     def run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
         """All steps: of each sequence what was computed, [tokens, heads, head_dim]."""
@@ -143,7 +146,7 @@ class Stage:
         return [torch.cat([empty, *outs]) for outs in pieces]
 
     def close(self) -> None:
-        self._closing.close()
+        self.compiled.close()
 
 
 def rotated(case: Case, qkv: torch.Tensor) -> torch.Tensor:

@@ -154,6 +154,32 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch(threads: int) -> None:
     alone.close()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2]])
+def test_one_plan_serves_many_layers(rows: list[int], threads: int) -> None:
+    """Each layer has a cache of its own; a long row alone is spread over the threads."""
+    case = Case(lengths=(1800, 300, 40))
+    stage = Stage(case, threads=threads)
+    stage.step([(i, case.lengths[i]) for i in rows])
+    attention = stage.compiled
+    attention.cache[0].copy_(attention.cache[1] * 2)
+    for count in (1, 5):  # tokens of each row
+        q = random_queries(case, count * len(rows))
+        layout = stage.layout({i: case.lengths[i] for i in rows}, dict.fromkeys(rows, count))
+        attention.begin(layout)
+        alone = [attention.attend(layer, q, None) for layer in range(2)]
+        assert not torch.equal(*alone)
+        for layer in (0, 1):
+            after_others = attention.attend_layers([0, 1, 1, 0, 1 - layer, layer], q, None)
+            assert torch.equal(after_others, alone[layer])
+    stage.close()
+
+
+def random_queries(case: Case, tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn(tokens, case.heads, case.head_dim, generator=generator).bfloat16()
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Step]]:
     """Lengths of some sequences, and steps that compute them in pieces of any size."""
