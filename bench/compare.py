@@ -23,7 +23,7 @@ import trio
 from bench.contest import Notes, contest, one_by_one
 from bench.cpu_after_leave import CpuAfterLeave
 from bench.goals import goals_table, judge
-from bench.loads import Chats, Rates
+from bench.loads import Load, load_of
 from bench.memory import Memory
 from bench.peers import BF16_ONLY, SERVERS
 from bench.peers.gguf_files import FORMATS
@@ -35,13 +35,13 @@ from bench.setting import Setting
 from bench.shared_prefix import SharedPrefix
 from bench.start import Start
 from bench.throughput import Throughput
+from trioserve.cli.usage import UsageError
 
 __all__ = ["SCENARIOS", "Part", "main", "measure", "parts_of"]
 
 SCENARIOS = ("throughput", "shared_prefix", "cpu_after_leave", "memory", "start")
 """What the targets are about."""
 
-_LOADS = ("rates", "chats")
 
 RESULTS = Path(__file__).parent / "results"
 _ROUNDS = 3
@@ -78,7 +78,7 @@ def parts_of(
     chosen: Sequence[str],
     formats: Sequence[str],
     peers: Sequence[str],
-    throughput: Throughput,
+    widths: Throughput | Load,
     make: Callable[[str, Setting], Server],
 ) -> list[Part]:
     """What is measured beside what.
@@ -91,14 +91,14 @@ def parts_of(
         chosen: names of scenarios.
         formats: of :data:`bench.peers.gguf_files.FORMATS`.
         peers: the names of other servers.
-        throughput: the widths to measure.
+        widths: what is measured in every format.
         make: a server by its name.
     """
     parts = []
     for format in formats:
-        every: list[Scenario] = [throughput]
+        every: list[Scenario] = [widths]
         if format == formats[0]:
-            every += [SharedPrefix(), Rates(), Chats(), CpuAfterLeave()]
+            every += [SharedPrefix(), CpuAfterLeave()]
         scenarios = [scenario for scenario in every if scenario.name in chosen]
         names = ["", *(peer for peer in peers if format == "bf16" or peer not in BF16_ONLY)]
         if scenarios:
@@ -163,8 +163,9 @@ def _parser(scenarios: Sequence[str] | None) -> argparse.ArgumentParser:
     )
     add("--rounds", type=int, help=f"the most rounds (default {_ROUNDS}, {_MOST_ROUNDS} in a time)")
     if scenarios is None:
-        choices = [*SCENARIOS, *_LOADS]
-        add("--scenarios", nargs="+", choices=choices, default=list(SCENARIOS))
+        add("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+        load = "instead of scenarios, any load of trioserve bench, whose options follow"
+        add("--load", nargs=argparse.REMAINDER, metavar="OPTION", help=load)
     add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights")
     add("--streams", type=int, nargs="+", default=[1, 8, 32], help="widths of the closed loops")
     add("--requests-per-stream", type=int, default=2, help="requests of each stream in a round")
@@ -180,18 +181,18 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[str] | None
     options = _parser(scenarios).parse_args(arguments)
     # Servers are in sessions of their own: whoever ends this program, it has to stop them.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    chosen = scenarios or options.scenarios
+    chosen, widths = scenarios or options.scenarios, _throughput(options)
+    if scenarios is None and options.load is not None:
+        try:
+            chosen, widths = ["load"], load_of(options.load)
+        except UsageError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 2
     # A developer's shell may hold libraries to one thread; servers start as a user's would.
     for name in [name for name in os.environ if name.startswith(("OMP_", "KMP_", "MKL_"))]:
         del os.environ[name]
     peers = [name for name in options.compare or [] if name != "none"]
-    throughput = Throughput(
-        streams=options.streams,
-        requests_per_stream=options.requests_per_stream,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-    )
-    parts = parts_of(chosen, options.formats, peers, throughput, _make)
+    parts = parts_of(chosen, options.formats, peers, widths, _make)
     rounds = options.rounds or (_ROUNDS if options.minutes is None else _MOST_ROUNDS)
     notes = Notes()
     name = "compare" if scenarios is None else chosen[0]
@@ -214,6 +215,15 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[str] | None
         for picture in save_pictures(notes.runs, path.with_suffix("")):
             print(f"saved to {os.path.relpath(picture)}")
     return 1 if notes.failures else 0
+
+
+def _throughput(options: argparse.Namespace) -> Throughput | Load:
+    return Throughput(
+        streams=options.streams,
+        requests_per_stream=options.requests_per_stream,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+    )
 
 
 def _save(notes: Notes, name: str, options: argparse.Namespace) -> Path:

@@ -1,14 +1,11 @@
-"""Loads as users make them: arrivals at a rate, and chats whose history comes again.
+"""Any load that ``trioserve bench`` knows, on all servers side by side.
 
-``python -m bench.loads --compare llama.cpp`` runs both. A warm-up has seed 0, rounds those from 1
-on. They are no part of the targets; what
-they ask is made by ``trioserve.load``, which has more: ``trioserve bench --help``.
+``python -m bench.compare --compare vllm --load --dataset chat --concurrency 4``: what follows
+``--load`` are the options of ``trioserve bench``. They are no part of the targets.
 """
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Sequence
 
 import attrs
@@ -16,91 +13,77 @@ import attrs
 from bench.prompts import tokenizer
 from bench.scenario import Taken, Turn, taken_from
 from bench.servers import Running
-from bench.validity import check_answers
-from trioserve.load import closed_loop
-from trioserve.load.arrivals import poisson_arrivals
-from trioserve.load.datasets import Lengths, chats, random_prompts
-from trioserve.load.loop import open_loop
+from bench.validity import InvalidRun, check_answers
+from trioserve.cli.bench import points_of
+from trioserve.cli.bench_options import BenchOptions
+from trioserve.cli.flags import bench_options, parse
+from trioserve.load.measure import MeasureError, Point, measure, warm_up
 from trioserve.load.texts import CountedTexts
 from trioserve.load.work import Conversation
 
-__all__ = ["Chats", "Rates"]
+__all__ = ["Load", "load_of"]
 
-_EVEN = Lengths(input_tokens=128, output_tokens=64, range_ratio=0.5)
-_TURN = Lengths(input_tokens=64, output_tokens=64)
+_SEED_STEP = 97
+"""Between the seeds of two rounds."""
 
 
 @attrs.frozen(kw_only=True)
-class Rates:
-    """An open loop: requests arrive by a Poisson process, however many are still running.
+class Load:
+    """Each concurrency or rate is a case. Prompts are others in each round."""
 
-    Lengths are even between half and three halves of those given. Each rate is a case.
+    options: BenchOptions
+    name: str = "load"
+
+    def warm_up(self) -> list[Turn]:
+        """What ``trioserve bench`` sends before it measures."""
+        before = points_of(self.options, _texts())[1]
+
+        async def measure(one: Running) -> Taken:
+            try:
+                await warm_up(one.target, before, max(len(before), 1))
+            except MeasureError as error:
+                raise InvalidRun(f"{one.server.title}: {error}") from error
+            return Taken(values={})
+
+        return [Turn(case="", measure=measure)]
+
+    def turns(self, round: int) -> list[Turn]:
+        """Each case once."""
+        seed = self.options.seed + _SEED_STEP * (round + 1)
+        options = attrs.evolve(self.options, seed=seed)
+        return [self._turn(point) for point in points_of(options, _texts())[0]]
+
+    def _turn(self, point: Point) -> Turn:
+        async def take(one: Running) -> Taken:
+            try:
+                measured = await measure(one.target, point)
+            except MeasureError as error:
+                raise InvalidRun(f"{one.server.title}: {error}") from error
+            check_answers(one.server.title, measured.run, point.work)
+            taken = taken_from(measured.run)
+            return taken if _comparable(point.work) else attrs.evolve(taken, answers=())
+
+        return Turn(case=point.label, measure=take)
+
+
+def load_of(words: Sequence[str]) -> Load:
+    """The load that the options of ``trioserve bench`` in ``words`` describe.
+
+    Raises:
+        UsageError: they don't.
+        SystemExit: one is unknown.
     """
-
-    rates: Sequence[float] = (0.5, 1.0, 2.0)
-    seconds: float = 20.0
-    lengths: Lengths = _EVEN
-    name: str = "rates"
-
-    def warm_up(self) -> list[Turn]:
-        """A few requests."""
-        return [self._turn(2.0, 4, -1)]
-
-    def turns(self, round: int) -> list[Turn]:
-        """Each rate once."""
-        return [
-            self._turn(rate, math.ceil(rate * self.seconds), 1000 * round + index)
-            for index, rate in enumerate(self.rates)
-        ]
-
-    def _turn(self, rate: float, count: int, seed: int) -> Turn:
-        work = random_prompts(_texts(), count, self.lengths, seed=seed + 1)
-        arrivals = poisson_arrivals(count, rate, seed + 1)
-
-        async def measure(one: Running) -> Taken:
-            run = await open_loop(one.target, work, arrivals, rate=rate)
-            check_answers(one.server.title, run, work)
-            return taken_from(run)
-
-        return Turn(case=f"{rate:g} requests/s", measure=measure)
+    return Load(options=bench_options(vars(parse(["bench", *words]))))
 
 
-@attrs.frozen(kw_only=True)
-class Chats:
-    """A closed loop of conversations: each turn holds the whole history, answers included."""
+def _comparable(work: Sequence[Conversation]) -> bool:
+    """Whether all servers are asked the same, and answer all of it.
 
-    streams: int = 8
-    turns_each: int = 4
-    lengths: Lengths = _TURN
-    name: str = "chats"
-
-    def warm_up(self) -> list[Turn]:
-        """Two conversations."""
-        return [self._turn(2, -1)]
-
-    def turns(self, round: int) -> list[Turn]:
-        """As many conversations as streams."""
-        return [self._turn(self.streams, round)]
-
-    def _turn(self, count: int, seed: int) -> Turn:
-        work: list[Conversation] = chats(
-            _texts(), count, self.lengths, turns=self.turns_each, system_tokens=64, seed=seed + 1
-        )
-
-        async def measure(one: Running) -> Taken:
-            run = await closed_loop(one.target, work, count)
-            check_answers(one.server.title, run, work)
-            # Answers part after a while, and what is asked then does, too: they aren't compared.
-            return attrs.evolve(taken_from(run), answers=())
-
-        return Turn(case=f"{self.streams} chats of {self.turns_each} turns", measure=measure)
+    Later turns hold what was answered before, which parts after a while.
+    """
+    turns = [turn for one in work for turn in one.turns]
+    return len(turns) == len(work) and all(turn.cancel is None for turn in turns)
 
 
 def _texts() -> CountedTexts:
     return CountedTexts(tokenizer())
-
-
-if __name__ == "__main__":
-    from bench.compare import main
-
-    sys.exit(main(scenarios=["rates", "chats"]))

@@ -16,7 +16,7 @@ from bench import compare, contest, pictures
 from bench.compare import parts_of
 from bench.contest import Notes
 from bench.goals import Verdict, goals_table, judge
-from bench.loads import Chats, Rates
+from bench.loads import load_of
 from bench.peers.gguf_files import model_file
 from bench.peers.own_server import own_server
 from bench.report import ratios, tables
@@ -26,9 +26,9 @@ from bench.servers import Running, Server, ServerFailed, running
 from bench.setting import Setting
 from bench.throughput import Throughput
 from bench.validity import InvalidRun, check_answers
+from trioserve.cli.usage import UsageError
 from trioserve.load import Record, Run
 from trioserve.load import work as load_work
-from trioserve.load.datasets import Lengths
 
 OTHERS = ("llama.cpp", "vllm", "transformers")
 
@@ -343,24 +343,23 @@ def test_pictures_show_all_rounds_of_each_case(tmp_path: Path) -> None:
     ]
 
 
-def test_a_rate_is_offered_for_as_long_as_it_takes() -> None:
-    rates = Rates(rates=(0.5, 2.0), seconds=4.0)
-    assert [turn.case for turn in rates.turns(0)] == ["0.5 requests/s", "2 requests/s"]
-    assert [turn.case for turn in Chats(streams=2).turns(0)] == ["2 chats of 4 turns"]
-
-
-async def test_loads_ask_what_they_say(tmp_path: Path) -> None:
-    lengths = Lengths(input_tokens=4, output_tokens=1)
-    cases: list[Rates | Chats] = [Rates(rates=(20.0,), seconds=0.2, lengths=lengths)]
-    cases.append(Chats(streams=2, turns_each=2, lengths=lengths))
-    asked = []
+async def test_any_load_of_the_load_generator_is_asked_and_differs_each_round(
+    tmp_path: Path,
+) -> None:
+    words = "--dataset chat --turns 2 --input-tokens 4 --output-tokens 1 --num-prompts 3"
+    load = load_of([*words.split(), "--concurrency", "2", "--warmup", "1"])
     async with running(counting(), tmp_path / "log") as one:
-        for scenario in cases:
-            for turn in [*scenario.warm_up(), *scenario.turns(0)]:
-                taken = await turn.measure(one)
-                assert taken.run is not None
-                asked.append(len(taken.run.records))
-    assert asked == [4, 4, 4, 4]
+        for turn in load.warm_up():
+            await turn.measure(one)
+        (first,), (second,) = load.turns(0), load.turns(1)
+        assert first.case == "2 streams"
+        for turn in (first, second):
+            taken = await turn.measure(one)
+            assert taken.run is not None
+            assert len(taken.run.records) == 6
+            assert taken.answers == ()  # of chats, they part
+    with pytest.raises(UsageError, match="--data"):
+        load_of(["--dataset", "sharegpt"])
 
 
 def test_an_answer_of_another_length_than_its_turn_asked_for_is_invalid() -> None:

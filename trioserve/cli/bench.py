@@ -7,7 +7,7 @@ import gc
 import math
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from trioserve.nursery import open_engine
 from trioserve.options import options_of
 from trioserve.wire import MockSteps
 
-__all__ = ["run_bench"]
+__all__ = ["points_of", "run_bench"]
 
 _STREAMS = 8
 _PROMPTS_PER_STREAM = 4
@@ -103,7 +103,7 @@ async def _measure_all(
 ) -> tuple[list[Measured], dict[str, Any]]:
     opened = _server(options) if engine is None else _embedded(options, engine, mock)
     async with opened as subject:
-        points, warm_ups = _points(options, subject.texts)
+        points, warm_ups = points_of(options, subject.texts)
         facts = {
             "tool": "trioserve bench",
             **environment("torch", "tokenizers"),
@@ -115,8 +115,30 @@ async def _measure_all(
         if not subject.texts.exact:
             _note("no tokenizer: prompts are nearly as long as asked (see --tokenizer)")
         streams = max(options.concurrency or (_STREAMS,))
-        await warm_up(subject.target, warm_ups, min(streams, max(len(warm_ups), 1)))
-        return [await _one(options, subject, point) for point in points], facts
+        await _warm_up(subject, warm_ups, streams)
+        # An embedded engine chooses the collector's settings itself.
+        with _collected() if engine is None else contextlib.nullcontext():
+            return [await _one(options, subject, point) for point in asked], facts
+
+
+async def _warm_up(subject: _Subject, work: Sequence[Conversation], streams: int) -> None:
+    try:
+        await warm_up(subject.target, work, streams)
+    except MeasureError as error:
+        if "ignore_eos" in str(error):
+            raise MeasureError(f"{error} (--no-ignore-eos leaves it out)") from error
+        raise
+
+
+@contextlib.contextmanager
+def _collected() -> Iterator[None]:
+    """What is there now stays: no collection in the midst of a run looks at it in vain."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 async def _one(options: BenchOptions, subject: _Subject, point: Point) -> Measured:
@@ -164,19 +186,12 @@ async def _server(options: BenchOptions) -> AsyncIterator[_Subject]:
         headers=headers,
         timeout=options.request_timeout,
     )
-    texts = await _texts(options, model)
-    # What is there now stays: a collection in the midst of a run would look at it in vain.
-    gc.collect()
-    gc.freeze()
-    try:
-        yield _Subject(
-            target=target,
-            model=model,
-            texts=texts,
-            facts={"name": address.url, "path": target.path, "software": info.software},
-        )
-    finally:
-        gc.unfreeze()
+    yield _Subject(
+        target=target,
+        model=model,
+        texts=await _texts(options, model),
+        facts={"name": address.url, "path": target.path, "software": info.software},
+    )
 
 
 def _tls(options: BenchOptions, address: Address) -> Any:
@@ -256,7 +271,7 @@ async def _texts(options: BenchOptions, model: str) -> Texts:
 # -- what to ask, and when
 
 
-def _points(options: BenchOptions, texts: Texts) -> tuple[list[Point], list[Conversation]]:
+def points_of(options: BenchOptions, texts: Texts) -> tuple[list[Point], list[Conversation]]:
     """What is measured, and what is asked before. Every point has prompts of its own."""
     warm_ups = options.warmup
     if warm_ups is None:
