@@ -111,8 +111,13 @@ def main() -> None:
     ]
     with torch.inference_mode():
         measurements = [m for case in cases for m in _measure(case, options)]
-    print(_table(measurements))
-    facts = {"versions": own_versions(), "options": {**vars(options), "save": None}}
+    table = _table(measurements)
+    print(table)
+    facts = {
+        "versions": own_versions(),
+        "options": {**vars(options), "save": None},
+        "table": table,
+    }
     print(save(options.save, "cpu-attention", measurements, facts))
 
 
