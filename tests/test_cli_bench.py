@@ -274,6 +274,15 @@ def test_every_data_set_can_be_asked_for(
         assert figures["completion_tokens"] == 6 * figures["completed"]
 
 
+def test_a_server_that_refuses_ignore_eos_leads_to_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "open_engine", fake)
+    refused = ("--embedded", "fake", "--extra-body", '{"ignore_eos": "odd"}')
+    run(*refused, *QUICK, code=1)
+    assert capsys.readouterr().err.endswith("(--no-ignore-eos leaves it out)\n")
+
+
 def test_results_that_cannot_be_written_are_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,7 +118,7 @@ async def _measure_all(
         await _warm_up(subject, warm_ups, streams)
         # An embedded engine chooses the collector's settings itself.
         with _collected() if engine is None else contextlib.nullcontext():
-            return [await _one(options, subject, point) for point in asked], facts
+            return [await _one(options, subject, point) for point in points], facts
 
 
 async def _warm_up(subject: _Subject, work: Sequence[Conversation], streams: int) -> None:
