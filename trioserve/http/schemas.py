@@ -227,7 +227,7 @@ def _check_values(value: msgspec.Struct, path: str) -> None:
             continue
         if not any(_same(given, neutral) for neutral in unserved["only"]):
             raise _not_served(path + name, unserved)
-    for name in value.__struct_fields__:
+    for name in _holding_fields(type(value)):
         held = getattr(value, name)
         if isinstance(held, msgspec.Struct):
             _check_values(held, f"{path}{name}.")
@@ -258,6 +258,20 @@ def _unserved_fields(request_type: type[msgspec.Struct]) -> list[tuple[str, dict
         for meta in getattr(annotation, "__metadata__", ())
         if isinstance(meta, msgspec.Meta) and meta.extra and "only" in meta.extra
     ]
+
+
+@functools.cache
+def _holding_fields(request_type: type[msgspec.Struct]) -> list[str]:
+    """The fields that may hold an object of another class, or several."""
+    hints = typing.get_type_hints(request_type)
+    return [name for name in request_type.__struct_fields__ if _names_struct(hints[name])]
+
+
+def _names_struct(hint: Any) -> bool:
+    arguments = typing.get_args(hint)
+    if arguments:
+        return any(map(_names_struct, arguments))
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 
 
 def _same(value: Any, neutral: Any) -> bool:
