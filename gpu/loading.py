@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections.abc import Callable, Sequence
@@ -101,6 +102,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     on_progress("warm-up", 1, 1)
     # What is here now stays: the collector needn't look at it again.
     gc.collect()
+    _give_memory_back()
     gc.freeze()
     runner = Runner(
         loaded.executor, loaded.slots, max_num_batched_tokens=start.max_num_batched_tokens
@@ -162,6 +164,13 @@ def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
         device_name="a mock worker, which computes nothing",
         computing="nothing",
     )
+
+
+def _give_memory_back() -> None:
+    """What was read and packed is freed, but the C library keeps it for a process that loads on."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def _set_threads(num_threads: int) -> None:

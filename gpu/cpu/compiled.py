@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu.cpu.library import Library
 from gpu.slots import Row, SlotTable
 from gpu.weights import Blocks, Weight
 from trioserve.errors import ModelLoadError
@@ -138,7 +139,7 @@ class CompiledModel:
     """
 
     def __init__(
-        self, library: ctypes.CDLL, config: ModelConfig, quantization: str, threads: int
+        self, library: Library, config: ModelConfig, quantization: str, threads: int
     ) -> None:
         self.config = config
         self.num_weights: Counter[Format] = Counter()
@@ -346,7 +347,7 @@ def _check_memory(given: int | None) -> None:
         raise ModelLoadError("no memory is left for the model: free some, or serve a smaller one")
 
 
-def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(library: Library) -> Library:
     """Say what the functions take and give: pointers are integers."""
     pointer, number, count = c_void_p, c_int32, c_int64
     signatures = {

@@ -7,12 +7,15 @@ import shutil
 
 from gpu.cpu.build import BuildError, OnProgress, build, is_temporary
 
-__all__ = ["BuildError", "load_library"]
+__all__ = ["BuildError", "Library", "load_library"]
 
-_loaded: ctypes.CDLL | None = None
+Library = ctypes.CDLL
+"""Functions by name; whoever calls one says before what it takes and gives."""
+
+_loaded: Library | None = None
 
 
-def load_library(on_progress: OnProgress | None = None) -> ctypes.CDLL:
+def load_library(on_progress: OnProgress | None = None) -> Library:
     """The library, built if need be; the same one for the whole process.
 
     ``on_progress`` is called while it is compiled, if it is.
@@ -24,7 +27,7 @@ def load_library(on_progress: OnProgress | None = None) -> ctypes.CDLL:
     if _loaded is None:
         path = build(on_progress)
         try:
-            _loaded = ctypes.CDLL(str(path))
+            _loaded = Library(str(path))
         except OSError as error:
             raise BuildError(f"the compiled kernels can't be loaded: {error}") from error
         finally:

@@ -13,7 +13,7 @@ from types import TracebackType
 import attrs
 import torch
 
-from gpu.cpu.library import load_library
+from gpu.cpu.library import Library, load_library
 
 __all__ = [
     "BLOCK",
@@ -267,7 +267,7 @@ class Product:
         return y
 
 
-def _library() -> ctypes.CDLL:
+def _library() -> Library:
     library = load_library()
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.product_pool_open.restype = pointer

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gpu.adjustments import Adjustment
+from gpu.cpu.library import Library
 from gpu.sampler import Sampled, Sampler, SamplerRow, TopLogprobs
 from trioserve.sampling import SamplerParams
 
@@ -70,7 +71,7 @@ class CompiledSampler(Sampler):
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: Library,
         vocab_size: int,
         threads: int,
         *,
@@ -228,7 +229,7 @@ def _with_logprobs(
     return Sampled(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(logprobs), top)
 
 
-def _declare(library: ctypes.CDLL) -> None:
+def _declare(library: Library) -> None:
     library.sampler_create.restype = c_void_p
     library.sampler_create.argtypes = [c_int64, c_int32]
     library.sampler_destroy.argtypes = [c_void_p]
