@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -317,6 +318,16 @@ def test_a_server_is_measured_over_http(
     whole = json.loads((tmp_path / "x.json").read_text())
     assert whole["target"]["path"] == "/v1/completions"
     assert whole["runs"][0]["figures"]["completion_tokens"] == 36
+
+
+def test_the_client_may_have_as_many_connections_as_the_system_allows(url: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+    try:
+        run(url, "--api-key", "secret", *QUICK)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_chats_whose_clients_leave_are_no_failure(

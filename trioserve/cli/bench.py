@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import os
+import resource
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -165,6 +166,7 @@ async def _one(options: BenchOptions, subject: _Subject, point: Point) -> Measur
 
 @contextlib.asynccontextmanager
 async def _server(options: BenchOptions) -> AsyncIterator[_Subject]:
+    _raise_file_limit()
     try:
         address = parse_url(options.url)
     except ValueError as error:
@@ -192,6 +194,13 @@ async def _server(options: BenchOptions) -> AsyncIterator[_Subject]:
         texts=await _texts(options, model),
         facts={"name": address.url, "path": target.path, "software": info.software},
     )
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system lets a process have: the usual bound is 1,024 files."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _tls(options: BenchOptions, address: Address) -> Any:
