@@ -202,7 +202,11 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[str] | None
         notes.failures.append("interrupted")
     finally:
         path = _save(notes, name, options)
-    print(f"\n{tables(notes.rows)}\n\n{goals_table(judge(notes.rows))}")
+    verdicts = judge(notes.rows)
+    decided = [verdict for verdict in verdicts if verdict.met is not None]
+    print(f"\n{tables(notes.rows)}\n\n{goals_table(decided) if decided else ''}")
+    if len(decided) < len(verdicts):
+        print(f"\n{len(verdicts) - len(decided)} targets need more scenarios or servers")
     busy = [row.values.get("elsewhere_cores", 0.0) for row in notes.rows]
     if busy and (middle := statistics.median(busy)) > _QUIET:
         print(f"\nthe machine wasn't quiet: {middle:.2f} cores were busy with something else")
