@@ -65,7 +65,7 @@ class Intake:
         # A slot isn't given to anybody else while a plan in flight names it.
         held = counts.generation[slots] == plan.generations
         counts.computed[slots[held]] += plan.counts[held]
-        drew = plan.samples & (np.diff(offsets) > 0)
+        drew = plan.samples & (offsets[1:] > offsets[:-1])
         tokens = np.full(len(slots), -1, dtype=np.int64)
         tokens[drew] = results.tokens[offsets[:-1][drew]]
         goes_on = counts.computed[slots] + 1 < counts.limit[slots]

@@ -77,8 +77,8 @@ class Share:
             prompts: most of them that prompts get beside decodes.
         """
         is_last = remaining == 1
-        decodes = np.flatnonzero(may_run & is_last)
-        prefills = np.flatnonzero(may_run & ~is_last)
+        decodes = (may_run & is_last).nonzero()[0]
+        prefills = (may_run & ~is_last).nonzero()[0]
         left = budget - len(decodes)
         if len(decodes):
             left = min(left, max(prompts, len(prefills)))

@@ -53,8 +53,8 @@ class Results:
             raise WorkerLost(f"the offsets of result {message.number} fit neither rows nor tokens")
         if len(tokens) and not (tokens.min() >= -1 and tokens.max() < vocab_size):
             raise ValueError("a token is none of the vocabulary")
-        given = np.diff(offsets)
-        for index in np.flatnonzero(given != plan.samples).tolist():
+        given = offsets[1:] - offsets[:-1]
+        for index in (given != plan.samples).nonzero()[0].tolist():
             computation = plan.computations[index]
             # A sequence that has ended meanwhile may or may not have been computed once more.
             if computation.sequence.state is not State.FINISHED:
@@ -63,7 +63,7 @@ class Results:
                     f"{computation.slot}, where {int(plan.samples[index])} was due"
                 )
         wants_logprobs = False
-        for index in np.flatnonzero(plan.wants_more & (given > 0)).tolist():
+        for index in (plan.wants_more & (given > 0)).nonzero()[0].tolist():
             params = plan.computations[index].sequence.request.params
             if params.logprobs is not None:
                 wants_logprobs = True
@@ -100,7 +100,7 @@ class Results:
 
 def _are_offsets(offsets: Ints, total: int) -> bool:
     """Whether ``offsets`` cut ``total`` entries into pieces, some of them empty."""
-    return bool(offsets[0] == 0 and offsets[-1] == total and (np.diff(offsets) >= 0).all())
+    return bool(offsets[0] == 0 and offsets[-1] == total and (offsets[1:] >= offsets[:-1]).all())
 
 
 def _check_logprobs(message: wire.StepResult, num_tokens: int, vocab_size: int) -> None:
