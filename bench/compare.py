@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import statistics
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from bench.peers import BF16_ONLY, SERVERS
 from bench.peers.gguf_files import FORMATS
 from bench.peers.own_server import own_server
 from bench.report import save, tables
+from bench.rows import QUIET, busy_elsewhere
 from bench.scenario import Lonely, Scenario
 from bench.servers import Server
 from bench.setting import Setting
@@ -48,8 +48,6 @@ _ROUNDS = 3
 _MOST_ROUNDS = 9
 # The weight of a part's time: of each scenario on each server, and of what is measured alone.
 _SHARE, _SHARE_ALONE = 1.0, 0.5
-# Cores; what is more is told.
-_QUIET = 0.1
 
 
 @attrs.frozen(kw_only=True)
@@ -207,9 +205,8 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[str] | None
     print(f"\n{tables(notes.rows)}\n\n{goals_table(decided) if decided else ''}")
     if len(decided) < len(verdicts):
         print(f"\n{len(verdicts) - len(decided)} targets need more scenarios or servers")
-    busy = [row.values.get("elsewhere_cores", 0.0) for row in notes.rows]
-    if busy and (middle := statistics.median(busy)) > _QUIET:
-        print(f"\nthe machine wasn't quiet: {middle:.2f} cores were busy with something else")
+    if (busy := busy_elsewhere(notes.rows) or 0.0) > QUIET:
+        print(f"\nthe machine wasn't quiet: {busy:.2f} cores were busy with something else")
     for failure in notes.failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     print(f"\nsaved to {os.path.relpath(path)}")

@@ -12,7 +12,6 @@ import argparse
 import json
 import re
 import shutil
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 from bench.goals import Verdict, goals_table, judge
 from bench.report import markdown, table
-from bench.rows import Row
+from bench.rows import QUIET, Row, busy_elsewhere
 
 __all__ = ["blocks_of", "filled", "main", "with_pictures"]
 
@@ -65,8 +64,7 @@ def blocks_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
             name = _name(file)
             others[name] = result
             sources[name] = file
-        elif result.get("measurements") and "scenario" in result["measurements"][0]:
-            found = [Row(**measurement) for measurement in result["measurements"]]
+        elif found := _rows(result):
             for scenario in {row.scenario for row in found}:
                 rows[scenario] = [row for row in found if row.scenario == scenario]
                 sources[scenario] = file
@@ -77,12 +75,28 @@ def blocks_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     for other in others.values():
         verdicts += [Verdict(**verdict) for verdict in other.get("verdicts", [])]
     return {
-        "targets": goals_table(verdicts),
+        "targets": _warning(every) + goals_table(verdicts),
         "missed": _missed(verdicts),
         "machine": _machines(results),
         **{name: f"{table(rows[name])}\n\n{_source(sources[name])}" for name in rows},
         **{name: f"{others[name]['table']}\n\n{_source(sources[name])}" for name in others},
     }
+
+
+def _rows(result: Mapping[str, Any]) -> list[Row]:
+    """The rows of a comparison; none of another script's result."""
+    measurements = result.get("measurements", [])
+    return [Row(**measurement) for measurement in measurements if "scenario" in measurement]
+
+
+def _warning(rows: Sequence[Row]) -> str:
+    busy = busy_elsewhere(rows) or 0.0
+    if busy <= QUIET:
+        return ""
+    return (
+        f"**The machine wasn't quiet**: {busy:.2f} cores were busy with something else, so these "
+        "figures decide nothing.\n\n"
+    )
 
 
 def _missed(verdicts: Sequence[Verdict]) -> str:
@@ -129,15 +143,14 @@ def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
     for file in sorted(results):
         result = results[file]
         machine = result["machine"]
-        values = [m.get("values", {}) for m in result.get("measurements", [])]
-        busy = [v["elsewhere_cores"] for v in values if "elsewhere_cores" in v]
+        busy = busy_elsewhere(_rows(result))
         lines.append(
             [
                 f"`{file}`",
                 result["time"],
                 f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB",
                 machine["system"],
-                f"{statistics.median(busy):.2f}" if busy else "",
+                "" if busy is None else f"{busy:.2f}",
                 str(len(result.get("failures", []))),
             ]
         )

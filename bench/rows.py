@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 
 import attrs
 
-__all__ = ["Row"]
+__all__ = ["QUIET", "Row", "busy_elsewhere"]
+
+QUIET = 0.1
+"""Cores that may be busy with something else; with more, figures aren't to be trusted."""
 
 
 @attrs.frozen(kw_only=True)
@@ -29,3 +33,9 @@ class Row:
     def title(self) -> str:
         """The server as tables call it."""
         return f"{self.server} {self.format}"
+
+
+def busy_elsewhere(rows: Sequence[Row]) -> float | None:
+    """The cores that were busy with something else, the median of ``rows``; None if unknown."""
+    found = [row.values["elsewhere_cores"] for row in rows if "elsewhere_cores" in row.values]
+    return statistics.median(found) if found else None

@@ -79,6 +79,15 @@ def test_tables_targets_and_machines_come_from_the_results() -> None:
     assert blocks["missed"].startswith("None")
 
 
+def test_targets_of_a_busy_machine_decide_nothing() -> None:
+    result = comparison(120.0)
+    assert "quiet" not in blocks_of({"compare-1.json": result})["targets"]
+    for measurement in result["measurements"]:
+        measurement["values"]["elsewhere_cores"] = 0.5
+    targets = blocks_of({"compare-1.json": result})["targets"]
+    assert targets.startswith("**The machine wasn't quiet**: 0.50 cores")
+
+
 def test_of_two_results_of_one_scenario_the_later_one_counts() -> None:
     results = {
         "compare-20260102-000000.json": comparison(90.0, day=2),
