@@ -70,6 +70,7 @@ async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
     """As many connections: an event made of a chunk, and written to the connection's socket."""
     settings = ServerSettings()
     connections, writers, clients = [], [], []
+    everybody, wanted = Connections(), Wanted(tokenizer=Tokenizer(tokenizer(), None))
     # Neither is called: nothing is read from these connections.
     app, context = cast(ASGIWrapper, None), cast(WorkerContext, None)
     for _ in range(rows):
@@ -77,8 +78,8 @@ async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
         theirs.setblocking(False)
         clients.append(theirs)
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-        connections.append(Connection(app, settings, context, stream, Connections()))
-        writers.append(_writer())
+        connections.append(Connection(app, settings, context, stream, everybody))
+        writers.append(_writer(wanted))
 
     async def before() -> None:
         for client in clients:
@@ -100,9 +101,10 @@ async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
             client.close()
         for connection in connections:
             await connection._stream.aclose()
+        everybody.close()
 
 
-def _writer() -> CompletionWriter:
+def _writer(wanted: Wanted) -> CompletionWriter:
     request = make_request([7], StreamBudget(0, 0))
     writer = CompletionWriter(
         id="cmpl-0123456789abcdef",
@@ -110,7 +112,7 @@ def _writer() -> CompletionWriter:
         created=1,
         include_usage=False,
         prompts=[request.prompt],
-        wanted=Wanted(tokenizer=Tokenizer(tokenizer(), None)),
+        wanted=wanted,
     )
     writer.start([GenerationStream(request)])
     writer.chunk(0, _CHUNK)
