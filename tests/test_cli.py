@@ -328,7 +328,7 @@ def test_generate_prints_the_continuation_of_a_prompt_from_stdin() -> None:
 def test_chat_answers_the_lines_of_a_pipe() -> None:
     argv = ["chat", "smollm2-135m", "--temperature", "0", "--max-tokens", "12"]
     question = "What is the capital of France?\n"
-    code, out, err = run_cli(*argv, "--system", "Answer briefly.", stdin=question)
+    code, out, err = run_cli(*argv, "--system", "Answer in English.", stdin=question)
     assert code == 0, err
     assert "Paris" in out
     assert " tokens, " in err

@@ -113,6 +113,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "tokenizer": "/tokenizers/t",
         "logits_processors": ["m:A", "m:B"],
         "free_memory": 0,
+        "mock": None,
     }
 
 

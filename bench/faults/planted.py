@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import attrs
+import msgspec
 import trio
 
 from trioserve.engine import Engine
@@ -23,6 +24,7 @@ from trioserve.errors import RequestAborted, WorkerLost
 from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler import Scheduler, SchedulerCore
 from trioserve.scheduler.computation import Computation
+from trioserve.scheduler.intake import Intake
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import PrefixCache
@@ -227,13 +229,16 @@ def _death_unnoticed(original: Any) -> Any:
 def _resumed_without_output(original: Any) -> Any:
     """Who resumes after a preemption begins again with the prompt: tokens come twice."""
 
-    def accept(self: SchedulerCore, sequence: Sequence, *args: Any) -> SequenceOutput:
-        output: SequenceOutput = original(self, sequence, *args)
-        if self.counters.num_preemptions and len(output.token_ids) == 1:
-            return attrs.evolve(output, token_ids=output.token_ids * 2)
-        return output
+    def take(self: Intake, *args: Any) -> list[SequenceOutput]:
+        outputs: list[SequenceOutput] = original(self, *args)
+        if self._core.counters.num_preemptions:
+            outputs = [
+                msgspec.structs.replace(output, token_ids=output.token_ids * 2)
+                for output in outputs
+            ]
+        return outputs
 
-    return accept
+    return take
 
 
 def _not_awaited(original: Any) -> Any:
@@ -310,7 +315,7 @@ FAULTS = (
     PlantedFault(
         "tokens come twice after a preemption",
         "vllm-project/vllm#15996",
-        _over(SchedulerCore, "_accept", _resumed_without_output),
+        _over(Intake, "take", _resumed_without_output),
     ),
     PlantedFault(
         "a prefix is computed by everybody who comes with it",
