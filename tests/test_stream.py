@@ -39,6 +39,51 @@ async def test_a_waiting_reader_is_woken_by_a_push() -> None:
     assert taken == [Chunk("x", (1,))]
 
 
+async def test_a_sink_takes_what_comes_while_the_reader_waits_but_for_the_last() -> None:
+    stream = make_stream()
+    taken: list[str] = []
+
+    def sink(chunk: Chunk) -> bool:
+        taken.append(chunk.text)
+        return chunk.text != "refused"
+
+    stream.sink = sink
+    stream.push(Chunk("before"))
+    read = [chunk.text for chunk in await stream.take()]
+
+    async def reader() -> None:
+        for _ in range(2):
+            read.extend(chunk.text for chunk in await stream.take())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader)
+        for text, finish_reason in (("a", None), ("refused", None), ("last", "stop")):
+            await trio.testing.wait_all_tasks_blocked()
+            stream.push(Chunk(text, finish_reason=finish_reason))
+    assert taken == ["a", "refused"]
+    assert read == ["before", "refused", "last"]
+
+
+async def test_a_sink_that_fails_is_its_readers_error_alone() -> None:
+    stream = make_stream()
+
+    def sink(chunk: Chunk) -> bool:
+        raise KeyError(chunk.text)
+
+    stream.sink = sink
+
+    async def reader() -> None:
+        with pytest.raises(KeyError, match="x"):
+            await stream.take()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader)
+        await trio.testing.wait_all_tasks_blocked()
+        stream.push(Chunk("x"))
+        stream.push(Chunk("y"))
+    assert stream.pending_bytes == 0
+
+
 async def test_what_waits_is_read_before_the_end_and_before_an_error() -> None:
     ended, failed = make_stream(), make_stream()
     for stream, error in ((ended, None), (failed, EngineError("broken"))):

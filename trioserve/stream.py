@@ -166,7 +166,7 @@ class Stream:
             return
         # A reader that waits has seen all that came before.
         offered = self._reader is not None and chunk.finish_reason is None
-        if offered and self.sink is not None and self.sink(chunk):
+        if offered and self.sink is not None and self._offer(chunk, self.sink):
             return
         size = chunk.size
         if self._pending_bytes + size > self.budget.per_stream:
@@ -182,6 +182,15 @@ class Stream:
         self._wake()
         if not self._woken:
             self.budget.move(self, before, self._pending_bytes)
+
+    def _offer(self, chunk: Chunk, sink: Callable[[Chunk], bool]) -> bool:
+        """Whether ``sink`` has taken the chunk. If it fails, that is its reader's error alone."""
+        try:
+            return sink(chunk)
+        except Exception as error:
+            self.sink = None
+            self.close(error)
+            return True
 
     def _make_room(self, size: int) -> None:
         budget = self.budget
