@@ -87,7 +87,7 @@ async def test_a_dead_worker_costs_several_outputs_nothing(autojump_clock: Clock
 
     def dying() -> FakeWorker:
         def script(step: int, _: wire.Plan) -> None:
-            if step == 7:
+            if step == 12:
                 raise WorkerDies
 
         return FakeWorker(step_time=0.1, script=script, max_num_batched_tokens=16)

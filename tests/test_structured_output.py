@@ -100,7 +100,7 @@ async def test_grammars_through_preemption(folder: Path) -> None:
         *[Grammar("regex", pattern)] * 12,
     ]
     small = {"block_size": 4, "num_gpu_blocks_override": 40, "max_model_len": 160}
-    async with open_tiny_engine(folder, max_num_seqs=12, **small) as engine:
+    async with open_tiny_engine(folder, max_num_seqs=16, **small) as engine:
         completions = await complete_all(engine, grammars, max_tokens=150)
         assert engine.statistics().scheduler.num_preemptions > 5
         await assert_idle(engine)

@@ -21,6 +21,7 @@ import msgspec
 
 __all__ = ["Load", "Seen", "run"]
 
+_GOOD = b"HTTP/1.1 200"
 _EVENT = b"data: {"
 _DONE = b"data: [DONE]"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -146,7 +147,8 @@ class _Tally:
             # The head may come by itself; nothing counts before the first event.
             head = connection.tail + data
             if _EVENT not in head:
-                if head.startswith(b"HTTP/") and not head.startswith(b"HTTP/1.1 200"):
+                whole = len(head) >= len(_GOOD)
+                if whole and head.startswith(b"HTTP/") and not head.startswith(_GOOD):
                     raise WrongAnswer(head[:500].decode(errors="replace"))
                 connection.tail = head
                 return False
