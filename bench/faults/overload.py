@@ -113,7 +113,9 @@ async def _phase(subject: Subject, loads: Sequence[tuple[Load, int]], seconds: f
 
 async def overload(model: str, given: argparse.Namespace) -> dict[str, Any]:
     """Both phases over a server of ``model``; the figures."""
-    options = ("--max-num-seqs", given.running, "--max-num-queued-reqs", given.waiting)
+    options = ["--max-num-seqs", given.running, "--max-num-queued-reqs", given.waiting]
+    if given.threads is not None:
+        options += ["--num-threads", given.threads]
     body = {"prompt": "Once upon a time", "max_tokens": given.tokens, "ignore_eos": True}
     encoded = json.dumps(body).encode()
     async with serving(*map(str, options), model=model) as subject:
@@ -175,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--waiting", type=int, default=16, help="requests that may wait")
     parser.add_argument("--flood", type=int, default=100, help="clients beyond those that fit")
     parser.add_argument("--tokens", type=int, default=16, help="of each output")
+    parser.add_argument("--threads", type=int, help="of the worker (default: all cores)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
     given = parser.parse_args(arguments)
     figures = trio.run(overload, given.model, given)
