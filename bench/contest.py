@@ -22,6 +22,8 @@ __all__ = ["Notes", "contest", "one_by_one", "show"]
 
 # The next round may take longer than the longest so far.
 _MARGIN = 1.1
+# A turn begins once this many cores or fewer have been busy for so many seconds, or after so many.
+_CALM_CORES, _CALM_SECONDS, _CALM_PATIENCE = 0.1, 0.3, 10.0
 
 
 @attrs.define(eq=False)
@@ -134,6 +136,7 @@ async def _one_round(up: Sequence[Running], scenario: Scenario, round: int, note
     for turn in scenario.turns(round):
         answers.append({})
         for one in up if round % 2 == 0 else up[::-1]:
+            await _calm()
             try:
                 taken, elsewhere, used = await _watched(one, turn)
             except InvalidRun as failure:
@@ -151,6 +154,16 @@ async def _one_round(up: Sequence[Running], scenario: Scenario, round: int, note
     else:
         for row, run in rows:
             notes.note(row, run)
+
+
+async def _calm() -> None:
+    """Wait until the server of the turn before does nothing any more: some spin for a while."""
+    with trio.move_on_after(_CALM_PATIENCE):
+        while True:
+            before = busy_seconds()
+            await trio.sleep(_CALM_SECONDS)
+            if busy_seconds() - before <= _CALM_CORES * _CALM_SECONDS:
+                return
 
 
 async def _watched(one: Running, turn: Turn) -> tuple[Taken, float, float]:

@@ -121,7 +121,7 @@ async def test_through_prefix_hits(folder: Path, model: Reference) -> None:
 async def test_through_preemption(folder: Path, model: Reference) -> None:
     """Four requests for two outputs each grow in a pool that holds half of them."""
     results: list[Completion] = []
-    options = {"num_gpu_blocks_override": 18, "max_num_batched_tokens": 160}
+    options = {"num_gpu_blocks_override": 18, "max_num_batched_tokens": 240}
     async with open_tiny_engine(folder, block_size=PAGE, **options) as engine:
 
         async def ask(engine: Engine, number: int) -> None:

@@ -113,10 +113,10 @@ def test_prompts_keep_to_their_part_beside_decodes_old_and_new() -> None:
     bench.drain()
 
 
-def test_the_part_of_prompts_is_a_quarter_on_a_cpu_and_all_elsewhere() -> None:
+def test_the_part_of_prompts_is_a_sixth_on_a_cpu_and_all_elsewhere() -> None:
     ready = FakeWorker(max_num_batched_tokens=256).ready()
     config = EngineConfig(model="any")
-    assert Limits.of(config, ready).max_prompt_tokens_beside_decodes == 64
+    assert Limits.of(config, ready).max_prompt_tokens_beside_decodes == 42
     on_gpu = attrs.evolve(ready, device="cuda")
     assert Limits.of(config, on_gpu).max_prompt_tokens_beside_decodes == 256
 

@@ -121,7 +121,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None,
         "most tokens computed in one step; longer prompts are prefilled in chunks, which on a CPU "
-        "take no more than a quarter while others decode (default: 256 on a CPU, 2048 on a GPU)",
+        "take no more than a sixth while others decode (default: 256 on a CPU, 2048 on a GPU)",
         group="scheduling",
         kind=int,
         low=1,

@@ -56,7 +56,7 @@ class Limits:
             capacity_policy=config.capacity_policy,
             # On a CPU a token costs as much in a long chunk as in a short one, which is sooner
             # over: bench/long_prompts.py.
-            max_prompt_tokens_beside_decodes=max(budget // 4, 1) if on_cpu else budget,
+            max_prompt_tokens_beside_decodes=max(budget // 6, 1) if on_cpu else budget,
         )
 
     def pages_for(self, num_tokens: int) -> int:
