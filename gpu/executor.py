@@ -23,6 +23,7 @@ from trioserve.wire import PromptPiece
 __all__ = [
     "Drawn",
     "Executor",
+    "Finished",
     "Submission",
     "in_layout_order",
     "step_layout",
@@ -65,6 +66,26 @@ class Submission(Protocol):
 
     def wait(self) -> Drawn:
         """Wait for the step's end. To be called once, for one step after the other in order."""
+
+
+@attrs.frozen
+class Finished:
+    """The :class:`Submission` of an executor that is done with a step when it returns it."""
+
+    _drawn: Drawn
+
+    @property
+    def deferred(self) -> bool:
+        """See :attr:`Submission.deferred`."""
+        return False
+
+    def sample(self) -> None:
+        """Never to be called: nothing is deferred."""
+        raise AssertionError("a step was finished at once")
+
+    def wait(self) -> Drawn:
+        """See :meth:`Submission.wait`."""
+        return self._drawn
 
 
 class Executor(Protocol):

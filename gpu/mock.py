@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
-from gpu.executor import Drawn, Submission
+from gpu.executor import Drawn, Finished, Submission
 from gpu.slots import PlanError, Row, Slot
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelFiles
@@ -103,7 +102,7 @@ class MockExecutor:
             idle_us=(began - self._step_ended_ns) // 1000,
         )
         self._step_ended_ns = ended
-        return _Finished(drawn)
+        return Finished(drawn)
 
 
 def _wants_logits(sampler: SamplerParams) -> str:
@@ -111,18 +110,3 @@ def _wants_logits(sampler: SamplerParams) -> str:
     if sampler.logprobs >= 0 or sampler.prompt_logprobs >= 0:
         return "log-probabilities"
     return "output that follows a grammar" if sampler.grammar is not None else ""
-
-
-@attrs.frozen
-class _Finished:
-    _drawn: Drawn
-
-    @property
-    def deferred(self) -> bool:
-        return False
-
-    def sample(self) -> None:
-        raise AssertionError("a mock step is finished at once")
-
-    def wait(self) -> Drawn:
-        return self._drawn

@@ -94,7 +94,6 @@ class GenerationStream:
     _request: Request
     _taken: list[Chunk] = attrs.field(factory=list)
     _completion_tokens: int = 0
-    _sink: Callable[[Chunk], bool] | None = None
 
     @property
     def request_id(self) -> str:
@@ -138,17 +137,17 @@ class GenerationStream:
         """Offer each chunk that comes while :meth:`receive` waits to ``sink`` first.
 
         If it returns True it has taken the chunk, and :meth:`receive` goes on waiting. It is called
-        by the engine and not by the task that waits, and must neither raise nor take long. A last
-        chunk isn't offered.
+        by the engine and not by the task that waits, and mustn't take long; if it raises, that is
+        the end of this stream. A last chunk isn't offered.
         """
-        self._sink = sink
-        self._request.stream.sink = self._offer
 
-    def _offer(self, chunk: Chunk) -> bool:
-        if self._sink is None or not self._sink(chunk):
-            return False
-        self._completion_tokens += len(chunk.token_ids)
-        return True
+        def offer(chunk: Chunk) -> bool:
+            if not sink(chunk):
+                return False
+            self._completion_tokens += len(chunk.token_ids)
+            return True
+
+        self._request.stream.sink = offer
 
     async def receive(self) -> Chunk:
         """The next chunk: everything that came for one sequence since the last one.

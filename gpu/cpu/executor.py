@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gpu.adjustments import Adjuster, NoAdjuster
 from gpu.cpu.model import CpuModel
-from gpu.executor import Drawn, Submission
+from gpu.executor import Drawn, Finished, Submission
 from gpu.extras import SlotExtras
 from gpu.prompt_logprobs import PromptSpan, in_rows, logprobs_of, prompt_piece, score_prompt
 from gpu.sampler import Sampler, SamplerRow, is_plainly_greedy
@@ -68,7 +67,7 @@ class CpuExecutor:
         drawn.step_us = (ended - began) // 1000
         drawn.idle_us = (began - self._step_ended_ns) // 1000
         self._step_ended_ns = ended
-        return _Finished(drawn)
+        return Finished(drawn)
 
     def _compute(self, rows: Sequence[Row]) -> Drawn:
         if not rows:
@@ -114,18 +113,3 @@ class CpuExecutor:
             return None
         values = logprobs_of(logits, np.array(list(named)), named.values())
         return in_rows(len(rows), named, values.numpy())
-
-
-@attrs.frozen
-class _Finished:
-    _drawn: Drawn
-
-    @property
-    def deferred(self) -> bool:
-        return False
-
-    def sample(self) -> None:
-        raise AssertionError("a step on the CPU is finished at once")
-
-    def wait(self) -> Drawn:
-        return self._drawn
