@@ -306,10 +306,12 @@ def test_the_programs_of_the_page_on_tools(
     server: Server, program: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = program.replace("http://localhost:8000", server.url).replace('"none"', '"secret"')
-    exec(compile(program, "tools.md", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(program, "tools.md", "exec"), names)
     first, *rest = capsys.readouterr().out.splitlines()
     if first.startswith("weather"):
-        jsonschema.validate(ast.literal_eval(first.removeprefix("weather ")), WEATHER)
+        schema = names["weather"]["function"]["parameters"]
+        jsonschema.validate(ast.literal_eval(first.removeprefix("weather ")), schema)
         assert rest
     else:
         assert first == "reasoning: None"
