@@ -367,18 +367,30 @@ class TestDeferredDraws:
         assert executor.begun == ["forward", "draw", "forward"]
 
 
+class WorkerSocket(pynng.Pair0):
+    """Whoever looks for a message before ``awaited`` have come waits for it."""
+
+    awaited = 0
+    received = 0
+
+    def recv(self, block: bool = True) -> bytes:
+        message: bytes = super().recv(block or self.received < self.awaited)
+        self.received += 1
+        return message
+
+
 class TestWorker:
     """The worker's loop in a thread, and the engine's end of its socket here."""
 
     @pytest.fixture
-    def socket(self, tmp_path: Path, runner: Runner) -> Iterator[pynng.Pair0]:
+    def sockets(self, tmp_path: Path, runner: Runner) -> Iterator[tuple[pynng.Pair0, WorkerSocket]]:
         url = f"ipc://{tmp_path}/worker.sock"
         milliseconds = SECONDS * 1000
         options = {"recv_timeout": milliseconds, "send_timeout": milliseconds}
         buffers = {"recv_buffer_size": 16, "send_buffer_size": 16}
         with (
             pynng.Pair0(listen=url, **options, **buffers) as engine,
-            pynng.Pair0(dial=url, block_on_dial=True, **options, **buffers) as end,
+            WorkerSocket(dial=url, block_on_dial=True, **options, **buffers) as end,
         ):
 
             def serve() -> None:
@@ -387,10 +399,14 @@ class TestWorker:
 
             thread = threading.Thread(target=serve)
             thread.start()
-            yield engine
+            yield engine, end
             engine.send(wire.encode(wire.Quit()))
             thread.join(SECONDS)
             assert not thread.is_alive()
+
+    @pytest.fixture
+    def socket(self, sockets: tuple[pynng.Pair0, WorkerSocket]) -> pynng.Pair0:
+        return sockets[0]
 
     def test_plans_are_submitted_ahead_and_answered_in_order(
         self, socket: pynng.Pair0, executor: DeferredExecutor, maker: PlanMaker
@@ -430,8 +446,13 @@ class TestWorker:
         assert executor.begun == ["forward", "draw", *["forward", "draw"] * 3]
 
     def test_a_slot_that_is_dropped_while_its_plan_waits_is_not_computed(
-        self, socket: pynng.Pair0, executor: DeferredExecutor, maker: PlanMaker
+        self,
+        sockets: tuple[pynng.Pair0, WorkerSocket],
+        executor: DeferredExecutor,
+        maker: PlanMaker,
     ) -> None:
+        socket, end = sockets
+        end.awaited = 5
         executor.needing.add(2)
         maker.open(2, [1, 2, 3])
         socket.send(wire.encode(maker.plan({2: 3})))
