@@ -20,8 +20,11 @@ import torch
 
 from bench.report import markdown, own_versions, save
 from gpu.cpu.library import load_library
+from gpu.cpu.model import CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
-from gpu.sampler import Sampler, SamplerRow
+from gpu.cpu.torch_model import TorchSampler
+from gpu.draws import SamplerRow
+from gpu.sampler import Sampler
 from trioserve.sampling import SamplerParams
 
 __all__ = ["CASES", "Measurement", "main", "measure"]
@@ -71,17 +74,17 @@ class Measurement:
         return self.torch / self.compiled
 
 
-def logits_of(rows: int, vocab_size: int, *, flat: bool) -> torch.Tensor:
+def logits_of(rows: int, vocab_size: int, *, flat: bool) -> Floats:
     """[rows, vocab_size] float32."""
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, vocab_size), dtype=np.float32) * 2.5
     for row in () if flat else x:
         row[rng.integers(0, vocab_size, 50)] += np.linspace(12, 4, 50, dtype=np.float32)
-    return torch.from_numpy(x)
+    return x
 
 
 def measure(
-    case: str, vocab_size: int, rows: int, samplers: tuple[Sampler, Sampler], rounds: int
+    case: str, vocab_size: int, rows: int, samplers: tuple[CpuSampler, CpuSampler], rounds: int
 ) -> Measurement:
     """``samplers``: torch's and the compiled one."""
     logits = logits_of(rows, vocab_size, flat=case.endswith("flat"))
@@ -96,7 +99,7 @@ def measure(
         ]
         drawn = []
         for which, sampler in enumerate(samplers):
-            own = logits.clone()  # torch's overwrites it
+            own = logits.copy()  # torch's overwrites it
             started = time.perf_counter()
             sampled = sampler.sample(own, asked)
             best[which] = min(best[which], time.perf_counter() - started)
@@ -146,7 +149,7 @@ def main(arguments: list[str]) -> int:
     measurements = []
     for vocab_size in options.vocabularies:
         samplers = (
-            Sampler(vocab_size, "cpu"),
+            TorchSampler(Sampler(vocab_size, "cpu")),
             CompiledSampler(load_library(), vocab_size, options.threads),
         )
         measurements += [

@@ -75,7 +75,7 @@ def measure(
         bits = constraints.adjustment(logits, slots).bitmask
         times.append(1e6 * (time.perf_counter() - began) / rows)
         assert bits is not None
-        for number, words in enumerate(bits.numpy()):
+        for number, words in enumerate(bits):
             allowed = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0]
             token = int(rng.choice(allowed))
             if token in eos:

@@ -19,7 +19,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from gpu.weights import load_weights
+from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelConfig, ModelFiles, locate, open_model
 
 __all__ = ["write_folder"]

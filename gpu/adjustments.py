@@ -7,25 +7,32 @@ masks and the user's logits processors. Step 5 of :mod:`trioserve.sampling`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import attrs
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from gpu.slots import Slot
 
-__all__ = ["Adjuster", "Adjustment", "NoAdjuster"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Adjuster", "Adjustment", "Logits", "NoAdjuster"]
+
+Logits: TypeAlias = "torch.Tensor | npt.NDArray[np.float32]"
+"""Torch's on a GPU, and on a CPU NumPy's, which are there without torch."""
 
 
 @attrs.frozen
 class Adjustment:
-    """For S rows, on the logits' device; None where no row wants any."""
+    """For S rows; None where no row wants any."""
 
     bias: torch.Tensor | None = None
-    """[S, vocab_size] float32, contiguous: is added."""
-    bitmask: torch.Tensor | None = None
-    """[S, ceil(vocab_size / 32)] int32, contiguous: token t may be drawn if bit t % 32 of word
-    t // 32 is set. Applied after the bias."""
+    """[S, vocab_size] float32, contiguous, on the logits' device: is added."""
+    bitmask: npt.NDArray[np.int32] | None = None
+    """[S, ceil(vocab_size / 32)], contiguous: token t may be drawn if bit t % 32 of word t // 32 is
+    set. Applied after the bias."""
 
 
 class Adjuster(Protocol):
@@ -47,7 +54,7 @@ class Adjuster(Protocol):
         """Whether an adjustment depends on the slot's tokens, so that the last must be known."""
         ...
 
-    def adjustment(self, logits: torch.Tensor, slots: Sequence[Slot]) -> Adjustment:
+    def adjustment(self, logits: Logits, slots: Sequence[Slot]) -> Adjustment:
         """What to do to ``logits`` [S, vocab_size] float32, which aren't changed.
 
         Each slot's tokens are those before the one to be drawn. All are known, unless the slot
@@ -74,6 +81,6 @@ class NoAdjuster:
         """See :class:`Adjuster`."""
         return False
 
-    def adjustment(self, logits: torch.Tensor, slots: Sequence[Slot]) -> Adjustment:
+    def adjustment(self, logits: Logits, slots: Sequence[Slot]) -> Adjustment:
         """See :class:`Adjuster`."""
         return Adjustment()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import logging
-
-import torch
 
 from trioserve.errors import ModelLoadError
 from trioserve.machine import Machine
@@ -19,22 +18,25 @@ LOWEST_CAPABILITY = (8, 0)
 _log = logging.getLogger("gpu.devices")
 
 
-def choose_device(name: str) -> torch.device:
-    """``auto`` is a GPU that can be used, else the CPU; the log says what a present GPU lacks.
+def choose_device(name: str) -> str:
+    """``cpu``, or ``cuda:0``. ``auto`` is a GPU that can be used; the log says what one lacks.
 
     Raises:
         ModelLoadError: ``name`` is cuda and no GPU can be used.
     """
-    if name == "cpu":
-        return torch.device("cpu")
+    # Who has no driver has no GPU, and needn't load torch to learn that.
+    if name == "cpu" or (name == "auto" and not _has_driver()):
+        return "cpu"
+    import torch
+
     obstacle = _obstacle_here()
     if obstacle is None:
-        return torch.device("cuda", torch.cuda.current_device())
+        return f"cuda:{torch.cuda.current_device()}"
     if name == "cuda":
         raise ModelLoadError(f"--device cuda can't be used: {obstacle}")
     if torch.cuda.is_available():
         _log.warning("computing on the CPU although there is a GPU: %s", obstacle)
-    return torch.device("cpu")
+    return "cpu"
 
 
 def gpu_obstacle(
@@ -65,27 +67,40 @@ def gpu_obstacle(
     return None
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on a GPU, and on a CPU that multiplies it; else float32.
+def choose_dtype(name: str, device: str) -> str:
+    """``bfloat16``, ``float16`` or ``float32``, for a device of :func:`choose_device`.
+
+    ``auto`` is bfloat16 on a GPU, and on a CPU that multiplies it; else float32.
 
     Raises:
         ModelLoadError: a number format that isn't computed with on the device.
     """
-    if device.type == "cuda":
+    if device != "cpu":
         if name == "float32":
             raise ModelLoadError(
                 "float32 is not served on a GPU: use --dtype bfloat16 or float16, or --device cpu"
             )
-        return torch.float16 if name == "float16" else torch.bfloat16
+        return "bfloat16" if name == "auto" else name
     if name == "auto":
         fast = {"avx512_bf16", "amx_bf16"} & set(Machine().cpu_features())
-        return torch.bfloat16 if fast else torch.float32
+        return "bfloat16" if fast else "float32"
     if name not in ("bfloat16", "float32"):
         raise ModelLoadError(f"{name} is not served on a CPU: use --dtype bfloat16 or float32")
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    return name
+
+
+def _has_driver() -> bool:
+    """Whether a driver of NVIDIA's is installed; it need not work."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _obstacle_here() -> str | None:
+    import torch
+
     available = torch.cuda.is_available()
     return gpu_obstacle(
         cuda_version=torch.version.cuda,

@@ -15,19 +15,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from gpu.attention import StepLayout
-from gpu.sampler import TopLogprobs
-from gpu.slots import Row, Slot, SlotTable
+from gpu.draws import TopLogprobs
+from gpu.slots import Row, Slot
 from trioserve.wire import PromptPiece
 
-__all__ = [
-    "Drawn",
-    "Executor",
-    "Finished",
-    "Submission",
-    "in_layout_order",
-    "step_layout",
-]
+__all__ = ["Drawn", "Executor", "Finished", "Submission"]
 
 
 @attrs.define(kw_only=True)
@@ -109,25 +101,3 @@ class Executor(Protocol):
 
         The slots' block tables are as the plan left them. A step with no rows is finished at once.
         """
-
-
-def in_layout_order(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one token first, longest context first, as a step's layout wants them."""
-    return sorted(rows, key=lambda row: (row.count > 1, -row.end))
-
-
-def step_layout(rows: Sequence[Row], slots: SlotTable) -> StepLayout:
-    """The layout of ``rows``, at least one of them, which are in layout order."""
-    counts = np.array([row.count for row in rows])
-    query_start = np.concatenate([[0], counts.cumsum()])
-    starts = np.array([row.start for row in rows])
-    numbers = np.array([row.slot.number for row in rows])
-    width = max(row.slot.num_pages for row in rows)
-    return StepLayout(
-        positions=np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts),
-        query_start=query_start,
-        context_lens=starts + counts,
-        slots=numbers,
-        block_tables=slots.block_tables[numbers, :width],
-        num_decode_rows=int((counts == 1).sum()),
-    )

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from gpu.adjustments import Adjuster, Adjustment
+from gpu.adjustments import Adjuster, Adjustment, Logits
 from gpu.prompt_logprobs import PromptSpan
 from gpu.slots import UNKNOWN_TOKEN, Row, Slot
 
@@ -61,7 +60,7 @@ class SlotExtras:
             for row in rows
         )
 
-    def adjustment(self, logits: Tensor, rows: Sequence[Row]) -> Adjustment:
+    def adjustment(self, logits: Logits, rows: Sequence[Row]) -> Adjustment:
         """What to do to the ``logits`` [S, V] of ``rows``, whose tokens are known as needed."""
         return self._adjuster.adjustment(logits, [row.slot for row in rows])
 

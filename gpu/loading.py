@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
-import torch
 
 from gpu.constraints.adjuster import Constraints
-from gpu.constraints.grammar_cache import GrammarCache
-from gpu.constraints.grammars import GrammarError, GrammarVocabulary
+from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.processors import Processors, load_processors
 from gpu.devices import choose_device, choose_dtype
 from gpu.executor import Executor
@@ -27,7 +23,15 @@ from trioserve.model_files import ModelConfig, ModelFiles, open_model
 from trioserve.sampling import SamplerParams
 from trioserve.wire import MockSteps, OpenSlot, Plan, Ready, Start, from_ints
 
-__all__ = ["Loaded", "OnProgress", "Serving", "choose_max_model_len", "load", "warm_up"]
+__all__ = [
+    "Loaded",
+    "OnProgress",
+    "Serving",
+    "choose_max_model_len",
+    "choose_num_threads",
+    "load",
+    "warm_up",
+]
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048, "mock": 2048}
 MAX_MASK_THREADS = 8
@@ -68,51 +72,46 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     Raises:
         ModelLoadError: the model can't be loaded or served so; one line says why and what to do.
     """
-    _set_threads(start.num_threads)
-    torch.set_float32_matmul_precision("highest")
     device = choose_device(start.device)
     dtype = choose_dtype(start.dtype, device)
+    kind = "mock" if start.mock is not None else device.partition(":")[0]
     files = open_model(Path(start.model))
     # From here on every limit is a number: nothing is left to be chosen but the number of pages.
     start = attrs.evolve(
         start,
         max_model_len=choose_max_model_len(start.max_model_len, files.config),
-        max_num_batched_tokens=start.max_num_batched_tokens
-        or DEFAULT_BATCHED_TOKENS[device.type if start.mock is None else "mock"],
+        max_num_batched_tokens=start.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[kind],
     )
-    if device.type == "cuda" and start.quantization not in ("auto", "none"):
+    if device != "cpu" and start.quantization not in ("auto", "none"):
         raise ModelLoadError(
             f"--quantization {start.quantization} is for a CPU: leave it out, or use --device cpu"
         )
     constraints = _load_constraints(start, files, device)
     if start.mock is not None:
         loaded = _load_mock(start, start.mock, files)
-    elif device.type == "cuda":
+    elif kind == "cuda":
         from gpu.cuda.loading import load_on_gpu  # needs CuPy
 
         loaded = load_on_gpu(start, files, dtype, device, on_progress, constraints)
     else:
         from gpu.cpu.loading import load_on_cpu
 
-        loaded = load_on_cpu(start, files, dtype, on_progress, constraints)
+        threads = choose_num_threads(start.num_threads)
+        loaded = load_on_cpu(start, files, dtype, threads, on_progress, constraints)
     on_progress("warm-up", 0, 1)
     room = min(loaded.num_pages * start.page_size, start.max_model_len)
     num_tokens = min(WARM_UP_TOKENS, room, start.max_num_batched_tokens)
     warm_up(loaded.executor, loaded.slots, [num_tokens], start.page_size)
     on_progress("warm-up", 1, 1)
-    # What is here now stays: the collector needn't look at it again.
-    gc.collect()
-    _give_memory_back()
-    gc.freeze()
     runner = Runner(
         loaded.executor, loaded.slots, max_num_batched_tokens=start.max_num_batched_tokens
     )
     ready = Ready(
         model_checksum=files.checksum(),
-        device=device.type if start.mock is None else "mock",
+        device=kind,
         device_name=loaded.device_name,
         computing=loaded.computing,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype,
         num_pages=loaded.num_pages,
         page_size=start.page_size,
         vocab_size=files.config.vocab_size,
@@ -124,23 +123,18 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     return Serving(runner=runner, constraints=constraints, ready=ready)
 
 
-def _load_constraints(start: Start, files: ModelFiles, device: torch.device) -> Constraints:
-    """Grammars and the user's logits processors. Without a usable tokenizer there are none."""
+def _load_constraints(start: Start, files: ModelFiles, device: str) -> Constraints:
+    """Grammars and the user's logits processors."""
     context = ProcessorContext(
         vocab_size=files.config.vocab_size,
         max_num_seqs=start.max_num_seqs,
-        device=str(device),
+        device=device,
         model=start.model,
     )
     processors = Processors(load_processors(start.logits_processors, context))
-    vocabulary: GrammarVocabulary | GrammarError
-    try:
-        vocabulary = GrammarVocabulary.of(files, start.tokenizer)
-    except GrammarError as error:
-        vocabulary = error
     return Constraints(
         files.config.vocab_size,
-        GrammarCache(vocabulary),
+        LazyGrammars(Path(start.model), start.tokenizer),
         processors,
         num_threads=min(max(int(Machine().cores()), 1), MAX_MASK_THREADS),
     )
@@ -166,19 +160,13 @@ def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
     )
 
 
-def _give_memory_back() -> None:
-    """What was read and packed is freed, but the C library keeps it for a process that loads on."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
-
-
-def _set_threads(num_threads: int) -> None:
-    """0 means the cores that this process may use, unless OMP_NUM_THREADS says otherwise."""
-    if num_threads == 0 and not os.environ.get("OMP_NUM_THREADS"):
-        num_threads = max(int(Machine().cores()), 1)
-    if num_threads:
-        torch.set_num_threads(num_threads)
+def choose_num_threads(asked: int) -> int:
+    """How many threads compute; 0 asks for OMP_NUM_THREADS, or all cores that may be used."""
+    # That variable may be a list, of which the first is for the outermost level.
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if asked == 0 and told.isdecimal():
+        asked = int(told)
+    return asked or max(int(Machine().cores()), 1)
 
 
 def choose_max_model_len(asked: int, config: ModelConfig) -> int:

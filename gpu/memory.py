@@ -8,6 +8,7 @@ from __future__ import annotations
 import attrs
 
 from trioserve.errors import ModelLoadError
+from trioserve.model_files import ModelConfig
 from trioserve.wire import Start
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "choose_num_gpu_pages",
     "choose_num_pages",
     "graph_bytes",
+    "kv_bytes_per_page",
     "step_doesnt_fit",
 ]
 
@@ -32,6 +34,12 @@ GRAPHS_DONT_FIT = (
     "no memory is left for the CUDA graphs: lower --gpu-memory-utilization or --max-num-seqs, "
     "or use --enforce-eager"
 )
+
+
+def kv_bytes_per_page(config: ModelConfig, page_size: int, number_bytes: int) -> int:
+    """Bytes of a page over all layers, keys and values, of numbers of so many bytes."""
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * number_bytes
+    return per_token * page_size
 
 
 def choose_num_pages(start: Start, bytes_per_page: int, max_model_len: int, available: int) -> int:

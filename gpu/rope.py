@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import ModelConfig, RopeScaling
 
 __all__ = ["cos_sin_table", "inverse_frequencies"]
 
+Floats = npt.NDArray[np.float32]
 
-def cos_sin_table(config: ModelConfig, length: int, rows: int | None = None) -> torch.Tensor:
+
+def cos_sin_table(config: ModelConfig, length: int, rows: int | None = None) -> Floats:
     """The table that rotates positions 0 to ``rows - 1``: [rows, head_dim] float32.
 
     ``length`` is the longest sequence to be served, and ``rows`` as many unless given: fewer where
@@ -30,12 +33,14 @@ def cos_sin_table(config: ModelConfig, length: int, rows: int | None = None) -> 
         ModelLoadError: a kind of scaling that isn't known here.
     """
     frequencies, attention_factor = inverse_frequencies(config, length)
-    positions = torch.arange(length if rows is None else rows, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
+    positions = np.arange(length if rows is None else rows, dtype=np.float32)
+    angles = np.outer(positions, frequencies)
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1)
+    table *= np.float32(attention_factor)
+    return table
 
 
-def inverse_frequencies(config: ModelConfig, length: int) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float]:
     """Radians per position of every pair, [head_dim / 2] float32, and the factor on cos and sin.
 
     ``length`` is the longest sequence to be served: dynamic scaling depends on it. It is fixed
@@ -50,7 +55,7 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[torch.Tensor,
     if scaling.kind == "linear":
         return _plain(config.rope_theta, config.head_dim) / scaling.factor, 1.0
     if scaling.kind == "factors":
-        divisors = torch.tensor(scaling.frequency_factors, dtype=torch.float32)
+        divisors = np.array(scaling.frequency_factors, dtype=np.float32)
         return _plain(config.rope_theta, config.head_dim) / divisors, 1.0
     if scaling.kind == "dynamic":
         return _dynamic(config, scaling, length), 1.0
@@ -63,12 +68,12 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[torch.Tensor,
     )
 
 
-def _plain(theta: float, head_dim: int) -> torch.Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return 1.0 / theta**exponents
+def _plain(theta: float, head_dim: int) -> Floats:
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return np.float32(1.0) / np.float32(theta) ** exponents
 
 
-def _dynamic(config: ModelConfig, scaling: RopeScaling, length: int) -> torch.Tensor:
+def _dynamic(config: ModelConfig, scaling: RopeScaling, length: int) -> Floats:
     """NTK-aware: past the trained length the base grows, so that low frequencies stretch most."""
     trained = config.max_position_embeddings
     stretch = scaling.factor * max(length, trained) / trained - (scaling.factor - 1)
@@ -76,15 +81,15 @@ def _dynamic(config: ModelConfig, scaling: RopeScaling, length: int) -> torch.Te
     return _plain(theta, config.head_dim)
 
 
-def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _llama3(frequencies: Floats, scaling: RopeScaling) -> Floats:
     """High frequencies stay, low ones are divided by the factor, those between are blended."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    keep = ((turns - scaling.low_freq_factor) / span).clip(0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
-def _yarn(config: ModelConfig, scaling: RopeScaling) -> torch.Tensor:
+def _yarn(config: ModelConfig, scaling: RopeScaling) -> Floats:
     """Pairs that turn often keep their frequency, slow ones are divided, a ramp lies between."""
     head_dim, theta = config.head_dim, config.rope_theta
     trained = scaling.original_max_position_embeddings or config.max_position_embeddings
@@ -98,9 +103,10 @@ def _yarn(config: ModelConfig, scaling: RopeScaling) -> torch.Tensor:
     low, high = max(low, 0.0), min(high, head_dim - 1.0)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low)).clip(0, 1)
     frequencies = _plain(theta, head_dim)
-    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
+    stretched: Floats = frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
+    return stretched
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:

@@ -17,37 +17,15 @@ import torch
 from torch import Tensor
 
 from gpu.adjustments import Adjustment
+from gpu.draws import SamplerRow, TopLogprobs
 from gpu.philox import Purpose, uniforms
 from gpu.truncation import BLOCK, block_sums, drop_below, truncate
 from trioserve.sampling import SamplerParams
 
-__all__ = [
-    "LOWEST_TEMPERATURE",
-    "Sampled",
-    "Sampler",
-    "SamplerRow",
-    "TopLogprobs",
-    "is_plainly_greedy",
-]
-
-TopLogprobs = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
-"""Token ids and their log-probabilities, most probable first."""
+__all__ = ["LOWEST_TEMPERATURE", "Sampled", "Sampler"]
 
 # Below this every other token's probability is 0 in float32 anyway, and 1 / temperature overflows.
 LOWEST_TEMPERATURE = 1e-30
-
-
-@attrs.define
-class SamplerRow:
-    """One sequence that is to get one token.
-
-    ``tokens`` is the prompt and the output so far, its first ``prompt_length`` tokens the prompt; a
-    NumPy array is the cheapest. The new token's position is ``len(tokens)``.
-    """
-
-    params: SamplerParams
-    tokens: Sequence[int] | npt.NDArray[np.integer]
-    prompt_length: int
 
 
 @attrs.frozen
@@ -63,19 +41,6 @@ class Sampled:
     tokens: Tensor
     logprobs: Tensor | None = None
     top: list[TopLogprobs] | None = None
-
-
-def is_plainly_greedy(params: SamplerParams) -> bool:
-    """Whether each token is the one of the largest logit as the model gives it, and no more."""
-    return (
-        params.temperature <= 0
-        and params.logprobs < 0
-        and not params.logit_bias
-        and params.repetition_penalty == 1
-        and not params.frequency_penalty
-        and not params.presence_penalty
-        and not (params.stop_ids and params.min_tokens > 0)
-    )
 
 
 class Sampler:
@@ -207,7 +172,7 @@ def _apply(logits: Tensor, adjustment: Adjustment) -> None:
         logits.add_(adjustment.bias)
     if adjustment.bitmask is None:
         return
-    words = adjustment.bitmask.cpu().numpy()
+    words = adjustment.bitmask
     masked = np.flatnonzero((words != -1).any(axis=1))
     # Unpacking bits byte by byte is what NumPy does fastest.
     octets = words[masked].astype("<i4", copy=False).view(np.uint8)

@@ -18,6 +18,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -27,19 +28,17 @@ from typing import Any, NoReturn
 
 import msgspec
 import pynng
-import torch
 
 from gpu import loading
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
-from gpu.cuda.device import is_out_of_memory
-from gpu.kernels.device import KernelLaunchError
 from gpu.logs import set_up_logging
 from gpu.runner import Runner
 from gpu.slots import PlanError, described
 from trioserve import wire
 from trioserve.errors import ModelLoadError
 from trioserve.grammar import Grammar
+from trioserve.heap import settle
 
 __all__ = ["Worker", "run"]
 
@@ -112,6 +111,7 @@ class Worker:
             # A message is lost if its socket closes too soon: stay until the engine has heard.
             while True:
                 self._receive()
+        settle()
         self._send(serving.ready)
         return serving.runner, serving.constraints
 
@@ -251,11 +251,17 @@ def _failure(plan: int, error: Exception) -> wire.Failure:
         _log.error("plan %d: %s", plan, error)
         return wire.Failure(number=plan, message=str(error), slot=error.slot)
     _log.error("plan %d failed", plan, exc_info=error)
-    # After an error on the device, every later call in this process fails likewise. Memory that
-    # isn't there is no such error: a step with fewer requests may find enough.
-    poisoned = isinstance(error, (torch.AcceleratorError, KernelLaunchError))
-    fatal = poisoned and not is_out_of_memory(error)
+    fatal = _is_fatal(error)
     return wire.Failure(number=plan, message=described(error), fatal=fatal)
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether this process can compute no more: only a GPU may be lost so."""
+    if "torch" not in sys.modules:  # which has to be there where there is a GPU
+        return False
+    from gpu.cuda.device import is_poisoned_by
+
+    return is_poisoned_by(error)
 
 
 def _statistics(runner: Runner) -> dict[str, int]:

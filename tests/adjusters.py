@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import torch
 
-from gpu.adjustments import Adjustment
+from gpu.adjustments import Adjustment, Logits
 from gpu.slots import Slot
 from trioserve.sampling import SamplerParams
 
@@ -52,7 +52,7 @@ class ToyAdjuster:
     def needs_last_token(self, slot: Slot) -> bool:
         return "chain" in slot.sampler.extra_args
 
-    def adjustment(self, logits: torch.Tensor, slots: Sequence[Slot]) -> Adjustment:
+    def adjustment(self, logits: Logits, slots: Sequence[Slot]) -> Adjustment:
         assert logits.shape == (len(slots), self.vocab_size)
         bias = np.zeros(logits.shape, dtype=np.float32)
         allowed = np.ones((len(slots), -(-self.vocab_size // 32) * 32), dtype=np.uint8)
@@ -69,5 +69,5 @@ class ToyAdjuster:
         bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
         return Adjustment(
             bias=torch.from_numpy(bias).to(logits.device),
-            bitmask=torch.from_numpy(bits).to(logits.device),
+            bitmask=bits,
         )

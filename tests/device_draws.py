@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 
 from gpu.cuda.sampler import DeviceSampler, top_lists
+from gpu.draws import SamplerRow, TopLogprobs
 from gpu.kernels import KernelLoader
 from gpu.philox import Purpose, uniforms
-from gpu.sampler import Sampled, Sampler, SamplerRow, TopLogprobs
+from gpu.sampler import Sampled, Sampler
 from tests.kernels.memory import place
 from trioserve.sampling import SamplerParams
 

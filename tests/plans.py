@@ -13,12 +13,13 @@ from gpu.adjustments import Adjuster, Adjustment
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.executor import CpuExecutor
-from gpu.cpu.model import TorchModel
+from gpu.cpu.torch_model import TorchModel, TorchSampler
+from gpu.draws import SamplerRow
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.rope import cos_sin_table
 from gpu.runner import Runner
-from gpu.sampler import Sampled, Sampler, SamplerRow
+from gpu.sampler import Sampled, Sampler
 from gpu.slots import SlotTable
 from trioserve.model_files import open_model
 from trioserve.sampling import SamplerParams
@@ -66,7 +67,7 @@ def make_attention(model: Decoder, *, page_size: int, num_pages: int) -> TorchCp
         dtype=model.dtype,
         device=model.device,
     )
-    table = cos_sin_table(config, config.max_position_embeddings)
+    table = torch.from_numpy(cos_sin_table(config, config.max_position_embeddings))
     return TorchCpuAttention(shape, config.num_heads, table, config.windows)
 
 
@@ -88,7 +89,7 @@ def make_runner(
         vocab_size=model.config.vocab_size,
     )
     attention = make_attention(model, page_size=page_size, num_pages=num_pages)
-    executor = CpuExecutor(TorchModel(model, attention), sampler, slots, adjuster)
+    executor = CpuExecutor(TorchModel(model, attention), TorchSampler(sampler), slots, adjuster)
     return Runner(executor, slots, max_num_batched_tokens=max_num_batched_tokens), sampler
 
 

@@ -25,7 +25,8 @@ from bench.faults.results import markdown, save, spread
 from bench.faults.server import Subject
 from bench.faults.soak import Sample, Scenario, Soak, figures_of_soak
 from bench.faults.trend import trend_of
-from gpu.sampler import Sampler, SamplerRow
+from gpu.draws import SamplerRow
+from gpu.sampler import Sampler
 from trioserve import wire
 from trioserve.sampling import SamplerParams
 from trioserve.simulation import open_fake_engine

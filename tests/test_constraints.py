@@ -68,9 +68,9 @@ def allowed(constraints: Constraints, slots: Sequence[Slot]) -> list[set[int]]:
     adjustment = constraints.adjustment(torch.zeros(len(slots), VOCAB_SIZE), slots)
     if adjustment.bitmask is None:
         return [ALL for _ in slots]
-    assert adjustment.bitmask.dtype == torch.int32
+    assert adjustment.bitmask.dtype == np.int32
     assert adjustment.bitmask.shape == (len(slots), -(-VOCAB_SIZE // 32))
-    return [allowed_of(row.numpy().tobytes()) & ALL for row in adjustment.bitmask]
+    return [allowed_of(row.tobytes()) & ALL for row in adjustment.bitmask]
 
 
 def test_nothing_to_adjust(constraints: Constraints) -> None:

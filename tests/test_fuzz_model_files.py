@@ -15,7 +15,7 @@ import torch
 
 from fuzz.model_files import check_loading
 from fuzz.model_seeds import CONFIG, gguf_bytes, gguf_metadata, write_folder
-from gpu.weights import load_weights
+from gpu.weights.tensors import load_weights
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import open_model
 

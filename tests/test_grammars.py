@@ -16,7 +16,9 @@ import tokenizers
 
 from gpu.constraints.grammar_cache import GrammarCache
 from gpu.constraints.grammar_trial import GrammarTrial
-from gpu.constraints.grammars import GrammarError, GrammarVocabulary, compile_text, to_llguidance
+from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
+from gpu.constraints.lazy_grammars import LazyGrammars
+from gpu.constraints.refusals import GrammarError
 from tests.grammar_vocabularies import (
     EOS,
     VOCABULARY,
@@ -270,6 +272,19 @@ def test_models_without_what_a_grammar_needs(tmp_path: Path) -> None:
     refused = GrammarError("why not")
     with pytest.raises(GrammarError, match="why not"):
         GrammarCache(refused).matcher(Grammar("regex", "a"))
+
+
+def test_a_vocabulary_is_built_with_the_first_grammar(tmp_path: Path) -> None:
+    folder = make_tiny("smollm2", tmp_path)
+    grammars = LazyGrammars(folder)
+    grammars.prepare(Grammar("regex", "a"))
+    (folder / "config.json").unlink()  # it is there, and isn't read again
+    assert not grammars.matcher(Grammar("regex", "b")).is_error()
+    grammars.close()
+    late = LazyGrammars(folder)
+    late.close()
+    with pytest.raises(GrammarError, match=r"tokenizer can't be read again: .*config\.json"):
+        late.prepare(Grammar("regex", "a"))
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])

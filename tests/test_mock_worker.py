@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu import loading
 from gpu.cpu import loading as cpu_loading
+from gpu.cpu import torch_loading
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable
@@ -104,7 +105,7 @@ def test_loading_reads_no_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("the weights were loaded")
 
     # The two ways in which a worker on a CPU gets its weights.
-    monkeypatch.setattr(cpu_loading, "load_weights", refuse)
+    monkeypatch.setattr(torch_loading, "load_weights", refuse)
     monkeypatch.setattr(cpu_loading, "read_weights", refuse)
     with pytest.raises(AssertionError, match="were loaded"):
         loading.load(start_message(tiny), lambda *_: None)

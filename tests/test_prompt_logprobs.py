@@ -1,4 +1,7 @@
-"""Log-probabilities of prompts and of named ids against float64, and how they are cut in slices."""
+"""Log-probabilities of prompts and of named ids against float64, and how they are cut in slices.
+
+By torch, as on a GPU, and by NumPy, as on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu import prompt_logprobs
-from gpu.prompt_logprobs import (
-    PromptSpan,
-    in_rows,
-    logprobs_of,
-    peak_bytes,
-    prompt_piece,
-    score_prompt,
-)
+from gpu import prompt_logprobs, prompt_scores
+from gpu.cpu import scores as cpu_scores
+from gpu.prompt_logprobs import PromptSpan, in_rows, peak_bytes, prompt_piece
 from gpu.slots import SlotTable
 from trioserve.sampling import SamplerParams
 from trioserve.wire import OpenSlot, Plan, PromptPiece, floats, from_ints, ints
@@ -27,6 +24,7 @@ from trioserve.wire import OpenSlot, Plan, PromptPiece, floats, from_ints, ints
 VOCAB = 1000
 STATES = 12
 IDS = [3, VOCAB - 1, VOCAB, 3]
+REPORTS = ("logprobs", "ranks", "top_ids", "top_logprobs", "ids_logprobs")
 
 
 class Head:
@@ -64,9 +62,16 @@ def span_of(start: int = 1, **params: object) -> PromptSpan:
     return PromptSpan(slot=table[5], start=start, stop=STATES + 1, first_hidden=start + 2)
 
 
-def score(span: PromptSpan, head: Head) -> PromptPiece:
-    scores = score_prompt(span, head.hidden, head, VOCAB)
-    return prompt_piece(span, [score.numpy() for score in scores])
+def score(span: PromptSpan, head: Head, by: str) -> PromptPiece:
+    if by == "torch":
+        scores = prompt_scores.score_prompt(span, head.hidden, head, VOCAB)
+        return prompt_piece(span, [score.numpy() for score in scores])
+    return prompt_piece(
+        span, cpu_scores.score_prompt(span, head.hidden, lambda part: head(part).numpy(), VOCAB)
+    )
+
+
+pytestmark = pytest.mark.parametrize("by", ["torch", "numpy"])
 
 
 def check(piece: PromptPiece, span: PromptSpan, head: Head, *, top: int) -> None:
@@ -92,35 +97,36 @@ def check(piece: PromptPiece, span: PromptSpan, head: Head, *, top: int) -> None
 
 @pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize("top", [0, 1, 20, VOCAB])
-def test_against_float64(coarse: bool, top: int) -> None:
+def test_against_float64(coarse: bool, top: int, by: str) -> None:
     head = Head(coarse=coarse)
     span = span_of(prompt_logprobs=top, logprob_token_ids=IDS)
-    check(score(span, head), span, head, top=top)
+    check(score(span, head, by), span, head, top=top)
 
 
-def test_more_than_the_vocabulary_gives_all_of_it() -> None:
+def test_more_than_the_vocabulary_gives_all_of_it(by: str) -> None:
     head = Head()
     span = span_of(start=9, prompt_logprobs=VOCAB + 1)
-    check(score(span, head), span, head, top=VOCAB)
+    check(score(span, head, by), span, head, top=VOCAB)
 
 
-def test_logits_of_a_few_tokens_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_a_few_tokens_exist_at_a_time(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     monkeypatch.setattr(prompt_logprobs, "SLICE_BYTES", 5 * 4 * VOCAB + 3)
-    monkeypatch.setattr(prompt_logprobs, "_TOP_BYTES", {"cpu": 2 * 4 * VOCAB})
+    monkeypatch.setattr(prompt_scores, "_TOP_BYTES", 2 * 4 * VOCAB)
     head = Head(coarse=True)
     span = span_of(prompt_logprobs=4, logprob_token_ids=IDS)
-    piece = score(span, head)
+    piece = score(span, head, by)
     assert head.rows == [5, 5, 2]
     check(piece, span, head, top=4)
 
 
 def test_a_vocabulary_larger_than_a_slice_goes_token_by_token(
     monkeypatch: pytest.MonkeyPatch,
+    by: str,
 ) -> None:
     monkeypatch.setattr(prompt_logprobs, "SLICE_BYTES", 1)
     head = Head()
     span = span_of(start=10, prompt_logprobs=1)
-    piece = score(span, head)
+    piece = score(span, head, by)
     assert head.rows == [1, 1, 1]
     check(piece, span, head, top=1)
 
@@ -154,28 +160,35 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("top", [0, 5])
-def test_no_more_is_allocated_than_is_said(monkeypatch: pytest.MonkeyPatch, top: int) -> None:
+def test_no_more_is_allocated_than_is_said(
+    monkeypatch: pytest.MonkeyPatch, top: int, by: str
+) -> None:
     rows = 8
     monkeypatch.setattr(prompt_logprobs, "SLICE_BYTES", rows * 4 * VOCAB)
-    monkeypatch.setattr(prompt_logprobs, "_TOP_BYTES", {"cpu": rows * VOCAB})
+    monkeypatch.setattr(prompt_scores, "_TOP_BYTES", rows * VOCAB)
     head, span = Head(), span_of(prompt_logprobs=top)
     with LiveBytes() as live:
-        scores = score_prompt(span, head.hidden, head, VOCAB)
-    reports = 3 * sum(score.nbytes for score in scores) + 4096  # in parts, joined; small change
+        piece = score(span, head, by)
+    # Reports exist in parts and joined; the rest is small change.
+    reports = 3 * sum(len(getattr(piece, name)) for name in REPORTS) + 4096
     assert rows * 4 * VOCAB < live.peak <= peak_bytes(VOCAB, STATES) + reports
     assert peak_bytes(VOCAB, STATES) == 3 * rows * 4 * VOCAB
     assert peak_bytes(VOCAB, 3) == 3 * 3 * 4 * VOCAB
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 2 * 4 * VOCAB, 64 << 20])
-def test_ids_of_some_rows(monkeypatch: pytest.MonkeyPatch, slice_bytes: int) -> None:
+def test_ids_of_some_rows(monkeypatch: pytest.MonkeyPatch, slice_bytes: int, by: str) -> None:
     monkeypatch.setattr(prompt_logprobs, "SLICE_BYTES", slice_bytes)
     head = Head()
     logits = head(head.hidden)
     before = logits.clone()
     named = {4: IDS, 0: [7], 5: [8, 9]}
-    values = logprobs_of(logits, np.array([4, 0, 5]), named.values())
-    lists = in_rows(7, named, values.numpy())
+    rows = np.array([4, 0, 5])
+    if by == "torch":
+        values = prompt_scores.logprobs_of(logits, rows, named.values()).numpy()
+    else:
+        values = cpu_scores.logprobs_of(logits.numpy(), rows, named.values())
+    lists = in_rows(7, named, values)
     assert torch.equal(logits, before)
     raw = logits.double().log_softmax(dim=1)
     for row, found in enumerate(lists):

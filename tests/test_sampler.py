@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from gpu.adjustments import Adjustment
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.sampling import CompiledSampler
-from gpu.sampler import Sampled, Sampler, SamplerRow
+from gpu.draws import SamplerRow
+from gpu.sampler import Sampled, Sampler
 from trioserve.sampling import SamplerParams
 
 Floats = npt.NDArray[np.float64]
@@ -40,10 +41,26 @@ def chosen(request: pytest.FixtureRequest) -> Iterator[None]:
     which = "torch"
 
 
+class AsTorchs(Sampler):
+    """The compiled sampler, which takes and gives NumPy's arrays, in the shape of torch's."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplerRow],
+        adjustment: Adjustment | None = None,
+    ) -> Sampled:
+        sampler = CompiledSampler(
+            load_library(), self.vocab_size, 2, processed_logprobs=self.processed_logprobs
+        )
+        drawn = sampler.sample(logits.float().contiguous().numpy(), rows, adjustment)
+        logprobs = None if drawn.logprobs is None else torch.from_numpy(drawn.logprobs)
+        return Sampled(torch.from_numpy(drawn.tokens).long(), logprobs, drawn.top)
+
+
 def make_sampler(vocab_size: int, *, processed_logprobs: bool = False) -> Sampler:
-    if which == "torch":
-        return Sampler(vocab_size, "cpu", processed_logprobs=processed_logprobs)
-    return CompiledSampler(load_library(), vocab_size, 2, processed_logprobs=processed_logprobs)
+    kind = Sampler if which == "torch" else AsTorchs
+    return kind(vocab_size, "cpu", processed_logprobs=processed_logprobs)
 
 
 def adjusted(logits: Floats, params: SamplerParams, tokens: Sequence[int], prompt: int) -> Floats:
@@ -425,12 +442,12 @@ def test_a_row_without_a_token_disturbs_nobody(
 # -- step 5
 
 
-def masks(allowed: Sequence[Sequence[int] | None], vocab_size: int) -> torch.Tensor:
-    """[R, ceil(V / 32)] int32: the bits of the ids that each row allows; None for all."""
+def masks(allowed: Sequence[Sequence[int] | None], vocab_size: int) -> npt.NDArray[np.int32]:
+    """[R, ceil(V / 32)]: the bits of the ids that each row allows; None for all."""
     bits = np.zeros((len(allowed), -(-vocab_size // 32) * 32), dtype=np.uint8)
     for row, ids in zip(bits, allowed, strict=True):
         row[slice(None) if ids is None else list(ids)] = 1
-    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
 
 
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 300])

@@ -143,8 +143,8 @@ async def _open_worker(
     """The engine over a worker process of its own."""
     await _in_thread(sweep_socket_folders)
     path = await _in_thread(lambda: locate(config.model, revision=config.revision))
-    files = await _in_thread(lambda: open_model(path))
-    loaded = await _in_thread(lambda: LoadedModel.load(config, files))
+    # A GGUF file's header holds its vocabulary, which nobody needs any more after this.
+    loaded = await _in_thread(lambda: LoadedModel.load(config, open_model(path)))
     metrics = Metrics(loaded.name, config.metrics_prefix)
     scheduler = Scheduler(config, metrics)
     supervisor = Supervisor(

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from gpu.sampler import Sampler, SamplerRow
+from gpu.draws import SamplerRow
+from gpu.sampler import Sampler
 from gpu.truncation import BLOCK
 from trioserve.sampling import SamplerParams
 

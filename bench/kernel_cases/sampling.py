@@ -20,7 +20,8 @@ from bench.kernel_peers import flashinfer_module
 from bench.roofline import sampling
 from bench.targets import Target
 from gpu.cuda.sampler import DeviceSampler
-from gpu.sampler import Sampler, SamplerRow
+from gpu.draws import SamplerRow
+from gpu.sampler import Sampler
 from trioserve.sampling import SamplerParams
 
 __all__ = ["cases"]

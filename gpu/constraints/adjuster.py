@@ -7,25 +7,27 @@ preempted, or whose worker died, catches up when it is opened again.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import llguidance
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from gpu.adjustments import Adjustment
-from gpu.constraints.grammar_cache import GrammarCache
-from gpu.constraints.grammars import GrammarError, one_line
+from gpu.adjustments import Adjustment, Logits
+from gpu.constraints.lazy_grammars import Grammars
 from gpu.constraints.processors import Processors
+from gpu.constraints.refusals import GrammarError, one_line
 from gpu.slots import PlanError, Slot
-from gpu.upload import upload
 from trioserve.grammar import Grammar
 from trioserve.logits_processors import ProcessorRow
 from trioserve.sampling import SamplerParams
+
+if TYPE_CHECKING:
+    import llguidance
+    import torch
 
 __all__ = ["Constraints"]
 
@@ -36,7 +38,7 @@ inside a string, to milliseconds, and handing it to another thread a few microse
 _log = logging.getLogger("gpu.constraints")
 
 Mask = npt.NDArray[np.int32]
-"""A row of :attr:`gpu.adjustments.Adjustment.bitmask`."""
+"""Rows of :attr:`gpu.adjustments.Adjustment.bitmask`, or one of them."""
 
 
 @attrs.define(eq=False)
@@ -83,7 +85,7 @@ class Constraints:
     def __init__(
         self,
         vocab_size: int,
-        grammars: GrammarCache,
+        grammars: Grammars,
         processors: Processors | None = None,
         *,
         num_threads: int = 1,
@@ -92,8 +94,14 @@ class Constraints:
         self._num_words = -(-vocab_size // 32)
         self._grammars = grammars
         self._processors = Processors() if processors is None else processors
-        self._threads = llguidance.LLExecutor(num_threads)
+        self._num_threads = num_threads
         self._open: dict[int, _Constrained] = {}
+
+    @functools.cached_property
+    def _threads(self) -> llguidance.LLExecutor:
+        import llguidance  # as soon as there are grammars
+
+        return llguidance.LLExecutor(self._num_threads)
 
     def prepare(
         self, grammar: Grammar | None, extra_args: Mapping[str, Any]
@@ -157,7 +165,7 @@ class Constraints:
         found = self._open.get(slot.number)
         return found is not None and bool(found.words or found.matching or found.processed)
 
-    def adjustment(self, logits: torch.Tensor, slots: Sequence[Slot]) -> Adjustment:
+    def adjustment(self, logits: Logits, slots: Sequence[Slot]) -> Adjustment:
         """See :meth:`gpu.adjustments.Adjuster.adjustment`.
 
         Raises:
@@ -168,10 +176,10 @@ class Constraints:
             for row, slot in enumerate(slots)
             if not slot.stopped and (constrained := self._open.get(slot.number)) is not None
         }
-        return Adjustment(bias=self._bias(logits, found), bitmask=self._bitmask(logits, found))
+        return Adjustment(bias=self._bias(logits, found), bitmask=self._bitmask(len(logits), found))
 
     def _bias(
-        self, logits: torch.Tensor, found: Mapping[int, tuple[Slot, _Constrained]]
+        self, logits: Logits, found: Mapping[int, tuple[Slot, _Constrained]]
     ) -> torch.Tensor | None:
         rows = [
             ProcessorRow(
@@ -185,17 +193,20 @@ class Constraints:
         ]
         if not rows:
             return None
-        bias = torch.zeros_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
-        self._processors.apply(logits, bias, rows)
+        import torch  # what processors work with, and nobody else here
+
+        tensor = torch.as_tensor(logits)
+        bias = torch.zeros_like(tensor, dtype=torch.float32, memory_format=torch.contiguous_format)
+        self._processors.apply(tensor, bias, rows)
         return bias
 
     def _bitmask(
-        self, logits: torch.Tensor, found: Mapping[int, tuple[Slot, _Constrained]]
-    ) -> torch.Tensor | None:
+        self, num_rows: int, found: Mapping[int, tuple[Slot, _Constrained]]
+    ) -> Mask | None:
         masked = {row: each for row, each in found.items() if each[1].masks}
         if not masked:
             return None
-        masks = np.full((len(logits), self._num_words), -1, dtype=np.int32)
+        masks = np.full((num_rows, self._num_words), -1, dtype=np.int32)
         self._mask_by_grammars(masks, masked)
         for row, (slot, constrained) in masked.items():
             if constrained.always is not None:
@@ -204,7 +215,7 @@ class Constraints:
             for word in constrained.words:
                 if _ends_with(output, word[:-1]):
                     _forbid(masks[row], word[-1])
-        return upload(masks, logits.device)
+        return masks
 
     def _mask_by_grammars(
         self, masks: Mask, masked: Mapping[int, tuple[Slot, _Constrained]]

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 import llguidance
 
 from gpu.constraints.grammar_trial import GrammarTrial
-from gpu.constraints.grammars import GrammarError, GrammarVocabulary, compile_text, to_llguidance
+from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
+from gpu.constraints.refusals import GrammarError
 from trioserve.grammar import Grammar
 
 __all__ = ["GrammarCache"]
@@ -49,7 +50,6 @@ class GrammarCache:
         self._unusable = vocabulary if isinstance(vocabulary, GrammarError) else None
         if isinstance(vocabulary, GrammarVocabulary):
             try:
-                # Here and not when it is needed, because no step could run meanwhile.
                 self._tokenizer = vocabulary.build()
                 self._vocabulary = vocabulary
             except GrammarError as error:

@@ -22,7 +22,8 @@ from typing import IO, Any
 import attrs
 import msgspec
 
-from gpu.constraints.grammars import GrammarError, GrammarVocabulary, compile_text, to_llguidance
+from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
+from gpu.constraints.refusals import GrammarError
 from trioserve.grammar import Grammar
 
 __all__ = ["GrammarTrial", "Verdict", "main"]

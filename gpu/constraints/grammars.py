@@ -15,13 +15,12 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
+from gpu.constraints.refusals import GrammarError, one_line
 from trioserve.errors import ModelLoadError
 from trioserve.grammar import Grammar
 from trioserve.model_files import ModelFiles, load_tokenizer_from
 
-__all__ = ["GrammarError", "GrammarVocabulary", "compile_text", "one_line", "to_llguidance"]
-
-MAX_MESSAGE_CHARACTERS = 300
+__all__ = ["GrammarVocabulary", "compile_text", "to_llguidance"]
 
 # What bounds one mask, and one sequence's memory. The defaults let a{1000000} take a third of a
 # second and 95 MB before it is refused, and an ambiguous grammar 36 ms for each mask. These are low
@@ -32,13 +31,6 @@ _STEP_LEXER_FUEL = 100_000
 _STEP_MAX_ITEMS = 20_000
 _MAX_LEXER_STATES = 50_000
 _MAX_GRAMMAR_SIZE = 250_000
-
-_SOURCE_QUOTE = re.compile(r"\d+ \||\^+$")
-_REGEX_PLACE = re.compile(r"^at \d+\(\d+\): ")
-
-
-class GrammarError(Exception):
-    """A grammar that isn't served; the text is one line that says why."""
 
 
 @attrs.frozen
@@ -225,19 +217,3 @@ def _json(text: str, what: str) -> Any:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise GrammarError(f"it must be {what}, as JSON: {error}") from error
-
-
-def one_line(text: str) -> str:
-    """llguidance's explanation without the places in texts that nobody has sent."""
-    lines = [line.strip() for line in text.splitlines()]
-    kept = [line for line in lines if line and not _SOURCE_QUOTE.match(line)]
-    first = _REGEX_PLACE.sub("", kept[0]) if kept else "llguidance refuses it"
-    # A parser of regular expressions quotes all of them before it comes to the point.
-    points = [line.removeprefix("error: ") for line in kept if line.startswith("error: ")]
-    if points:
-        return f"{_shortened(first, 120)} {_shortened(points[0], 170)}"
-    return _shortened(first, MAX_MESSAGE_CHARACTERS)
-
-
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"

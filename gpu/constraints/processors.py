@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
-from torch import Tensor
 
 from gpu.slots import PlanError, described
 from trioserve.errors import ModelLoadError
 from trioserve.logits_processors import LogitsProcessor, ProcessorContext, ProcessorRow
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["NamedProcessor", "Processors", "load_processors"]
 

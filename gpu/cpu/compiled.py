@@ -9,15 +9,16 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gpu.cpu.library import Library
+from gpu.cpu.model import Floats
 from gpu.slots import Row, SlotTable
-from gpu.weights import Blocks, Weight
+from gpu.weights import BFLOAT16, FLOAT32, Blocks, Numbers, Weight
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig
 
@@ -75,7 +76,7 @@ _PARTS = {
     "mlp.down_proj": (_Which.DOWN, 0),
 }
 _NUM_PARTS = Counter(which for which, _ in _PARTS.values())
-_SOURCES = {torch.bfloat16: 0, torch.float32: 1}
+_SOURCES = {BFLOAT16: 0, FLOAT32: 1}
 _FROM_BLOCKS = 2
 
 
@@ -114,9 +115,9 @@ def obstacle_in(config: ModelConfig) -> str | None:
     return None
 
 
-def read_as(quantization: str) -> tuple[torch.dtype | None, tuple[str, ...]]:
+def read_as(quantization: str) -> tuple[np.dtype[Any] | None, tuple[str, ...]]:
     """What :func:`gpu.weights.read_weights` is to give: ``dtype`` and ``keep``."""
-    dtype = None if quantization in _ROUNDED else torch.bfloat16
+    dtype = None if quantization in _ROUNDED else BFLOAT16
     return dtype, _KEPT.get(quantization, ())
 
 
@@ -125,7 +126,7 @@ class _Product:
     """What has been read of one product."""
 
     weights: dict[int, Weight] = attrs.field(factory=dict)
-    biases: dict[int, torch.Tensor] = attrs.field(factory=dict)
+    biases: dict[int, Numbers] = attrs.field(factory=dict)
 
 
 class CompiledModel:
@@ -156,13 +157,13 @@ class CompiledModel:
         ):
             self._library.decoder_set_layer(self._decoder, index, window or 0, rotate)
         self._products: dict[tuple[_Which, int], _Product] = {}
-        self._qk_norms: dict[int, dict[str, torch.Tensor]] = {}
+        self._qk_norms: dict[int, dict[str, Numbers]] = {}
         self._step = _Step()
         self._step_pointer = ctypes.byref(self._step)
         self._arrays = _StepArrays(0)
         self._tokens = 0
-        self._hidden = torch.empty(0)
-        self._logits = torch.empty(0, config.vocab_size)
+        self._hidden: Numbers = np.empty((0, config.hidden_size), dtype=BFLOAT16)
+        self._logits: Floats = np.empty((0, config.vocab_size), dtype=np.float32)
 
     def describe_weights(self) -> str:
         """The formats of its matrices, that of most numbers first: ``Q4_1, Q8_0``."""
@@ -179,9 +180,7 @@ class CompiledModel:
         if self._products or self._qk_norms:
             raise ModelLoadError("the model's files lack a part of a layer")
 
-    def finish(
-        self, cos_sin: torch.Tensor, *, page_size: int, num_pages: int, max_tokens: int
-    ) -> None:
+    def finish(self, cos_sin: Floats, *, page_size: int, num_pages: int, max_tokens: int) -> None:
         """Make the KV cache and room for steps of up to ``max_tokens`` tokens.
 
         ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`.
@@ -190,21 +189,21 @@ class CompiledModel:
             ModelLoadError: there is no memory for them.
         """
         limits = _Limits(page_size, num_pages, max_tokens, len(cos_sin))
-        table = cos_sin.contiguous()
+        table = np.ascontiguousarray(cos_sin, dtype=np.float32)
         finish = self._library.decoder_finish
-        _check_memory(finish(self._decoder, ctypes.byref(limits), table.data_ptr()))
+        _check_memory(finish(self._decoder, ctypes.byref(limits), table.ctypes.data))
         shape = (max_tokens, self.config.hidden_size)
         memory = (ctypes.c_uint16 * (shape[0] * shape[1])).from_address(
             self._library.decoder_hidden(self._decoder)
         )
-        self._hidden = torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
+        self._hidden = np.ctypeslib.as_array(memory).view(BFLOAT16).reshape(shape)
         self._arrays = arrays = _StepArrays(max_tokens)
         self._step.context_lens = arrays.context_lens.ctypes.data
         self._tokens = arrays.tokens.ctypes.data
 
     def forward(
         self, rows: Sequence[Row], slots: SlotTable
-    ) -> tuple[torch.Tensor, npt.NDArray[np.integer]]:
+    ) -> tuple[Numbers, npt.NDArray[np.integer]]:
         """See :meth:`gpu.cpu.model.CpuModel.forward`."""
         arrays, count = self._arrays, len(rows)
         arrays.context_lens[:count] = [row.end for row in rows]
@@ -227,30 +226,29 @@ class CompiledModel:
         self._library.decoder_forward(self._decoder, self._tokens, self._step_pointer)
         return self._hidden[:num_tokens], query_start[1 : count + 1] - 1
 
-    def logits(
-        self, hidden: torch.Tensor, rows: npt.NDArray[np.integer] | None = None
-    ) -> torch.Tensor:
+    def logits(self, hidden: Numbers, rows: npt.NDArray[np.integer] | None = None) -> Floats:
         """See :meth:`gpu.cpu.model.CpuModel.logits`."""
         count = len(hidden) if rows is None else len(rows)
         if count > len(self._logits):
-            self._logits = torch.empty(1 << (count - 1).bit_length(), self.config.vocab_size)
+            shape = (1 << (count - 1).bit_length(), self.config.vocab_size)
+            self._logits = np.empty(shape, dtype=np.float32)
         chosen = None if rows is None else rows.astype(np.int32)
         self._library.decoder_logits(
             self._decoder,
-            hidden.data_ptr(),
+            hidden.ctypes.data,
             None if chosen is None else chosen.ctypes.data,
             count,
-            self._logits.data_ptr(),
+            self._logits.ctypes.data,
         )
         return self._logits[:count]
 
     def most_probable(
-        self, hidden: torch.Tensor, rows: npt.NDArray[np.integer]
+        self, hidden: Numbers, rows: npt.NDArray[np.integer]
     ) -> npt.NDArray[np.int32] | None:
         """See :meth:`gpu.cpu.model.CpuModel.most_probable`."""
         chosen, best = rows.astype(np.int32), np.empty(len(rows), dtype=np.int32)
         self._library.decoder_most_probable(
-            self._decoder, hidden.data_ptr(), chosen.ctypes.data, len(rows), best.ctypes.data
+            self._decoder, hidden.ctypes.data, chosen.ctypes.data, len(rows), best.ctypes.data
         )
         return best
 
@@ -265,18 +263,18 @@ class CompiledModel:
         elif inner == "lm_head":
             self._add_segment(_Which.HEAD, 0, weight)
         else:
-            assert isinstance(weight, torch.Tensor)  # vectors are never kept as blocks
+            assert isinstance(weight, np.ndarray)  # vectors are never kept as blocks
             self._take_vector(layer, inner, weight)
 
-    def _take_vector(self, layer: int, inner: str, weight: torch.Tensor) -> None:
+    def _take_vector(self, layer: int, inner: str, weight: Numbers) -> None:
         if inner in ("self_attn.q_norm", "self_attn.k_norm"):
             norms = self._qk_norms.setdefault(layer, {})
             norms[inner[-6:]] = weight
             if len(norms) == 2:
                 del self._qk_norms[layer]
-                queries = norms["q_norm"].expand(self.config.num_heads, -1)
-                keys = norms["k_norm"].expand(self.config.num_kv_heads, -1)
-                self._set_vector(_Vector.QK_NORM, layer, torch.cat([queries, keys]))
+                queries = np.tile(norms["q_norm"], self.config.num_heads)
+                keys = np.tile(norms["k_norm"], self.config.num_kv_heads)
+                self._set_vector(_Vector.QK_NORM, layer, np.concatenate([queries, keys]))
             return
         which = {
             "model.norm": _Vector.NORM,
@@ -285,9 +283,9 @@ class CompiledModel:
         }[inner]
         self._set_vector(which, layer, weight)
 
-    def _set_vector(self, which: _Vector, layer: int, values: torch.Tensor) -> None:
-        values = values.to(torch.bfloat16).contiguous()
-        pointer, count = values.data_ptr(), values.numel()
+    def _set_vector(self, which: _Vector, layer: int, values: Numbers) -> None:
+        values = np.ascontiguousarray(values, dtype=BFLOAT16)
+        pointer, count = values.ctypes.data, values.size
         _check_memory(self._library.decoder_set_vector(self._decoder, which, layer, pointer, count))
 
     def _take_part(self, layer: int, which: _Which, part: int, last: str, weight: Weight) -> None:
@@ -295,7 +293,7 @@ class CompiledModel:
         if last == "weight":
             product.weights[part] = weight
         else:
-            assert isinstance(weight, torch.Tensor)
+            assert isinstance(weight, np.ndarray)
             product.biases[part] = weight
         biased = {
             _Which.QKV: self.config.qkv_bias,
@@ -309,25 +307,25 @@ class CompiledModel:
             self._add_segment(which, layer, product.weights[index])
         if biased:
             # What a bias is rounded to is what the torch path rounds it to.
-            parts = [product.biases[index].to(torch.bfloat16) for index in range(wanted)]
-            bias = torch.cat(parts).float()
+            parts = [product.biases[index].astype(BFLOAT16) for index in range(wanted)]
+            bias = np.concatenate(parts).astype(np.float32)
             set_bias = self._library.decoder_set_bias
-            _check_memory(set_bias(self._decoder, which, layer, bias.data_ptr(), len(bias)))
+            _check_memory(set_bias(self._decoder, which, layer, bias.ctypes.data, len(bias)))
 
     def _add_segment(self, which: _Which, layer: int, weight: Weight) -> None:
         if isinstance(weight, Blocks):
             kept = Format[weight.type.name]
             into = Format.W8A8 if self.quantization == "w8a8" else kept
-            source, data = _FROM_BLOCKS, weight.raw.contiguous()
+            source, data = _FROM_BLOCKS, np.ascontiguousarray(weight.raw)
         else:
             into = _ROUNDED.get(self.quantization, Format.BF16)
             if into == Format.Q4_0 and which in (_Which.EMBEDDING, _Which.HEAD):
                 into = Format.Q8_0  # as GGUF files have it: every token's logits depend on these
-            source, data = _SOURCES[weight.dtype], weight.contiguous()
+            source, data = _SOURCES[weight.dtype], np.ascontiguousarray(weight)
         outputs, inputs = weight.shape
         self.num_weights[into] += outputs * inputs
         add = self._library.decoder_add_segment
-        pointer = data.data_ptr()
+        pointer = data.ctypes.data
         _check_memory(add(self._decoder, which, layer, into, source, pointer, outputs, inputs))
 
 

@@ -6,15 +6,14 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from gpu.adjustments import Adjuster, NoAdjuster
-from gpu.cpu.model import CpuModel
+from gpu.cpu.model import CpuModel, CpuSampler, Floats, Hidden
+from gpu.cpu.scores import logprobs_of, score_prompt
+from gpu.draws import SamplerRow, is_plainly_greedy
 from gpu.executor import Drawn, Finished, Submission
 from gpu.extras import SlotExtras
-from gpu.prompt_logprobs import PromptSpan, in_rows, logprobs_of, prompt_piece, score_prompt
-from gpu.sampler import Sampler, SamplerRow, is_plainly_greedy
+from gpu.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.slots import Row, Slot, SlotTable
 from trioserve.wire import PromptPiece
 
@@ -24,12 +23,12 @@ _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class CpuExecutor:
-    """:class:`gpu.executor.Executor` over a model with its KV cache, and the torch sampler."""
+    """:class:`gpu.executor.Executor` over a model with its KV cache, and a sampler."""
 
     def __init__(
         self,
         model: CpuModel,
-        sampler: Sampler,
+        sampler: CpuSampler,
         slots: SlotTable,
         adjuster: Adjuster | None = None,
     ) -> None:
@@ -86,30 +85,23 @@ class CpuExecutor:
                 return Drawn(tokens=best, prompts=prompts)
         return self._sample(self._model.logits(hidden, ends), sampling, prompts)
 
-    @torch.inference_mode()
-    def _piece(self, span: PromptSpan, hidden: torch.Tensor) -> PromptPiece:
-        scores = score_prompt(span, hidden, self._model.logits, self._sampler.vocab_size)
-        return prompt_piece(span, [score.numpy() for score in scores])
+    def _piece(self, span: PromptSpan, hidden: Hidden) -> PromptPiece:
+        logits_of, vocab_size = self._model.logits, self._sampler.vocab_size
+        return prompt_piece(span, score_prompt(span, hidden, logits_of, vocab_size))
 
-    @torch.inference_mode()
-    def _sample(self, logits: torch.Tensor, rows: list[Row], prompts: list[PromptPiece]) -> Drawn:
+    def _sample(self, logits: Floats, rows: list[Row], prompts: list[PromptPiece]) -> Drawn:
         asked = [
             SamplerRow(row.slot.sampler, row.slot.tokens, row.slot.prompt_length) for row in rows
         ]
         adjustment = self._extras.adjustment(logits, rows) if self._extras.adjusts(rows) else None
         named = self._named(logits, rows)  # before the sampler overwrites the logits
-        sampled = self._sampler.sample(logits, asked, adjustment)
-        return Drawn(
-            tokens=sampled.tokens.numpy().astype(np.int32),
-            logprobs=None if sampled.logprobs is None else sampled.logprobs.numpy(),
-            top=sampled.top,
-            named=named,
-            prompts=prompts,
-        )
+        drawn = self._sampler.sample(logits, asked, adjustment)
+        drawn.named, drawn.prompts = named, prompts
+        return drawn
 
-    def _named(self, logits: torch.Tensor, rows: list[Row]) -> list[npt.NDArray[np.float32]] | None:
+    def _named(self, logits: Floats, rows: list[Row]) -> list[Floats] | None:
         named = self._extras.named_ids(rows)
         if not named:
             return None
         values = logprobs_of(logits, np.array(list(named)), named.values())
-        return in_rows(len(rows), named, values.numpy())
+        return in_rows(len(rows), named, values)

@@ -1,7 +1,8 @@
-"""The sampler of :mod:`gpu.sampler` with compiled kernels: every row in one pass or few.
+"""Tokens from logits by compiled kernels: every row in one pass or few.
 
-The same tokens come out, up to near-ties of rounding: exponentials and sums may differ in the last
-bit. A row is computed by one thread and by itself, so its token doesn't depend on its batch.
+The same tokens come out as of :mod:`gpu.sampler`, up to near-ties of rounding: exponentials and
+sums may differ in the last bit. A row is computed by one thread and by itself, so its token doesn't
+depend on its batch.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from gpu.adjustments import Adjustment
 from gpu.cpu.library import Library
-from gpu.sampler import Sampled, Sampler, SamplerRow, TopLogprobs
+from gpu.cpu.model import Floats
+from gpu.draws import SamplerRow, TopLogprobs
+from gpu.executor import Drawn
 from trioserve.sampling import SamplerParams
 
 __all__ = ["CompiledSampler"]
@@ -60,10 +61,11 @@ class _Adjustment(ctypes.Structure):
     _fields_ = (("bias", c_void_p), ("words", c_void_p), ("words_stride", c_int64))
 
 
-class CompiledSampler(Sampler):
-    """Draws tokens for a model with ``vocab_size`` tokens on the CPU, with ``threads`` threads.
+class CompiledSampler:
+    """:class:`gpu.cpu.model.CpuSampler`, with ``threads`` threads.
 
-    ``library`` is that of :func:`gpu.cpu.library.load_library`.
+    ``library`` is that of :func:`gpu.cpu.library.load_library`. With ``processed_logprobs`` the
+    log-probabilities reported are of the distribution that was drawn from, else of the model's own.
 
     Raises:
         MemoryError: there is no memory for it, or no room for another thread.
@@ -77,7 +79,8 @@ class CompiledSampler(Sampler):
         *,
         processed_logprobs: bool = False,
     ) -> None:
-        super().__init__(vocab_size, "cpu", processed_logprobs=processed_logprobs)
+        self.vocab_size = vocab_size
+        self._processed_logprobs = processed_logprobs
         _declare(library)
         self._library = library
         self._handle = library.sampler_create(vocab_size, threads)
@@ -85,23 +88,22 @@ class CompiledSampler(Sampler):
             raise MemoryError("no memory for the sampler")
         weakref.finalize(self, library.sampler_destroy, self._handle)
 
-    @torch.inference_mode()
     def sample(
-        self, logits: Tensor, rows: Sequence[SamplerRow], adjustment: Adjustment | None = None
-    ) -> Sampled:
-        """See :meth:`gpu.sampler.Sampler.sample`."""
-        values = logits.float().contiguous().numpy()
-        tokens = self._draw(values, rows, adjustment or Adjustment())
+        self, logits: Floats, rows: Sequence[SamplerRow], adjustment: Adjustment | None = None
+    ) -> Drawn:
+        """See :meth:`gpu.cpu.model.CpuSampler.sample`."""
+        assert logits.flags.c_contiguous
+        tokens = self._draw(logits, rows, adjustment or Adjustment())
         params = [row.params for row in rows]
         asking = [i for i, p in enumerate(params) if p.logprobs >= 0]
         if not asking:
-            return Sampled(torch.from_numpy(tokens.astype(np.int64)))
+            return Drawn(tokens=tokens)
         # The draw has changed the logits only where that is what is reported.
-        return _with_logprobs(tokens, values, asking, self._report(values, asking, params))
+        return _with_logprobs(tokens, logits, asking, self._report(logits, asking, params))
 
     def _draw(
         self,
-        logits: npt.NDArray[np.float32],
+        logits: Floats,
         rows: Sequence[SamplerRow],
         adjustment: Adjustment,
     ) -> npt.NDArray[np.int32]:
@@ -119,7 +121,7 @@ class CompiledSampler(Sampler):
                     len(row.tokens),
                     p.sequence_index,
                     _add_change(row, changes, kept),
-                    self.processed_logprobs and p.logprobs >= 0,
+                    self._processed_logprobs and p.logprobs >= 0,
                 )
                 for row in rows
                 for p in (row.params,)
@@ -137,7 +139,7 @@ class CompiledSampler(Sampler):
             ctypes.byref(
                 _Adjustment(
                     bias=None if bias is None else bias.data_ptr(),
-                    words=None if words is None else words.data_ptr(),
+                    words=None if words is None else words.ctypes.data,
                     words_stride=0 if words is None else words.shape[1],
                 )
             ),
@@ -145,9 +147,7 @@ class CompiledSampler(Sampler):
         )
         return tokens
 
-    def _report(
-        self, logits: npt.NDArray[np.float32], asking: list[int], params: list[SamplerParams]
-    ) -> _Reported:
+    def _report(self, logits: Floats, asking: list[int], params: list[SamplerParams]) -> _Reported:
         most = min(max(params[i].logprobs for i in asking), self.vocab_size)
         asked = np.array([(i, min(params[i].logprobs, most)) for i in asking], dtype=_REPORT)
         found = _Reported(len(asking), most)
@@ -210,10 +210,10 @@ class _Reported:
 
 def _with_logprobs(
     tokens: npt.NDArray[np.int32],
-    reported: npt.NDArray[np.float32],
+    reported: Floats,
     asking: list[int],
     report: _Reported,
-) -> Sampled:
+) -> Drawn:
     """The result with the log-probabilities of the rows ``asking``, where they have a token."""
     drawn = tokens[asking]
     logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
@@ -226,7 +226,7 @@ def _with_logprobs(
         count = report.counts[k] if drawn[k] >= 0 else 0
         if count:
             top[i] = (report.ids[k, :count], report.logprobs[k, :count])
-    return Sampled(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(logprobs), top)
+    return Drawn(tokens=tokens, logprobs=logprobs, top=top)
 
 
 def _declare(library: Library) -> None:

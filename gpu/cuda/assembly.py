@@ -108,7 +108,7 @@ def assemble(
         cache=KvCache(cache_shape(config, limits, model.dtype, loader.device)),
         limits=of_attention,
         dtype=model.dtype,
-        cos_sin=cos_sin_table(config, limits.max_model_len).to(loader.device),
+        cos_sin=torch.from_numpy(cos_sin_table(config, limits.max_model_len)).to(loader.device),
     )
     sampler = DeviceSampler(
         loader,

@@ -11,9 +11,9 @@ import torch
 from gpu.cuda.graphs import Capturer, CudaCapturer
 from gpu.cuda.timeline import CudaTimeline, Timeline
 from gpu.kernels import KernelLoader, KernelSource
-from gpu.kernels.device import DeviceLoader
+from gpu.kernels.device import DeviceLoader, KernelLaunchError
 
-__all__ = ["CudaDevice", "Gpu", "is_out_of_memory"]
+__all__ = ["CudaDevice", "Gpu", "is_out_of_memory", "is_poisoned_by"]
 
 
 class Gpu(Protocol):
@@ -107,3 +107,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower().replace("_", " ")
     return isinstance(error, RuntimeError) and ("out of memory" in text or "alloc failed" in text)
+
+
+def is_poisoned_by(error: BaseException) -> bool:
+    """Whether, after this error of the device, every later call in this process fails likewise.
+
+    Memory that isn't there is no such error: a step with fewer requests may find enough.
+    """
+    from_device = isinstance(error, (torch.AcceleratorError, KernelLaunchError))
+    return from_device and not is_out_of_memory(error)

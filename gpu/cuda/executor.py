@@ -22,19 +22,22 @@ import torch
 from gpu.adjustments import Adjuster, NoAdjuster
 from gpu.attention import StepLayout
 from gpu.attention.cuda import CudaAttention
+from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cuda.graphs import Capturer, GraphLadder, ladder, sharing_ladder
 from gpu.cuda.sampler import DeviceSampler
 from gpu.cuda.state import DeviceState
 from gpu.cuda.step import CudaStep, CudaSubmission, Replay
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import Ending, Timeline
-from gpu.executor import Submission, in_layout_order, step_layout
+from gpu.executor import Submission
 from gpu.extras import SlotExtras
 from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
 from gpu.models.decoder import Decoder
-from gpu.prompt_logprobs import PromptSpan, logprobs_of, score_prompt
+from gpu.prompt_logprobs import PromptSpan
+from gpu.prompt_scores import logprobs_of, score_prompt
 from gpu.slots import Row, Slot, SlotTable
+from gpu.upload import upload
 
 __all__ = ["CudaExecutor", "executor_regions"]
 
@@ -272,11 +275,12 @@ class CudaExecutor:
         logits = self._logits[:num_rows]
         in_place = [step.rows[i] for i in np.argsort(step.places)]
         adjustment = self._extras.adjustment(logits, in_place)
+        masks = adjustment.bitmask
         self._timeline.before_outputs()
         self._sampler.launch(
             logits,
             self._buffer["sampling_slots"][:num_rows],
             self._buffer["lengths"][:num_rows],
             bias=adjustment.bias,
-            bitmask=adjustment.bitmask,
+            bitmask=None if masks is None else upload(masks, logits.device),
         )

@@ -25,7 +25,7 @@ from gpu.cuda.graphs import ladder, sharing_ladder
 from gpu.cuda.model_kernels import model_kernels
 from gpu.kernels.attention_tile import PAGE_SIZES, check_attention_arguments
 from gpu.kernels.nvrtc import KernelBuildError
-from gpu.loading import Loaded, OnProgress, warm_up
+from gpu.loading import Loaded, OnProgress, choose_num_threads, warm_up
 from gpu.memory import (
     GRAPHS_DONT_FIT,
     GpuMemory,
@@ -38,7 +38,8 @@ from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.operations.cuda_ops import CudaOperations
 from gpu.prompt_logprobs import peak_bytes
-from gpu.weights import expected_tensors, load_weights
+from gpu.weights import expected_tensors
+from gpu.weights.tensors import load_weights
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.wire import Start
@@ -61,17 +62,19 @@ _log = logging.getLogger("gpu.loading")
 def load_on_gpu(
     start: Start,
     files: ModelFiles,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
+    device: str,
     on_progress: OnProgress,
     adjuster: Adjuster,
 ) -> Loaded:
-    """Load a model on ``device``; see :func:`load_model`."""
+    """Load a model on ``device``, such as ``cuda:0``; see :func:`load_model`."""
+    torch.set_num_threads(choose_num_threads(start.num_threads))
+    torch.set_float32_matmul_precision("highest")
     try:
-        gpu = CudaDevice(device)
+        gpu = CudaDevice(torch.device(device))
     except KernelBuildError as error:
         raise ModelLoadError(f"the GPU can't be used: {error}") from error
-    return load_model(gpu, start, files, dtype, on_progress, adjuster)
+    return load_model(gpu, start, files, getattr(torch, dtype), on_progress, adjuster)
 
 
 def load_model(

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu.draws import TopLogprobs
 from gpu.kernels import KernelLoader
 from gpu.kernels.sampling import (
     MAX_HISTORY,
@@ -22,7 +23,7 @@ from gpu.kernels.sampling import (
     SamplingMemory,
     Tiling,
 )
-from gpu.sampler import LOWEST_TEMPERATURE, TopLogprobs
+from gpu.sampler import LOWEST_TEMPERATURE
 from gpu.upload import staged, upload
 from trioserve.sampling import SamplerParams
 

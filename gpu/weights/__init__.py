@@ -1,47 +1,56 @@
-"""A model's weights, tensor after tensor, under Hugging Face's names, whatever file they are in."""
+"""A model's weights, one after the other, under Hugging Face's names, whatever file they are in.
+
+They are NumPy's arrays: what computes without torch doesn't load it for its weights. Who computes
+with torch takes them from :mod:`gpu.weights.tensors`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import cast
+from typing import Any
 
-import torch
+import numpy as np
 
 from gpu.weights import gguf, safetensors
-from gpu.weights.blocks import Blocks, Weight
+from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Blocks, Numbers, Weight
 from gpu.weights.expected import expected_tensors
 from trioserve.model_files import ModelFiles
 
-__all__ = ["Blocks", "Weight", "expected_tensors", "load_weights", "read_weights"]
-
-
-def load_weights(
-    files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(name, tensor)`` in ``dtype`` on the CPU, one tensor in memory at a time.
-
-    Names are Hugging Face's (``model.layers.0.self_attn.q_proj.weight``), and exactly those of
-    :func:`expected_tensors`, each once, in the order of the files. The tensors own their memory.
-    ``progress`` is called after each with the bytes of the files read so far, and those in all.
-
-    Raises:
-        ModelLoadError: a tensor is missing, unknown or of the wrong shape (found before the first
-            is yielded), or a file is damaged.
-    """
-    weights = read_weights(files, dtype, progress)
-    return cast("Iterator[tuple[str, torch.Tensor]]", weights)
+__all__ = [
+    "BFLOAT16",
+    "FLOAT16",
+    "FLOAT32",
+    "Blocks",
+    "Numbers",
+    "Weight",
+    "expected_tensors",
+    "read_weights",
+]
 
 
 def read_weights(
     files: ModelFiles,
-    dtype: torch.dtype | None,
+    dtype: np.dtype[Any] | None,
     progress: Callable[[int, int], None],
     keep: Collection[str] = (),
 ) -> Iterator[tuple[str, Weight]]:
-    """As :func:`load_weights`, but matrices of the types ``keep`` of a GGUF file stay as they are.
+    """Yield ``(name, weight)`` in ``dtype``, one at a time; each owns its memory.
 
-    Types have ggml's names, such as Q4_0. Without a ``dtype``, what is stored as bfloat16 stays
-    that, and all else is float32: nothing is rounded.
+    Names are Hugging Face's (``model.layers.0.self_attn.q_proj.weight``), and exactly those of
+    :func:`expected_tensors`, each once, in the order of the files. ``progress`` is called after
+    each with the bytes of the files read so far, and those in all.
+
+    Args:
+        files: of the model.
+        dtype: :data:`BFLOAT16`, :data:`FLOAT16` or :data:`FLOAT32`. Without it, what is stored as
+            bfloat16 stays that, and all else is float32: nothing is rounded.
+        progress: see above.
+        keep: types of matrices in a GGUF file that stay :class:`Blocks`, by ggml's names, such as
+            Q4_0.
+
+    Raises:
+        ModelLoadError: a tensor is missing, unknown or of the wrong shape (found before the first
+            is yielded), or a file is damaged.
     """
     load = gguf.load if files.format == "gguf" else safetensors.load
     return load(files, dtype, progress, keep)

@@ -1,13 +1,24 @@
-"""Weights that stay as a GGUF file has them: blocks of quants with their scales."""
+"""What a model's files give: arrays of numbers, and matrices that stay blocks of quants."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
-import torch
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
 
 from trioserve.model_files.gguf_header import TensorType
 
-__all__ = ["Blocks", "Weight"]
+__all__ = ["BFLOAT16", "FLOAT16", "FLOAT32", "Blocks", "Numbers", "Weight"]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype(np.float16)
+FLOAT32 = np.dtype(np.float32)
+
+Numbers = npt.NDArray[Any]
+"""An array of one of these three dtypes."""
 
 
 @attrs.frozen(eq=False)
@@ -16,7 +27,7 @@ class Blocks:
 
     type: TensorType
     shape: tuple[int, ...]
-    raw: torch.Tensor  # uint8, contiguous: the rows' blocks one after the other
+    raw: npt.NDArray[np.uint8]  # contiguous: the rows' blocks one after the other
 
 
-Weight = torch.Tensor | Blocks
+Weight = Numbers | Blocks

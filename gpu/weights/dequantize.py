@@ -8,82 +8,110 @@ scales of their own inside it). Everything is computed in float32 and rounded on
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
+from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Numbers
+from trioserve.machine import Machine
 from trioserve.model_files.gguf_header import TensorType
 
 __all__ = ["BLOCK_DECODERS", "dequantize"]
 
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
 _CHUNK_NUMBERS = 1 << 18  # 1 MiB of float32: intermediate results stay in the cache
 
 
-def dequantize(raw: torch.Tensor, type_: TensorType, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers in ``raw`` (uint8, one dimension, whole blocks) as a flat tensor of ``dtype``."""
+def dequantize(raw: Bytes, type_: TensorType, dtype: np.dtype[Any]) -> Numbers:
+    """The numbers in ``raw`` (one dimension, whole blocks) as a flat array of ``dtype``."""
     plain = _PLAIN.get(type_.name)
     if plain is not None:
-        return raw.view(plain).to(dtype, copy=True)
+        numbers: Numbers = raw.view(plain).astype(dtype)
+        return numbers
     decode = BLOCK_DECODERS[type_.name]
-    blocks = raw.view(-1, type_.block_bytes)
-    out = torch.empty(blocks.shape[0], type_.block_numbers, dtype=dtype)
+    blocks = raw.reshape(-1, type_.block_bytes)
+    out = np.empty((len(blocks), type_.block_numbers), dtype=dtype)
     step = _CHUNK_NUMBERS // type_.block_numbers
-    for start in range(0, blocks.shape[0], step):
-        chunk = blocks[start : start + step]
-        out[start : start + step] = decode(chunk)
-    return out.view(-1)
+
+    def decode_chunk(start: int) -> None:
+        out[start : start + step] = decode(blocks[start : start + step])
+
+    # NumPy's operations on whole arrays leave the interpreter to other threads.
+    with ThreadPoolExecutor(max(int(Machine().cores()), 1)) as threads:
+        for _ in threads.map(decode_chunk, range(0, len(blocks), step)):
+            pass
+    return out.reshape(-1)
 
 
-def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+def _half(blocks: Bytes, start: int) -> Floats:
     """The float16 at byte ``start`` of every block, as float32 ``[blocks, 1]``."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+    half = np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16)
+    return half.astype(np.float32)
 
 
-def _nibbles(qs: torch.Tensor) -> torch.Tensor:
+def _nibbles(qs: Bytes) -> Bytes:
     """``[blocks, groups, n]`` bytes to ``[blocks, groups, 2, n]``: low halves, then high halves."""
-    return torch.stack((qs & 15, qs >> 4), dim=2)
+    return np.stack((qs & 15, qs >> 4), axis=2)
 
 
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+def _floats(quants: npt.NDArray[Any], *shape: int) -> Floats:
+    """``quants`` as float32 in another shape, whose memory may be changed."""
+    return quants.reshape(shape).astype(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
     # d, 16 bytes of quants: number i is in the low half of byte i, number i + 16 in the high half.
-    quants = _nibbles(blocks[:, None, 2:]).flatten(1).float().sub_(8.0)
-    return quants.mul_(_half(blocks, 0))
+    quants = _floats(_nibbles(blocks[:, None, 2:]), -1, 32)
+    quants -= 8
+    quants *= _half(blocks, 0)
+    return quants
 
 
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+def _q4_1(blocks: Bytes) -> Floats:
     # d, m, 16 bytes of quants as in Q4_0.
-    quants = _nibbles(blocks[:, None, 4:]).flatten(1).float()
-    return quants.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    quants = _floats(_nibbles(blocks[:, None, 4:]), -1, 32)
+    quants *= _half(blocks, 0)
+    quants += _half(blocks, 2)
+    return quants
 
 
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+def _q8_0(blocks: Bytes) -> Floats:
     # d, 32 signed bytes.
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+    quants = _floats(blocks[:, 2:].view(np.int8), -1, 32)
+    quants *= _half(blocks, 0)
+    return quants
 
 
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q4_k(blocks: Bytes) -> Floats:
     # d, dmin, 12 bytes of eight 6-bit scales and minimums, 128 bytes of quants.
     low, high, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat((low & 63, (rest & 15) | ((low >> 2) & 48)), dim=1)
-    minimums = torch.cat((high & 63, (rest >> 4) | ((high >> 2) & 48)), dim=1)
-    d = (_half(blocks, 0) * scales)[:, :, None]
-    dmin = (_half(blocks, 2) * minimums)[:, :, None]
-    quants = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1, 2).float()
-    return quants.mul_(d).sub_(dmin).flatten(1)
+    scales = np.concatenate((low & 63, (rest & 15) | ((low >> 2) & 48)), axis=1)
+    minimums = np.concatenate((high & 63, (rest >> 4) | ((high >> 2) & 48)), axis=1)
+    quants = _floats(_nibbles(blocks[:, 16:].reshape(-1, 4, 32)), -1, 8, 32)
+    quants *= (_half(blocks, 0) * scales)[:, :, None]
+    quants -= (_half(blocks, 2) * minimums)[:, :, None]
+    return quants.reshape(-1, 256)
 
 
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q6_k(blocks: Bytes) -> Floats:
     # 128 bytes with the low four bits, 64 with the high two, 16 signed scales, d.
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    high = torch.cat([(pairs >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2)
-    quants = (low | (high << 4)).view(-1, 16, 16).float().sub_(32.0)
-    scales = blocks[:, 192:208].view(torch.int8).float() * _half(blocks, 208)
-    return quants.mul_(scales[:, :, None]).flatten(1)
+    high = np.concatenate([(pairs >> shift) & 3 for shift in (0, 2, 4, 6)], axis=2)
+    quants = _floats(low | (high << 4), -1, 16, 16)
+    quants -= 32
+    scales = blocks[:, 192:208].view(np.int8) * _half(blocks, 208)
+    quants *= scales[:, :, None]
+    return quants.reshape(-1, 256)
 
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 
-BLOCK_DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+BLOCK_DECODERS: dict[str, Callable[[Bytes], Floats]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q8_0": _q8_0,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-from gpu.weights.blocks import Blocks, Weight
+from gpu.weights.blocks import BFLOAT16, FLOAT32, Blocks, Weight
 from gpu.weights.dequantize import dequantize
 from gpu.weights.expected import check_tensors
 from gpu.weights.reading import read_bytes
@@ -40,7 +42,7 @@ _ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration, not of the wei
 
 def load(
     files: ModelFiles,
-    dtype: torch.dtype | None,
+    dtype: np.dtype[Any] | None,
     progress: Callable[[int, int], None],
     keep: Collection[str] = (),
 ) -> Iterator[tuple[str, Weight]]:
@@ -66,22 +68,22 @@ def load(
                     yield name, _kept(raw, tensor, heads)
                 else:
                     numbers = dequantize(raw, tensor.type, dtype or _unrounded(tensor.type))
-                    value = numbers.view(tensor.shape)
+                    value = numbers.reshape(tensor.shape)
                     yield name, value if heads is None else unpermute(value, heads)
                 progress(done, total)
     except OSError as error:
         raise ModelLoadError(f"{files.path} can't be read: {error.strerror}") from error
 
 
-def _kept(raw: torch.Tensor, tensor: GGUFTensor, heads: int | None) -> Blocks:
+def _kept(raw: npt.NDArray[np.uint8], tensor: GGUFTensor, heads: int | None) -> Blocks:
     """The blocks of a matrix. Rows are whole blocks, so they are brought into order as they are."""
-    rows = raw.view(tensor.shape[0], -1)
+    rows = raw.reshape(tensor.shape[0], -1)
     raw = rows if heads is None else unpermute(rows, heads)
     return Blocks(tensor.type, tensor.shape, raw)
 
 
-def _unrounded(type_: TensorType) -> torch.dtype:
-    return torch.bfloat16 if type_.name == "BF16" else torch.float32
+def _unrounded(type_: TensorType) -> np.dtype[Any]:
+    return BFLOAT16 if type_.name == "BF16" else FLOAT32
 
 
 def hugging_face_name(name: str) -> str:
@@ -108,7 +110,7 @@ def _permuted_heads(name: str, config: ModelConfig) -> int | None:
     return None
 
 
-def unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def unpermute(tensor: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Bring the rows of a query or key projection back into Hugging Face's order.
 
     llama.cpp rotates neighbouring pairs of a head's numbers in its llama-like models, Hugging Face
@@ -116,5 +118,5 @@ def unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     and gives ``[num_heads * head_dim, ...]``.
     """
     rows = tensor.shape[0]
-    pairs = tensor.view(num_heads, rows // num_heads // 2, 2, -1)
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+    pairs = tensor.reshape(num_heads, rows // num_heads // 2, 2, -1)
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)

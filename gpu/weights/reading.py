@@ -10,22 +10,23 @@ from __future__ import annotations
 from io import FileIO
 from pathlib import Path
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from trioserve.errors import ModelLoadError
 
 __all__ = ["read_bytes"]
 
 
-def read_bytes(path: Path, file: FileIO, offset: int, num_bytes: int) -> torch.Tensor:
+def read_bytes(path: Path, file: FileIO, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
     """``num_bytes`` from ``offset`` of ``file``, which is at ``path``: [num_bytes] uint8.
 
     Raises:
         ModelLoadError: the file ends before.
         OSError: it can't be read.
     """
-    raw = torch.empty(num_bytes, dtype=torch.uint8)
-    room = raw.numpy().data
+    raw = np.empty(num_bytes, dtype=np.uint8)
+    room = raw.data
     file.seek(offset)
     while room:
         count = file.readinto(room)  # one call reads 2 GiB at most

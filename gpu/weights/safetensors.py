@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
-import torch
+import numpy as np
 
-from gpu.weights.blocks import Weight
+from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Weight
 from gpu.weights.expected import check_tensors
 from gpu.weights.reading import read_bytes
 from trioserve.errors import ModelLoadError
@@ -15,12 +16,12 @@ from trioserve.model_files.shards import Shard, read_shards
 
 __all__ = ["load"]
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 
 
 def load(
     files: ModelFiles,
-    dtype: torch.dtype | None,
+    dtype: np.dtype[Any] | None,
     progress: Callable[[int, int], None],
     keep: Collection[str] = (),
 ) -> Iterator[tuple[str, Weight]]:
@@ -42,8 +43,8 @@ def load(
                     if name in found:
                         num_bytes = shard.num_bytes[name]
                         raw = read_bytes(shard.path, file, shard.offsets[name], num_bytes)
-                        tensor = raw.view(_DTYPES[shard.dtypes[name]]).view(shape)
-                        tensor = tensor.to(dtype or _unrounded(tensor.dtype))
+                        tensor = raw.view(_DTYPES[shard.dtypes[name]]).reshape(shape)
+                        tensor = tensor.astype(dtype or _unrounded(tensor.dtype), copy=False)
                         done += num_bytes
                         yield name, tensor
                         progress(done, total)
@@ -51,8 +52,8 @@ def load(
             raise ModelLoadError(f"{shard.path} can't be read: {error.strerror}") from error
 
 
-def _unrounded(stored: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if stored == torch.bfloat16 else torch.float32
+def _unrounded(stored: np.dtype[Any]) -> np.dtype[Any]:
+    return BFLOAT16 if stored == BFLOAT16 else FLOAT32
 
 
 def _is_left_out(name: str, config: ModelConfig) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 
 from gpu.adjustments import NoAdjuster
 from gpu.cpu import library
@@ -47,7 +46,8 @@ def load_tiny(path: Path, **options: Any) -> Loaded:
     loaded = load_on_cpu(
         start,
         open_model(path),
-        torch.float32 if options.get("dtype") == "float32" else torch.bfloat16,
+        options.get("dtype", "bfloat16"),
+        2,
         lambda stage, done, total: stages.append(stage),
         NoAdjuster(),
     )
@@ -134,8 +134,8 @@ def test_a_kv_cache_in_8_bits_is_refused(tiny: Path) -> None:
 
 
 def test_quantization_is_not_for_a_gpu(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.loading.choose_device", lambda _: torch.device("cuda", 0))
-    monkeypatch.setattr("gpu.loading.choose_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr("gpu.loading.choose_device", lambda _: "cuda:0")
+    monkeypatch.setattr("gpu.loading.choose_dtype", lambda *_: "bfloat16")
     config = EngineConfig(str(tiny), quantization="int8")
     with pytest.raises(ModelLoadError, match="int8 is for a CPU"):
         load(start_message(config, tiny), lambda *_: None)

@@ -14,13 +14,15 @@ import torch
 from gpu.cpu.compiled import CompiledModel, Format, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import BuildError, load_library
-from gpu.cpu.model import CpuModel, TorchModel
+from gpu.cpu.model import CpuModel
+from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.slots import SlotTable
-from gpu.weights import load_weights, read_weights
+from gpu.weights import BFLOAT16, read_weights
+from gpu.weights.tensors import load_weights
 from tests.plans import GREEDY, PlanMaker, RecordingSampler, make_attention
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import FAMILIES, make_tiny
@@ -81,7 +83,7 @@ def logits_of(model: CpuModel, prompt: Sequence[int]) -> torch.Tensor:
     slots = slot_table()
     hidden, ends = model.forward(slots.apply(plan), slots)
     assert ends.tolist() == [count - 1]
-    return model.logits(hidden).clone()
+    return torch.from_numpy(model.logits(hidden)).clone()
 
 
 def slot_table(vocab_size: int = 301) -> SlotTable:
@@ -100,7 +102,7 @@ def run(model: CpuModel) -> tuple[PlanMaker, RecordingSampler, Runner]:
     sampler = RecordingSampler(300, "cpu")
     sampler.seen = {}
     slots = slot_table()
-    executor = CpuExecutor(model, sampler, slots)
+    executor = CpuExecutor(model, TorchSampler(sampler), slots)
     runner = Runner(executor, slots, max_num_batched_tokens=MAX_TOKENS)
     maker = PlanMaker(runner.step, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
     return maker, sampler, runner
@@ -267,7 +269,7 @@ class TestSteps:
     def test_no_token_where_the_logits_hold_nan(self, tmp_path: Path) -> None:
         path = make_tiny("qwen3", tmp_path)
         model = compiled(path)
-        hidden = torch.full((3, 64), torch.nan, dtype=torch.bfloat16)
+        hidden = np.full((3, 64), np.nan, dtype=BFLOAT16)
         hidden[1] = 1.0
         best = model.most_probable(hidden, np.array([0, 1, 2, 1]))
         assert best is not None

@@ -13,6 +13,7 @@ import torch
 
 from gpu.cpu.library import BuildError
 from gpu.cpu.products import GGUF_KINDS, Kind, PackedWeight, Pool, Product, pack, pack_blocks
+from gpu.weights import FLOAT32
 from gpu.weights.dequantize import dequantize
 from trioserve.model_files.gguf_header import TENSOR_TYPES
 
@@ -73,7 +74,8 @@ def meant(weight: torch.Tensor, kind: Kind) -> torch.Tensor:
     if kind is Kind.BF16:
         return weight.bfloat16().float()
     type_ = TYPES["Q8_0" if kind is Kind.W8A8 else kind.name]
-    return dequantize(blocks_of(weight, kind), type_, torch.float32).view(weight.shape)
+    numbers = dequantize(blocks_of(weight, kind).numpy(), type_, FLOAT32)
+    return torch.from_numpy(numbers).view(weight.shape)
 
 
 def bound_of_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,13 @@ from gpu.cuda.assembly import ServingLimits, assemble
 from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.graphs import Capturer, CudaCapturer
 from gpu.cuda.timeline import CudaTimeline, HostTimeline, Timeline
+from gpu.draws import SamplerRow
 from gpu.kernels import KernelLoader
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.operations.cuda_ops import CudaOperations
 from gpu.runner import Runner
-from gpu.sampler import Sampler, SamplerRow
+from gpu.sampler import Sampler
 from tests.kernels.tape import TapeCapturer, TapedLoader
 from tests.plans import PlanMaker, make_attention
 from trioserve.model_files import open_model

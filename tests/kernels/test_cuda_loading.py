@@ -167,7 +167,7 @@ def test_what_was_loaded_serves(folder: Path) -> None:
 
 def test_from_start_to_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(pages_measured=6)
-    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(loading, "choose_device", lambda name: "cuda:0")
     monkeypatch.setattr(cuda_loading, "CudaDevice", lambda device: gpu)
     monkeypatch.setattr("gc.freeze", lambda: None)  # good for a worker, not for this process
     serving = loading.load(start(folder, dtype="auto"), lambda stage, done, total: None)
@@ -185,7 +185,7 @@ def test_a_gpu_without_what_builds_kernels(folder: Path, monkeypatch: pytest.Mon
     def refuse(device: torch.device) -> FakeGpu:
         raise KernelBuildError("NVRTC is missing")
 
-    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(loading, "choose_device", lambda name: "cuda:0")
     monkeypatch.setattr(cuda_loading, "CudaDevice", refuse)
     with pytest.raises(ModelLoadError, match="the GPU can't be used: NVRTC is missing"):
         loading.load(start(folder), lambda stage, done, total: None)

@@ -298,7 +298,7 @@ def test_every_scaling(loader: KernelLoader, scaling: RopeScaling | None) -> Non
         rope_theta=10000.0,
         rope_scaling=scaling,
     )
-    check(loader, Case(table=cos_sin_table(config, MAX_LEN), num_tokens=20))
+    check(loader, Case(table=torch.from_numpy(cos_sin_table(config, MAX_LEN)), num_tokens=20))
 
 
 def test_e4m3_of_zeros_and_of_extremes(loader: KernelLoader) -> None:

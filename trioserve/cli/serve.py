@@ -17,6 +17,7 @@ from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
 from trioserve.config import ServerConfig
 from trioserve.groups import sole_exception
+from trioserve.heap import settle
 from trioserve.http.connections import raise_descriptor_limit
 from trioserve.logs import ASKED_FOR, get_logger
 from trioserve.model_files.locate import default_name
@@ -123,10 +124,6 @@ def rare_collections() -> Iterator[Callable[[], None]]:
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER, *thresholds[1:])
-
-    def settle() -> None:
-        gc.collect()
-        gc.freeze()
 
     try:
         yield settle

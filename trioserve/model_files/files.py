@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import attrs
-import tokenizers
 
 from trioserve.errors import ModelLoadError
-from trioserve.model_files import gguf, gguf_tokenizer, huggingface
+from trioserve.model_files import gguf, huggingface
 from trioserve.model_files.config import ModelConfig
 from trioserve.model_files.gguf_header import GGUFHeader, read_header
 from trioserve.model_files.locate import default_name
 from trioserve.model_files.shards import read_header_bytes, shard_paths
+
+if TYPE_CHECKING:
+    import tokenizers
 
 __all__ = ["ModelFiles", "load_tokenizer_from", "open_model"]
 
@@ -49,6 +51,8 @@ class ModelFiles:
             ModelLoadError: it is missing, damaged, or of a kind not served.
         """
         if self.gguf_header is not None:
+            from trioserve.model_files import gguf_tokenizer  # a worker does without, mostly
+
             return gguf_tokenizer.build_tokenizer(self.gguf_header)
         return huggingface.read_tokenizer(self.path / "tokenizer.json")
 

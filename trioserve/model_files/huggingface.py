@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from trioserve.errors import InvalidRequest, ModelLoadError
 from trioserve.model_files.config import (
@@ -25,6 +23,9 @@ from trioserve.model_files.jsonfile import read_file, read_object
 from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.model_files.shards import read_shards
 from trioserve.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import tokenizers
 
 __all__ = [
     "read_chat_template",
@@ -361,6 +362,8 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         if (path.parent / "tokenizer.model").exists():
             hint = "tokenizer.model alone isn't served, so convert it to tokenizer.json"
         raise ModelLoadError(f"{path} is missing: {hint}")
+    import tokenizers  # a worker does without, mostly
+
     data = read_file(path)
     with refused_by_tokenizers(path):
         tokenizer = tokenizers.Tokenizer.from_buffer(data)

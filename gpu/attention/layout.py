@@ -1,0 +1,34 @@
+"""The layout of a step's rows, from the slots that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gpu.attention import StepLayout
+from gpu.slots import Row, SlotTable
+
+__all__ = ["in_layout_order", "step_layout"]
+
+
+def in_layout_order(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one token first, longest context first, as a step's layout wants them."""
+    return sorted(rows, key=lambda row: (row.count > 1, -row.end))
+
+
+def step_layout(rows: Sequence[Row], slots: SlotTable) -> StepLayout:
+    """The layout of ``rows``, at least one of them, which are in layout order."""
+    counts = np.array([row.count for row in rows])
+    query_start = np.concatenate([[0], counts.cumsum()])
+    starts = np.array([row.start for row in rows])
+    numbers = np.array([row.slot.number for row in rows])
+    width = max(row.slot.num_pages for row in rows)
+    return StepLayout(
+        positions=np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts),
+        query_start=query_start,
+        context_lens=starts + counts,
+        slots=numbers,
+        block_tables=slots.block_tables[numbers, :width],
+        num_decode_rows=int((counts == 1).sum()),
+    )

@@ -1,0 +1,32 @@
+"""How it is said that a grammar isn't served."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["GrammarError", "one_line"]
+
+MAX_MESSAGE_CHARACTERS = 300
+
+_SOURCE_QUOTE = re.compile(r"\d+ \||\^+$")
+_REGEX_PLACE = re.compile(r"^at \d+\(\d+\): ")
+
+
+class GrammarError(Exception):
+    """A grammar that isn't served; the text is one line that says why."""
+
+
+def one_line(text: str) -> str:
+    """llguidance's explanation without the places in texts that nobody has sent."""
+    lines = [line.strip() for line in text.splitlines()]
+    kept = [line for line in lines if line and not _SOURCE_QUOTE.match(line)]
+    first = _REGEX_PLACE.sub("", kept[0]) if kept else "llguidance refuses it"
+    # A parser of regular expressions quotes all of them before it comes to the point.
+    points = [line.removeprefix("error: ") for line in kept if line.startswith("error: ")]
+    if points:
+        return f"{_shortened(first, 120)} {_shortened(points[0], 170)}"
+    return _shortened(first, MAX_MESSAGE_CHARACTERS)
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

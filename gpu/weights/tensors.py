@@ -1,0 +1,31 @@
+"""A model's weights as torch's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from gpu.weights import BFLOAT16, FLOAT16, FLOAT32, Blocks, Numbers, read_weights
+from trioserve.model_files import ModelFiles
+
+__all__ = ["as_tensor", "load_weights"]
+
+_DTYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
+
+
+def load_weights(
+    files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As :func:`gpu.weights.read_weights`, all numbers in ``dtype``, on the CPU."""
+    for name, weight in read_weights(files, _DTYPES[dtype], progress):
+        assert not isinstance(weight, Blocks)  # none were to be kept
+        yield name, as_tensor(weight)
+
+
+def as_tensor(numbers: Numbers) -> torch.Tensor:
+    """The same memory as a tensor."""
+    if numbers.dtype == BFLOAT16:  # which torch doesn't know of NumPy's
+        return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(numbers)
