@@ -44,6 +44,8 @@ class FakeServer:
     script: Callable[[dict[str, Any]], Script]
     status: int = 200
     close_after_each: bool = False
+    tells: bool = True
+    """Whether it says in the answer's head that it will close."""
     requests: list[tuple[h11.Request, dict[str, Any]]] = attrs.field(factory=list)
     connections: int = 0
     arrived: list[float] = attrs.field(factory=list)
@@ -90,7 +92,7 @@ class FakeServer:
         self.active += 1
         self.most_active = max(self.most_active, self.active)
         headers = [("transfer-encoding", "chunked")]
-        if self.close_after_each:
+        if self.close_after_each and self.tells:
             headers.append(("connection", "close"))
         await stream.send_all(
             http.send(h11.Response(status_code=self.status, headers=headers)) or b""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -106,12 +108,51 @@ async def test_records_stand_in_the_order_of_the_requests(autojump_clock: Any) -
     assert [record.text for record in run.records] == [str(i) for i in range(9)]
 
 
-async def test_a_server_that_closes_gets_a_new_connection(autojump_clock: Any) -> None:
+@pytest.mark.parametrize("tells", [True, False])
+async def test_a_server_that_closes_gets_a_new_connection(tells: bool, autojump_clock: Any) -> None:
     async with trio.open_nursery() as nursery:
-        server = FakeServer(nursery, simple, close_after_each=True)
+        server = FakeServer(nursery, simple, close_after_each=True, tells=tells)
         run = await closed_loop(target(server), [{}, {}, {}], 1)
     assert [record.error for record in run.records] == ["", "", ""]
-    assert server.connections == 3
+    assert [record.text for record in run.records] == ["abc"] * 3
+    assert len(server.requests) == server.connections == 3
+
+
+async def test_what_breaks_after_its_first_byte_is_not_asked_again(autojump_clock: Any) -> None:
+    def breaks_later(body: dict[str, Any]) -> Script:
+        return simple(body) if body["prompt"] == "first" else [(1.0, CUT)]
+
+    async with trio.open_nursery() as nursery:
+        server = FakeServer(nursery, breaks_later)
+        requests = [{"prompt": "first"}, {"prompt": "second"}, {"prompt": "first"}]
+        run = await closed_loop(target(server), requests, 1)
+    assert [bool(record.error) for record in run.records] == [False, True, False]
+    assert [body["prompt"] for _, body in server.requests] == ["first", "second", "first"]
+
+
+async def test_a_connection_that_ends_while_it_is_idle_costs_no_request() -> None:
+    """Over real sockets, whose end shows before the next request, or only in place of an answer."""
+
+    async def answer_once(stream: trio.SocketStream) -> None:
+        await stream.receive_some(4096)
+        body = b"".join(data for _, data in simple({}))
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+        await stream.send_all(head + body)
+        if next(closes) == "late":
+            await stream.receive_some(4096)  # the next request, which it doesn't look at
+
+    for how in ("at once", "late"):
+        closes = itertools.repeat(how)
+        async with trio.open_nursery() as nursery:
+            (listener,) = await nursery.start(
+                functools.partial(trio.serve_tcp, answer_once, 0, host="127.0.0.1")
+            )
+            port = listener.socket.getsockname()[1]
+            connect = over_tcp(f"http://127.0.0.1:{port}")
+            wanted = Target(connect=connect, path="/v1/completions", fields={})
+            run = await closed_loop(wanted, [{}, {}, {}], 1)
+            nursery.cancel_scope.cancel()
+        assert [record.error for record in run.records] == ["", "", ""]
 
 
 async def test_failures_are_recorded_and_the_loop_goes_on(autojump_clock: Any) -> None:

@@ -134,11 +134,32 @@ class Client:
                 await self.close()
 
     async def _exchange(self, request: bytes, exchange: Exchange) -> None:
-        if self._stream is not None and _has_ended(self._stream):
-            await self.close()
-        if self._stream is None:
-            self._stream = await self._target.connect()
-        stream = self._stream
+        """Ask on the connection that there is; on a new one if it proves to have ended.
+
+        Some servers close a connection behind an answer and don't say so (llama.cpp's does, after a
+        stream), or while it is idle. What they haven't read they haven't begun.
+        """
+        if self._stream is not None and not _has_ended(self._stream):
+            exchange.connection_was_used = True
+            await self._ask_on(self._stream, request, exchange)
+            if not exchange.unanswered:
+                return
+        await self.close()
+        exchange.connection_was_used = exchange.unanswered = False
+        self._stream = await self._target.connect()
+        await self._ask_on(self._stream, request, exchange)
+
+    async def _ask_on(self, stream: trio.abc.Stream, request: bytes, exchange: Exchange) -> None:
+        try:
+            await self._read_answer(stream, request, exchange)
+        except (OSError, trio.BrokenResourceError):
+            # A reset, where the request was under way when the server closed.
+            if not exchange.goes_unanswered():
+                raise
+
+    async def _read_answer(
+        self, stream: trio.abc.Stream, request: bytes, exchange: Exchange
+    ) -> None:
         await stream.send_all(request)
         if self._hub is not None and isinstance(stream, trio.SocketStream):
             await self._hub.read(stream.socket.fileno(), exchange)

@@ -21,10 +21,15 @@ class Exchange:
 
     record: Record
     max_events: int | None = None
+    connection_was_used: bool = False
+    """Whether another answer came on the connection before."""
+    unanswered: bool = False
+    """Whether a connection that was used ended without a byte of this answer."""
     reusable: bool = False
     """Whether the connection may be used again, once all has been read."""
     _response: ResponseReader = attrs.field(factory=ResponseReader)
     _answer: AnswerReader = attrs.field(init=False)
+    _begun: bool = False
     _refusal: bytes = b""
 
     def __attrs_post_init__(self) -> None:
@@ -32,6 +37,9 @@ class Exchange:
 
     def receive(self, data: bytes, now: float) -> bool:
         """Take what the connection gave at ``now`` (nothing: it has ended); True if that is all."""
+        if not data and self.goes_unanswered():
+            return True
+        self._begun = True
         try:
             body = self._response.feed(data)
             if self._response.status == 200:
@@ -52,6 +60,11 @@ class Exchange:
         if self._response.ended:
             self._finish()
         return self._response.ended
+
+    def goes_unanswered(self) -> bool:
+        """The connection has ended: whether that means :attr:`unanswered`."""
+        self.unanswered = self.connection_was_used and not self._begun
+        return self.unanswered
 
     def close(self) -> None:
         """Put the text that has come into the record, however the reading ended."""
