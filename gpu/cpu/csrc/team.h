@@ -24,7 +24,11 @@ struct Share {
 
 // How a thread waits for the others: first it looks again at once, then it lets others run in
 // between. Two threads that share a core with somebody else's would otherwise wait out its time slice.
-inline constexpr int kSpins = 2000;
+// `python -m bench.waiting` compares other numbers.
+#ifndef TRIOSERVE_SPINS
+#define TRIOSERVE_SPINS 2000
+#endif
+inline constexpr int kSpins = TRIOSERVE_SPINS;
 
 class Barrier {
  public:
