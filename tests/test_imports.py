@@ -16,6 +16,7 @@ SHARED = {
     "trioserve.checks",
     "trioserve.errors",
     "trioserve.grammar",
+    "trioserve.heap",
     "trioserve.log_output",
     "trioserve.logits_processors",
     "trioserve.machine",
