@@ -34,8 +34,8 @@ class Notes:
     runs: list[tuple[Row, Run]] = attrs.field(factory=list)
     """What the client saw, of those rows that come from a run."""
     failures: list[str] = attrs.field(factory=list)
-    versions: dict[str, dict[str, str]] = attrs.field(factory=dict)
-    """Of each server, and how it was started."""
+    versions: dict[str, dict[str, str | dict[str, str]]] = attrs.field(factory=dict)
+    """Of each server, and under ``started_with`` its options in which scenarios."""
 
     def fail(self, failure: Exception) -> None:
         """Note and show a failure."""
@@ -48,10 +48,12 @@ class Notes:
         if run is not None:
             self.runs.append((row, run))
 
-    def know(self, server: Server) -> None:
-        """Note how a server is started."""
-        options = " ".join(server.argv(0)[1:])
-        self.versions[server.title] = {**server.versions, "started_with": options}
+    def know(self, server: Server, scenarios: Sequence[Scenario | Lonely]) -> None:
+        """Note how a server is started for ``scenarios``."""
+        known = self.versions.setdefault(server.title, {**server.versions, "started_with": {}})
+        starts = known["started_with"]
+        assert isinstance(starts, dict)
+        starts[", ".join(each.name for each in scenarios)] = " ".join(server.argv(0)[1:])
 
 
 def show(row: Row) -> None:
@@ -79,7 +81,7 @@ async def contest(
         up: list[Running] = []
         for server in servers:
             print(f"starting {server.title}", flush=True)
-            notes.know(server)
+            notes.know(server, scenarios)
             try:
                 one = await stack.enter_async_context(running(server, logs / server.name))
                 for scenario in scenarios:
@@ -104,7 +106,7 @@ async def one_by_one(
 ) -> None:
     """As :func:`contest`, but each server is started anew in each round, and is up alone."""
     for server in servers:
-        notes.know(server)
+        notes.know(server, [scenario])
     for round in _rounds(rounds, deadline):
         for server in servers if round % 2 == 0 else servers[::-1]:
             with tempfile.TemporaryDirectory() as folder:

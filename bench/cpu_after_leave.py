@@ -39,13 +39,14 @@ class CpuAfterLeave:
 
     def warm_up(self) -> list[Turn]:
         """Other scenarios warm the servers up; here one client leaves."""
-        return [attrs.evolve(self, clients=1)._turn(seed=-1)]
+        return [attrs.evolve(self, clients=1)._turn("warm-up")]
 
     def turns(self, round: int) -> list[Turn]:
         """Prompts of its own for each round."""
-        return [self._turn(seed=round)]
+        return [self._turn(f"round {round}")]
 
-    def _turn(self, seed: int) -> Turn:
+    def _turn(self, when: str) -> Turn:
+        seed = f"{self.name}, {when}"
         prompts = exact_prompts(tokenizer(), self.clients, self.prompt_tokens, seed)
 
         async def measure(one: Running) -> Taken:

@@ -21,11 +21,18 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 
 def exact_prompts(
-    tokenizer: tokenizers.Tokenizer, count: int, tokens: int, seed: int, *, prefix_tokens: int = 0
+    tokenizer: tokenizers.Tokenizer,
+    count: int,
+    tokens: int,
+    seed: int | str,
+    *,
+    prefix_tokens: int = 0,
 ) -> list[str]:
     """``count`` texts of random English words that ``tokenizer`` turns into ``tokens`` ids each.
 
-    All begin with the same ``prefix_tokens`` further ids, which are others for another ``seed``.
+    All begin with the same ``prefix_tokens`` further ids. Another ``seed`` gives others, all of
+    them: whoever is asked for several things names each in its seed, since a server keeps what it
+    has computed.
     """
     texts = CountedTexts(tokenizer)
     # A number and its negative would be the same seed.

@@ -32,16 +32,15 @@ class SharedPrefix:
 
     def warm_up(self) -> list[Turn]:
         """The same on a small scale."""
-        return [self._turn(self.at_a_time, seed=-1)]
+        return [self._turn(self.at_a_time, "warm-up")]
 
     def turns(self, round: int) -> list[Turn]:
         """A prefix of its own for each round."""
-        return [self._turn(self.requests, seed=round)]
+        return [self._turn(self.requests, f"round {round}")]
 
-    def _turn(self, requests: int, seed: int) -> Turn:
-        prompts = exact_prompts(
-            tokenizer(), requests, self.own_tokens, seed, prefix_tokens=self.prefix_tokens
-        )
+    def _turn(self, requests: int, when: str) -> Turn:
+        seed, prefix = f"{self.name}, {when}", self.prefix_tokens
+        prompts = exact_prompts(tokenizer(), requests, self.own_tokens, seed, prefix_tokens=prefix)
 
         async def measure(one: Running) -> Taken:
             bodies = [{"prompt": prompt, "max_tokens": self.output_tokens} for prompt in prompts]

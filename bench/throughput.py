@@ -33,16 +33,17 @@ class Throughput:
 
     def warm_up(self) -> list[Turn]:
         """A few tokens at each width."""
-        return [self._turn(streams, 1, _WARM_UP_TOKENS, -streams) for streams in self.streams]
+        return [self._turn(streams, 1, _WARM_UP_TOKENS, "warm-up") for streams in self.streams]
 
     def turns(self, round: int) -> list[Turn]:
         """Each width once."""
         return [
-            self._turn(streams, self.requests_per_stream, self.output_tokens, 1000 * round + index)
-            for index, streams in enumerate(self.streams)
+            self._turn(streams, self.requests_per_stream, self.output_tokens, f"round {round}")
+            for streams in self.streams
         ]
 
-    def _turn(self, streams: int, requests: int, output_tokens: int, seed: int) -> Turn:
+    def _turn(self, streams: int, requests: int, output_tokens: int, when: str) -> Turn:
+        seed = f"{self.name}, {streams} streams, {when}"
         prompts = exact_prompts(tokenizer(), streams * requests, self.prompt_tokens, seed)
 
         async def measure(one: Running) -> Taken:
