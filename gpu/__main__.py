@@ -20,12 +20,13 @@ def examine() -> dict[str, Any]:
     import torch
 
     from gpu.linear import prepacks
+    from gpu.loading import choose_num_threads
 
     kernels, targets = _examine_kernels()
 
     report: dict[str, Any] = {
         "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
+        "threads": choose_num_threads(0),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_products": prepacks(torch.bfloat16, torch.device("cpu")),
         "compiled_cpu_kernels": _examine_cpu_kernels(),

@@ -35,6 +35,8 @@ __all__ = [
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048, "mock": 2048}
 MAX_MASK_THREADS = 8
+MOST_THREADS = 1024
+"""As many as ``--num-threads`` may ask for."""
 WARM_UP_TOKENS = 16
 
 OnProgress = Callable[[str, int, int], None]
@@ -165,7 +167,7 @@ def choose_num_threads(asked: int) -> int:
     # That variable may be a list, of which the first is for the outermost level.
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if asked == 0 and told.isdecimal():
-        asked = int(told)
+        asked = min(int(told), MOST_THREADS)
     return asked or max(int(Machine().cores()), 1)
 
 

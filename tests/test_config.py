@@ -46,7 +46,7 @@ def sample(option: Option) -> tuple[str, Any]:
             option.metavar or "", "some text"
         )
         return text, text
-    number = {int: 4321, float: 0.75}[option.kind] + (option.low or 0)
+    number = {int: 321, float: 0.75}[option.kind] + (option.low or 0)
     return str(number), number
 
 

@@ -341,6 +341,24 @@ def test_processors_see_the_rows_that_they_said_yes_to(grammars: GrammarCache) -
     assert constraints.prepare(None, {"x": 1, "y": 13}) == refused
 
 
+def test_processors_ask_for_no_gradients(grammars: GrammarCache) -> None:
+    """Whatever computes the logits: a processor's own network gives plain numbers."""
+
+    class Network(Adds):
+        def apply(
+            self, logits: torch.Tensor, bias: torch.Tensor, rows: Sequence[ProcessorRow]
+        ) -> None:
+            bias += torch.from_numpy(torch.nn.Linear(VOCAB_SIZE, VOCAB_SIZE)(logits).numpy())
+
+    constraints = Constraints(
+        VOCAB_SIZE, grammars, Processors([NamedProcessor("m:N", Network("x"))])
+    )
+    slot = opened(constraints, 1, extra_args={"x": 1})
+    bias = constraints.adjustment(np.ones((1, VOCAB_SIZE), dtype=np.float32), [slot]).bias
+    assert bias is not None
+    assert bias.isfinite().all()
+
+
 def test_processors_that_fail(grammars: GrammarCache) -> None:
     constraints = Constraints(VOCAB_SIZE, grammars, Processors([NamedProcessor("m:X", Adds("x"))]))
     bad = opened(constraints, 0, extra_args={"x": 666})

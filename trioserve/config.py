@@ -171,7 +171,7 @@ class EngineConfig:
     )
 
     block_size: int = option(
-        16, "tokens in one page of the KV cache", group="memory", kind=int, low=1
+        16, "tokens in one page of the KV cache", group="memory", kind=int, low=1, high=65536
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -186,6 +186,7 @@ class EngineConfig:
         group="memory",
         kind=int,
         low=1,
+        high=2**31 - 1,
     )
     kv_cache_memory_bytes: int | None = option(
         None,
@@ -232,6 +233,7 @@ class EngineConfig:
         group="worker",
         kind=int,
         low=1,
+        high=1024,
     )
     enforce_eager: bool = option(
         False,

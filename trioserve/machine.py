@@ -6,6 +6,7 @@ Everything is read from files under a root, so that a test can lay out a machine
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["CPU_FEATURES", "Machine", "cache_folder", "compiler_version"]
+__all__ = ["CPU_FEATURES", "Machine", "cache_folder", "compiler_command", "compiler_version"]
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 """The instruction sets, as /proc/cpuinfo spells them, that make a difference to a model."""
@@ -113,16 +114,36 @@ class Machine:
 
 
 def cache_folder(name: str) -> Path:
-    """``$XDG_CACHE_HOME/trioserve/name``, by default under ``~/.cache``: may not exist yet."""
+    """``$XDG_CACHE_HOME/trioserve/name``, by default under ``~/.cache``: may not exist yet.
+
+    Raises:
+        OSError: this user has no home, and no variable says where else.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "trioserve" / name
+    try:
+        return Path(base).expanduser() / "trioserve" / name
+    except RuntimeError as error:
+        raise OSError("this user has no home: set XDG_CACHE_HOME") from error
 
 
 def compiler_version() -> str | None:
-    """The C++ compiler, ``$CXX`` or g++, with its version; None if there is none that runs."""
-    command = os.environ.get("CXX", "g++")
-    found = shutil.which(command)
-    if found is None:
+    """The C++ compiler with its version; None if there is none that runs."""
+    command = compiler_command()
+    if shutil.which(command[0]) is None:
         return None
-    done = subprocess.run([found, "-dumpfullversion"], capture_output=True, text=True, check=False)
-    return f"{command} {done.stdout.strip()}" if done.returncode == 0 else None
+    try:
+        done = subprocess.run(
+            [*command, "-dumpfullversion"], capture_output=True, text=True, check=False
+        )
+    except OSError:  # no program
+        return None
+    return f"{shlex.join(command)} {done.stdout.strip()}" if done.returncode == 0 else None
+
+
+def compiler_command() -> list[str]:
+    """What calls the C++ compiler: ``$CXX``, which may have arguments (``ccache g++``), or g++."""
+    given = os.environ.get("CXX", "")
+    try:
+        return shlex.split(given) or ["g++"]
+    except ValueError:  # a quote without its end: a strange name, perhaps
+        return [given]

@@ -195,9 +195,10 @@ class Constraints:
             return None
         import torch  # what processors work with, and nobody else here
 
-        tensor = torch.as_tensor(logits)
-        bias = torch.zeros_like(tensor, dtype=torch.float32, memory_format=torch.contiguous_format)
-        self._processors.apply(tensor, bias, rows)
+        with torch.inference_mode():  # what is computed here, no gradient is asked of
+            tensor = torch.as_tensor(logits)
+            bias = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+            self._processors.apply(tensor, bias, rows)
         return bias
 
     def _bitmask(

@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from trioserve.machine import Machine, cache_folder, compiler_version
+from trioserve.machine import Machine, cache_folder, compiler_command, compiler_version
 
 __all__ = ["OPTIONS", "SOURCES", "BuildError", "OnProgress", "build", "built", "default_folder"]
 
@@ -67,18 +67,25 @@ def build(
     Raises:
         BuildError: the processor lacks instructions, there is no compiler, or it failed.
     """
-    folder = default_folder() if folder is None else folder
     stem = _stem(sources, Machine() if machine is None else machine)
-    found = _find(folder, stem)
-    if found is not None:
-        return found
     try:
+        folder = default_folder() if folder is None else folder
+        found = _find(folder, stem)
+        if found is not None:
+            return found
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder, stem):
             # Somebody else may have built it meanwhile.
             return _find(folder, stem) or _build(folder, stem, sources, on_progress)
     except OSError as error:
-        _log.warning("built kernels can't be kept in %s: %s", folder, error)
+        _log.warning("built kernels can't be kept: %s", error)
+    try:
+        return _build_temporarily(stem, sources, on_progress)
+    except OSError as error:
+        raise BuildError(f"the kernels can't be built: {error}") from error
+
+
+def _build_temporarily(stem: str, sources: Path, on_progress: OnProgress | None) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     try:
         return _build(temporary, stem, sources, on_progress)
@@ -93,7 +100,11 @@ def built() -> Path | None:
     Raises:
         BuildError: it can't.
     """
-    return _find(default_folder(), _stem(SOURCES, Machine()))
+    stem = _stem(SOURCES, Machine())
+    try:
+        return _find(default_folder(), stem)
+    except OSError as error:
+        raise BuildError(str(error)) from error
 
 
 def is_temporary(library: Path) -> bool:
@@ -129,7 +140,10 @@ def _find(folder: Path, stem: str) -> Path | None:
 
 def _build(folder: Path, stem: str, sources: Path, on_progress: OnProgress | None) -> Path:
     library = folder / f"{stem}.so"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as work:
+    # Whoever built it before, and was killed meanwhile: nobody else has the lock.
+    for left in folder.glob(f".{stem}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{stem}-") as work:
         objects = _compile(sorted(sources.glob("*.cpp")), Path(work), on_progress)
         linked = Path(work) / library.name
         _run(["-shared", "-pthread", "-Wl,-z,defs", *map(str, objects), "-o", str(linked)])
@@ -154,7 +168,10 @@ def _compile(sources: list[Path], work: Path, on_progress: OnProgress | None) ->
     with ThreadPoolExecutor(max(1, int(Machine().cores()))) as threads:
         # The longest take longest, and so begin first.
         by_size = sorted(sources, key=lambda source: -source.stat().st_size)
-        pending = [threads.submit(one, source) for source in by_size]
+        try:
+            pending = [threads.submit(one, source) for source in by_size]
+        except RuntimeError as error:
+            raise BuildError(f"no compiler can be started: {error}") from error
         try:
             for done, future in enumerate(as_completed(pending), 1):
                 future.result()
@@ -166,10 +183,11 @@ def _compile(sources: list[Path], work: Path, on_progress: OnProgress | None) ->
 
 
 def _run(arguments: Sequence[str]) -> None:
-    compiler = os.environ.get("CXX", "g++")
+    command = compiler_command()
+    compiler = shlex.join(command)
     try:
         done = subprocess.run(
-            [compiler, *arguments],
+            [*command, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.library import Library
+from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
 from gpu.slots import Row, SlotTable
 from gpu.weights import BFLOAT16, FLOAT32, Blocks, Numbers, Weight
@@ -137,6 +137,9 @@ class CompiledModel:
     Args:
         quantization: one of ``auto``, ``none``, ``int8``, ``int4`` and ``w8a8``.
         threads: how many compute.
+
+    Raises:
+        ModelLoadError: there is no room for so many threads.
     """
 
     def __init__(
@@ -150,7 +153,8 @@ class CompiledModel:
         names = [field[0] for field in _Shape._fields_ if field[0] != "threads"]
         shape = _Shape(*(getattr(config, name) for name in names), threads)
         self._decoder: int = self._library.decoder_create(ctypes.byref(shape))
-        _check_memory(self._decoder)
+        if not self._decoder:
+            raise ModelLoadError(no_room_for(threads))
         weakref.finalize(self, self._library.decoder_destroy, self._decoder)
         for index, (window, rotate) in enumerate(
             zip(config.windows, config.rope_layers, strict=True)

@@ -7,7 +7,7 @@ import shutil
 
 from gpu.cpu.build import BuildError, OnProgress, build, is_temporary
 
-__all__ = ["BuildError", "Library", "load_library"]
+__all__ = ["BuildError", "Library", "load_library", "no_room_for"]
 
 Library = ctypes.CDLL
 """Functions by name; whoever calls one says before what it takes and gives."""
@@ -34,3 +34,11 @@ def load_library(on_progress: OnProgress | None = None) -> Library:
             if is_temporary(path):
                 shutil.rmtree(path.parent, ignore_errors=True)
     return _loaded
+
+
+def no_room_for(threads: int) -> str:
+    """The line for a function of the library that could make nothing to compute with."""
+    return (
+        f"no memory is left, or no room for {threads} threads: free some memory, or lower "
+        "--num-threads"
+    )

@@ -7,6 +7,8 @@ imported where it is needed and nowhere else: that takes a second and 150 MiB.
 
 from __future__ import annotations
 
+import logging
+
 from gpu.adjustments import Adjuster
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
@@ -24,6 +26,8 @@ from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.wire import Start
 
 __all__ = ["load_on_cpu"]
+
+_log = logging.getLogger("gpu.loading")
 
 ROUNDING = ("int8", "int4", "w8a8")
 """The quantizations that only the compiled kernels have."""
@@ -55,6 +59,10 @@ def load_on_cpu(
             f"a KV cache in {start.kv_cache_dtype} is not served on a CPU: "
             "leave --kv-cache-dtype at auto"
         )
+    if start.logits_processors:
+        import torch  # which these are written for; it is to share the cores as all else does
+
+        torch.set_num_threads(threads)
     config = files.config
     model: CpuModel
     sampler: CpuSampler
@@ -153,4 +161,12 @@ def _num_pages(start: Start, config: ModelConfig, dtype: str) -> int:
     """To be asked when the weights are there: the cache gets a share of what is left."""
     bytes_per_page = kv_bytes_per_page(config, start.page_size, 2 if dtype == "bfloat16" else 4)
     available = Machine().memory()[1]
-    return choose_num_pages(start, bytes_per_page, start.max_model_len, available)
+    num_pages = choose_num_pages(start, bytes_per_page, start.max_model_len, available)
+    if num_pages * bytes_per_page > available:
+        # No more than that, since what is free now says little of when the cache will be full.
+        _log.warning(
+            "the KV cache may grow to %d MiB, and %d MiB of memory are free",
+            num_pages * bytes_per_page >> 20,
+            available >> 20,
+        )
+    return num_pages

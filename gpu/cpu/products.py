@@ -1,4 +1,4 @@
-"""Matrix products with packed weights, compiled for the CPU: one by one, for loading and tests.
+"""Matrix products with packed weights, compiled for the CPU: one by one, to test and measure them.
 
 A model's step calls them from C++; see ``csrc/product.h`` for the layout and what is promised.
 """

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.adjustments import Adjustment
-from gpu.cpu.library import Library
+from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
 from gpu.draws import SamplerRow, TopLogprobs
 from gpu.executor import Drawn
+from trioserve.errors import ModelLoadError
 from trioserve.sampling import SamplerParams
 
 __all__ = ["CompiledSampler"]
@@ -68,7 +69,7 @@ class CompiledSampler:
     log-probabilities reported are of the distribution that was drawn from, else of the model's own.
 
     Raises:
-        MemoryError: there is no memory for it, or no room for another thread.
+        ModelLoadError: there is no memory for it, or no room for another thread.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class CompiledSampler:
         self._library = library
         self._handle = library.sampler_create(vocab_size, threads)
         if not self._handle:
-            raise MemoryError("no memory for the sampler")
+            raise ModelLoadError(no_room_for(threads))
         weakref.finalize(self, library.sampler_destroy, self._handle)
 
     def sample(

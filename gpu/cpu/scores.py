@@ -76,7 +76,7 @@ def _score(logits: Floats, tokens: Ids, slot: Slot) -> Scores:
 def _normalizers(logits: Floats) -> Floats:
     """[n, 1]: the logarithm of the sum of the exponentials of each row."""
     normalizers = np.empty((len(logits), 1), dtype=np.float32)
-    with np.errstate(invalid="ignore"):  # rows of infinities are NaN, as they are to torch
+    with np.errstate(invalid="ignore"):  # where a logit is infinite there is no distribution: NaN
         for i, row in enumerate(logits):
             peak = row.max()
             normalizers[i] = peak + np.log(np.exp(row - peak).sum())

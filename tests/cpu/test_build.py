@@ -14,6 +14,8 @@ import pytest
 
 from gpu.cpu import build as building
 from gpu.cpu.build import BuildError, build, is_temporary
+from gpu.cpu.library import load_library
+from tests.tiny_models import make_tiny
 from trioserve.machine import Machine, compiler_version
 
 pytestmark = pytest.mark.skipif(compiler_version() is None, reason="no C++ compiler")
@@ -174,3 +176,91 @@ def test_a_builder_that_was_killed_leaves_nobody_waiting(
     assert call(build(sources=sources, folder=tmp_path, machine=machine)) == 7
     holder.wait()
     timer.join()
+
+
+def test_what_a_killed_builder_left_is_removed(
+    sources: Path, machine: Machine, tmp_path: Path
+) -> None:
+    library = build(sources=sources, folder=tmp_path, machine=machine)
+    library.unlink()
+    left, of_another = tmp_path / f".{library.stem}-abc", tmp_path / ".kernels-0123-abc"
+    for folder in (left, of_another):
+        folder.mkdir()
+        (folder / "one.o").touch()
+    assert build(sources=sources, folder=tmp_path, machine=machine) == library
+    assert not left.exists()
+    assert of_another.exists()
+
+
+def test_a_compiler_with_arguments(
+    sources: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "env SOME=thing g++ -g0")
+    assert call(build(sources=sources, folder=tmp_path, machine=machine)) == 7
+
+
+def test_a_compiler_that_is_no_program(
+    sources: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / "odd"
+    odd.write_bytes(b"\0\1\2")
+    odd.chmod(0o755)
+    for name in (str(odd), "g++ 'without an end"):
+        monkeypatch.setenv("CXX", name)
+        with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+            build(sources=sources, folder=tmp_path, machine=machine)
+
+
+def test_a_user_without_a_home(
+    sources: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    library = build(sources=sources, machine=machine)
+    assert is_temporary(library)
+    shutil.rmtree(library.parent)
+    with pytest.raises(BuildError, match=r"no home: set XDG_CACHE_HOME|has no avx512"):
+        building.built()
+
+
+FULL = """
+import resource, sys
+from gpu.cpu.compiled import CompiledModel
+from gpu.cpu.library import load_library
+from gpu.cpu.sampling import CompiledSampler
+from trioserve.errors import ModelLoadError
+from trioserve.model_files import open_model
+from pathlib import Path
+library, config = load_library(), open_model(Path(sys.argv[1])).config
+used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20),) * 2)
+for make in (
+    lambda: CompiledModel(library, config, "none", 64),
+    lambda: CompiledSampler(library, 300, 64),
+):
+    try:
+        make()
+    except ModelLoadError as error:
+        print(error)
+"""
+
+
+def test_no_room_for_another_thread_is_an_error(tmp_path: Path) -> None:
+    """Its stack doesn't fit: the threads that there are already end, and the process goes on."""
+    try:
+        load_library()
+    except BuildError as error:
+        pytest.skip(f"no compiled kernels: {error}")
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(make_tiny("qwen3", tmp_path))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("no room for 64 threads: free some memory, or lower --num") == 2

@@ -133,6 +133,16 @@ def test_a_kv_cache_in_8_bits_is_refused(tiny: Path) -> None:
         load_tiny(tiny, kv_cache_dtype="fp8")
 
 
+def test_a_cache_that_there_is_no_memory_for_is_told(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Machine, "memory", lambda _: (64 << 20, 32 << 20))
+    assert load_tiny(tiny, num_gpu_blocks_override=10).num_pages == 10
+    assert not caplog.text
+    assert load_tiny(tiny, num_gpu_blocks_override=100_000).num_pages == 100_000
+    assert "may grow to 781 MiB, and 32 MiB of memory are free" in caplog.text
+
+
 def test_quantization_is_not_for_a_gpu(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu.loading.choose_device", lambda _: "cuda:0")
     monkeypatch.setattr("gpu.loading.choose_dtype", lambda *_: "bfloat16")

@@ -195,6 +195,9 @@ class Attending {
         groups_.at[groups_.count + group] = values_ + at;
       }
     }
+    // Values are fetched ahead from where the keys end: nobody reads these, but they are looked at.
+    for (int group = 0; group < begin / kGroup; ++group)
+      groups_.at[groups_.count + group] = groups_.at[groups_.count + begin / kGroup];
     for (int i = 0; i < kAhead; ++i) {
       const int64_t next = base + kBlock + i * kGroup;
       const bool there = !gathers && block + 1 < item_.end_block &&

@@ -77,18 +77,20 @@ class Team {
   Barrier& barrier_;
 };
 
-// A team's threads, which sleep between steps. The caller of run() is its thread 0.
+// A team's threads, which sleep between steps. The caller of run() is its thread 0. Making one fails
+// with std::system_error where there is no room for another thread.
 class Pool {
  public:
   explicit Pool(int size) : barrier_(size) {
     for (int rank = 0; rank < size; ++rank) teams_.emplace_back(rank, size, barrier_);
-    for (int rank = 1; rank < size; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
+    try {
+      for (int rank = 1; rank < size; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
+    } catch (...) {
+      end();  // those that there are already: a thread that isn't joined ends the process
+      throw;
+    }
   }
-  ~Pool() {
-    work_ = nullptr;
-    begin();
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Pool() { end(); }
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
@@ -108,6 +110,12 @@ class Pool {
   void begin() {
     step_.fetch_add(1, std::memory_order_release);
     step_.notify_all();
+  }
+
+  void end() {
+    work_ = nullptr;
+    begin();
+    for (auto& thread : threads_) thread.join();
   }
 
   void serve(int rank) {
