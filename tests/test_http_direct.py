@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import attrs
@@ -26,10 +28,12 @@ from http_stub import (
     served,
     server_config,
 )
+from tls_certificates import make_authority
 
 from trioserve.errors import SlowReader
 from trioserve.generation import GenerationStream
 from trioserve.http import connection as connection_module
+from trioserve.http.completions.writer import CompletionWriter
 from trioserve.http.connection import Connection
 from trioserve.http.connections import Connections
 from trioserve.http.server import serve_app
@@ -160,6 +164,38 @@ async def test_what_a_write_leaves_over_comes_first(
                 await trio.testing.wait_all_tasks_blocked(0.01)
         engine.end()
         assert "".join(texts_of(await body_of(client))) == "".join(f"{n} " for n in range(50))
+
+
+async def test_with_tls_an_event_is_made_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There every piece waits its turn: what the short way refused would be made again."""
+    authority = make_authority(tmp_path / "ca")
+    certificate, key = authority.issue("server")
+    trust = ssl.create_default_context(cafile=authority.file)
+    made: list[str] = []
+    make = CompletionWriter.text
+
+    def text(writer: CompletionWriter, chunk: Chunk) -> bytes | None:
+        made.append(chunk.text)
+        return make(writer, chunk)
+
+    monkeypatch.setattr(CompletionWriter, "text", text)
+    engine = PushedEngine()
+    async with served(engine, ssl_certfile=certificate, ssl_keyfile=key) as url:
+        transport = await connect(url.replace("https", "http"))
+        async with trio.SSLStream(transport, trust, server_hostname="127.0.0.1") as client:
+            await client.send_all(raw_request(BODY, path=TEXT))
+            while b"\r\n\r\n" not in await client.receive_some():
+                pass
+            for word in ("a", "b", "c"):
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                engine.streams[0].push(Chunk(word, (1,)))
+                assert b'"text":"%b"' % word.encode() in await client.receive_some()
+            assert made == ["a", "b", "c"]
+            engine.end()
+            while b"[DONE]" not in await client.receive_some():
+                pass
 
 
 async def test_a_slow_reader_finds_everything_in_order() -> None:

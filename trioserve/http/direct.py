@@ -65,9 +65,10 @@ def writer_for(send: ASGISendCallable) -> WriteNow | None:
     """How pieces of a body may be sent at once where messages go to ``send``.
 
     The short way is there only where ``send`` is our own server's: whoever wraps it, as middleware
-    does, wants to see the messages.
+    does, wants to see the messages. With TLS each piece has to wait its turn, and what is refused
+    here was encoded in vain.
     """
     stream = getattr(send, "__self__", None)
-    if isinstance(stream, DirectStream) and send == stream.app_send:
-        return stream.write_now
-    return None
+    if not isinstance(stream, DirectStream) or send != stream.app_send:
+        return None
+    return None if stream.scheme == "https" else stream.write_now
