@@ -22,7 +22,19 @@ from tests.load_server import (
     text,
     usage,
 )
-from trioserve.load import Figures, Record, Run, Target, closed_loop, figures_of, over_tcp, send
+from trioserve.load import (
+    Cancel,
+    Conversation,
+    Figures,
+    Record,
+    Run,
+    Target,
+    Turn,
+    closed_loop,
+    figures_of,
+    over_tcp,
+    send,
+)
 
 
 def echo(body: dict[str, Any]) -> Script:
@@ -74,6 +86,18 @@ async def test_chat_deltas_are_read_alike(autojump_clock: Any) -> None:
 
     record = await one(chat)
     assert (record.text, record.finish_reason, len(record.chunks)) == ("hi", "stop", 3)
+    assert record.first_text == pytest.approx(record.started + 2)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_reasoning_is_kept_beside_the_text(name: str, autojump_clock: Any) -> None:
+    def chat(_: dict[str, Any]) -> Script:
+        deltas = [{"role": "assistant"}, {name: "Well, "}, {name: "so", "content": "h"}]
+        deltas += [{"content": "i"}]
+        return [(1.0, event(choices=[{"index": 0, "delta": delta}])) for delta in deltas]
+
+    record = await one(chat)
+    assert (record.text, record.reasoning) == ("hi", "Well, so")
     assert record.first_text == pytest.approx(record.started + 2)
 
 
@@ -153,6 +177,28 @@ async def test_a_connection_that_ends_while_it_is_idle_costs_no_request() -> Non
             run = await closed_loop(wanted, [{}, {}, {}], 1)
             nursery.cancel_scope.cancel()
         assert [record.error for record in run.records] == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("script", "cancel"),
+    [
+        ([(1.0, text("a") + event(error="it died"))], Cancel(events=1)),
+        ([(1.0, event(error="it died")), (1.0, text("a"))], Cancel(events=1)),
+        ([(1.0, text("a") + event(error="it died")), (9.0, DONE)], Cancel(seconds=5.0)),
+    ],
+    ids=["one read", "two reads", "time"],
+)
+async def test_what_failed_before_the_client_left_counts_once(
+    script: Script, cancel: Cancel, autojump_clock: Any
+) -> None:
+    async with trio.open_nursery() as nursery:
+        server = FakeServer(nursery, lambda _: script)
+        leaves = Conversation(turns=(Turn(prompt="x", cancel=cancel),))
+        run = await closed_loop(target(server), [leaves], 1)
+        nursery.cancel_scope.cancel()
+    figures = figures_of(run)
+    assert (figures.completed, figures.failed, figures.cancelled) == (0, 1, 0)
+    assert run.records[0].error == "it died"
 
 
 async def test_failures_are_recorded_and_the_loop_goes_on(autojump_clock: Any) -> None:

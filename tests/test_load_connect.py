@@ -13,7 +13,16 @@ import pytest
 import trio
 import trustme
 
-from trioserve.load import Target, closed_loop, open_loop, over_tcp, parse_url, send, tls_context
+from trioserve.load import (
+    Target,
+    closed_loop,
+    figures_of,
+    open_loop,
+    over_tcp,
+    parse_url,
+    send,
+    tls_context,
+)
 from trioserve.load.measure import MeasureError
 from trioserve.load.server import ask_models
 
@@ -60,6 +69,48 @@ async def test_a_connection_that_the_server_closes_while_idle_is_not_used_again(
         run = await open_loop(target, [{}] * 4, [0.0, 0.1, 0.3, 0.4])
     assert [record.error for record in run.records] == [""] * 4
     assert listener.connections == 2
+    assert figures_of(run).resent == 0
+
+
+async def test_a_request_on_which_the_server_hung_up_is_sent_again_and_counted() -> None:
+    class HangsUp(Listener):
+        async def handle(self, stream: trio.abc.Stream) -> None:
+            self.connections += 1
+            async with contextlib.aclosing(stream):
+                await stream.receive_some(65536)
+                await stream.send_all(ANSWER)
+                await stream.receive_some(65536)
+
+    listener = HangsUp([])
+    async with listening(listener) as port:
+        target = Target(connect=over_tcp(f"http://127.0.0.1:{port}"), path="/", fields={})
+        run = await closed_loop(target, [{}] * 3, 1)
+    assert [record.error for record in run.records] == [""] * 3
+    assert [record.resent for record in run.records] == [False, True, True]
+    assert figures_of(run).resent == 2
+
+
+BARE = b"HTTP/1.0 200 OK\r\n\r\n" + BODY
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (BARE, "connection lost"),
+        (b"HTTP/1.0 200 OK\r\n\r\n", "connection lost"),
+        (BARE + b"data: [DONE]\n\n", ""),
+        (BARE.replace(b'"a"', b'"a", "finish_reason": "stop"'), ""),
+        (BARE + b'data: {"error": "out of memory"}\n\n', "error in the stream"),
+    ],
+)
+async def test_an_answer_that_ends_with_its_connection_is_whole_if_it_says_so(
+    answer: bytes, kind: str
+) -> None:
+    async with listening(Listener([answer])) as port:
+        target = Target(connect=over_tcp(f"http://127.0.0.1:{port}"), path="/", fields={})
+        record = await send(target, {})
+    assert record.error_kind == kind
+    assert bool(record.error) == bool(kind)
 
 
 async def test_a_connection_that_breaks_in_an_answer_is_told_as_lost() -> None:
@@ -136,6 +187,16 @@ async def test_tls_is_checked_with_the_given_authority(
             record = await send(Target(connect=connect, path="/", fields={}), {})
             await trio.sleep(0.2)
     assert record.error_kind == "no connection"
+    assert "the certificate isn't trusted: " in record.error
+    assert record.error.endswith(" (--ca-file, --insecure)")
+
+
+async def test_tls_to_a_port_without_it_is_told_with_its_reason() -> None:
+    async with listening(Listener([ANSWER])) as port:
+        connect = parse_url(f"https://127.0.0.1:{port}").connect()
+        record = await send(Target(connect=connect, path="/", fields={}), {})
+    assert record.error_kind == "no connection"
+    assert "TLS failed: " in record.error
 
 
 def test_headers_of_several_lines_are_refused() -> None:

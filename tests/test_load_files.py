@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,33 @@ def test_the_unit_of_a_traces_times_can_be_said(tmp_path: Path) -> None:
     assert load_trace(path, unit="s")[0].at == 27482
     path = write(tmp_path / "trace", BURSTGPT)
     assert load_trace(path, unit="ms")[0].at == 0.005
+
+
+@pytest.fixture
+def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine whose clocks are hours from UTC, and change in the night of 2023-11-05."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "America/New_York")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    "dates",
+    [
+        ("2023-11-05T00:30:00.5", "2023-11-05T03:30:00.500"),
+        ("2023-11-05 00:30:00+00:00", "2023-11-05 03:30:00.0000000+00:00"),
+        ("2023-11-05T00:30:00.9799600", "2023-11-05T03:30:00.9799600Z"),
+        ("2023-11-05T00:30:00.5+00:00", "2023-11-05T04:30:00.50+01:00"),
+    ],
+)
+def test_dates_are_told_apart_by_their_zone_and_not_by_their_digits(
+    new_york: None, tmp_path: Path, dates: tuple[str, str]
+) -> None:
+    lines = [json.dumps({"timestamp": d, "input_tokens": 1, "output_tokens": 1}) for d in dates]
+    first, second = load_trace(write(tmp_path / "trace", "\n".join(lines)))
+    assert second.at - first.at == pytest.approx(3 * 3600, abs=1e-5)
 
 
 @pytest.mark.parametrize("texts", [GUESSED, "counted"])

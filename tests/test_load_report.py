@@ -91,6 +91,25 @@ def test_the_text_says_what_there_is_to_say() -> None:
     ]
 
 
+def test_a_wait_before_the_bound_is_not_laid_to_the_client() -> None:
+    lines = figures_text(measured(rate=3.0, concurrency=2)).splitlines()
+    assert "  waited before the bound: 20.0 ms at p50, 20.0 ms at p99" in lines
+    assert "the client sent late" not in "".join(lines)
+
+
+def test_requests_that_were_sent_again_are_told() -> None:
+    one = measured()
+    assert "sent again" not in figures_text(one)
+    for record in one.run.records[:2]:
+        record.resent = True
+    one = attrs.evolve(one, figures=figures_of(one.run))
+    told = "  sent again, as the server closed the connection without an answer: 2"
+    assert told in figures_text(one).splitlines()
+    (run,) = json.loads(as_json([one], {}, records=True))["runs"]
+    assert run["figures"]["resent"] == 2
+    assert [record["resent"] for record in run["records"][:3]] == [True, True, False]
+
+
 def test_a_run_of_failures_is_told_without_times() -> None:
     failed = [Record(started=0.0, error="no", ended=0.1)]
     run = Run(concurrency=1, records=failed, duration=1.0)

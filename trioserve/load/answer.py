@@ -51,6 +51,13 @@ class AnswerReader:
     record: Record
     _rest: bytes = b""
     _texts: list[str] = attrs.field(factory=list)
+    _reasonings: list[str] = attrs.field(factory=list)
+    _done: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the server has said that this is all: ``[DONE]``, or why it stopped."""
+        return self._done or self.record.finish_reason is not None
 
     def feed(self, data: bytes, now: float) -> int:
         """Take the bytes that came at ``now``; gives the number of events with a choice so far.
@@ -67,11 +74,13 @@ class AnswerReader:
         return len(self.record.chunks)
 
     def close(self) -> None:
-        """Put the text that has come so far into the record."""
+        """Put the text that has come so far into the record, and the reasoning."""
         self.record.text = "".join(self._texts)
+        self.record.reasoning = "".join(self._reasonings)
 
     def _note(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
+            self._done = True
             return
         event = _decode(data)
         record = self.record
@@ -82,10 +91,12 @@ class AnswerReader:
             text = choice.text if delta is None else delta.content
             if text:
                 self._texts.append(text)
-                if record.first_text is None:
-                    record.first_text = now
-            elif delta is not None and (delta.reasoning_content or delta.reasoning):
-                record.first_text = now if record.first_text is None else record.first_text
+            # Some servers send it under both names.
+            reasoning = delta and (delta.reasoning_content or delta.reasoning)
+            if reasoning:
+                self._reasonings.append(reasoning)
+            if record.first_text is None and (text or reasoning):
+                record.first_text = now
             if choice.token_ids:
                 record.token_ids += choice.token_ids
             if choice.finish_reason:

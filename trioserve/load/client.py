@@ -121,7 +121,7 @@ class Client:
             with trio.move_on_after(min(leaves_after, timeout)) as scope:
                 await self._exchange(request, exchange)
             if scope.cancelled_caught and leaves_after < timeout:
-                record.cancelled = True
+                record.leave()
             elif scope.cancelled_caught:
                 record.fail("timeout", f"TooSlowError: not done within {timeout:g} s")
         except (OSError, trio.BrokenResourceError) as error:
@@ -144,9 +144,11 @@ class Client:
             await self._ask_on(self._stream, request, exchange)
             if not exchange.unanswered:
                 return
+        resent = exchange.unanswered
         await self.close()
         exchange.connection_was_used = exchange.unanswered = False
         self._stream = await self._target.connect()
+        exchange.record.resent = resent
         await self._ask_on(self._stream, request, exchange)
 
     async def _ask_on(self, stream: trio.abc.Stream, request: bytes, exchange: Exchange) -> None:

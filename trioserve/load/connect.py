@@ -125,6 +125,10 @@ def tls_context(ca_file: Path | None = None, *, insecure: bool = False) -> ssl.S
 
 def reason_of(error: BaseException) -> str:
     """What went wrong with a connection, with the system's own word for it."""
+    while not str(error) and error.__cause__ is not None:
+        error = error.__cause__  # trio has no text of its own for what TLS refuses
+    if isinstance(error, ssl.SSLError):
+        return _tls_reason(error)
     inner: BaseException = error
     while isinstance(inner.__cause__, BaseExceptionGroup):
         inner = inner.__cause__.exceptions[0]
@@ -132,3 +136,9 @@ def reason_of(error: BaseException) -> str:
     if isinstance(inner, OSError) and inner is not error and inner.strerror:
         return f"{text}: {inner.strerror}"
     return text
+
+
+def _tls_reason(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the certificate isn't trusted: {error.verify_message} (--ca-file, --insecure)"
+    return f"TLS failed: {error.reason.lower().replace('_', ' ') if error.reason else error}"

@@ -46,7 +46,7 @@ class Exchange:
                 if body:
                     events = self._answer.feed(body, now)
                     if self.max_events is not None and events >= self.max_events:
-                        self.record.cancelled = True
+                        self.record.leave()
                         return True
             elif len(self._refusal) < _MAX_TOLD:
                 self._refusal += body
@@ -77,5 +77,10 @@ class Exchange:
         if status != 200:
             told = self._refusal[:_MAX_TOLD].decode(errors="replace")
             record.fail(f"HTTP {status}", f"HTTP {status}" + (f": {told}" if told else ""))
-        elif not record.error and not record.chunks:
+        elif record.error:
+            return
+        elif self._response.until_close and not self._answer.complete:
+            # The end of such an answer looks like the death of its server.
+            record.fail("connection lost", "the connection ended before the answer did")
+        elif not record.chunks:
             record.fail("no tokens", "the stream held no tokens")

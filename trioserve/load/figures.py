@@ -79,7 +79,10 @@ class Figures:
     peak_concurrency: int = 0
     """Most requests that were running at once."""
     lag_ms: Spread | None = None
-    """How late requests were sent, in an open loop. More than a few ms: the client was too slow."""
+    """How late requests were sent, in an open loop: how long they waited before the bound of
+    ``concurrency``. Without a bound, more than a few ms say that the client was too slow."""
+    resent: int = 0
+    """Requests that were sent twice, as the server closed a connection without an answer."""
 
 
 def figures_of(run: Run, limits: Limits | None = None) -> Figures:
@@ -125,6 +128,7 @@ def figures_of(run: Run, limits: Limits | None = None) -> Figures:
         peak_tokens_per_second=_busiest_second(good),
         peak_concurrency=_peak_concurrency(good),
         lag_ms=spread_of(lags) if lags else None,
+        resent=sum(record.resent for record in run.records),
     )
 
 

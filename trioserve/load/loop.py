@@ -96,7 +96,8 @@ async def open_loop(
         requests: what to ask.
         arrivals: for each, when its first turn is sent, in seconds from the beginning, ascending.
         rate: what the run is to tell as its rate.
-        max_concurrency: most conversations at a time; the others wait, as before a gateway.
+        max_concurrency: most conversations at a time; the others wait, as before a gateway. Their
+            requests' times begin after that.
         progress: is told what goes on.
 
     Raises:

@@ -21,6 +21,8 @@ class Record:
     chunks: list[float] = attrs.field(factory=list)
     first_text: float | None = None
     text: str = ""
+    reasoning: str = ""
+    """What the server marked as reasoning, which isn't part of ``text``."""
     token_ids: list[int] = attrs.field(factory=list)
     finish_reason: str | None = None
     prompt_tokens: int | None = None
@@ -30,6 +32,8 @@ class Record:
     error_kind: str = ""
     cancelled: bool = False
     """Whether the client left before the end, as it was told to. That is no error."""
+    resent: bool = False
+    """Whether it was sent twice: the server closed the first connection without an answer."""
     scheduled: float | None = None
     """When it was to be sent, where a schedule says so; ``started`` is when it was."""
     ended: float | None = None
@@ -45,6 +49,10 @@ class Record:
         """Note an error."""
         self.error_kind = kind
         self.error = message
+
+    def leave(self) -> None:
+        """Note that the client left. What has failed before that counts as failed alone."""
+        self.cancelled = not self.error
 
 
 @attrs.frozen(kw_only=True)

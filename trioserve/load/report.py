@@ -29,7 +29,7 @@ SPREADS = (
 """What figures there are of times, with what they are called."""
 
 _LAG_TOLD_MS = 5.0
-"""A client that is later than this in one of a hundred requests is told of."""
+"""Where one of a hundred requests is sent later than this, it is told."""
 
 
 def figures_text(measured: Measured) -> str:
@@ -51,13 +51,23 @@ def figures_text(measured: Measured) -> str:
         share = figures.cached_tokens / max(figures.prompt_tokens, 1)
         lines.append(f"  {share:.1%} of the prompts' tokens were cached")
     if figures.lag_ms is not None and figures.lag_ms.p99 > _LAG_TOLD_MS:
-        lines.append(f"  the client sent late: {figures.lag_ms.p99:.1f} ms at p99")
+        lines.append(_lag_line(figures.lag_ms, bounded=figures.concurrency is not None))
+    if figures.resent:
+        lines.append(
+            f"  sent again, as the server closed the connection without an answer: {figures.resent}"
+        )
     if figures.completed:
         lines += _spread_lines(figures)
     for kind, count in figures.errors.items():
         first = next(r.error for r in measured.run.records if (r.error_kind or "other") == kind)
         lines.append(f"  {count} x {kind}: {first}")
     return "\n".join(lines)
+
+
+def _lag_line(lag: Spread, *, bounded: bool) -> str:
+    if bounded:
+        return f"  waited before the bound: {lag.p50:.1f} ms at p50, {lag.p99:.1f} ms at p99"
+    return f"  the client sent late: {lag.p99:.1f} ms at p99"
 
 
 def _spread_lines(figures: Figures) -> list[str]:

@@ -44,6 +44,11 @@ class ResponseReader:
     _line: str = "size"
     """What the next line between chunks is: ``size``, the ``end`` of a chunk, or a ``trailer``."""
 
+    @property
+    def until_close(self) -> bool:
+        """Whether the body is as long as the connection lasts, so that nothing says it is whole."""
+        return self._left == _UNTIL_CLOSE
+
     def feed(self, data: bytes) -> bytes:
         """The bytes of the body in ``data``; empty data means that the connection has ended.
 
@@ -62,7 +67,7 @@ class ResponseReader:
         return self._read_plain(data)
 
     def _end_of_connection(self) -> None:
-        if not self.status or self._left != _UNTIL_CLOSE:
+        if not self.status or not self.until_close:
             raise InvalidAnswer("the connection ended before the answer did")
         self.ended = True
 
@@ -115,7 +120,7 @@ class ResponseReader:
             self.reusable = False
 
     def _read_plain(self, data: bytes) -> bytes:
-        if self._left == _UNTIL_CLOSE:
+        if self.until_close:
             return data
         body = data[: self._left]
         self._left -= len(body)

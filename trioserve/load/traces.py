@@ -6,7 +6,8 @@ names:
 ==================  =====================================================================
 what                names
 ==================  =====================================================================
-time of arrival     ``timestamp``: a number, or a date as in ISO 8601
+time of arrival     ``timestamp``: a number, or a date as in ISO 8601 (in UTC, unless it says
+                    where)
 tokens in           ``input_length`` (Mooncake), ``ContextTokens`` (Azure), ``Request tokens``
                     (BurstGPT), ``input_tokens``, ``prompt_tokens``, ``num_prefill_tokens``
 tokens out          ``output_length``, ``GeneratedTokens``, ``Response tokens``,
@@ -25,7 +26,7 @@ from __future__ import annotations
 import csv
 import random
 from collections.abc import Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,9 @@ def _seconds(fields: Mapping[str, Any], unit: str) -> float:
     try:
         number = float(given)
     except ValueError:
-        # Azure's have seven digits after the point, of which fromisoformat takes six.
-        head, point, fraction = str(given).strip().partition(".")
-        return datetime.fromisoformat(head + (point + fraction[:6] if point else "")).timestamp()
+        date = datetime.fromisoformat(str(given).strip())
+        # Dates that don't say where: in this machine's zone, an hour of the year would be missing.
+        return (date if date.tzinfo is not None else date.replace(tzinfo=UTC)).timestamp()
     in_ms = unit == "ms" or (unit == "auto" and "input_length" in fields)
     return number / 1000 if in_ms else number
 
