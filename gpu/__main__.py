@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import importlib.util
 import sys
@@ -11,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
+from trioserve.heap import importing
 
 __all__ = ["examine", "main"]
 
@@ -106,13 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.doctor:
         sys.stdout.write(msgspec.json.encode(examine()).decode() + "\n")
         return
-    # Imports make no garbage worth looking for: a fifth of their time would be spent on it. What
-    # they made stays, so the collector needn't look at it ever again.
-    gc.disable()
-    from gpu import worker
-
-    gc.freeze()
-    gc.enable()
+    with importing():
+        from gpu import worker
     worker.run(options.connect)
 
 

@@ -34,6 +34,7 @@ from trioserve.cli.mock import mock_steps
 from trioserve.cli.output import OutputError, discard_output, writing
 from trioserve.config import EngineConfig
 from trioserve.errors import TrioserveError
+from trioserve.heap import importing
 from trioserve.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -97,10 +98,11 @@ def _serve(arguments: dict[str, Any]) -> int:
     # A task dump that is asked for during the imports, which take a second or two, must not end
     # the process.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    import trio
+    with importing():
+        import trio
 
-    from trioserve.cli.serve import run_server
-    from trioserve.logs import setup_logging
+        from trioserve.cli.serve import run_server
+        from trioserve.logs import setup_logging
 
     setup_logging(config.log_level, config.log_format)
     return trio.run(run_server, config, mock)
