@@ -19,7 +19,7 @@ from bench.peers import SERVERS
 
 __all__ = ["main", "new_results"]
 
-_PARTS = ("bench.sse", "bench.micro", "bench.front_end")
+_PARTS = ("bench.sse", "bench.micro", "bench.front_end", "bench.accuracy")
 # However little time is left, a comparison takes each server once.
 _LEAST_MINUTES = 5.0
 
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if _run("bench.compare", *peers, "--minutes", minutes, "--plots"):
         failed.append("bench.compare")
     found = new_results(RESULTS, before)
+    # A comparison that was cut short has no figures: the page passes over it.
     if found and _run("bench.performance_page", "--pictures", *map(str, found)):
         failed.append("bench.performance_page")
     for name in failed:

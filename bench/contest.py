@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -109,13 +111,16 @@ async def one_by_one(
         notes.know(server, [scenario])
     for round in _rounds(rounds, deadline):
         for server in servers if round % 2 == 0 else servers[::-1]:
+            await _calm()
             with tempfile.TemporaryDirectory() as folder:
+                measure = partial(scenario.measure, server, Path(folder) / "log", round)
                 try:
-                    taken = await scenario.measure(server, Path(folder) / "log", round)
+                    taken, elsewhere, _ = await _beside(measure, _ended_seconds)
                 except (ServerFailed, InvalidRun) as failure:
                     notes.fail(failure)
                     continue
-            row = _row(scenario.name, "", server, round, taken.values)
+            values = {**taken.values, "elsewhere_cores": elsewhere}
+            row = _row(scenario.name, "", server, round, values)
             show(row)
             notes.note(row, taken.run)
 
@@ -166,17 +171,34 @@ async def _calm() -> None:
             await trio.sleep(_CALM_SECONDS)
             if busy_seconds() - before <= _CALM_CORES * _CALM_SECONDS:
                 return
+    print(f"not calm after {_CALM_PATIENCE:g} s: measuring all the same", flush=True)
 
 
 async def _watched(one: Running, turn: Turn) -> tuple[Taken, float, float]:
     """What the turn took; the cores that neither server nor client used; the server's seconds."""
+    return await _beside(partial(turn.measure, one), one.family.cpu_seconds)
+
+
+async def _beside(
+    measure: Callable[[], Awaitable[Taken]], server_seconds: Callable[[], float]
+) -> tuple[Taken, float, float]:
+    """As :func:`_watched`; ``server_seconds`` is what the server has computed so far."""
     began = trio.current_time()
-    everybody, own, client = busy_seconds(), one.family.cpu_seconds(), time.process_time()
-    taken = await turn.measure(one)
+    everybody, own, client = busy_seconds(), server_seconds(), time.process_time()
+    taken = await measure()
     duration = trio.current_time() - began
-    used = one.family.cpu_seconds() - own
+    used = server_seconds() - own
     others = busy_seconds() - everybody - used - (time.process_time() - client)
     return taken, max(others, 0.0) / duration, used
+
+
+def _ended_seconds() -> float:
+    """Seconds of CPU that all servers have used that have ended, and their processes with them.
+
+    Where a server is started for its turn, that is known only once it has ended.
+    """
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _row(scenario: str, case: str, server: Server, round: int, values: Mapping[str, float]) -> Row:

@@ -25,7 +25,8 @@ class Verdict:
     """One target beside what was reached, which is None where it wasn't measured.
 
     ``reached`` and ``bound`` are in the same unit; it is met if ``reached`` is at least ``bound``,
-    or at most where ``at_most`` says so. ``detail`` says between which figures.
+    or at most where ``at_most`` says so. ``detail`` says between which figures. ``rounds`` is how
+    many were measured, None where there are none: the fewer, the more of a verdict is chance.
     """
 
     what: str
@@ -36,6 +37,7 @@ class Verdict:
     unit: str = "times"
     detail: str = ""
     moonshot: float | None = None
+    rounds: int | None = None
 
     @property
     def met(self) -> bool | None:
@@ -63,8 +65,9 @@ def goals_table(verdicts: Sequence[Verdict]) -> str:
         if one.moonshot is not None:
             target += f" (moonshot {one.moonshot:g})"
         reached = "" if one.reached is None else f"{one.reached:.3g} {one.unit}"
-        lines.append([one.what, one.against, target, reached, one.verdict, one.detail])
-    heads = ["", "against", "target", "measured", "", "medians"]
+        rounds = "" if one.rounds is None else str(one.rounds)
+        lines.append([one.what, one.against, target, reached, rounds, one.verdict, one.detail])
+    heads = ["", "against", "target", "measured", "rounds", "", "medians"]
     return markdown(heads, lines)
 
 
@@ -93,6 +96,7 @@ def _batches(figures: _Figures) -> Iterator[Verdict]:
         of = figures.of("throughput", case, "bf16")
         best = of.best("tokens_per_second", most=True)
         yield of.ratio(f"{case}, tokens/s", best, "tokens_per_second", 1.5, moonshot=1.8)
+        best = of.best("itl_p99_ms", most=False)
         yield of.ratio(f"{case}, ITL p99", best, "itl_p99_ms", 1.0, at_most=True)
 
 
@@ -123,6 +127,7 @@ def _after_leave(figures: _Figures) -> Verdict:
         at_most=True,
         unit="s",
         detail="" if theirs is None else f"vllm: {theirs:.2f} s",
+        rounds=of.rounds(OWN),
     )
 
 
@@ -141,6 +146,7 @@ def _start(figures: _Figures) -> Verdict:
         reached=of.median(OWN, "first_token_seconds"),
         at_most=True,
         unit="s",
+        rounds=of.rounds(OWN),
     )
 
 
@@ -166,6 +172,10 @@ class _Case:
         """A server's figure over the rounds; None where it wasn't measured."""
         found = [row.values[name] for row in self.rows if row.server == server]
         return statistics.median(found) if found else None
+
+    def rounds(self, server: str) -> int | None:
+        """In how many rounds a server was measured; None where it wasn't."""
+        return sum(row.server == server for row in self.rows) or None
 
     def best(self, name: str, *, most: bool) -> str:
         """The peer with the most of ``name``, or the least; "" where there is none."""
@@ -198,4 +208,5 @@ class _Case:
             at_most=at_most,
             detail=f"{ours:.4g} : {theirs:.4g}" if found else "",
             moonshot=moonshot,
+            rounds=len(found) or None,
         )

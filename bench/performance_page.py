@@ -3,7 +3,8 @@
 What stands between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is written by this script and by
 nobody else. NAME is ``targets``, ``missed``, ``machine``, a scenario of :mod:`bench.compare`, or
 the name of another script's result: that has its Markdown in ``table`` and what became of targets
-in ``verdicts``. Of two results of one name, the later one is taken.
+in ``verdicts``. Of two results of one name, the later one is taken. What isn't given anew stays,
+and counts among the targets and machines: the results that it says it is from are read again.
 """
 
 from __future__ import annotations
@@ -11,25 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.goals import Verdict, goals_table, judge
+from bench.page_pictures import pictures_in, plots_of, show_plots
 from bench.report import markdown, table
-from bench.rows import QUIET, Row, busy_elsewhere
+from bench.rows import QUIET, Row, busy_cases, busy_elsewhere
 
-__all__ = ["blocks_of", "filled", "main", "with_pictures"]
+__all__ = ["blocks_of", "filled", "main", "sources_of", "sources_on"]
 
+_RESULTS = Path(__file__).parent / "results"
 _PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
-_PICTURES = (
-    "throughput-bf16-load.png",
-    "throughput-bf16-32-streams-ttft.png",
-    "throughput-bf16-32-streams-itl.png",
-)
-_BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_SOURCE = re.compile(r"^From `bench/results/(\S+)`\.$", re.MULTILINE)
 
 
 def filled(page: str, blocks: Mapping[str, str]) -> str:
@@ -38,49 +36,61 @@ def filled(page: str, blocks: Mapping[str, str]) -> str:
     Raises:
         ValueError: the page has no place for one of them.
     """
-    places = {match[2] for match in _BLOCK.finditer(page)}
-    if missing := sorted(blocks.keys() - places):
+    if missing := sorted(blocks.keys() - _blocks_on(page).keys()):
         raise ValueError(f"the page has no place for {', '.join(missing)}")
 
     def replace(match: re.Match[str]) -> str:
         text = blocks.get(match[2])
-        return match[0] if text is None else f"{match[1]}\n{text.strip()}\n\n{match[3]}"
+        return match[0] if text is None else f"{match[1]}\n{text.strip()}\n\n{match[4]}"
 
     return _BLOCK.sub(replace, page)
 
 
-def blocks_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The blocks that follow from ``results``, by the names of their files.
+def sources_on(page: str) -> dict[str, str]:
+    """The file of results that each filled block of ``page`` says it is from."""
+    found = {name: _SOURCE.search(text) for name, text in _blocks_on(page).items()}
+    return {name: match[1] for name, match in found.items() if match}
 
-    Raises:
-        ValueError: a result holds neither rows of a comparison nor a table.
-    """
-    rows: dict[str, list[Row]] = {}
-    others: dict[str, Mapping[str, Any]] = {}
+
+def sources_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The file of ``results`` that each block follows from: the latest that has figures for it."""
     sources: dict[str, str] = {}
     for file in sorted(results, key=lambda file: results[file]["time"]):
+        if "table" in results[file]:
+            sources[_name(file)] = file
+        else:
+            sources |= {row.scenario: file for row in _rows(results[file])}
+    return sources
+
+
+def blocks_of(
+    results: Mapping[str, Mapping[str, Any]], sources: Mapping[str, str]
+) -> dict[str, str]:
+    """The blocks in ``sources``, each from its file in ``results``, and those about all of them."""
+    every: list[Row] = []
+    others: list[Verdict] = []
+    blocks: dict[str, str] = {}
+    for name, file in sources.items():
         result = results[file]
         if "table" in result:
-            name = _name(file)
-            others[name] = result
-            sources[name] = file
-        elif found := _rows(result):
-            for scenario in {row.scenario for row in found}:
-                rows[scenario] = [row for row in found if row.scenario == scenario]
-                sources[scenario] = file
+            others += [Verdict(**verdict) for verdict in result.get("verdicts", [])]
+            shown = result["table"]
         else:
-            raise ValueError(f"{file} holds neither a comparison's rows nor a table")
-    every = [row for chosen in rows.values() for row in chosen]
-    verdicts = judge(every)
-    for other in others.values():
-        verdicts += [Verdict(**verdict) for verdict in other.get("verdicts", [])]
+            rows = [row for row in _rows(result) if row.scenario == name]
+            every += rows
+            shown = table(rows)
+        blocks[name] = f"{shown}\n\nFrom `bench/results/{file}`."
+    verdicts = judge(every) + others
     return {
         "targets": _warning(every) + goals_table(verdicts),
         "missed": _missed(verdicts),
-        "machine": _machines(results),
-        **{name: f"{table(rows[name])}\n\n{_source(sources[name])}" for name in rows},
-        **{name: f"{others[name]['table']}\n\n{_source(sources[name])}" for name in others},
+        "machine": _machines({file: results[file] for file in sources.values()}),
+        **blocks,
     }
+
+
+def _blocks_on(page: str) -> dict[str, str]:
+    return {match[2]: match[3] for match in _BLOCK.finditer(page)}
 
 
 def _rows(result: Mapping[str, Any]) -> list[Row]:
@@ -90,12 +100,13 @@ def _rows(result: Mapping[str, Any]) -> list[Row]:
 
 
 def _warning(rows: Sequence[Row]) -> str:
-    busy = busy_elsewhere(rows) or 0.0
-    if busy <= QUIET:
+    busy = {name: cores for name, cores in busy_cases(rows).items() if cores > QUIET}
+    if not busy:
         return ""
+    named = "; ".join(f"{name}: {cores:.2f}" for name, cores in busy.items())
     return (
-        f"**The machine wasn't quiet**: {busy:.2f} cores were busy with something else, so these "
-        "figures decide nothing.\n\n"
+        "**The machine wasn't quiet**, and figures of these cases decide nothing. So many cores "
+        f"were busy with something else: {named}.\n\n"
     )
 
 
@@ -104,37 +115,9 @@ def _missed(verdicts: Sequence[Verdict]) -> str:
     return goals_table(missed) if missed else "None of those that were measured."
 
 
-def with_pictures(
-    blocks: Mapping[str, str], results: Sequence[Path], folder: Path
-) -> dict[str, str]:
-    """Copy the plots of ``results`` into ``folder``, and show each in the block that it is of.
-
-    A plot lies beside its result: as a file of the same name, or in a folder of that name if it is
-    one of those of :mod:`bench.pictures` that the page shows.
-    """
-    shown = dict(blocks)
-    for path in results:
-        own = path.with_suffix(".png")
-        found = {_name(path.name): [own] if own.exists() else []}
-        found["throughput"] = [
-            picture for name in _PICTURES if (picture := path.with_suffix("") / name).exists()
-        ]
-        for name, pictures in found.items():
-            for picture in pictures if name in shown else []:
-                copy = folder / (picture.name if picture != own else f"{name}.png")
-                folder.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(picture, copy)
-                shown[name] += f"\n\n![{copy.stem}]({folder.name}/{copy.name})"
-    return shown
-
-
 def _name(file: str) -> str:
     """The name of what was measured: that of the file without its time."""
     return re.sub(r"-\d{8}-\d{6}\.json$", "", file).replace("-", "_")
-
-
-def _source(file: str) -> str:
-    return f"From `bench/results/{file}`."
 
 
 def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -159,33 +142,56 @@ def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _versions(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The servers of all comparisons, a line for each."""
-    servers: dict[str, Mapping[str, str]] = {}
-    for file in sorted(results):
-        servers |= results[file].get("servers", {})
+    """The servers of all comparisons, a line for each version of each."""
     lines = []
-    for name, versions in servers.items():
-        shown = ", ".join(f"{k} {v}" for k, v in versions.items() if k != "started_with")
-        lines.append([name, shown])
-    return [markdown(["server", "versions"], lines)] if lines else []
+    for file in sorted(results):
+        for name, versions in results[file].get("servers", {}).items():
+            shown = ", ".join(f"{k} {v}" for k, v in versions.items() if k != "started_with")
+            lines.append((name, shown))
+    return [markdown(["server", "versions"], list(dict.fromkeys(lines)))] if lines else []
+
+
+def _read(paths: Iterable[Path]) -> dict[str, Mapping[str, Any]]:
+    return {path.name: json.loads(path.read_text()) for path in paths}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill the page; the exit code."""
+    """Fill the page; the exit code, 1 if no result has figures for it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
-    parser.add_argument("--page", type=Path, default=_PAGE)
-    parser.add_argument("--pictures", action="store_true", help="with the plots, copied")
+    add = parser.add_argument
+    add("results", nargs="+", type=Path, metavar="RESULT.json")
+    add("--page", type=Path, default=_PAGE)
+    add("--folder", type=Path, default=_RESULTS, help="with the results that the page is from")
+    add("--pictures", action="store_true", help="with the plots, copied")
     options = parser.parse_args(arguments)
-    results = {path.name: json.loads(path.read_text()) for path in options.results}
-    before = options.page.read_text()
-    blocks = blocks_of(results)
-    if options.pictures:
-        blocks = with_pictures(blocks, options.results, options.page.parent / "pictures")
-    after = filled(before, blocks)
-    options.page.write_text(after)
+    page = options.page.read_text()
+    before, places = sources_on(page), _blocks_on(page)
+    paths = {path.name: path for path in options.results}
+    results = _read(paths.values())
+    new = {name: file for name, file in sources_of(results).items() if name in places}
+    for file in sorted(results.keys() - set(new.values())):
+        print(f"skipped {file}: the page shows none of its figures, or a later result has them")
+    if not new:
+        print("nothing to put into the page", file=sys.stderr)
+        return 1
+    chosen = before | new
+    kept = {file: options.folder / file for file in chosen.values() if file not in paths}
+    if lost := sorted(file for file, path in kept.items() if not path.exists()):
+        parser.error(f"the page has figures from {', '.join(lost)}: not in {options.folder}")
+    paths |= kept
+    results |= _read(kept.values())
+    # In the order of the page, whichever of them are new.
+    sources = {name: chosen[name] for name in places if name in chosen}
+    blocks = blocks_of(results, sources)
+    for name, file in sources.items():
+        plots = plots_of(name, paths[file]) if options.pictures else {}
+        # Plots may be kept nowhere but on the page: they stay as long as their figures do.
+        stay = pictures_in(places[name]) if before.get(name) == file else []
+        pictures = show_plots(plots, options.page.parent / "pictures") if plots else stay
+        blocks[name] = "\n\n".join([blocks[name], *pictures])
+    options.page.write_text(filled(page, blocks))
     print(f"wrote {options.page}")
     return 0
 

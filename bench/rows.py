@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-__all__ = ["QUIET", "Row", "busy_elsewhere"]
+__all__ = ["QUIET", "Row", "busy_cases", "busy_elsewhere"]
 
 QUIET = 0.1
 """Cores that may be busy with something else; with more, figures aren't to be trusted."""
@@ -17,9 +17,10 @@ QUIET = 0.1
 class Row:
     """What one server showed in one case of a scenario, in one round.
 
-    Where servers are up together, ``values`` has ``server_cpu_seconds``, those of all its processes
-    during the measurement, and ``elsewhere_cores``, the cores that were busy with something that is
-    neither this server nor the client, on average: an otherwise idle machine shows less than 0.05.
+    ``values`` has ``elsewhere_cores``, the cores that were busy with something that is neither this
+    server nor the client, on average: an otherwise idle machine shows less than 0.05. Where servers
+    are up together, it has ``server_cpu_seconds``, too: those of all the server's processes during
+    the measurement.
     """
 
     scenario: str
@@ -35,7 +36,19 @@ class Row:
         return f"{self.server} {self.format}"
 
 
+def busy_cases(rows: Sequence[Row]) -> dict[str, float]:
+    """The cores that were busy with something else in each case of each scenario: the median.
+
+    Cases are apart because one that was disturbed doesn't show among many that weren't.
+    """
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if "elsewhere_cores" in row.values:
+            name = ", ".join(filter(None, (row.scenario.replace("_", " "), row.case)))
+            found.setdefault(name, []).append(row.values["elsewhere_cores"])
+    return {name: statistics.median(cores) for name, cores in found.items()}
+
+
 def busy_elsewhere(rows: Sequence[Row]) -> float | None:
-    """The cores that were busy with something else, the median of ``rows``; None if unknown."""
-    found = [row.values["elsewhere_cores"] for row in rows if "elsewhere_cores" in row.values]
-    return statistics.median(found) if found else None
+    """The cores that were busy with something else, in the case with most; None if unknown."""
+    return max(busy_cases(rows).values(), default=None)

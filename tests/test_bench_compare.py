@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from bench.loads import load_of
 from bench.peers.gguf_files import model_file
 from bench.peers.own_server import own_server
 from bench.report import ratios, tables
-from bench.rows import Row
+from bench.rows import Row, busy_cases, busy_elsewhere
 from bench.scenario import Taken, Turn
 from bench.servers import Running, Server, ServerFailed, running
 from bench.setting import Setting
@@ -31,6 +32,12 @@ from trioserve.load import Record, Run
 from trioserve.load import work as load_work
 
 OTHERS = ("llama.cpp", "vllm", "transformers")
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests measure nothing: they needn't wait until the machine has nothing else to do."""
+    monkeypatch.setattr(contest, "_CALM_PATIENCE", 0.1)
 
 
 def healthy(name: str) -> Server:
@@ -135,6 +142,61 @@ async def test_a_lonely_scenario_goes_on_after_a_server_has_failed() -> None:
     await contest.one_by_one(servers, Lonely(), notes, rounds=2)
     assert [row.values["rate"] for row in notes.rows] == [0.0, 1.0]
     assert notes.failures == ["dead", "dead"]
+
+
+@attrs.frozen
+class Computing:
+    """A lonely scenario whose server's processor time is part of what the machine computes."""
+
+    busy: list[float]
+    elsewhere: float
+    name: str = "computing"
+
+    def setting(self, format: str) -> Setting:
+        return Setting(format=format)
+
+    async def measure(self, server: Server, log: Path, round: int) -> Taken:
+        code = "import time\nwhile time.process_time() < 0.3: pass"
+        await trio.run_process([sys.executable, "-c", code])
+        self.busy[0] += 0.3 + self.elsewhere
+        await trio.sleep(0.1)
+        return Taken(values={"rate": 1.0})
+
+
+@pytest.mark.parametrize(("elsewhere", "disturbed"), [(0.0, False), (30.0, True)])
+async def test_a_lonely_scenario_begins_in_calm_and_knows_what_else_was_busy(
+    monkeypatch: pytest.MonkeyPatch, elsewhere: float, disturbed: bool
+) -> None:
+    asked: list[float] = []
+    busy = [0.0]
+
+    def busy_seconds() -> float:
+        # Something is busy when the first server is to start, and then ends.
+        asked.append(trio.current_time())
+        if len(asked) == 2:
+            busy[0] += 1.0
+        return busy[0]
+
+    monkeypatch.setattr(contest, "_CALM_PATIENCE", 10.0)
+    monkeypatch.setattr(contest, "busy_seconds", busy_seconds)
+    monkeypatch.setattr(contest, "_CALM_SECONDS", 0.01)
+    notes = Notes()
+    scenario = Computing(busy=busy, elsewhere=elsewhere)
+    await contest.one_by_one([healthy("ours")], scenario, notes, rounds=1)
+    # Twice to find out that it isn't calm, twice that it is, and around the measurement.
+    assert len(asked) == 6
+    assert (notes.rows[0].values["elsewhere_cores"] > 0.1) == disturbed
+
+
+async def test_a_machine_that_never_is_calm_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = itertools.count()
+    monkeypatch.setattr(contest, "busy_seconds", lambda: float(next(busy)))
+    monkeypatch.setattr(contest, "_CALM_SECONDS", 0.01)
+    monkeypatch.setattr(contest, "_CALM_PATIENCE", 0.05)
+    await contest_of(["ours"], Fake(), rounds=1)
+    assert "not calm after 0.05 s" in capsys.readouterr().out
 
 
 def test_each_peer_is_measured_in_the_formats_that_it_has() -> None:
@@ -265,6 +327,54 @@ def test_bounds_and_memory_are_judged() -> None:
     assert verdict(found, "memory (PSS), MiB", "bf16").met is None
 
 
+def test_gaps_are_judged_against_the_peer_with_the_shortest() -> None:
+    values = {
+        **widths("8 streams", "trioserve", 190.0, 10.0),
+        **widths("8 streams", "vllm", 100.0, 9.0),
+        **widths("8 streams", "llama.cpp", 90.0, 12.0),
+    }
+    values["throughput", "8 streams", "llama.cpp", "bf16"]["itl_p99_ms"] = 8.0
+    gaps = verdict(judge(rows(values)), "8 streams, ITL p99")
+    assert (gaps.against, gaps.reached, gaps.met) == ("llama.cpp bf16", 1.25, False)
+
+
+def test_a_verdict_says_how_many_rounds_it_is_from() -> None:
+    values = {
+        **widths("1 stream", "trioserve", 104.0, 5.0),
+        **widths("1 stream", "llama.cpp", 100.0, 5.0),
+        ("start", "", "trioserve", "q4_1"): {"first_token_seconds": 5.0},
+        ("cpu_after_leave", "", "trioserve", "bf16"): {"burnt_cpu_seconds": 0.2},
+    }
+    found = rows(values)
+    # The peer's second round failed: a ratio needs both.
+    found = [row for row in found if (row.server, row.round) != ("llama.cpp", 1)]
+    judged = judge(found)
+    assert verdict(judged, "1 stream, tokens/s", "bf16").rounds == 1
+    assert verdict(judged, "start to first token, default model").rounds == 2
+    assert verdict(judged, "CPU burnt after 16 clients leave").rounds == 2
+    assert verdict(judged, "32 streams, tokens/s").rounds is None
+    assert "| ≤ 3 s | 3.75 s | 2 | **missed** |" in goals_table(judged)
+
+
+def test_a_case_that_was_disturbed_shows_among_many_that_were_not() -> None:
+    quiet = {
+        ("throughput", f"{n} streams", "ours", "bf16"): {"elsewhere_cores": 0.02} for n in "18"
+    }
+    disturbed = {("throughput", "32 streams", "ours", "bf16"): {"elsewhere_cores": 0.8}}
+    alone = {("memory", "", "ours", "bf16"): {"elsewhere_cores": 0.04}}
+    found = rows({**quiet, **disturbed, **alone})
+    assert busy_cases(found) == pytest.approx(
+        {
+            "throughput, 1 streams": 0.015,
+            "throughput, 8 streams": 0.015,
+            "throughput, 32 streams": 0.6,
+            "memory": 0.03,
+        }
+    )
+    assert busy_elsewhere(found) == pytest.approx(0.6)
+    assert busy_elsewhere([]) is None
+
+
 def write_small_file(path: str) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
@@ -314,6 +424,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         usage = {"prompt_tokens": 4, "completion_tokens": 1}
         for event in ({"choices": [{"text": "hi"}]}, {"choices": [], "usage": usage}):
             self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+        self.wfile.write(b"data: [DONE]\\n\\n")
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
     return Server(

@@ -11,17 +11,19 @@ import pytest
 
 from bench.all_figures import new_results
 from bench.goals import Verdict
-from bench.performance_page import blocks_of, filled, main, with_pictures
+from bench.performance_page import blocks_of, filled, main, sources_of, sources_on
 from bench.rows import Row
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 MACHINE = {"cores": 2, "processor": "P", "memory_gib": 23.5, "system": "Linux"}
 
 
-def comparison(rate: float, failures: list[str] | None = None, day: int = 1) -> dict[str, Any]:
+def comparison(
+    rate: float, failures: list[str] | None = None, day: int = 1, scenario: str = "throughput"
+) -> dict[str, Any]:
     rows = [
         Row(
-            scenario="throughput",
+            scenario=scenario,
             case="1 stream",
             server=server,
             format="bf16",
@@ -37,6 +39,30 @@ def comparison(rate: float, failures: list[str] | None = None, day: int = 1) -> 
         "failures": failures or [],
         "measurements": [attrs.asdict(row) for row in rows],
     }
+
+
+def blocks_from(results: dict[str, Any]) -> dict[str, str]:
+    return blocks_of(results, sources_of(results))
+
+
+def fill(folder: Path, results: dict[str, Any], *options: str) -> int:
+    """Save ``results`` in ``folder`` and put them into the page that is there."""
+    for file, result in results.items():
+        (folder / file).write_text(json.dumps(result))
+    paths = [str(folder / file) for file in results]
+    return main([*paths, "--page", str(folder / "page.md"), "--folder", str(folder), *options])
+
+
+def empty_page(folder: Path) -> Path:
+    """A page with places that nothing has filled yet."""
+    names = ("targets", "machine", "throughput", "sse", "missed")
+    page = folder / "page.md"
+    page.write_text("".join(f"<!-- figures: {name} -->\n<!-- end -->\n" for name in names))
+    return page
+
+
+def block(page: Path, name: str) -> str:
+    return page.read_text().partition(f"<!-- figures: {name} -->")[2].partition("<!-- end -->")[0]
 
 
 def other(reached: float) -> dict[str, Any]:
@@ -67,11 +93,12 @@ def test_tables_targets_and_machines_come_from_the_results() -> None:
         "compare-20260101-000000.json": comparison(120.0, ["vllm didn't start"]),
         "sse-20260101-000000.json": other(1.2),
     }
-    blocks = blocks_of(results)
+    blocks = blocks_from(results)
     assert "| 1 stream | trioserve bf16 | 1 | 120.0 |" in blocks["throughput"]
     assert "compare-20260101-000000.json" in blocks["throughput"]
-    assert "| 1 stream, tokens/s | llama.cpp bf16 | ≥ 1.05 times | 1.2 times |" in blocks["targets"]
-    assert "| CPU per event | uvicorn | ≤ 1.3 times | 1.2 times | reached |" in blocks["targets"]
+    reached = "| 1 stream, tokens/s | llama.cpp bf16 | ≥ 1.05 times | 1.2 times | 1 | reached |"
+    assert reached in blocks["targets"]
+    assert "| CPU per event | uvicorn | ≤ 1.3 times | 1.2 times |  | reached |" in blocks["targets"]
     assert blocks["sse"].startswith("| events |")
     assert "2 cores of P, 23.5 GiB | Linux | 0.04 | 1 |" in blocks["machine"]
     assert "| llama.cpp bf16 | sdist x==1 |" in blocks["machine"]
@@ -81,11 +108,12 @@ def test_tables_targets_and_machines_come_from_the_results() -> None:
 
 def test_targets_of_a_busy_machine_decide_nothing() -> None:
     result = comparison(120.0)
-    assert "quiet" not in blocks_of({"compare-1.json": result})["targets"]
+    assert "quiet" not in blocks_from({"compare-1.json": result})["targets"]
     for measurement in result["measurements"]:
         measurement["values"]["elsewhere_cores"] = 0.5
-    targets = blocks_of({"compare-1.json": result})["targets"]
-    assert targets.startswith("**The machine wasn't quiet**: 0.50 cores")
+    targets = blocks_from({"compare-1.json": result})["targets"]
+    assert targets.startswith("**The machine wasn't quiet**")
+    assert "with something else: throughput, 1 stream: 0.50." in targets
 
 
 def test_of_two_results_of_one_scenario_the_later_one_counts() -> None:
@@ -93,15 +121,61 @@ def test_of_two_results_of_one_scenario_the_later_one_counts() -> None:
         "compare-20260102-000000.json": comparison(90.0, day=2),
         "throughput-20260101-000000.json": comparison(120.0, day=1),
     }
-    blocks = blocks_of(results)
+    blocks = blocks_from(results)
     assert "| 90.0 |" in blocks["throughput"]
     assert "120.0" not in blocks["throughput"]
     assert "1 stream, tokens/s" in blocks["missed"]
 
 
-def test_a_file_that_holds_no_figures_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds neither"):
-        blocks_of({"other-1.json": {"time": "", "machine": MACHINE}})
+def test_results_without_figures_for_the_page_keep_no_others_off_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = empty_page(tmp_path)
+    results = {
+        "compare-1.json": comparison(120.0) | {"measurements": []},
+        "compare-2.json": comparison(120.0, scenario="load"),
+        "waiting-20260101-000000.json": comparison(1.0) | {"measurements": [{"spins": 0}]},
+    }
+    before = page.read_text()
+    assert fill(tmp_path, results) == 1
+    assert page.read_text() == before
+    assert fill(tmp_path, {**results, "sse-20260101-000000.json": other(1.2)}) == 0
+    assert "| events |" in block(page, "sse")
+    out = capsys.readouterr().out
+    for file in results:
+        assert out.count(f"skipped {file}: ") == 2
+
+
+def test_what_stays_on_the_page_counts_among_targets_and_machines(tmp_path: Path) -> None:
+    page = empty_page(tmp_path)
+    first, second = "sse-20260101-000000.json", "compare-20260103-000000.json"
+    assert fill(tmp_path, {first: other(1.4)}) == 0
+    assert fill(tmp_path, {second: comparison(90.0, day=3)}) == 0
+    assert sources_on(page.read_text()) == {"throughput": second, "sse": first}
+    for name in ("targets", "missed"):
+        for what in ("CPU per event", "1 stream, tokens/s"):
+            assert what in block(page, name)
+    assert first in block(page, "machine")
+    assert second in block(page, "machine")
+    # What is given counts, though the page has later figures; those aren't on the page any more.
+    third = "compare-20260101-000000.json"
+    assert fill(tmp_path, {third: comparison(120.0)}) == 0
+    assert "90" not in block(page, "throughput")
+    assert second not in page.read_text()
+    assert "1 stream, tokens/s" not in block(page, "missed")
+
+
+def test_without_what_the_page_is_from_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = empty_page(tmp_path)
+    assert fill(tmp_path, {"sse-20260101-000000.json": other(1.4)}) == 0
+    (tmp_path / "sse-20260101-000000.json").unlink()
+    before = page.read_text()
+    with pytest.raises(SystemExit):
+        fill(tmp_path, {"compare-1.json": comparison(90.0)})
+    assert "figures from sse-20260101-000000.json: not in" in capsys.readouterr().err
+    assert page.read_text() == before
 
 
 def test_only_new_results_are_put_into_the_page(tmp_path: Path) -> None:
@@ -130,19 +204,51 @@ def test_the_page_has_a_place_for_everything(tmp_path: Path) -> None:
     assert page.read_text() == filled_in
 
 
-def test_pictures_are_copied_and_shown_beside_their_figures(tmp_path: Path) -> None:
-    compare, micro = (tmp_path / f"{name}-20260101-000000.json" for name in ("compare", "micro"))
-    compare.with_suffix("").mkdir()
-    (compare.with_suffix("") / "throughput-bf16-load.png").write_bytes(b"load")
-    (compare.with_suffix("") / "rates-bf16-load.png").write_bytes(b"not on the page")
-    micro.with_suffix(".png").write_bytes(b"cost")
-    folder = tmp_path / "pictures"
-    shown = with_pictures({"throughput": "rows", "micro": "us"}, [compare, micro], folder)
-    assert shown["throughput"] == (
-        "rows\n\n![throughput-bf16-load](pictures/throughput-bf16-load.png)"
-    )
-    assert shown["micro"] == "us\n\n![micro](pictures/micro.png)"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "micro.png",
-        "throughput-bf16-load.png",
-    ]
+def test_pictures_are_those_of_the_result_that_the_figures_are_from(tmp_path: Path) -> None:
+    page = empty_page(tmp_path)
+    results = {f"compare-2026010{day}-000000.json": comparison(day, day=day) for day in (1, 2)}
+    results["sse-20260101-000000.json"] = other(1.0)
+    for file in results:
+        plots = (tmp_path / file).with_suffix("")
+        plots.mkdir()
+        (plots / "throughput-bf16-load.png").write_bytes(file.encode())
+        (plots / "rates-bf16-load.png").write_bytes(b"not on the page")
+    (tmp_path / "sse-20260101-000000.png").write_bytes(b"cost")
+    # The earlier result comes last: it is the time that decides.
+    assert fill(tmp_path, dict(reversed(results.items())), "--pictures") == 0
+    line = "![throughput-bf16-load](pictures/throughput-bf16-load.png)"
+    assert block(page, "throughput").count(line) == 1
+    assert "![sse](pictures/sse.png)" in block(page, "sse")
+    copies = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
+    assert copies == {
+        "throughput-bf16-load.png": b"compare-20260102-000000.json",
+        "sse.png": b"cost",
+    }
+
+
+def test_pictures_stay_as_long_as_their_figures(tmp_path: Path) -> None:
+    page = empty_page(tmp_path)
+    file = "compare-20260101-000000.json"
+    plot = tmp_path / "compare-20260101-000000" / "throughput-bf16-load.png"
+    plot.parent.mkdir()
+    plot.write_bytes(b"load")
+    assert fill(tmp_path, {file: comparison(100.0)}, "--pictures") == 0
+    with_pictures = page.read_text()
+    plot.unlink()
+    assert fill(tmp_path, {file: comparison(100.0)}, "--pictures") == 0
+    assert page.read_text() == with_pictures
+    assert fill(tmp_path, {"compare-20260102-000000.json": comparison(90.0, day=2)}) == 0
+    assert "pictures/" not in page.read_text()
+
+
+def test_every_version_of_a_server_on_the_page_is_named() -> None:
+    results = {
+        "compare-20260101-000000.json": comparison(100.0),
+        "memory-20260102-000000.json": comparison(100.0, day=2, scenario="start"),
+    }
+    results["memory-20260102-000000.json"]["servers"] = {"llama.cpp bf16": {"sdist": "x==2"}}
+    for measurement in results["memory-20260102-000000.json"]["measurements"]:
+        measurement["values"] = {"first_token_seconds": 1.0}
+    machine = blocks_from(results)["machine"]
+    assert "| llama.cpp bf16 | sdist x==1 |" in machine
+    assert "| llama.cpp bf16 | sdist x==2 |" in machine
