@@ -19,7 +19,16 @@ from bench.peers import SERVERS
 
 __all__ = ["main", "new_results"]
 
-_PARTS = ("bench.sse", "bench.micro", "bench.front_end", "bench.accuracy")
+_SAVED = ("--save", str(RESULTS))
+_PARTS: dict[str, tuple[str, ...]] = {
+    "bench.sse": (),
+    "bench.micro": (),
+    "bench.front_end": (),
+    "bench.accuracy": (),
+    "bench.waiting": _SAVED,
+    "bench.long_prompts": (*_SAVED, "--plans", "1", "--lengths", "1000", "4000", "--rounds", "2"),
+}
+"""Scripts, and how they are called."""
 # However little time is left, a comparison takes each server once.
 _LEAST_MINUTES = 5.0
 
@@ -45,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     began = time.monotonic()
     before = set(RESULTS.glob("*.json"))
-    failed = [part for part in _PARTS if part not in options.without and _run(part)]
+    failed = [
+        part for part, how in _PARTS.items() if part not in options.without and _run(part, *how)
+    ]
     left = options.minutes - (time.monotonic() - began) / 60
     minutes = f"{max(left, _LEAST_MINUTES):.1f}"
     peers = [word for name in options.peers for word in ("--compare", name)]

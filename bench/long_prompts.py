@@ -208,7 +208,11 @@ def main(arguments: list[str]) -> int:
     print(table(measurements))
     if options.save:
         asked = {name: value for name, value in vars(options).items() if name != "save"}
-        facts = {"versions": own_versions(), "options": asked}
+        facts = {
+            "versions": own_versions(),
+            "options": asked,
+            "table": table(measurements),
+        }
         print(save(options.save, "long-prompts", measurements, facts))
     return 0
 

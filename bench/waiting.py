@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> int:
         measurements = trio.run(_run, options, Path(folder))
     print(table(measurements))
     if options.save:
-        facts = {"versions": own_versions(), "cores": os.cpu_count()}
+        facts = {"versions": own_versions(), "table": table(measurements)}
         print(save(options.save, "waiting", measurements, facts))
     return 0
 
