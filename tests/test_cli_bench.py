@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -10,21 +9,18 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.bench_command import QUICK, SHORT, fake, run
 from trioserve.cli import bench, commands
 from trioserve.cli.bench_options import BENCH_GROUPS, BenchOptions
 from trioserve.cli.flags import bench_options, build_parsers, embedded_config, parse
 from trioserve.cli.usage import UsageError
 from trioserve.config import EngineConfig
-from trioserve.engine import Engine
 from trioserve.options import options_of
-from trioserve.simulation import open_fake_engine
-from trioserve.testing import FakeWorker
 
 ROOT = Path(__file__).parent.parent
 
@@ -114,6 +110,32 @@ def test_help_shows_every_option_with_its_default() -> None:
         ("https://h --ca-file /no/file", "--ca-file: /no/file can't be used: "),
         ("--json /no/folder/x.json", "--json: there is no folder /no/folder"),
         ("--html /no/folder/x.html", "--html: there is no folder /no/folder"),
+        ("--json /", "--json: / is a folder"),
+        ("--html /", "--html: / is a folder"),
+        ("--plots /dev/null/x", "--plots: /dev/null is no folder"),
+        ("--request-rate inf", "--request-rate of inf needs --num-prompts: all come at once"),
+        ("--request-rate 2 inf", "--request-rate can't be inf among others"),
+        ("--dataset chat --think-time inf", "--think-time must be a finite number; got inf"),
+        ("--cancel-rate 1 --cancel-seconds 1 inf", "--cancel-seconds must be a finite number"),
+        ("--trace x --trace-speed inf", "--trace-speed must be a finite number; got inf"),
+        ("--request-timeout inf", "--request-timeout must be a finite number; got inf"),
+        ("--temperature inf", "--temperature must be a finite number; got inf"),
+        ("--trace x --dataset json", "--dataset can't be given with --trace, which says what is"),
+        ("--trace x --output-tokens 3", "--output-tokens can't be given with --trace, which says"),
+        ("--trace x --prefix-groups 3", "--prefix-groups can't be given with --trace, which says"),
+        ("--trace-speed 2", "--trace-speed needs --trace"),
+        ("--trace-unit ms", "--trace-unit needs --trace"),
+        ("--arrivals constant", "--arrivals needs --request-rate"),
+        ("--prefix-groups 2", "--prefix-groups needs --dataset shared-prefix"),
+        ("--dataset json --prefix-tokens 2", "--prefix-tokens needs prompts that are made here"),
+        ("--dataset json --input-tokens 2", "--input-tokens needs prompts that are made here"),
+        ("--dataset fixed --prompt x --range-ratio 0.5", "--range-ratio needs prompts that are ma"),
+        ("--concurrency 2 32 --num-prompts 10", "--num-prompts must be at least 32, one for each"),
+        ("--header X-A:a\tb", "--header x-a must be one line of printable characters"),
+        ("--header a:b A:c", "--header a can't be given twice"),
+        ("--api-key k --header authorization:b", "--header authorization can't be given twice, or"),
+        ("http://me:word@h", "URL: a name and a password in it aren't sent: give --api-key or "),
+        ("me:word@h:1/v1", "URL: a name and a password in it aren't sent: give --api-key or "),
         ("--embedded m --tokenizer /no/such", "--tokenizer: /no/such"),
     ],
 )
@@ -164,22 +186,6 @@ def test_help_and_options_need_no_engine() -> None:
 
 
 # -- whole runs
-
-
-@contextlib.asynccontextmanager
-async def fake(config: EngineConfig, **_: Any) -> AsyncIterator[Engine]:
-    """An engine without a model in place of the one that is asked for."""
-    async with open_fake_engine(
-        lambda: FakeWorker(step_time=0.001), max_num_seqs=config.max_num_seqs
-    ) as engine:
-        yield engine
-
-
-def run(*argv: str, code: int = 0) -> None:
-    assert commands.main(["bench", *argv]) == code
-
-
-QUICK = ("--input-tokens", "8", "--output-tokens", "6", "--num-prompts", "6")
 
 
 def test_an_embedded_sweep_writes_everything(
@@ -255,7 +261,8 @@ def test_every_data_set_can_be_asked_for(
     (tmp_path / "data").write_text(json.dumps([{"conversations": conversation}]))
     more = [str(tmp_path / "data") if text == "DATA" else text for text in DATASETS[name]]
     run(
-        *("--embedded", "fake", "--dataset", name, *more, *QUICK, "--concurrency", "6"),
+        *("--embedded", "fake", "--dataset", name, *more, "--concurrency", "6"),
+        *(SHORT if name in ("fixed", "sharegpt") else QUICK),
         *("--json", str(tmp_path / "x.json")),
     )
     whole = json.loads((tmp_path / "x.json").read_text())
@@ -282,15 +289,6 @@ def test_a_server_that_refuses_ignore_eos_leads_to_the_option(
     refused = ("--embedded", "fake", "--extra-body", '{"ignore_eos": "odd"}')
     run(*refused, *QUICK, code=1)
     assert capsys.readouterr().err.endswith("(--no-ignore-eos leaves it out)\n")
-
-
-def test_results_that_cannot_be_written_are_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "open_engine", fake)
-    (tmp_path / "folder").mkdir()
-    run("--embedded", "fake", *QUICK, "--json", str(tmp_path / "folder"), code=1)
-    assert "folder can't be written: Is a directory" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -333,11 +331,15 @@ def test_the_client_may_have_as_many_connections_as_the_system_allows(url: str) 
 def test_chats_whose_clients_leave_are_no_failure(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(
-        *(url + "/v1", "--api-key", "secret", "--dataset", "chat", "--turns", "2", *QUICK),
-        *("--cancel-rate", "1", "--cancel-events", "2", "--concurrency", "6"),
-    )
-    assert "0 requests in" in capsys.readouterr().out.splitlines()[0]
+    chats = (url + "/v1", "--api-key", "secret", "--dataset", "chat", "--turns", "2", *QUICK)
+    run(*chats, "--cancel-rate", "0.4", "--cancel-events", "2", "--concurrency", "6")
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "0 failed" in first
+    assert "0 left early" not in first
+    run(*chats, "--cancel-rate", "1", "--cancel-events", "2", "--concurrency", "6", code=1)
+    out, err = capsys.readouterr()
+    assert "0 requests in" in out.splitlines()[0]
+    assert "6 streams: nothing could be measured, since every client left early\n" in err
 
 
 def test_failed_requests_are_told_and_exit_with_1(

@@ -6,19 +6,25 @@ Nothing is imported here that ``--help`` doesn't need.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from trioserve.errors import InvalidRequest
-from trioserve.options import option
+from trioserve.options import option, options_of
 
 __all__ = ["BENCH_GROUPS", "DATASETS", "DEFAULT_URL", "BenchOptions"]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DATASETS = ("random", "fixed", "shared-prefix", "chat", "sharegpt", "json")
 _LIMITS = ("ttft", "tpot", "e2el")
+_WHAT_A_TRACE_SAYS = (
+    *("dataset", "data", "prompt", "json_schema", "input_tokens", "output_tokens", "range_ratio"),
+    *("prefix_tokens", "prefix_groups", "turns", "think_time"),
+)
+"""Options of prompts and lengths, in whose place a trace is."""
 
 BENCH_GROUPS = {
     "target": "Whom to ask",
@@ -62,7 +68,8 @@ class BenchOptions:
     )
     endpoint: str = option(
         "auto",
-        "/v1/completions or /v1/chat/completions; auto takes chat for the data sets chat and json",
+        "/v1/completions or /v1/chat/completions; auto takes chat for the data sets chat and json "
+        "and for a trace with messages",
         choices=("auto", "completions", "chat"),
         group="target",
     )
@@ -111,7 +118,7 @@ class BenchOptions:
     concurrency: tuple[int, ...] = option(
         (),
         "closed loop: streams that each ask again as soon as they are answered; several numbers "
-        "are measured one after the other (default: 8)",
+        "are measured one after the other (default: 8, or --num-prompts if that is less)",
         group="load",
         kind=int,
         low=1,
@@ -120,7 +127,7 @@ class BenchOptions:
     request_rate: tuple[float, ...] = option(
         (),
         "open loop: requests a second, sent at their times whether or not others are answered; "
-        "several numbers are measured one after the other",
+        "several numbers are measured one after the other; inf, with --num-prompts: all at once",
         group="load",
         kind=float,
         above=0,
@@ -304,7 +311,11 @@ class BenchOptions:
         given = [name for name, there in ways.items() if there]
         if len(given) > 1:
             raise _refuse(given[1], f"can't be given with {_flag(given[0])}")
+        self._check_infinite()
+        self._check_trace()
         self._check_needs()
+        self._check_streams()
+        self._check_headers()
         for name in ("cancel_seconds", "cancel_events"):
             value = getattr(self, name)
             if len(value) > 2 or list(value) != sorted(value):
@@ -313,14 +324,42 @@ class BenchOptions:
             raise _refuse("cancel_events", "can't be given with --cancel-seconds")
         _ = self.extra_fields
 
+    def _check_infinite(self) -> None:
+        for one in options_of(type(self)):
+            value = getattr(self, one.name)
+            numbers = value if one.repeatable else (value,)
+            if one.kind is float and math.inf in numbers and one.name != "request_rate":
+                raise _refuse(one.name, "must be a finite number; got inf")
+        if math.inf in self.request_rate:
+            if len(self.request_rate) > 1:
+                raise _refuse("request_rate", "can't be inf among others: measure it by itself")
+            if self.num_prompts is None:
+                raise _refuse("request_rate", "of inf needs --num-prompts: all come at once")
+
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            return
+        for name in _WHAT_A_TRACE_SAYS:
+            if self._changed(name):
+                raise _refuse(name, "can't be given with --trace, which says what is asked")
+
     def _check_needs(self) -> None:
         """Refuse options that would change nothing."""
+        lengths = self.dataset not in ("sharegpt", "json") and self.prompt is None
+        made_here = "prompts that are made here, not --prompt or --dataset sharegpt or json"
         needs = (
             ("engine_option", self.embedded is not None, "--embedded"),
+            ("arrivals", bool(self.request_rate), "--request-rate"),
             ("max_concurrency", bool(self.request_rate or self.trace), "--request-rate or --trace"),
+            ("trace_unit", self.trace is not None, "--trace"),
+            ("trace_speed", self.trace is not None, "--trace"),
             ("data", self.dataset == "sharegpt", "--dataset sharegpt"),
             ("json_schema", self.dataset == "json", "--dataset json"),
             ("prompt", self.dataset == "fixed", "--dataset fixed"),
+            ("input_tokens", lengths, made_here),
+            ("range_ratio", lengths, made_here),
+            ("prefix_tokens", lengths, made_here),
+            ("prefix_groups", self.dataset == "shared-prefix", "--dataset shared-prefix"),
             ("records", self.json is not None, "--json"),
             ("cancel_seconds", self.cancel_rate > 0, "--cancel-rate above 0"),
             ("cancel_events", self.cancel_rate > 0, "--cancel-rate above 0"),
@@ -332,10 +371,33 @@ class BenchOptions:
             ),
         )
         for name, there, needed in needs:
-            if getattr(self, name) and not there:
+            if self._changed(name) and not there:
                 raise _refuse(name, f"needs {needed}")
         if self.dataset == "sharegpt" and self.data is None:
             raise _refuse("data", "must be given with --dataset sharegpt")
+
+    def _check_streams(self) -> None:
+        """Refuse streams that would have nothing to do, and yet be told of in the results."""
+        most = max(self.concurrency, default=0)
+        if self.num_prompts is not None and self.num_prompts < most:
+            raise _refuse("num_prompts", f"must be at least {most}, one for each stream")
+
+    def _check_headers(self) -> None:
+        names: set[str] = {"authorization"} if self.api_key is not None else set()
+        for header in self.header:
+            name = header.partition(":")[0].lower()
+            if not header.isprintable():
+                raise _refuse("header", f"{name} must be one line of printable characters")
+            if name in names and name == "authorization":
+                raise _refuse("header", "authorization can't be given twice, or with --api-key")
+            if name in names:
+                raise _refuse("header", f"{name} can't be given twice")
+            names.add(name)
+
+    def _changed(self, name: str) -> bool:
+        """Whether an option isn't at its default."""
+        default: object = getattr(attrs.fields(BenchOptions), name).default
+        return bool(getattr(self, name) != default)
 
     @property
     def extra_fields(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from trioserve.load.work import Conversation
 from trioserve.model_files import load_tokenizer_from, locate, open_model
 from trioserve.model_files.locate import KNOWN_MODELS
 
-__all__ = ["make_texts", "make_work"]
+__all__ = ["cancelled", "make_texts", "make_work"]
 
 _OUTPUT_TOKENS = 128
 _PREFIX_TOKENS = 512
@@ -63,19 +64,34 @@ def make_work(options: BenchOptions, texts: Texts, count: int, *, point: int) ->
         DataError: the file of conversations can't be.
     """
     seed = options.seed + _SEED_STEP * (point + 1)
-    work = _dataset(options, texts, count, seed)
+    return cancelled(options, _dataset(options, texts, count, seed), seed)
+
+
+def cancelled(options: BenchOptions, work: list[Conversation], seed: int) -> list[Conversation]:
+    """``work``, whose clients leave as ``--cancel-rate`` and what belongs to it say."""
     if not options.cancel_rate:
         return work
     seconds, events = options.cancel_seconds, options.cancel_events
-    if not seconds and not events:
-        events = (1, max((options.output_tokens or _OUTPUT_TOKENS) // 2, 1))
-    return with_cancellations(
-        work,
-        rate=options.cancel_rate,
-        seconds=(seconds[0], seconds[-1]) if seconds else None,
-        events=(events[0], events[-1]) if events else None,
-        seed=seed,
-    )
+    if seconds or events:
+        return with_cancellations(
+            work,
+            rate=options.cancel_rate,
+            seconds=(seconds[0], seconds[-1]) if seconds else None,
+            events=(events[0], events[-1]) if events else None,
+            seed=seed,
+        )
+    # Each leaves in the first half of its answer, and a file's answers aren't of one length.
+    chooser = random.Random(f"{seed} cancellations")
+    left: list[Conversation] = []
+    for one in work:
+        shortest = min(turn.max_tokens or _OUTPUT_TOKENS for turn in one.turns)
+        left += with_cancellations(
+            [one],
+            rate=options.cancel_rate,
+            events=(1, max(shortest // 2, 1)),
+            seed=chooser.getrandbits(32),
+        )
+    return left
 
 
 def _dataset(options: BenchOptions, texts: Texts, count: int, seed: int) -> list[Conversation]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from trioserve.load.work import Conversation, Turn
 __all__ = ["MeasureError", "Measured", "Point", "count_tokens", "measure", "warm_up"]
 
 _WARM_UP_TOKENS = 16
+_USAGE = "(usage at the end of the stream): give --tokenizer"
 
 
 class MeasureError(TrioserveError):
@@ -32,14 +34,24 @@ class Point:
     concurrency: int | None = None
     arrivals: Sequence[float] | None = None
     rate: float | None = None
+    """What is told as the rate of arrivals; infinite where all come at once."""
+    repetition: int = 1
+    """Which one it is of several that are alike, from 1."""
 
     @property
     def label(self) -> str:
         """What it is called in tables and plots."""
+        again = "" if self.repetition == 1 else f" ({self.repetition})"
         if self.arrivals is None:
-            return f"{self.concurrency} stream" + ("s" if self.concurrency != 1 else "")
+            return f"{self.concurrency} stream{'s' if self.concurrency != 1 else ''}{again}"
         bound = "" if self.concurrency is None else f", {self.concurrency} at a time"
-        return ("trace" if self.rate is None else f"{self.rate:g} requests/s") + bound
+        return self._pace + bound + again
+
+    @property
+    def _pace(self) -> str:
+        if self.rate is None:
+            return "trace"
+        return "all at once" if math.isinf(self.rate) else f"{self.rate:g} requests/s"
 
 
 @attrs.frozen(kw_only=True)
@@ -74,7 +86,8 @@ async def measure(
             target,
             point.work,
             point.arrivals,
-            rate=point.rate,
+            # An infinite one is no number that a plot or JSON could show.
+            rate=None if point.rate is None or math.isinf(point.rate) else point.rate,
             max_concurrency=point.concurrency,
             progress=progress,
         )
@@ -85,18 +98,23 @@ async def measure(
 def count_tokens(run: Run, work: Sequence[Conversation], texts: Texts | None) -> None:
     """Count the tokens of those answers whose server named no number.
 
-    Of a prompt only the turn's own text is counted, not the history before it.
+    Of a prompt only the turn's own text is counted, not the history before it. Without a tokenizer
+    such an answer among others that were counted is a failure: it is the server's exception.
 
     Raises:
-        MeasureError: it would have to be guessed.
+        MeasureError: all would have to be guessed.
     """
-    for record in run.records:
-        if record.error or record.cancelled or record.completion_tokens is not None:
-            continue
-        if texts is None or not texts.exact:
-            raise MeasureError(
-                "the server counts no tokens (usage at the end of the stream): give --tokenizer"
-            )
+    answered = [one for one in run.records if not one.error and not one.cancelled]
+    uncounted = [one for one in answered if one.completion_tokens is None]
+    if not uncounted:
+        return
+    if texts is None or not texts.exact:
+        if len(uncounted) == len(answered):
+            raise MeasureError(f"the server counts no tokens {_USAGE}")
+        for record in uncounted:
+            record.fail("no usage", f"the server named no number of tokens {_USAGE}")
+        return
+    for record in uncounted:
         record.completion_tokens = texts.count(record.text)
         if record.prompt_tokens is None:
             turn = work[record.conversation].turns[record.turn]
@@ -107,22 +125,32 @@ def _prompt_tokens(turn: Turn, texts: Texts) -> int:
     if isinstance(turn.prompt, tuple):
         return len(turn.prompt)
     parts = [turn.prompt] if turn.prompt is not None else []
-    parts += [str(message.get("content", "")) for message in turn.messages or ()]
+    contents = [message.get("content") for message in turn.messages or ()]
+    parts += [content for content in contents if isinstance(content, str)]
     return sum(map(texts.count, parts))
 
 
-async def warm_up(target: AnyTarget, work: Sequence[Conversation], concurrency: int) -> None:
+async def warm_up(
+    target: AnyTarget,
+    work: Sequence[Conversation],
+    concurrency: int,
+    *,
+    texts: Texts | None = None,
+) -> None:
     """Send the first turn of each of ``work``, for a few tokens.
 
     Raises:
-        MeasureError: one failed, so that what follows would, too.
+        MeasureError: one failed, or the server counts no tokens and ``texts`` can't either, so that
+            the same would become of what follows.
     """
     if not work:
         return
-    run = await closed_loop(target, [_shortened(one) for one in work], concurrency)
+    shortened = [_shortened(one) for one in work]
+    run = await closed_loop(target, shortened, concurrency)
     for record in run.records:
         if record.error:
             raise MeasureError(f"a request of the warm-up failed: {record.error}")
+    count_tokens(run, shortened, texts)
 
 
 def _shortened(conversation: Conversation) -> Conversation:

@@ -68,7 +68,8 @@ def request_fields(
         chat: whether it goes to a chat endpoint. To others a history is one text.
 
     Raises:
-        ValueError: token ids or a history of messages can't be asked of this endpoint.
+        ValueError: a message is none, or token ids, a history of messages or a message without a
+            text can't be asked of this endpoint.
     """
     current = conversation.turns[turn]
     fields: dict[str, Any] = {}
@@ -89,7 +90,7 @@ def _messages(history: Sequence[Turn], answers: Sequence[str]) -> list[Mapping[s
         if number:
             messages.append({"role": "assistant", "content": answers[number - 1]})
         if turn.messages is not None:
-            messages += turn.messages
+            messages += map(_message, turn.messages)
         elif isinstance(turn.prompt, str):
             messages.append({"role": "user", "content": turn.prompt})
         else:
@@ -107,7 +108,21 @@ def _prompt(history: Sequence[Turn], answers: Sequence[str]) -> str | list[int]:
         if isinstance(turn.prompt, str):
             parts.append(turn.prompt)
         elif turn.messages is not None:
-            parts += [str(message["content"]) for message in turn.messages]
+            parts += [_content(_message(message)) for message in turn.messages]
         else:
             raise ValueError("a history of token ids can't be joined with texts")
     return "\n\n".join(parts)
+
+
+def _message(given: Any) -> Mapping[str, Any]:
+    """``given``, which may be anything where it comes from a file."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise ValueError(f"a message must be an object with a role; got {str(given)[:60]!r}")
+    return given
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise ValueError("a message whose content is no text can be sent to a chat endpoint only")
+    return content

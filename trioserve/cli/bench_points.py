@@ -1,0 +1,134 @@
+"""What ``trioserve bench`` measures: the points of a sweep, with their work and its times."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+
+from trioserve.cli.bench_options import BenchOptions
+from trioserve.cli.bench_work import cancelled, make_work
+from trioserve.load.arrivals import arrivals, scaled_arrivals
+from trioserve.load.measure import Point
+from trioserve.load.sharegpt import DataError
+from trioserve.load.texts import Texts
+from trioserve.load.traces import TraceRow, load_trace, trace_work
+from trioserve.load.work import Conversation, request_fields
+
+__all__ = ["is_chat", "points_of", "read_trace", "streams_of"]
+
+_STREAMS = 8
+_PROMPTS_PER_STREAM = 4
+_OPEN_LOOP_SECONDS = 30
+_FEWEST_PROMPTS = 16
+_MOST_WARM_UPS = 16
+
+
+def read_trace(options: BenchOptions) -> list[TraceRow]:
+    """The requests of ``--trace``; none without one. Reads from the disk.
+
+    Raises:
+        DataError: the file can't be read or is no trace.
+    """
+    if options.trace is None:
+        return []
+    return load_trace(Path(options.trace), unit=options.trace_unit, most=options.num_prompts)
+
+
+def is_chat(options: BenchOptions, trace: Sequence[TraceRow]) -> bool:
+    """Whether the chat endpoint is asked. A trace's messages need one, or lose their roles."""
+    if options.endpoint != "auto":
+        return options.endpoint == "chat"
+    if options.trace is not None:
+        return any(row.messages is not None for row in trace)
+    return options.dataset in ("chat", "json")
+
+
+def streams_of(options: BenchOptions) -> tuple[int, ...]:
+    """The streams of each closed loop. By default no more than there are prompts for."""
+    return options.concurrency or (min(_STREAMS, options.num_prompts or _STREAMS),)
+
+
+def points_of(
+    options: BenchOptions, texts: Texts, trace: Sequence[TraceRow] | None = None
+) -> tuple[list[Point], list[Conversation]]:
+    """What is measured, and what is asked before. Every point has prompts of its own.
+
+    This may take seconds, for long prompts.
+
+    Args:
+        options: what the command line says.
+        texts: makes prompts.
+        trace: the requests of ``--trace``, if they have been read already.
+
+    Raises:
+        UsageError: a file that an option names can't be used.
+        DataError: the file of conversations or the trace can't be.
+    """
+    warm_ups = options.warmup
+    if warm_ups is None:
+        warm_ups = min(max(streams_of(options)), _MOST_WARM_UPS)
+    before = make_work(options, texts, warm_ups, point=-1) if warm_ups else []
+    if options.trace is not None:
+        return [_trace_point(options, texts, trace or read_trace(options))], before
+    if options.request_rate:
+        points = [
+            _open_point(options, texts, number, rate)
+            for number, rate in enumerate(options.request_rate)
+        ]
+    else:
+        points = [
+            _closed_point(options, texts, number, streams)
+            for number, streams in enumerate(streams_of(options))
+        ]
+    return _told_apart(points), before
+
+
+def _closed_point(options: BenchOptions, texts: Texts, number: int, streams: int) -> Point:
+    count = options.num_prompts or max(_PROMPTS_PER_STREAM * streams, _FEWEST_PROMPTS)
+    return Point(work=make_work(options, texts, count, point=number), concurrency=streams)
+
+
+def _open_point(options: BenchOptions, texts: Texts, number: int, rate: float) -> Point:
+    if math.isinf(rate):
+        assert options.num_prompts is not None  # the options see to it
+        count = options.num_prompts
+        times = [0.0] * count
+    else:
+        count = options.num_prompts or max(math.ceil(_OPEN_LOOP_SECONDS * rate), _FEWEST_PROMPTS)
+        times = arrivals(options.arrivals, count, rate, options.seed + number)
+    return Point(
+        work=make_work(options, texts, count, point=number),
+        arrivals=times,
+        rate=rate,
+        concurrency=options.max_concurrency,
+    )
+
+
+def _trace_point(options: BenchOptions, texts: Texts, rows: Sequence[TraceRow]) -> Point:
+    work = trace_work(list(rows), texts, seed=options.seed)
+    chat = is_chat(options, rows)
+    for number, conversation in enumerate(work, 1):
+        # What can't be sent is told before the run, not in the midst of it.
+        try:
+            request_fields(conversation, 0, [], chat=chat)
+        except ValueError as error:
+            raise DataError(f"{options.trace}, request {number} by time: {error}") from error
+    return Point(
+        work=cancelled(options, work, options.seed),
+        arrivals=scaled_arrivals([row.at for row in rows], options.trace_speed),
+        concurrency=options.max_concurrency,
+    )
+
+
+def _told_apart(points: Sequence[Point]) -> list[Point]:
+    """``points``, with those numbered that were asked for more than once."""
+    seen: Counter[str] = Counter()
+    told = []
+    for point in points:
+        seen[point.label] += 1
+        told.append(attrs.evolve(point, repetition=seen[point.label]))
+    return told

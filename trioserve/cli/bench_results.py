@@ -1,0 +1,123 @@
+"""What ``trioserve bench`` has measured, and the files that it writes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from trioserve.cli.bench_options import BenchOptions
+from trioserve.cli.usage import UsageError
+from trioserve.errors import TrioserveError
+from trioserve.load.measure import Measured
+from trioserve.load.report import as_json
+
+__all__ = ["Results", "check_outputs", "note"]
+
+
+def check_outputs(options: BenchOptions) -> None:
+    """Find out before a long run that its results couldn't be written.
+
+    Raises:
+        UsageError: they couldn't; the message names the option.
+    """
+    for flag, given in (("--json", options.json), ("--html", options.html)):
+        if given is not None:
+            _check_file(flag, Path(given).absolute())
+    if options.plots is not None:
+        _check_folder("--plots", Path(options.plots).absolute())
+    for flag, given in (("--plots", options.plots), ("--html", options.html)):
+        if given is not None and importlib.util.find_spec("matplotlib") is None:
+            raise UsageError(f"{flag} needs matplotlib: pip install 'trioserve[bench]'")
+
+
+def _check_file(flag: str, file: Path) -> None:
+    if file.is_dir():
+        raise UsageError(f"{flag}: {file} is a folder")
+    if not file.parent.is_dir():
+        raise UsageError(f"{flag}: there is no folder {file.parent}")
+    _check_writable(flag, file if file.exists() else file.parent)
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    """``folder`` is made when it is needed, in the nearest one above it that is there."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"{flag}: {there} is no folder")
+    _check_writable(flag, there)
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    if not os.access(path, os.W_OK):
+        raise UsageError(f"{flag}: {path} can't be written to")
+
+
+@attrs.define(eq=False)
+class Results:
+    """What has been measured so far, and of what."""
+
+    options: BenchOptions
+    facts: dict[str, Any] = attrs.field(factory=dict)
+    """What JSON and page tell beside the figures."""
+    measured: list[Measured] = attrs.field(factory=list)
+    planned: list[str] = attrs.field(factory=list)
+    """The labels of all points."""
+
+    def write(self) -> None:
+        """Write the files that the options name. Nothing is written of nothing.
+
+        Where not every point was measured, they tell which ones weren't.
+
+        Raises:
+            TrioserveError: a file can't be written.
+        """
+        if not self.measured:
+            return
+        left = self.planned[len(self.measured) :]
+        if left:
+            self.facts["not_measured"] = left
+            note(f"not measured: {'; '.join(left)}")
+        if self.options.json is not None:
+            data = as_json(self.measured, self.facts, records=self.options.records)
+            _write(Path(self.options.json), data)
+        if self.options.plots is not None or self.options.html is not None:
+            self._draw()
+
+    def _draw(self) -> None:
+        # matplotlib isn't there in every installation, and takes a second to load.
+        from trioserve.load.report_html import page
+        from trioserve.load.report_plots import plots, save_plots
+
+        drawn = list(plots(self.measured))
+        if self.options.plots is not None:
+            folder = Path(self.options.plots)
+            try:
+                paths = save_plots(drawn, folder)
+            except OSError as error:
+                raise _unwritten(folder, error) from error
+            for path in paths:
+                note(f"wrote {path}")
+        if self.options.html is not None:
+            _write(Path(self.options.html), page(self.measured, drawn, self.facts).encode())
+
+
+def _write(file: Path, data: bytes) -> None:
+    try:
+        file.write_bytes(data)
+    except OSError as error:
+        raise _unwritten(file, error) from error
+    note(f"wrote {file}")
+
+
+def _unwritten(path: Path, error: OSError) -> TrioserveError:
+    # An error of opening names the file, one of writing (a full disk's) doesn't.
+    return TrioserveError(f"{error.filename or path} can't be written: {error.strerror}")
+
+
+def note(line: str) -> None:
+    """Tell something that belongs to no figures: on stderr."""
+    print(line, file=sys.stderr, flush=True)
