@@ -115,7 +115,7 @@ def count_tokens(run: Run, work: Sequence[Conversation], texts: Texts | None) ->
             record.fail("no usage", f"the server named no number of tokens {_USAGE}")
         return
     for record in uncounted:
-        record.completion_tokens = texts.count(record.text)
+        record.completion_tokens = texts.count(record.reasoning + record.text)
         if record.prompt_tokens is None:
             turn = work[record.conversation].turns[record.turn]
             record.prompt_tokens = _prompt_tokens(turn, texts)
