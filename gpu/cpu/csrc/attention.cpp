@@ -61,8 +61,10 @@ class Attending {
         part_sums_(reinterpret_cast<float*>(part_softmax_ + kMaxParts)) {}
 
   void compute(int64_t ticket) {
-    item_ = plan_.items[ticket / tiling_.units];
-    begin_unit(static_cast<int>(ticket % tiling_.units));
+    // Item by item for one unit, so that those that see the same keys find them in the cache.
+    const int64_t items = plan_.num_tickets / tiling_.units;
+    item_ = plan_.items[ticket % items];
+    begin_unit(static_cast<int>(ticket / items));
     load_queries();
     if (item_.split >= 0) return compute_split();
     for (int block = item_.first_block; block < item_.end_block; ++block) {
