@@ -25,13 +25,14 @@ import torch
 from gpu.__main__ import examine
 from gpu.constraints.adjuster import Constraints
 from gpu.kernels.device import KernelLaunchError
-from gpu.loading import choose_max_model_len
+from gpu.loading import choose_max_model_len, choose_num_threads
 from gpu.worker import MAX_PREPARING, Quit, Worker
 from tests.plans import GREEDY, PlanMaker, load_tiny, make_runner
 from tests.tiny_models import make_tiny, tiny_tokenizer
 from trioserve import wire
 from trioserve.errors import ModelLoadError
 from trioserve.grammar import Grammar
+from trioserve.machine import Machine
 from trioserve.model_files import RopeScaling, open_model
 from trioserve.sampling import SamplerParams
 
@@ -373,10 +374,21 @@ def test_signals_and_a_model_that_is_missing(tmp_path: Path, peer: Peer) -> None
     assert peer.process.wait(DEADLINE) == 0
 
 
+@pytest.mark.parametrize(
+    ("asked", "variable", "chosen"),
+    [(5, "3", 5), (0, "3", 3), (0, "3,2", 3), (0, "99999", 1024), (0, "many", None), (0, "", None)],
+)
+def test_threads_are_asked_for_or_told_or_the_cores(
+    asked: int, variable: str, chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert choose_num_threads(asked) == (chosen or max(int(Machine().cores()), 1))
+
+
 def test_doctor_report_is_json() -> None:
     report = msgspec.json.decode(msgspec.json.encode(examine()))
     assert report["torch"] == str(torch.__version__)
-    assert report["threads"] == torch.get_num_threads()
+    assert report["threads"] == choose_num_threads(0)
     assert len(report["cuda_devices"]) == torch.cuda.device_count()
 
 
