@@ -30,6 +30,7 @@ __all__ = [
     "choose_max_model_len",
     "choose_num_threads",
     "load",
+    "of_weights",
     "warm_up",
 ]
 
@@ -41,6 +42,11 @@ WARM_UP_TOKENS = 16
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and of how much."""
+
+
+def of_weights(on_progress: OnProgress) -> Callable[[int, int], None]:
+    """``on_progress`` for the stage in which weights are read."""
+    return lambda done, total: on_progress("weights", done, total)
 
 
 @attrs.frozen(kw_only=True)

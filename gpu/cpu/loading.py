@@ -13,9 +13,9 @@ from gpu.adjustments import Adjuster
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import BuildError, load_library
-from gpu.cpu.model import CpuModel, CpuSampler
+from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
-from gpu.loading import Loaded, OnProgress
+from gpu.loading import Loaded, OnProgress, of_weights
 from gpu.memory import choose_num_pages, kv_bytes_per_page
 from gpu.rope import cos_sin_table
 from gpu.slots import SlotTable
@@ -74,7 +74,8 @@ def load_on_cpu(
 
         decoder = load_decoder(files, dtype, threads, on_progress)
         num_pages = _num_pages(start, config, dtype)
-        model = give_cache(decoder, start, num_pages)
+        table = _cos_sin_table(start, config, num_pages)
+        model = give_cache(decoder, start.page_size, num_pages, table)
         sampler = make_sampler(start, config.vocab_size)
         computing = f"torch ({reason})"
     else:
@@ -140,21 +141,22 @@ def _check_torch_will_do(start: Start, reason: str) -> None:
 
 def _load_weights(model: CompiledModel, files: ModelFiles, on_progress: OnProgress) -> None:
     dtype, keep = read_as(model.quantization)
-
-    def on_weights(done: int, total: int) -> None:
-        on_progress("weights", done, total)
-
-    model.load(read_weights(files, dtype, on_weights, keep))
+    model.load(read_weights(files, dtype, of_weights(on_progress), keep))
 
 
 def _give_cache(model: CompiledModel, start: Start, num_pages: int) -> None:
-    rows = min(start.max_model_len, num_pages * start.page_size)
     model.finish(
-        cos_sin_table(model.config, start.max_model_len, rows),
+        _cos_sin_table(start, model.config, num_pages),
         page_size=start.page_size,
         num_pages=num_pages,
         max_tokens=start.max_num_batched_tokens,
     )
+
+
+def _cos_sin_table(start: Start, config: ModelConfig, num_pages: int) -> Floats:
+    """For as many positions as the cache has room for."""
+    rows = min(start.max_model_len, num_pages * start.page_size)
+    return cos_sin_table(config, start.max_model_len, rows)
 
 
 def _num_pages(start: Start, config: ModelConfig, dtype: str) -> int:

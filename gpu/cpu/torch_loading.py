@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.torch_model import TorchModel, TorchSampler
-from gpu.loading import OnProgress
+from gpu.loading import OnProgress, of_weights
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
-from gpu.rope import cos_sin_table
 from gpu.sampler import Sampler
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelFiles
@@ -29,28 +30,25 @@ def load_decoder(files: ModelFiles, dtype: str, threads: int, on_progress: OnPro
     """
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
-
-    def on_weights(done: int, total: int) -> None:
-        on_progress("weights", done, total)
-
-    weights = load_weights(files, getattr(torch, dtype), on_weights)
+    weights = load_weights(files, getattr(torch, dtype), of_weights(on_progress))
     return build_model(files.config, weights)
 
 
-def give_cache(decoder: Decoder, start: Start, num_pages: int) -> TorchModel:
-    """The model with a KV cache of ``num_pages`` pages."""
+def give_cache(
+    decoder: Decoder, page_size: int, num_pages: int, cos_sin: npt.NDArray[np.float32]
+) -> TorchModel:
+    """The model with a KV cache; ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`."""
     config = decoder.config
     shape = CacheShape(
         num_layers=config.num_layers,
         num_pages=num_pages,
-        page_size=start.page_size,
+        page_size=page_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=decoder.dtype,
         device=decoder.device,
     )
-    rows = min(start.max_model_len, num_pages * start.page_size)
-    table = torch.from_numpy(cos_sin_table(config, start.max_model_len, rows))
+    table = torch.from_numpy(cos_sin)
     attention = TorchCpuAttention(shape, config.num_heads, table, config.windows)
     return TorchModel(decoder, attention)
 

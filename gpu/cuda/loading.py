@@ -25,7 +25,7 @@ from gpu.cuda.graphs import ladder, sharing_ladder
 from gpu.cuda.model_kernels import model_kernels
 from gpu.kernels.attention_tile import PAGE_SIZES, check_attention_arguments
 from gpu.kernels.nvrtc import KernelBuildError
-from gpu.loading import Loaded, OnProgress, choose_num_threads, warm_up
+from gpu.loading import Loaded, OnProgress, choose_num_threads, of_weights, warm_up
 from gpu.memory import (
     GRAPHS_DONT_FIT,
     GpuMemory,
@@ -216,7 +216,7 @@ def _load_weights(
             intermediate_size=files.config.intermediate_size,
             dtype=dtype,
         )
-    weights = load_weights(files, dtype, lambda done, total: on_progress("weights", done, total))
+    weights = load_weights(files, dtype, of_weights(on_progress))
     on_gpu = ((name, tensor.to(gpu.loader.device)) for name, tensor in weights)
     return build_model(files.config, on_gpu, operations)
 
