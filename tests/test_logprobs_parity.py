@@ -131,7 +131,7 @@ async def test_through_preemption(folder: Path, model: Reference) -> None:
         async with trio.open_nursery() as nursery:
             for number in range(4):
                 nursery.start_soon(ask, engine, number)
-        assert engine.statistics().scheduler.num_preemptions >= 3
+        assert engine.statistics().scheduler.num_preemptions > 0
         await assert_idle(engine)
     assert len(results) == 4
     for completion in results:

@@ -52,7 +52,8 @@ async def test_alone_together_in_chunks_and_preempted(tiny: Path, depth: int) ->
     async with open_tiny_engine(tiny, enable_prefix_caching=False) as engine:
         alone = [await complete(engine, number) for number in range(len(PROMPTS))]
     assert len(set(alone)) == len(PROMPTS)
-    tight = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 32}
+    # Room for little more than one of the longest, so that any two that overlap have to preempt.
+    tight = {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 32}
     async with open_tiny_engine(tiny, max_plans_in_flight=depth, **tight) as engine:
         together = await complete_together(engine)
         assert engine.statistics().scheduler.num_preemptions > 0
