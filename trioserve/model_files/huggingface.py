@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from trioserve.errors import InvalidRequest, ModelLoadError
 from trioserve.model_files.config import (
     MAX_LAYERS,
-    MAX_NUMBER,
     MAX_SIZE,
     ModelConfig,
     RopeScaling,
     check_config,
 )
+from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_file, read_object
 from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.model_files.shards import read_shards
@@ -60,49 +60,6 @@ _ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-class _Fields:
-    """The fields of a config.json, each checked as it is read."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.path = path
-        self.values = {**defaults, **values}
-
-    def integer(self, name: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
-        """An integer from 1 to ``most``; null counts as absent."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            raise self.error(name, value)
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        """A positive number; null counts as absent."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(name, value)
-        if not 0 < value <= MAX_NUMBER:  # NaN isn't either
-            raise self.error(name, value)
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        """True or false; absent is false."""
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise self.error(name, value)
-        return bool(value)
-
-    def get(self, name: str) -> Any:
-        """The field as it stands, None where it is absent."""
-        return self.values.get(name)
-
-    def error(self, name: str, value: object) -> ModelLoadError:
-        """What is wrong with a field."""
-        if value is None:
-            return ModelLoadError(f"{self.path} has no {name}: it is no complete configuration")
-        return ModelLoadError(f"{self.path} has {name} = {value!r}, which can't be right")
-
-
 def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in ``folder``, from config.json and generation_config.json.
 
@@ -112,7 +69,7 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     values = read_object(path)
     family = _family(path, values)
-    fields = _Fields(path, values, _FAMILY_DEFAULTS[family])
+    fields = Fields(path, values, _FAMILY_DEFAULTS[family])
     _refuse_unserved(fields)
     num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads")
@@ -166,7 +123,7 @@ def _family(path: Path, values: Mapping[str, Any]) -> str:
     return FAMILIES[architecture]
 
 
-def _refuse_unserved(fields: _Fields) -> None:
+def _refuse_unserved(fields: Fields) -> None:
     quantization = fields.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -180,12 +137,12 @@ def _refuse_unserved(fields: _Fields) -> None:
         )
 
 
-def _rope(fields: _Fields, max_positions: int) -> tuple[float, RopeScaling | None]:
+def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None]:
     """The base frequency and the scaling, from either spelling."""
     written = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(written, dict) or any(isinstance(value, dict) for value in written.values()):
         raise ModelLoadError(f"{fields.path}: RoPE that differs from layer to layer isn't served")
-    rope = _Fields(fields.path, written, {})
+    rope = Fields(fields.path, written, {})
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
@@ -225,7 +182,7 @@ def _rope(fields: _Fields, max_positions: int) -> tuple[float, RopeScaling | Non
     )
 
 
-def _rope_layers(fields: _Fields, family: str, num_layers: int) -> tuple[bool, ...]:
+def _rope_layers(fields: Fields, family: str, num_layers: int) -> tuple[bool, ...]:
     if family != "smollm3":
         return (True,) * num_layers
     layers = fields.get("no_rope_layers")
@@ -239,7 +196,7 @@ def _rope_layers(fields: _Fields, family: str, num_layers: int) -> tuple[bool, .
 
 
 def _windows(
-    fields: _Fields, family: str, num_layers: int, rope_layers: tuple[bool, ...]
+    fields: Fields, family: str, num_layers: int, rope_layers: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     none: tuple[int | None, ...] = (None,) * num_layers
     if family == "llama" or fields.get("sliding_window") is None:
@@ -263,7 +220,7 @@ def _windows(
     return tuple(window if layer >= full else None for layer in range(num_layers))
 
 
-def _dtype(fields: _Fields, folder: Path) -> str:
+def _dtype(fields: Fields, folder: Path) -> str:
     """The weights' number format: as config.json says, or else as the first tensor has it."""
     named = fields.get("dtype") or fields.get("torch_dtype")
     if named is not None:
@@ -275,7 +232,7 @@ def _dtype(fields: _Fields, folder: Path) -> str:
     return "float32"
 
 
-def _ids(fields: _Fields, name: str) -> tuple[int, ...]:
+def _ids(fields: Fields, name: str) -> tuple[int, ...]:
     value = fields.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
@@ -288,10 +245,10 @@ def _first(ids: tuple[int, ...]) -> int | None:
     return ids[0] if ids else None
 
 
-def _eos_ids(fields: _Fields, folder: Path) -> tuple[int, ...]:
+def _eos_ids(fields: Fields, folder: Path) -> tuple[int, ...]:
     """The ids that end a sequence, in config.json or generation_config.json, each once."""
     path = folder / "generation_config.json"
-    generation = _Fields(path, read_object(path, required=False), {})
+    generation = Fields(path, read_object(path, required=False), {})
     both = (*_ids(fields, "eos_token_id"), *_ids(generation, "eos_token_id"))
     return tuple(dict.fromkeys(both))
 

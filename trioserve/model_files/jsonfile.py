@@ -8,7 +8,7 @@ from typing import Any
 
 from trioserve.errors import ModelLoadError
 
-__all__ = ["parse_object", "read_file", "read_object"]
+__all__ = ["parse_object", "read_array", "read_file", "read_object"]
 
 
 def read_object(path: Path, *, required: bool = True) -> dict[str, Any]:
@@ -22,6 +22,18 @@ def read_object(path: Path, *, required: bool = True) -> dict[str, Any]:
     if not path.exists():
         raise ModelLoadError(f"{path} is missing: fetch the model's folder again")
     return parse_object(read_file(path), path)
+
+
+def read_array(path: Path) -> list[Any]:
+    """The array in a JSON file.
+
+    Raises:
+        ModelLoadError: the file is unreadable, no JSON, or no array.
+    """
+    value = _parse(read_file(path), path)
+    if not isinstance(value, list):
+        raise ModelLoadError(f"{path} is damaged: not a JSON array; fetch it again")
+    return value
 
 
 def read_file(path: Path) -> bytes:
@@ -44,12 +56,16 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
     Raises:
         ModelLoadError: it is no JSON, or no object.
     """
+    value = _parse(data, path)
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} is damaged: not a JSON object; fetch it again")
+    return value
+
+
+def _parse(data: bytes, path: Path) -> Any:
     try:
-        value = json.loads(data)
+        return json.loads(data)
     except RecursionError:
         raise ModelLoadError(f"{path} is damaged: nested too deeply; fetch it again") from None
     except ValueError as error:
         raise ModelLoadError(f"{path} is damaged: no JSON ({error}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} is damaged: not a JSON object; fetch it again")
-    return value

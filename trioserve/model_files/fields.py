@@ -1,0 +1,61 @@
+"""Fields of a model's JSON files, checked one by one, with errors that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.config import MAX_NUMBER, MAX_SIZE
+
+__all__ = ["Fields"]
+
+
+class Fields:
+    """The fields of the JSON object in ``path``, each checked as it is read.
+
+    ``defaults`` stand in for fields that are absent. What is wrong is a ModelLoadError that names
+    the file and the field.
+    """
+
+    def __init__(self, path: Path, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.path = path
+        self.values = {**defaults, **values}
+
+    def integer(
+        self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE
+    ) -> int:
+        """An integer from ``least`` to ``most``; null counts as absent."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.error(name, value)
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number; null counts as absent."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.error(name, value)
+        if not 0 < value <= MAX_NUMBER:  # NaN isn't either
+            raise self.error(name, value)
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false; absent is false."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(name, value)
+        return bool(value)
+
+    def get(self, name: str) -> Any:
+        """The field as it stands, None where it is absent."""
+        return self.values.get(name)
+
+    def error(self, name: str, value: object) -> ModelLoadError:
+        """What is wrong with a field."""
+        if value is None:
+            return ModelLoadError(f"{self.path} has no {name}: it is no complete configuration")
+        return ModelLoadError(f"{self.path} has {name} = {value!r}, which can't be right")
