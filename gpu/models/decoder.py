@@ -20,6 +20,7 @@ from gpu.attention import Attention, QkNorm
 from gpu.linear import Linear
 from gpu.operations import Operations
 from gpu.operations.torch_ops import TorchOperations
+from gpu.weights.named import NamedTensors
 from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import ModelConfig
 
@@ -57,7 +58,7 @@ class Decoder:
     ) -> None:
         self.config = config
         self._operations = operations or TorchOperations()
-        tensors = _Tensors(weights)
+        tensors = NamedTensors(weights)
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = tensors.take("model.embed_tokens.weight", *shape)
         self._layers = [_layer(config, tensors, index) for index in range(config.num_layers)]
@@ -109,7 +110,7 @@ class Decoder:
         return self._head.in_float32(hidden, out)
 
 
-def _layer(config: ModelConfig, tensors: _Tensors, index: int) -> _Layer:
+def _layer(config: ModelConfig, tensors: NamedTensors, index: int) -> _Layer:
     prefix = f"model.layers.{index}."
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -142,34 +143,3 @@ def _layer(config: ModelConfig, tensors: _Tensors, index: int) -> _Layer:
         window=config.windows[index],
         rotate=config.rope_layers[index],
     )
-
-
-class _Tensors:
-    """A model's tensors by name, each taken once, so that a layer's are freed as it is built."""
-
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._tensors = dict(weights)
-
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self.take_optional(name, *shape)
-        if tensor is None:
-            raise ModelLoadError(f"the model's files lack the tensor {name}")
-        return tensor
-
-    def take_optional(self, name: str, *shape: int) -> torch.Tensor | None:
-        tensor = self._tensors.pop(name, None)
-        if tensor is not None and tensor.shape != shape:
-            raise ModelLoadError(
-                f"the tensor {name} has the shape {list(tensor.shape)}, "
-                f"but the model's configuration wants {list(shape)}"
-            )
-        return tensor
-
-    def check_empty(self) -> None:
-        """A tensor that nobody took means that the model computes something we don't."""
-        if self._tensors:
-            names = sorted(self._tensors)
-            raise ModelLoadError(
-                f"the model's files hold {len(names)} tensors that its configuration has no place "
-                f"for, such as {names[0]}"
-            )

@@ -45,15 +45,19 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Compare the tensors in the files with those that the model has.
+def check_tensors(
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    path: Path,
+    family: str,
+) -> None:
+    """Compare the tensors in the files at ``path``, ``found``, with those that the model has.
 
     An unknown tensor is refused too: to leave it out would give another model than the file's.
 
     Raises:
         ModelLoadError: they differ; the message names one tensor.
     """
-    expected = expected_tensors(config)
     for name, shape in expected.items():
         if name not in found:
             raise ModelLoadError(f"{path} has no tensor {name}: fetch the model again")
@@ -65,6 +69,6 @@ def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], pat
     for name in found:
         if name not in expected:
             raise ModelLoadError(
-                f"{path} holds the tensor {name}, which a {config.family} model of its "
+                f"{path} holds the tensor {name}, which a {family} model of its "
                 "configuration doesn't have: the model isn't served"
             )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gpu.weights.blocks import BFLOAT16, FLOAT32, Blocks, Weight
 from gpu.weights.dequantize import dequantize
-from gpu.weights.expected import check_tensors
+from gpu.weights.expected import check_tensors, expected_tensors
 from gpu.weights.reading import read_bytes
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
@@ -55,7 +55,8 @@ def load(
         for name, tensor in header.tensors.items()
         if name != _ROPE_FACTORS
     }
-    check_tensors(files.config, {n: tensor.shape for n, tensor in tensors.items()}, files.path)
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    check_tensors(expected_tensors(files.config), found, files.path, files.config.family)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     done = 0
     try:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Weight
-from gpu.weights.expected import check_tensors
+from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Numbers, Weight
+from gpu.weights.expected import check_tensors, expected_tensors
 from gpu.weights.reading import read_bytes
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.model_files.shards import Shard, read_shards
 
-__all__ = ["load"]
+__all__ = ["load", "load_folder"]
 
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 
@@ -26,27 +27,63 @@ def load(
     keep: Collection[str] = (),
 ) -> Iterator[tuple[str, Weight]]:
     """As :func:`gpu.weights.read_weights`, for a folder, which has nothing to ``keep``."""
-    shards = read_shards(files.path)
+    config = files.config
+    expected = expected_tensors(config)
+
+    def name_of(stored: str) -> str | None:
+        return None if _is_left_out(stored, config) else stored
+
+    return load_folder(files.path, expected, name_of, config.family, dtype, progress)
+
+
+def load_folder(
+    folder: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    name_of: Callable[[str], str | None],
+    family: str,
+    dtype: np.dtype[Any] | None,
+    progress: Callable[[int, int], None],
+) -> Iterator[tuple[str, Numbers]]:
+    """Yield ``(name, numbers)`` for each of the ``expected`` tensors, in the order of the files.
+
+    Args:
+        folder: of the model.
+        expected: the shape of each tensor that the model has, by the name that it is yielded under.
+        name_of: that name for the one in the files, None for a tensor that is left out.
+        family: of the model, for errors.
+        dtype: as for :func:`gpu.weights.read_weights`.
+        progress: as there.
+
+    Raises:
+        ModelLoadError: the files are damaged, or have other tensors than the model, which is found
+            before the first is yielded.
+    """
+    shards = read_shards(folder)
+    names: dict[str, str] = {}
     found: dict[str, tuple[int, ...]] = {}
     for shard in shards:
-        for name, shape in shard.shapes.items():
-            if not _is_left_out(name, files.config):
-                _check_dtype(shard, name)
-                found[name] = shape
-    check_tensors(files.config, found, files.path)
-    total = sum(shard.num_bytes[name] for shard in shards for name in shard.shapes if name in found)
+        for stored, shape in shard.shapes.items():
+            name = name_of(stored)
+            if name is None:
+                continue
+            if name in found:
+                raise ModelLoadError(f"{folder} holds {name} twice: fetch it again")
+            _check_dtype(shard, stored)
+            names[stored], found[name] = name, shape
+    check_tensors(expected, found, folder, family)
+    total = sum(shard.num_bytes[name] for shard in shards for name in shard.shapes if name in names)
     done = 0
     for shard in shards:
         try:
             with shard.path.open("rb", buffering=0) as file:
-                for name, shape in shard.shapes.items():
-                    if name in found:
-                        num_bytes = shard.num_bytes[name]
-                        raw = read_bytes(shard.path, file, shard.offsets[name], num_bytes)
-                        tensor = raw.view(_DTYPES[shard.dtypes[name]]).reshape(shape)
+                for stored, shape in shard.shapes.items():
+                    if stored in names:
+                        num_bytes = shard.num_bytes[stored]
+                        raw = read_bytes(shard.path, file, shard.offsets[stored], num_bytes)
+                        tensor = raw.view(_DTYPES[shard.dtypes[stored]]).reshape(shape)
                         tensor = tensor.astype(dtype or _unrounded(tensor.dtype), copy=False)
                         done += num_bytes
-                        yield name, tensor
+                        yield names[stored], tensor
                         progress(done, total)
         except OSError as error:
             raise ModelLoadError(f"{shard.path} can't be read: {error.strerror}") from error

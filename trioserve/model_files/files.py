@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -10,18 +9,16 @@ import attrs
 
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import gguf, huggingface
+from trioserve.model_files.checksum import Checksum
 from trioserve.model_files.config import ModelConfig
 from trioserve.model_files.gguf_header import GGUFHeader, read_header
 from trioserve.model_files.locate import default_name
-from trioserve.model_files.shards import read_header_bytes, shard_paths
+from trioserve.model_files.shards import shard_paths
 
 if TYPE_CHECKING:
     import tokenizers
 
 __all__ = ["ModelFiles", "load_tokenizer_from", "open_model"]
-
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
 
 
 @attrs.frozen(kw_only=True)
@@ -57,29 +54,13 @@ class ModelFiles:
         return huggingface.read_tokenizer(self.path / "tokenizer.json")
 
     def checksum(self) -> str:
-        """A hash that tells this model's weights from others', in milliseconds.
-
-        It covers the headers (names, shapes and types of all tensors), the files' sizes, and a few
-        kilobytes out of each file; it is no proof against tampering.
-        """
-        digest = hashlib.blake2b(digest_size=16)
+        """A hash that tells this model's weights from others': see :class:`Checksum`."""
+        checksum = Checksum()
         if self.gguf_header is not None:
-            _add_file(digest, self.path, self.gguf_header.data_offset)
+            checksum.add_file(self.path, self.gguf_header.data_offset)
         else:
-            digest.update((self.path / "config.json").read_bytes())
-            for path in shard_paths(self.path):
-                _add_file(digest, path, 8 + len(read_header_bytes(path)))
-        return digest.hexdigest()
-
-
-def _add_file(digest: hashlib.blake2b, path: Path, header_bytes: int) -> None:
-    size = path.stat().st_size
-    digest.update(size.to_bytes(8, "little"))
-    with path.open("rb") as file:
-        digest.update(file.read(header_bytes))
-        for sample in range(_SAMPLES):
-            file.seek(header_bytes + (size - header_bytes) * sample // _SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
+            checksum.add_folder(self.path)
+        return checksum.hexdigest()
 
 
 def open_model(path: Path) -> ModelFiles:
