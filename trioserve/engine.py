@@ -26,12 +26,14 @@ from trioserve.admission import (
     sampler_params,
 )
 from trioserve.config import EngineConfig
+from trioserve.control import Control
 from trioserve.deadline import Deadline
 from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
 from trioserve.errors import (
     Draining,
     EngineError,
     InvalidRequest,
+    Paused,
     RequestAborted,
     SlowReader,
 )
@@ -77,6 +79,8 @@ class Engine:
     """Called whenever the last open request has ended."""
     _open: dict[Request, None] = attrs.field(factory=dict)
     """The requests whose caller's scope is open, in the order of their arrival."""
+    control: Control = attrs.field(init=False)
+    """Pauses, aborts by name, and the like: what operators do."""
     _entrance: Entrance = attrs.field(init=False)
     _draining: bool = False
     _closed: EngineError | None = None
@@ -84,6 +88,7 @@ class Engine:
 
     def __attrs_post_init__(self) -> None:
         config = self.config
+        self.control = Control(self._scheduler, self._open)
         self._entrance = Entrance(
             line=self._scheduler,
             max_requests=config.max_num_queued_reqs,
@@ -171,6 +176,7 @@ class Engine:
             ContextTooLong: prompt and output don't fit the model or the page pool.
             QueueFull: too many requests wait, or too many tokens in their prompts.
             Draining: the engine is shutting down.
+            Paused: it is paused, and refuses what comes.
             DeadlineExceeded: the timeout ran out.
         """
         if params is None:
@@ -267,10 +273,60 @@ class Engine:
         Raises:
             QueueFull: too much waits.
             Draining: the engine is shutting down.
+            Paused: it is paused, and refuses what comes.
             EngineError: it is closed.
         """
         self._check_open()
         self._entrance.check_room()
+
+    async def pause(self, mode: str = "abort", *, refuse: bool = False) -> None:
+        """Compute nothing until :meth:`resume`; return once nothing is computed any more.
+
+        Streams stay open, deadlines go on. Idempotent; the last call's arguments count.
+
+        Args:
+            mode: what becomes of the requests there are. ``abort``: they end, with what they have
+                and the finish reason ``abort``. ``wait``: they finish first, while those that come
+                later wait. ``retract``: they keep their tokens, and their KV is computed anew
+                after the pause. ``in_place``: they keep their KV, too.
+            refuse: whether requests that come during the pause are refused with
+                :exc:`~trioserve.errors.Paused`; else they wait in the queue.
+
+        Raises:
+            InvalidRequest: there is no such mode.
+        """
+        await self.control.pause(mode, refuse=refuse)
+
+    def resume(self) -> None:
+        """End the pause: what waits is computed, the same as without the pause. Idempotent."""
+        self.control.resume()
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is computed because somebody has asked for that."""
+        return self._scheduler.paused
+
+    def abort(self, request_id: str, *, prefix: bool = False) -> int:
+        """End requests by name, with what they have and the finish reason ``abort``. Never blocks.
+
+        A request that isn't admitted yet raises :exc:`~trioserve.errors.RequestAborted`.
+
+        Args:
+            request_id: as given to :meth:`generate`.
+            prefix: end all whose names begin so; the empty string ends all.
+
+        Returns:
+            how many were ended.
+        """
+        return self.control.abort(request_id, prefix=prefix)
+
+    def flush_cache(self) -> int:
+        """Have no request find what has been computed up to now. What runs goes on with its own.
+
+        Returns:
+            how many pages of the KV cache were freed.
+        """
+        return self.control.flush_cache()
 
     def abort_all(self, error: RequestAborted) -> None:
         """End every open request with ``error``, whatever its stage; never blocks.
@@ -360,6 +416,8 @@ class Engine:
             raise self._closed
         if self._draining:
             raise Draining("the server is shutting down")
+        if self.control.refuses:
+            raise Paused("the engine is paused, and takes no requests meanwhile")
 
     def close(self, error: EngineError) -> None:
         """End every open request with ``error``, and refuse new ones with it. Idempotent."""

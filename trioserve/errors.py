@@ -12,6 +12,7 @@ __all__ = [
     "EngineError",
     "InvalidRequest",
     "ModelLoadError",
+    "Paused",
     "QueueFull",
     "RequestAborted",
     "ShuttingDown",
@@ -79,6 +80,10 @@ def _printable(text: str) -> str:
 
 class Draining(TrioserveError):
     """The engine is shutting down and admits nothing new."""
+
+
+class Paused(TrioserveError):
+    """The engine is paused, and was told to refuse what comes meanwhile."""
 
 
 class DeadlineExceeded(TrioserveError):

@@ -20,6 +20,7 @@ from trioserve.errors import (
     Draining,
     EngineError,
     InvalidRequest,
+    Paused,
     QueueFull,
     RequestAborted,
     ShuttingDown,
@@ -107,6 +108,7 @@ _KINDS: dict[type[Exception], _Kind] = {
     EngineError: _Kind(500, "server_error", "engine_error"),
     WorkerLost: _Kind(503, "service_unavailable_error", "no_worker"),
     Draining: _Kind(503, "service_unavailable_error", "draining"),
+    Paused: _Kind(503, "service_unavailable_error", "paused"),
     ShuttingDown: _Kind(503, "service_unavailable_error", "shutting_down"),
     DeadlineExceeded: _Kind(504, "timeout_error", "deadline_exceeded"),
 }
@@ -133,7 +135,7 @@ ERROR_STATUSES = {
     429: "Too much waits already (`--max-num-queued-reqs`, `--max-num-queued-tokens`), or too many "
     "requests with this key are open (`--max-requests-per-key`)",
     500: "The server failed, or ended the request",
-    503: "The server is shutting down, or has lost its worker",
+    503: "The server is shutting down, is paused, or has lost its worker",
     504: "The request's own `timeout`, or `--default-timeout`, ran out",
 }
 """What the status of an error means."""
@@ -159,7 +161,7 @@ def describe_error(error: BaseException) -> ErrorReply:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    elif isinstance(error, (Draining, KeyLimit, ShuttingDown)):
+    elif isinstance(error, (Draining, KeyLimit, Paused, ShuttingDown)):
         headers["Retry-After"] = "1"
     # Both may quote what the client wrote, which may be as large as a body.
     message = _shortened(str(error), MAX_MESSAGE_CHARACTERS)

@@ -7,9 +7,9 @@ loop sends plans while another receives results.
 Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
 (one sequence) and ``counts`` (how far all of them are), ``siblings`` (several of one request),
 ``memory`` with ``slots``, ``pages`` and ``prefix`` (what sequences hold), ``draft``, ``results``
-and ``intake`` (a plan on its way out and back),
-``calls`` (what the worker is asked for besides plans), ``recovery`` with ``blame`` (when something
-fails), ``watchdog`` (when a worker counts as hung), ``integrity`` (what is always true).
+and ``intake`` (a plan on its way out and back), ``calls`` (what the worker is asked for besides
+plans), ``gate`` with ``quiet`` (when nobody is to be computed), ``recovery`` with ``blame`` (when
+something fails), ``watchdog`` (when a worker counts as hung), ``integrity`` (what is always true).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
 from trioserve.scheduler.watchdog import Watchdog
 from trioserve.worker import Link
@@ -73,6 +74,7 @@ class Scheduler:
         """Steps that were done when it was called last."""
         self._calls = Calls(self._send_first, self._watchdog_held)
         self._watchdog = Watchdog(config.watchdog_timeout)
+        self.quiet = Quiet(self._existing_core, self._wake)
         self._overdue = trio.CancelScope()
         """Ends when the worker counts as hung."""
 
@@ -134,7 +136,8 @@ class Scheduler:
             output = self._core.abort(sequence, finish)
         if output is not None:
             self._deliver([output])
-        self._work.set()
+        self._wake()
+        self.quiet.look()
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         if not outputs or self._outputs is None:
@@ -158,6 +161,7 @@ class Scheduler:
             self._core = SchedulerCore(limits, self._observer)
         else:
             self._deliver(self._core.recovery.restart(limits))
+            self.quiet.look()
         self._num_attached += 1
         self._attached_at = trio.current_time()
         self._worker_there.set()
@@ -178,6 +182,7 @@ class Scheduler:
             self._follow(self._core)
             self._outbox.clear()
             self._calls.on_worker_lost()
+            self.quiet.look()
         raise error
 
     def judge(self, loss: WorkerLost) -> int:
@@ -203,6 +208,7 @@ class Scheduler:
         for request in dict.fromkeys(output.sequence.request for output in outputs):
             _log.error("request blamed", request_id=request.id, reason=reason)
         self._deliver(outputs)
+        self.quiet.look()
         assert self._core is not None
         blame = self._core.recovery.blame
         if blame.restricts:
@@ -235,7 +241,7 @@ class Scheduler:
     def _look_around(self, core: SchedulerCore) -> None:
         """There is nothing to send: is that because nobody wants anything?"""
         was_stuck = self._is_stuck
-        self._is_stuck = not core.in_flight and core.num_unfinished > 0
+        self._is_stuck = not core.in_flight and core.num_unfinished > 0 and core.gate.is_open
         if self._is_stuck and not was_stuck:
             _log.error(
                 "stuck: no plan is made for anybody, and none is in flight",
@@ -272,7 +278,8 @@ class Scheduler:
                 case _:
                     raise WorkerLost(f"the worker sent {type(message).__name__} while serving")
             self._follow(core)
-            self._work.set()
+            self._wake()
+            self.quiet.look()
 
     async def _watch(self) -> None:
         """Wait until the worker counts as hung."""
@@ -290,6 +297,14 @@ class Scheduler:
         """Plans may have come or gone: move the watchdog's deadline."""
         self._watchdog.follow(core.in_flight[0] if core.in_flight else None, trio.current_time())
         self._overdue.deadline = self._watchdog.deadline
+
+    def _wake(self) -> None:
+        """There may be something to send."""
+        self._work.set()
+
+    def _existing_core(self) -> SchedulerCore:
+        assert self._core is not None, "no worker has been attached yet"
+        return self._core
 
     # ---- calls
 
@@ -330,6 +345,11 @@ class Scheduler:
     def attached(self) -> bool:
         """Whether a worker is there."""
         return self._worker_there.is_set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether nobody is to be computed."""
+        return self._core is not None and self._core.gate.is_closed
 
     @property
     def num_attached(self) -> int:

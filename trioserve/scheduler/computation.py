@@ -34,8 +34,12 @@ class Computation:
     sequence: Sequence = attrs.field(repr=False)
     order: Order
     """Smaller is admitted earlier and preempted later. No two are equal."""
+    arrival: int
+    """Its request's place in the order of arrival."""
     namespace: Namespace | None
     """Whose cached prefixes it shares; None for nobody's, and none of its own are kept."""
+    own_namespace: Namespace | None
+    """The namespace it had at first, and has again in its next slot."""
     limit: int
     """Tokens, prompt and output, at which the sequence ends by length; at least one of output."""
     is_held: bool = False
@@ -71,7 +75,9 @@ class Computation:
                 arrival=arrival,
                 index=sequence.index,
             ),
+            arrival=arrival,
             namespace=namespace,
+            own_namespace=namespace,
             limit=len(request.prompt_ids) + max(sequence.max_tokens, 1),
         )
 
@@ -162,6 +168,7 @@ class Computation:
         self.slot = NO_SLOT
         self.pages = []
         self.cursor = None
+        self.namespace = self.own_namespace
         self.prompt_logprobs_from = NO_LOGPROBS
 
 

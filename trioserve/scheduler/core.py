@@ -21,6 +21,7 @@ one is the end of all of them. What happens when a plan fails or the worker is l
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 import attrs
@@ -32,6 +33,7 @@ from trioserve.scheduler import policy
 from trioserve.scheduler.computation import Computation, Line, Running
 from trioserve.scheduler.counts import Ints
 from trioserve.scheduler.draft import Draft, InFlight
+from trioserve.scheduler.gate import Gate
 from trioserve.scheduler.intake import Intake
 from trioserve.scheduler.integrity import check_core
 from trioserve.scheduler.limits import Limits, prompt_logprobs_for, resolve_max_tokens
@@ -61,6 +63,8 @@ class SchedulerCore:
         self.preempted: list[Computation] = []
         """Those that plans in flight still name; the others are back in line."""
         self.in_flight: deque[InFlight] = deque()
+        self.gate = Gate()
+        """What keeps those who could be computed from it."""
         self.counters = Counters()
         self.next_number = 1
         """The number of the next plan."""
@@ -71,7 +75,8 @@ class SchedulerCore:
         self.has_worker = True
         self.recovery = Recovery(self)
         """What to call when a plan fails or the worker is lost."""
-        self._num_arrivals = 0
+        self.num_arrivals = 0
+        """Requests that were ever submitted; the newest one's place in the order of arrival."""
         self._has_work = False
         """Whether somebody wanted to be computed when the newest result had been taken."""
 
@@ -86,13 +91,13 @@ class SchedulerCore:
         """
         max_tokens = resolve_max_tokens(self.limits, request)
         request.prompt_logprobs = prompt_logprobs_for(self.limits, request)
-        self._num_arrivals += 1
+        self.num_arrivals += 1
         request.times.queued = now
         for sequence in request.sequences:
             if sequence.state is State.FINISHED:
                 continue
             sequence.max_tokens = max_tokens
-            sequence.compute = Computation.of(sequence, self.limits, self._num_arrivals)
+            sequence.compute = Computation.of(sequence, self.limits, self.num_arrivals)
             self._wait(sequence.compute)
 
     def _wait(self, computation: Computation) -> None:
@@ -109,7 +114,7 @@ class SchedulerCore:
         if sequence.state is State.FINISHED:
             return None
         self.finish(sequence, finish)
-        return SequenceOutput(sequence, finish=finish)
+        return _end_of(sequence, finish)
 
     def drop(self, sequence: Sequence) -> wire.Drop | None:
         """What spares the worker rows of ``sequence``, which is about to be aborted.
@@ -134,9 +139,10 @@ class SchedulerCore:
         draft = Draft(self.next_number, self.limits.max_num_batched_tokens)
         if self.recovery.blame.restricts:
             self._make_way()
-        self._plan_running(draft)
-        self._plan_admissions(draft, now)
-        self.siblings.let_go()
+        if not self.gate.is_closed:
+            self._plan_running(draft)
+            self._plan_admissions(draft, now)
+            self.siblings.let_go()
         sealed = draft.seal(self.memory.slots.take_unclosed(), self.memory.counts)
         if sealed is None:
             return None
@@ -220,7 +226,7 @@ class SchedulerCore:
         if not self.waiting or self.preempted or not self._has_seat(draft):
             return
         num_pending = 0
-        candidates = list(self.waiting)
+        candidates = [each for each in self.waiting if self.gate.lets_in(each.arrival)]
         blame = self.recovery.blame
         if blame.restricts:
             candidates = [each for each in candidates if blame.may_run(each.sequence.request)]
@@ -289,6 +295,11 @@ class SchedulerCore:
         self.preempted.append(computation)
         self.rejoin()
 
+    def retract_running(self) -> None:
+        """Have all who run wait, and resume from their tokens once they may be computed again."""
+        for computation in list(self.running):
+            self._put_off(computation)
+
     def rejoin(self) -> None:
         """Put the preempted back in line whom no plan in flight names."""
         oldest = self.in_flight[0].number if self.in_flight else self.next_number
@@ -321,8 +332,7 @@ class SchedulerCore:
         alive = [sequence for sequence in request.sequences if sequence.state is not State.FINISHED]
         for sequence in reversed(alive):  # Nobody is to lead the others on the way.
             self.finish(sequence, finish)
-        logprobs = None if request.params.logprobs is None else ()
-        return [SequenceOutput(each, logprobs=logprobs, finish=finish) for each in alive]
+        return [_end_of(each, finish) for each in alive]
 
     # ---- a result
 
@@ -362,6 +372,16 @@ class SchedulerCore:
         """Sequences that are still to be computed, wherever they are."""
         return self.num_waiting + len(self.running) + len(self.preempted)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the worker has nothing to do, and has been told who has left."""
+        return not self.in_flight and not self.memory.slots.num_unclosed
+
+    def num_unfinished_until(self, arrival: int) -> int:
+        """How many of those who came no later than ``arrival`` are still to be computed."""
+        lines = (self.waiting, self.siblings, self.running, self.preempted)
+        return sum(each.arrival <= arrival for each in itertools.chain.from_iterable(lines))
+
     def statistics(self) -> SchedulerStatistics:
         """A snapshot."""
         pool = self.memory.pool
@@ -379,3 +399,9 @@ class SchedulerCore:
     def check_integrity(self) -> None:
         """Assert the invariants that :mod:`trioserve.scheduler.integrity` lists."""
         check_core(self)
+
+
+def _end_of(sequence: Sequence, finish: Finish) -> SequenceOutput:
+    """The output of a sequence that ends without another token."""
+    logprobs = None if sequence.request.params.logprobs is None else ()
+    return SequenceOutput(sequence, logprobs=logprobs, finish=finish)

@@ -6,6 +6,8 @@ The one place where :mod:`~trioserve.scheduler.slots`, :mod:`~trioserve.schedule
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation
 from trioserve.scheduler.counts import Counts, Ints
@@ -114,6 +116,18 @@ class Memory:
         self.pool.release(pages, computation.last_plan)
         self.slots.close(computation.slot, computation.last_plan)
         computation.leave_slot()
+
+    def flush(self, running: Iterable[Computation]) -> int:
+        """Have nobody find what is cached now; those in the running keep their pages.
+
+        Returns:
+            how many pages were freed.
+        """
+        freed = self.prefix.flush()
+        for computation in running:
+            if computation.namespace is not None:
+                computation.namespace = self.prefix.flushed(computation.namespace)
+        return freed
 
     def retract(self, computation: Computation, plan: int) -> bool:
         """See that nobody counts on what plans after ``plan`` compute; False if somebody does."""

@@ -72,6 +72,7 @@ class PrefixCache:
     page_size: int
     _roots: dict[Namespace, Node] = attrs.field(init=False, factory=dict)
     _node_of: dict[int, Node] = attrs.field(init=False, factory=dict)
+    _num_flushes: int = attrs.field(init=False, default=0)
 
     def match(
         self, namespace: Namespace, tokens: Sequence[int], plan: int, most: int | None = None
@@ -191,6 +192,28 @@ class PrefixCache:
             node = self._node_of.pop(self.pool.evict())
             assert not node.children, "a page was evicted from under its children"
             self._remove(node)
+
+    def flush(self) -> int:
+        """Have nobody find what is cached now: free what is idle, and hide the rest.
+
+        Pages that somebody holds stay where they are, in namespaces that nobody else looks into;
+        whoever holds them is to go on in :meth:`flushed` of its own.
+
+        Returns:
+            how many pages were freed.
+        """
+        freed = self.pool.num_idle
+        self.evict(freed)
+        self._num_flushes += 1
+        roots, self._roots = self._roots, {}
+        for root in roots.values():
+            root.key = self.flushed(root.key)
+            self._roots[root.key] = root
+        return freed
+
+    def flushed(self, namespace: Namespace) -> Namespace:
+        """Where the pages of ``namespace`` are since the last :meth:`flush`."""
+        return (*namespace, "flushed", self._num_flushes)
 
     def check(self) -> None:
         """Assert that the tree and the pool agree, and that rule 4 holds."""

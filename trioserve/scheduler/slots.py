@@ -40,6 +40,11 @@ class SlotTable:
         """Slots that come back with results that are still in flight."""
         return len(self._retiring)
 
+    @property
+    def num_unclosed(self) -> int:
+        """Slots that the next plan is to close."""
+        return len(self._unclosed)
+
     def open(self) -> tuple[int, int]:
         """A free slot and its new generation. There must be one."""
         slot = self._free.pop()
