@@ -23,8 +23,8 @@ from trioserve.http.schemas import struct_classes
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "api.md").read_text()
-OWN = {"timeout"}
-"""Fields of generating requests that no peer has."""
+OWN = {"timeout", "new_requests"}
+"""Fields of requests that no peer has."""
 
 
 @pytest.fixture

@@ -11,23 +11,34 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "embedding.md").read_text(), re.S)
-EXPECTED = [
-    ("Once upon a time", "The sea was", "In the city", "Paris"),
-    ("serving at http://127.0.0.1:",),
-    ("France is Paris",),
-]
-"""What each program prints, in parts."""
+EXPECTED = {
+    "embedding": [
+        ("Once upon a time", "The sea was", "In the city", "Paris"),
+        ("serving at http://127.0.0.1:",),
+        ("France is Paris",),
+    ],
+    "operating": [("paused with 1 request", "a city in a country of its own")],
+}
+"""What each program of a page prints, in parts."""
 
 
-def test_there_are_three_programs() -> None:
-    assert len(PROGRAMS) == len(EXPECTED) == 3
+def programs_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.S)
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_program_of_the_embedding_page(number: int, tmp_path: Path) -> None:
+def test_every_program_is_run() -> None:
+    for path in (ROOT / "docs").glob("*.md"):
+        whole = [each for each in programs_of(path.stem) if "trio.run(" in each]
+        assert len(whole) <= len(EXPECTED.get(path.stem, [])), path.stem
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [(page, number) for page, parts in EXPECTED.items() for number in range(len(parts))],
+)
+def test_a_program_runs_as_it_stands(page: str, number: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(PROGRAMS[number])
+    program.write_text(programs_of(page)[number])
     done = subprocess.run(
         [sys.executable, str(program)],
         capture_output=True,
@@ -37,5 +48,5 @@ def test_a_program_of_the_embedding_page(number: int, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    for text in EXPECTED[number]:
+    for text in EXPECTED[page][number]:
         assert text in done.stdout

@@ -119,6 +119,11 @@ _NAMES = {
             "prompt reasoning_effort tool_choice tools"
         ),
     },
+    "PauseRequest": {"SGLang": "mode"},
+    "ContinueRequest": {"SGLang": "torch_empty_cache"},
+    "AbortRequest": {"SGLang": "abort_all abort_message finished_reason rid"},
+    "AbortManyRequest": {"vLLM": "request_ids"},
+    "FlushRequest": {"SGLang": "timeout_s"},
     "DetokenizeRequest": {
         "vLLM": ("model tokens"),
         "SGLang": ("model skip_special_tokens tokens"),

@@ -24,6 +24,7 @@ from trioserve.http.auth import OPEN_PATHS, Keys
 from trioserve.http.bodies import BodyRoom
 from trioserve.http.chat.endpoint import ChatEndpoints
 from trioserve.http.completions.endpoint import CompletionEndpoints
+from trioserve.http.control.endpoint import ControlEndpoints
 from trioserve.http.cors import CrossOrigin
 from trioserve.http.native.endpoint import NativeEndpoints
 from trioserve.http.openai.models import ModelEndpoints
@@ -162,6 +163,7 @@ def _add_routes(app: App, service: Service) -> None:
     endpoints: list[Any] = [
         ChatEndpoints(service),
         CompletionEndpoints(service),
+        ControlEndpoints(service),
         ModelEndpoints(service),
         NativeEndpoints(service),
         AdminEndpoints(service),

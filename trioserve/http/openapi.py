@@ -172,7 +172,7 @@ def _operation(route: Route, rule: str, references: _References) -> dict[str, An
         ]
     if route.request is not None:
         operation["requestBody"] = {
-            "required": True,
+            "required": not route.body_optional,
             "content": {"application/json": {"schema": references.of(route.request)}},
         }
     return operation

@@ -13,6 +13,17 @@ from trioserve.http.chat.schemas import (
     ChatCompletionResponse,
 )
 from trioserve.http.completions.schemas import CompletionRequest, CompletionResponse
+from trioserve.http.control.schemas import (
+    AbortManyRequest,
+    AbortReply,
+    AbortRequest,
+    ContinueRequest,
+    Done,
+    FlushReply,
+    FlushRequest,
+    PauseReply,
+    PauseRequest,
+)
 from trioserve.http.native.schemas import GenerateRequest, GenerateResponse
 from trioserve.http.openai.schemas import ModelCard, ModelList
 from trioserve.http.utilities.schemas import (
@@ -32,7 +43,7 @@ from trioserve.http.utilities.schemas import (
 
 __all__ = ["GROUPS", "ROUTES", "Route"]
 
-GROUPS = ("Generation", "Tokens", "Models", "The server", "Health")
+GROUPS = ("Generation", "Tokens", "Models", "The server", "Control", "Health")
 """What routes belong to, in the order in which the documentation shows them."""
 
 _GENERATING = (429, 503, 504)
@@ -57,6 +68,8 @@ class Route:
     aliases: tuple[str, ...] = ()
     """Other paths of the same endpoint."""
     request: type[msgspec.Struct] | None = None
+    body_optional: bool = False
+    """Whether the body may be left out."""
     response: Any
     events: type[msgspec.Struct] | None = None
     batch: bool = False
@@ -245,6 +258,86 @@ ROUTES = (
         group="The server",
         peers="vLLM, SGLang",
         response="application/json",
+    ),
+    Route(
+        method="POST",
+        rule="/pause_generation",
+        handler="pause_generation",
+        summary="Compute nothing for the time being; answered once nothing is computed any more",
+        group="Control",
+        peers="SGLang",
+        request=PauseRequest,
+        body_optional=True,
+        response=Done,
+        control=True,
+    ),
+    Route(
+        method="POST",
+        rule="/continue_generation",
+        aliases=("/resume",),
+        handler="continue_generation",
+        summary="End the pause",
+        group="Control",
+        peers="SGLang, vLLM",
+        request=ContinueRequest,
+        body_optional=True,
+        response=Done,
+        control=True,
+    ),
+    Route(
+        method="GET",
+        rule="/is_paused",
+        handler="is_paused",
+        summary="Whether there is a pause",
+        group="Control",
+        peers="vLLM",
+        response=PauseReply,
+        control=True,
+    ),
+    Route(
+        method="POST",
+        rule="/abort_request",
+        handler="abort_request",
+        summary="End requests by the beginning of their ids, or all",
+        group="Control",
+        peers="SGLang",
+        request=AbortRequest,
+        response=AbortReply,
+        control=True,
+    ),
+    Route(
+        method="POST",
+        rule="/abort_requests",
+        handler="abort_requests",
+        summary="End requests by their ids",
+        group="Control",
+        peers="vLLM",
+        request=AbortManyRequest,
+        response=AbortReply,
+        control=True,
+    ),
+    Route(
+        method="POST",
+        rule="/flush_cache",
+        aliases=("/reset_prefix_cache",),
+        handler="flush_cache",
+        summary="Have no request find what has been computed up to now",
+        group="Control",
+        peers="SGLang, vLLM",
+        request=FlushRequest,
+        body_optional=True,
+        response=FlushReply,
+        control=True,
+    ),
+    Route(
+        method="GET",
+        rule="/flush_cache",
+        handler="flush_cache",
+        summary="The same",
+        group="Control",
+        peers="SGLang",
+        response=FlushReply,
+        control=True,
     ),
     Route(
         method="GET",

@@ -86,6 +86,14 @@ class Service:
         body: bytes = await quart.request.get_data(False, False, False)
         return parse_body(request_type, body)
 
+    async def read_if_any(self, request_type: type[RequestType]) -> RequestType:
+        """The same for a request all of whose fields may be left out, and so the body itself."""
+        body: bytes = await quart.request.get_data(False, False, False)
+        if not body and "Content-Type" not in quart.request.headers:
+            return request_type()
+        _check_media_type(quart.request)
+        return parse_body(request_type, body or b"{}")
+
     def model(self, name: str | None) -> str:
         """The served name that a request means.
 

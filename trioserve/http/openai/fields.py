@@ -60,6 +60,10 @@ def sampling_fields(request: GenerationRequest) -> tuple[dict[str, Any], dict[st
     return fields, renames
 
 
+ID_PREFIXES = ("chatcmpl-", "cmpl-")
+"""What comes before a request's id in its response."""
+
+
 def request_id(prefix: str, request: GenerationRequest, service: Service) -> str:
     """The id of a response: the client's own, or that of the HTTP request."""
     return f"{prefix}-{request.request_id or request.rid or service.record.request_id}"

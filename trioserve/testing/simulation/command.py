@@ -125,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="run this one only")
     parser.add_argument("--clients", type=_numbers, help="with these of its clients only: 0,3")
     parser.add_argument("--faults", type=_numbers, help="with these of its faults only")
+    parser.add_argument("--pauses", type=_numbers, help="with these of its pauses only")
     parser.add_argument("--trace", action="store_true", help="print all that happens")
     return parser
 
@@ -134,7 +135,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    scenario = draw_scenario(options.seed).only(options.clients, options.faults)
+    scenario = draw_scenario(options.seed).only(options.clients, options.faults, options.pauses)
     report = simulate(scenario)
     if options.trace:
         print("\n".join([*_listing(scenario), *report.trace.lines]))
@@ -143,7 +144,8 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _listing(scenario: Scenario) -> list[str]:
-    parts = [scenario.options, scenario.worker, *scenario.clients, *scenario.faults]
+    events = (*scenario.clients, *scenario.faults, *scenario.pauses)
+    parts = [scenario.options, scenario.worker, *events]
     return [*map(str, parts), f"ends: {scenario.ends} at {scenario.ends_at:.3f}"]
 
 
@@ -153,12 +155,13 @@ def _describe(report: Report) -> str:
     whole = draw_scenario(scenario.seed)
     clients = ",".join(str(client.number) for client in scenario.clients)
     faults = ",".join(str(whole.faults.index(fault)) for fault in scenario.faults)
+    pauses = ",".join(str(whole.pauses.index(pause)) for pause in scenario.pauses)
     return "\n".join(
         [
             f"seed {scenario.seed}: {report.violation}",
             *(f"    {line}" for line in report.trace.lines[-12:]),
             f"again: {COMMAND} --seed {scenario.seed} --clients {clients} --faults {faults or ','} "
-            "--trace",
+            f"--pauses {pauses or ','} --trace",
         ]
     )
 

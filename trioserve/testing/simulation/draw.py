@@ -13,6 +13,7 @@ from trioserve.testing.simulation.scenario import (
     Client,
     Departure,
     Fault,
+    Pause,
     Scenario,
     WorkerKind,
     seed_of,
@@ -56,6 +57,7 @@ def draw_scenario(seed: int) -> Scenario:
         worker=worker,
         clients=tuple(clients),
         faults=tuple(faults),
+        pauses=_pauses(random.Random(f"pauses {seed}"), span),
         eos_token_ids=ids_of(_EOS),
         ends=choose.choice(("idle", "idle", "idle", "drain", "abort", "cancel")),
         ends_at=choose.uniform(0, span + 0.6),
@@ -204,6 +206,18 @@ def _faults(choose: random.Random) -> list[Fault]:
                 at = choose.uniform(0, 0.3)
             faults.append(Fault(worker=worker, what=kind, at=at, seconds=choose.uniform(0, 1.5)))
     return faults
+
+
+def _pauses(choose: random.Random, span: float) -> tuple[Pause, ...]:
+    return tuple(
+        Pause(
+            at=choose.uniform(0, span + 0.4),
+            mode=choose.choice(("wait", "retract", "in_place")),
+            seconds=choose.choice(_SECONDS),
+            flushes=choose.random() < 0.5,
+        )
+        for _ in range(choose.choice((0, 0, 0, 1, 1, 2)))
+    )
 
 
 def _poisonous(client: Client) -> Client:

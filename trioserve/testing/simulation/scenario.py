@@ -12,7 +12,16 @@ from trioserve import wire
 from trioserve.sampling import SamplerParams
 from trioserve.testing.fake_model import TokenFunction
 
-__all__ = ["Client", "Departure", "Fault", "Scenario", "WorkerKind", "client_of", "seed_of"]
+__all__ = [
+    "Client",
+    "Departure",
+    "Fault",
+    "Pause",
+    "Scenario",
+    "WorkerKind",
+    "client_of",
+    "seed_of",
+]
 
 _MAX_CLIENTS = 1000
 
@@ -78,6 +87,19 @@ class Fault:
     what: str
     at: float
     seconds: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class Pause:
+    """The engine is paused for a while, in a mode that loses nothing."""
+
+    at: float
+    """Seconds after the engine is up."""
+    mode: str
+    """``wait``, ``retract`` or ``in_place``."""
+    seconds: float
+    flushes: bool = False
+    """Whether the prefix cache is emptied meanwhile."""
 
 
 @attrs.frozen(kw_only=True)
@@ -147,6 +169,7 @@ class Scenario:
     worker: WorkerKind
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...] = ()
+    pauses: tuple[Pause, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ends: str = "idle"
     """``idle``: when all clients are done; ``drain``: the same, and nobody is admitted after
@@ -160,9 +183,15 @@ class Scenario:
         return any(client.poisonous for client in self.clients)
 
     def only(
-        self, clients: Collection[int] | None = None, faults: Collection[int] | None = None
+        self,
+        clients: Collection[int] | None = None,
+        faults: Collection[int] | None = None,
+        pauses: Collection[int] | None = None,
     ) -> Scenario:
-        """The same with these clients, by number, and these faults, by place; None for all."""
+        """The same with these clients, by number, these faults and pauses, by place; None: all."""
         kept = [each for each in self.clients if clients is None or each.number in clients]
         left = [each for place, each in enumerate(self.faults) if faults is None or place in faults]
-        return attrs.evolve(self, clients=tuple(kept), faults=tuple(left))
+        rests = [
+            each for place, each in enumerate(self.pauses) if pauses is None or place in pauses
+        ]
+        return attrs.evolve(self, clients=tuple(kept), faults=tuple(left), pauses=tuple(rests))

@@ -40,7 +40,7 @@ def shrink(report: Report, *, most_runs: int = 300) -> Report:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """The scenario with half of its clients, without one of them, and without one of its faults."""
+    """The scenario with half of its clients, and without one of its clients, faults or pauses."""
     numbers = [client.number for client in scenario.clients]
     half = len(numbers) // 2
     if half > 1:
@@ -52,4 +52,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for fault in scenario.faults:
         yield attrs.evolve(
             scenario, faults=tuple(other for other in scenario.faults if other is not fault)
+        )
+    for pause in scenario.pauses:
+        yield attrs.evolve(
+            scenario, pauses=tuple(other for other in scenario.pauses if other is not pause)
         )

@@ -60,6 +60,10 @@ class Books:
     in_flight: deque[_PlanInFlight] = attrs.field(factory=deque)
     may_be_blamed: set[int] = attrs.field(factory=set)
     """Clients that were alone in flight when something failed, or that a worker named."""
+    is_quiet: bool = False
+    """Whether the engine has said that nothing is computed."""
+    since_flush: set[int] | None = None
+    """Pages handed out since the prefix cache was emptied last; None if it never was."""
     num_unanswered: int = 0
     """Plans without an answer. A worker answers each, those too that it refuses."""
     num_steps: int = 0
@@ -140,6 +144,8 @@ class Books:
             + (f" close {closed}" if closed else "")
             + (f" pages {pages}" if pages else "")
         )
+        if rows and self.is_quiet:
+            raise Violation("nothing is computed in a pause", f"plan {plan.number}")
         for row, _ in rows:
             if self.is_over(row):
                 raise Violation("nothing is computed for who has left", f"output {row}")
@@ -166,6 +172,8 @@ class Books:
         self.sharing.opened(opened, row[0])
         pages = wire.ints(opened.pages).tolist()
         shared = opened.computed // self.page_size
+        if self.since_flush is not None and not self.since_flush.issuperset(pages[:shared]):
+            raise Violation("nothing is found that was computed before a flush", f"output {row}")
         self.slots[opened.slot] = _OpenSlot(row, opened.generation, pages[:shared])
         for page in pages[shared:]:
             self._check_page_is_fresh(opened.slot, page)
@@ -173,6 +181,8 @@ class Books:
 
     def _check_page_is_fresh(self, slot: int, page: int) -> None:
         """Nobody may be touching the page that ``slot`` is going to write."""
+        if self.since_flush is not None:
+            self.since_flush.add(page)
         mine = self.slots[slot].generation
         for plan in self.in_flight:
             for other, (generation, pages) in plan.touched.items():

@@ -15,7 +15,7 @@ from trioserve.errors import EngineError, RequestAborted, TrioserveError, Worker
 from trioserve.request import Request
 from trioserve.simulation import open_fake_engine
 from trioserve.testing.simulation.judge import Circumstances, Visit
-from trioserve.testing.simulation.scenario import Client, Scenario
+from trioserve.testing.simulation.scenario import Client, Pause, Scenario
 from trioserve.testing.simulation.sharing import Sharing
 from trioserve.testing.simulation.trace import Trace, Violation
 from trioserve.testing.simulation.turns import Row, Turns
@@ -121,6 +121,8 @@ class _World:
         self.violation: Violation | None = None
         self.engine: Engine | None = None
         self.num_checkpoints = 0
+        self.pausing = trio.Lock()
+        """Held during a pause: the engine knows only one at a time."""
         self.outcomes: dict[str, int] = {}
         self.books = Books(
             trace=self.trace,
@@ -183,6 +185,8 @@ class _World:
         now = engine.statistics()
         if not engine.healthy or self.workers.current is None or self.books.num_unanswered:
             return
+        if self.pausing.locked():
+            return
         busy = now.scheduler.num_running + now.scheduler.num_waiting
         if busy and not self.scenario.worker.link_delay:
             raise Violation("who can be computed is computed", f"{busy} outputs, no plan")
@@ -228,6 +232,8 @@ class _World:
                     self.engine.on_request_end = self._request_ended
                     for client in self.scenario.clients:
                         clients.start_soon(self._blamed, self._visit, self.engine, client)
+                    for pause in self.scenario.pauses:
+                        clients.start_soon(self._blamed, self._pause, self.engine, pause)
                     if self.scenario.ends != "idle":
                         clients.start_soon(self._end, self.engine)
                     await self._wait_until_done(self.engine)
@@ -262,6 +268,23 @@ class _World:
                 "the engine fails only for too many deaths",
                 f"{error!r} after {self.books.deaths_without_progress} of {limit}",
             ) from error
+
+    async def _pause(self, engine: Engine, pause: Pause) -> None:
+        await trio.sleep(pause.at)
+        async with self.pausing:
+            self.trace.note(f"pause: {pause.mode}")
+            await engine.pause(pause.mode)
+            self.books.is_quiet = True
+            if pause.flushes:
+                self.trace.note(f"{engine.flush_cache()} pages are flushed")
+                self.books.since_flush = set()
+                self.check()
+            # Who lost the slot may come after somebody for whom there was one.
+            self.books.turns.accident()
+            await trio.sleep(pause.seconds)
+            self.trace.note("the pause ends")
+            self.books.is_quiet = False
+            engine.resume()
 
     async def _end(self, engine: Engine) -> None:
         await trio.sleep(self.scenario.ends_at)

@@ -1,0 +1,106 @@
+"""Requests and responses of the endpoints that control the server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from trioserve.http.schemas import about, hint, only
+
+__all__ = [
+    "AbortManyRequest",
+    "AbortReply",
+    "AbortRequest",
+    "ContinueRequest",
+    "Done",
+    "FlushReply",
+    "FlushRequest",
+    "PauseReply",
+    "PauseRequest",
+]
+
+_RequestId = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class PauseRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /pause_generation``; an empty one takes the defaults."""
+
+    mode: Annotated[
+        Literal["abort", "wait", "retract", "in_place"],
+        about(
+            "What becomes of the requests there are: `abort` ends them with what they have, `wait` "
+            "lets them finish first, `retract` keeps their tokens and computes their KV anew "
+            "afterwards, `in_place` keeps their KV, too."
+        ),
+    ] = "abort"
+    new_requests: Annotated[
+        Literal["wait", "refuse"],
+        about("Whether requests that come meanwhile wait in the queue or are refused with 503."),
+    ] = "wait"
+
+
+class ContinueRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /continue_generation``; it may be empty."""
+
+    torch_empty_cache: Annotated[bool | None, hint()] = None
+
+
+class Done(msgspec.Struct, kw_only=True):
+    """It is done."""
+
+    success: Annotated[bool, about("Always true.")] = True
+    message: Annotated[str, about("What was done, for people.")]
+
+
+class PauseReply(msgspec.Struct, kw_only=True):
+    """Whether the engine is paused."""
+
+    is_paused: Annotated[bool, about("Whether nothing is computed for a pause.")]
+
+
+class AbortRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /abort_request``."""
+
+    rid: Annotated[
+        _RequestId,
+        about(
+            "The request's `rid`, `request_id` or `X-Request-Id`, or how it begins: all that begin "
+            "so are ended, the members of a batch among them. It may be left out with `abort_all`."
+        ),
+    ] = ""
+    abort_all: Annotated[bool, about("End all requests.")] = False
+    finished_reason: Annotated[
+        dict[str, Any] | None, only(why="the finish reason is always `abort`")
+    ] = None
+    abort_message: Annotated[str | None, only(why="the finish reason `abort` has no message")] = (
+        None
+    )
+
+
+class AbortManyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /abort_requests``."""
+
+    request_ids: Annotated[
+        Annotated[list[_RequestId], msgspec.Meta(min_length=1, max_length=10_000)],
+        about("The whole ids of the requests that are to end."),
+    ]
+
+
+class AbortReply(msgspec.Struct, kw_only=True):
+    """How many requests were ended."""
+
+    num_aborted: Annotated[int, about("Requests that were ended; 0 if there were none so named.")]
+
+
+class FlushRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /flush_cache``; it may be empty."""
+
+    timeout_s: Annotated[float | None, hint()] = None
+
+
+class FlushReply(msgspec.Struct, kw_only=True):
+    """The cache is empty, but for what running requests hold."""
+
+    success: Annotated[bool, about("Always true.")] = True
+    num_pages_freed: Annotated[int, about("Pages of the KV cache that were freed.")]
