@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from trioserve.model_files.config import ModelConfig, RopeScaling
+from trioserve.model_files.encoder_config import EncoderConfig
+from trioserve.model_files.encoder_files import EncoderFiles, open_encoder, task_of
 from trioserve.model_files.files import ModelFiles, load_tokenizer_from, open_model
 from trioserve.model_files.locate import locate
 
 __all__ = [
+    "EncoderConfig",
+    "EncoderFiles",
     "ModelConfig",
     "ModelFiles",
     "RopeScaling",
     "load_tokenizer_from",
     "locate",
+    "open_encoder",
     "open_model",
+    "task_of",
 ]

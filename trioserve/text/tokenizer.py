@@ -21,6 +21,7 @@ from trioserve.errors import InvalidRequest, QueueFull
 from trioserve.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt
 from trioserve.stream import TokenLogprob
 from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.encoding_errors import reason_of
 from trioserve.text.incremental import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
 from trioserve.text.prompt_size import characters_of, characters_of_contents
 
@@ -152,7 +153,7 @@ class Tokenizer:
         except Exception as error:
             # ``tokenizers`` raises plain Exceptions and TypeErrors, for lone surrogates too.
             raise InvalidRequest(
-                f"the text can't be encoded: {_reason(text, error)}", param=_param(prompt)
+                f"the text can't be encoded: {reason_of(text, error)}", param=_param(prompt)
             ) from error
         if not ids:
             raise InvalidRequest("the prompt has no tokens", param=_param(prompt))
@@ -183,7 +184,7 @@ class Tokenizer:
                 spaced = self.encode(f" {bare}", add_special_tokens=False)
             except Exception as error:
                 raise InvalidRequest(
-                    f"a word in bad_words can't be encoded: {_reason(bare, error)}",
+                    f"a word in bad_words can't be encoded: {reason_of(bare, error)}",
                     param="bad_words",
                 ) from error
             if not plain:
@@ -310,14 +311,6 @@ def _cut(whole: _Cuttable, keep: int, side: str) -> _Cuttable:
 
 def _param(prompt: Prompt) -> str:
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-
-
-def _reason(text: str, error: Exception) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as surrogate:
-        return f"character {surrogate.start} is no valid Unicode (half of a surrogate pair)"
-    return str(error)
 
 
 def _start(request: Request) -> bool:

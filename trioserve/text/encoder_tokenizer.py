@@ -1,0 +1,106 @@
+"""Texts and pairs of texts to the ids that an encoder reads, cut off where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import tokenizers
+
+from trioserve.errors import InvalidRequest
+from trioserve.model_files.encoder_config import EncoderConfig
+from trioserve.text.encoding_errors import reason_of
+
+__all__ = ["EncodedText", "EncoderTokenizer", "longest_first"]
+
+
+@attrs.frozen
+class EncodedText:
+    """A text or pair as an encoder reads it.
+
+    ``type_ids`` are as many as ``ids``: 0 for the first text and 1 for the second, if the model
+    is to tell them apart.
+    """
+
+    ids: list[int]
+    type_ids: list[int]
+    num_tokens: int
+    """As many as there would be if nothing had been cut off."""
+
+
+class EncoderTokenizer:
+    """A ``tokenizers.Tokenizer`` for the encoder of ``config``. Any thread may call it.
+
+    Truncation and padding that the tokenizer's file asks for are switched off.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: EncoderConfig) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.max_length = config.max_length
+        self._marks_pairs = config.marks_pairs
+
+    def encode(self, text: str, second: str | None = None) -> EncodedText:
+        """``text``, or the pair of it and ``second``, with the tokens that the model wants around.
+
+        What doesn't fit is cut off at the end, of a pair from the longer one first.
+
+        Raises:
+            InvalidRequest: there is a character that is none, or there are no tokens at all.
+        """
+        (encoded,) = self.encode_batch([text if second is None else (text, second)])
+        return encoded
+
+    def encode_batch(self, inputs: Sequence[str | tuple[str, str]]) -> list[EncodedText]:
+        """The same for texts and pairs, in their order; other threads run meanwhile.
+
+        Raises:
+            InvalidRequest: one of them is to be refused.
+        """
+        texts: list[str] = []
+        for item in inputs:
+            texts += [item] if isinstance(item, str) else item
+        encodings = iter(self._encodings(texts))
+        return [
+            self._assemble(next(encodings), None if isinstance(item, str) else next(encodings))
+            for item in inputs
+        ]
+
+    def _encodings(self, texts: list[str]) -> list[tokenizers.Encoding]:
+        try:
+            return self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:
+            if len(texts) == 1:
+                reason = reason_of(texts[0], error)
+                raise InvalidRequest(f"the text can't be encoded: {reason}") from error
+        # Which one it is, the library doesn't say.
+        return [self._encodings([text])[0] for text in texts]
+
+    def _assemble(
+        self, first: tokenizers.Encoding, second: tokenizers.Encoding | None
+    ) -> EncodedText:
+        num_added = self.backend.num_special_tokens_to_add(second is not None)
+        lengths = len(first), 0 if second is None else len(second)
+        kept = longest_first(*lengths, self.max_length - num_added)
+        first.truncate(kept[0])
+        if second is not None:
+            second.truncate(kept[1])
+        whole = self.backend.post_process(first, second)
+        if not whole.ids:
+            raise InvalidRequest("the text has no tokens")
+        type_ids = whole.type_ids if self._marks_pairs else [0] * len(whole.ids)
+        return EncodedText(whole.ids, type_ids, sum(lengths) + num_added)
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many of ``first`` and ``second`` tokens are kept so that at most ``room`` are.
+
+    The longer one is cut to the length of the other, and then both alike; of an odd number of
+    tokens the longer keeps one more, or the second if they are alike. This is the rule of
+    ``tokenizers`` and of transformers for ``longest_first``.
+    """
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second, room // 2)
+    return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
