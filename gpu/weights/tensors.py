@@ -10,16 +10,16 @@ import torch
 from gpu.weights import BFLOAT16, FLOAT16, FLOAT32, Blocks, Numbers, read_weights
 from trioserve.model_files import ModelFiles
 
-__all__ = ["as_tensor", "load_weights"]
+__all__ = ["NUMPY_DTYPES", "as_tensor", "load_weights"]
 
-_DTYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
+NUMPY_DTYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
 
 
 def load_weights(
     files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As :func:`gpu.weights.read_weights`, all numbers in ``dtype``, on the CPU."""
-    for name, weight in read_weights(files, _DTYPES[dtype], progress):
+    for name, weight in read_weights(files, NUMPY_DTYPES[dtype], progress):
         assert not isinstance(weight, Blocks)  # none were to be kept
         yield name, as_tensor(weight)
 

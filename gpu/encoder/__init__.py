@@ -1,0 +1,1 @@
+"""Encoders: texts to embeddings, or to a score for each label."""

@@ -1,0 +1,36 @@
+"""Loading an encoder, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gpu.encoder.model import Encoder
+from gpu.weights.encoder import read_encoder_weights
+from gpu.weights.tensors import NUMPY_DTYPES, as_tensor
+from trioserve.model_files import EncoderFiles
+
+__all__ = ["load_encoder"]
+
+
+def load_encoder(
+    files: EncoderFiles,
+    dtype: torch.dtype,
+    device: str,
+    progress: Callable[[int, int], None],
+) -> Encoder:
+    """The model with its weights. How many threads compute is torch's setting.
+
+    Args:
+        files: of the model.
+        dtype: of weights and activations: float32, bfloat16 or float16.
+        device: such as ``cpu`` or ``cuda:0``.
+        progress: called after each tensor with the bytes read so far, and those in all.
+
+    Raises:
+        ModelLoadError: the files are damaged, or another model's.
+    """
+    torch.set_float32_matmul_precision("highest")
+    weights = read_encoder_weights(files, NUMPY_DTYPES[dtype], progress)
+    return Encoder(files.config, ((name, as_tensor(w).to(device)) for name, w in weights))

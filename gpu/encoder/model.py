@@ -1,0 +1,220 @@
+"""BERT and its relatives: encoders of bidirectional attention with a norm behind each addition.
+
+Devlin et al. 2019 (arXiv:1810.04805); RoBERTa, Liu et al. 2019 (arXiv:1907.11692), and XLM-R,
+Conneau et al. 2020 (arXiv:1911.02116), differ in positions and head; DistilBERT, Sanh et al. 2019
+(arXiv:1910.01108), has no types of tokens. All of it is said by
+:class:`~trioserve.model_files.EncoderConfig`.
+
+Shapes: T tokens of N sequences one after the other, E = hidden_size, H = num_heads, D = head_dim,
+F = intermediate_size, L labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from gpu.encoder.activations import ACTIVATIONS
+from gpu.encoder.packing import Group, Ints, Packed, check_inputs, pack, split
+from gpu.encoder.pooling import pool
+from gpu.linear import Linear
+from gpu.weights.named import NamedTensors
+from trioserve.model_files import EncoderConfig
+from trioserve.model_files.encoder_config import Activation
+
+__all__ = ["Encoder"]
+
+CPU_BATCH_TOKENS = 512
+"""Tokens that go through the layers together on a CPU: what they need in between stays in its
+cache, and is small enough that the allocator doesn't return it to the system after each step."""
+
+
+@attrs.frozen
+class _Norm:
+    weight: torch.Tensor  # [E]
+    bias: torch.Tensor  # [E]
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@attrs.frozen(kw_only=True)
+class _Layer:
+    qkv: Linear  # E -> 3 H D
+    output: Linear  # H D -> E
+    attention_norm: _Norm
+    up: Linear  # E -> F
+    down: Linear  # F -> E
+    mlp_norm: _Norm
+
+
+@attrs.frozen
+class _HeadLayer:
+    """A linear layer behind the pooling, in float32."""
+
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None  # [out]
+    activation: Activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[self.activation](F.linear(x, self.weight, self.bias))
+
+
+class Encoder:
+    """The weights of one encoder and its forward pass.
+
+    ``weights`` are (name, tensor) pairs with the names of
+    :mod:`gpu.weights.encoder`, of one dtype and on the device that is to compute.
+
+    Raises:
+        ModelLoadError: a tensor is missing, has the wrong shape, or has no place in the model.
+    """
+
+    def __init__(self, config: EncoderConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.config = config
+        tensors = NamedTensors(weights)
+        size = config.hidden_size
+        tables = "embeddings.{}_embeddings.weight"
+        self._words = tensors.take(tables.format("word"), config.vocab_size, size)
+        self._positions = tensors.take(
+            tables.format("position"), config.max_position_embeddings, size
+        )
+        self._types = None
+        if config.type_vocab_size:
+            self._types = tensors.take(tables.format("token_type"), config.type_vocab_size, size)
+        self._norm = _norm(config, tensors, "embeddings.LayerNorm")
+        self._layers = [_layer(config, tensors, index) for index in range(config.num_layers)]
+        self._head = _head(config, tensors)
+        tensors.check_empty()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of weights and activations."""
+        return self._words.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._words.device
+
+    @torch.inference_mode()
+    def run(self, ids: Sequence[Ints], type_ids: Sequence[Ints]) -> npt.NDArray[np.float32]:
+        """What the model says of each sequence: [N, config.num_outputs] float32.
+
+        These are embeddings, as long as 1 where the configuration says so, or the logits of the
+        labels. A sequence's result depends on the others in nothing but rounding.
+
+        Args:
+            ids: of each sequence [length], with the special tokens.
+            type_ids: as many of each.
+
+        Raises:
+            ValueError: a sequence is empty, longer than the model takes, or has unknown ids.
+        """
+        check_inputs(self.config, ids, type_ids)
+        lengths = [len(sequence) for sequence in ids]
+        out = np.empty((len(ids), self.config.num_outputs), dtype=np.float32)
+        max_tokens = CPU_BATCH_TOKENS if self.device.type == "cpu" else sum(lengths)
+        for batch in split(lengths, max_tokens):
+            packed = pack(
+                self.config.padding_idx, [ids[i] for i in batch], [type_ids[i] for i in batch]
+            )
+            out[batch] = self._outputs(self.forward(packed), packed).cpu().numpy()
+        return out
+
+    def forward(self, packed: Packed) -> torch.Tensor:
+        """The hidden states [T, E] of all tokens behind the last layer, in the model's dtype."""
+        hidden = F.embedding(self._to_device(packed.ids), self._words)
+        hidden = hidden + F.embedding(self._to_device(packed.positions), self._positions)
+        if self._types is not None:
+            hidden += F.embedding(self._to_device(packed.type_ids), self._types)
+        hidden = self._norm(hidden)
+        activation = ACTIVATIONS[self.config.activation]
+        for layer in self._layers:
+            qkv = layer.qkv(hidden).view(-1, 3, self.config.num_heads, self.config.head_dim)
+            hidden = layer.attention_norm(layer.output(_attend(qkv, packed.groups)) + hidden)
+            hidden = layer.mlp_norm(layer.down(activation(layer.up(hidden))) + hidden)
+        return hidden
+
+    def _outputs(self, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """The result [N, num_outputs] float32 of hidden states [T, E]."""
+        pooled = pool(hidden, self._to_device(packed.ends), self.config.pooling or "cls")
+        for layer in self._head:
+            pooled = layer(pooled)
+        return F.normalize(pooled, dim=-1) if self.config.normalize else pooled
+
+    def _to_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self.device, non_blocking=True)
+
+
+def _attend(qkv: torch.Tensor, groups: Iterable[Group]) -> torch.Tensor:
+    """Each token's attention to all tokens of its sequence: [T, 3, H, D] to [T, H D].
+
+    Sequences of one length are computed together, so no number is computed for padding. On a CPU
+    that is the fastest even where no two are alike: padding to the longest of 32 sequences of 5 to
+    256 tokens takes three times as long, and of 5 to 32 as long.
+    """
+    _, _, num_heads, head_dim = qkv.shape
+    out = qkv.new_empty(len(qkv), num_heads, head_dim)
+    start = 0
+    for group in groups:
+        end = start + group.count * group.length
+        shape = (group.count, group.length, -1, num_heads, head_dim)
+        q, k, v = qkv[start:end].view(shape).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        out[start:end].view(shape).copy_(attended.transpose(1, 2).unsqueeze(2))
+        start = end
+    return out.flatten(1)
+
+
+def _norm(config: EncoderConfig, tensors: NamedTensors, name: str) -> _Norm:
+    weight, bias = (
+        tensors.take(f"{name}.{part}", config.hidden_size) for part in ("weight", "bias")
+    )
+    return _Norm(weight, bias, config.layer_norm_eps)
+
+
+def _layer(config: EncoderConfig, tensors: NamedTensors, index: int) -> _Layer:
+    prefix = f"encoder.layer.{index}."
+    hidden, inner = config.hidden_size, config.intermediate_size
+
+    def linear(names: Sequence[str], out_size: int, in_size: int) -> Linear:
+        weights = [tensors.take(f"{prefix}{name}.weight", out_size, in_size) for name in names]
+        biases = [tensors.take(f"{prefix}{name}.bias", out_size) for name in names]
+        return Linear(torch.cat(weights), torch.cat(biases), pack_float32=True)
+
+    qkv = [f"attention.self.{name}" for name in ("query", "key", "value")]
+    return _Layer(
+        qkv=linear(qkv, hidden, hidden),
+        output=linear(["attention.output.dense"], hidden, hidden),
+        attention_norm=_norm(config, tensors, prefix + "attention.output.LayerNorm"),
+        up=linear(["intermediate.dense"], inner, hidden),
+        down=linear(["output.dense"], hidden, inner),
+        mlp_norm=_norm(config, tensors, prefix + "output.LayerNorm"),
+    )
+
+
+def _head(config: EncoderConfig, tensors: NamedTensors) -> list[_HeadLayer]:
+    """What follows the pooling. Its few products are made in float32, whatever the dtype."""
+
+    def layer(name: str, out: int, size: int, bias: bool, activation: Activation) -> _HeadLayer:
+        weight = tensors.take(f"{name}.weight", out, size).float()
+        biases = tensors.take(f"{name}.bias", out).float() if bias else None
+        return _HeadLayer(weight, biases, activation)
+
+    if config.task == "classify":
+        size = config.hidden_size
+        return [
+            layer("classifier.dense", size, size, True, config.head_activation),
+            layer("classifier.out_proj", len(config.labels), size, True, "identity"),
+        ]
+    return [
+        layer(f"dense.{i}", each.out_features, each.in_features, each.bias, each.activation)
+        for i, each in enumerate(config.dense)
+    ]
