@@ -59,7 +59,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
 }
-_MAX_LABELS = 1 << 20
+_MAX_LABELS = 1 << 16
 
 
 def encoder_task(folder: Path) -> EncoderTask | None:
