@@ -42,6 +42,7 @@ ALLOWED = {
     "gpu/devices.py ctypes.CDLL": "NVIDIA's driver, to learn whether there is one",
     "trioserve/heap.py ctypes.CDLL": "the C library, to give memory back",
     "trioserve/worker/supervisor.py trio.lowlevel.open_process": "the worker",
+    "trioserve/front_end/process.py trio.lowlevel.open_process": "a front end of our own",
     "gpu/constraints/grammar_trial.py subprocess.Popen": "the process in which grammars are tried",
     "trioserve/http/listeners.py socket.socket": "what the server listens on",
     "trioserve/http/connections.py socket.socket": "the same listener, to accept from",

@@ -334,6 +334,14 @@ class ServerConfig:
     uds: str | None = option(
         None, "Unix socket to listen on instead of a port", group="http", metavar="PATH"
     )
+    api_server_count: int = option(
+        1,
+        "processes that do HTTP, tokenizing and detokenizing; with 1 the engine's own does it all",
+        group="http",
+        kind=int,
+        low=1,
+        high=1024,
+    )
     api_key: tuple[str, ...] = option(
         (),
         "key that clients must send as a bearer token; may be given several times; the variable is "

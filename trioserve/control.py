@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import attrs
 
+from trioserve.backend import Backend
 from trioserve.errors import InvalidRequest
 from trioserve.request import Finish, FinishReason, Request, State
-from trioserve.scheduler import Scheduler
+from trioserve.scheduler.quiet import Quiet
 
 __all__ = ["PAUSE_MODES", "Control"]
 
@@ -27,7 +28,7 @@ class Control:
         open_requests: those whose caller's scope is open, at any moment.
     """
 
-    _scheduler: Scheduler
+    _scheduler: Backend
     _open_requests: Iterable[Request]
     refuses: bool = attrs.field(init=False, default=False)
     """Whether requests that come are to be refused for a pause."""
@@ -38,7 +39,7 @@ class Control:
             modes = ", ".join(PAUSE_MODES)
             raise InvalidRequest(f"mode is one of {modes}, not {mode!r}", param="mode")
         self.refuses = refuse
-        quiet = self._scheduler.quiet
+        quiet = self._quiet
         if mode == "wait":
             await quiet.pause_when_done(_OPERATOR)
             return
@@ -49,7 +50,7 @@ class Control:
     def resume(self) -> None:
         """See :meth:`trioserve.engine.Engine.resume`."""
         self.refuses = False
-        self._scheduler.quiet.resume(_OPERATOR)
+        self._quiet.resume(_OPERATOR)
 
     def abort(self, request_id: str, *, prefix: bool) -> int:
         """See :meth:`trioserve.engine.Engine.abort`."""
@@ -70,4 +71,10 @@ class Control:
 
     def flush_cache(self) -> int:
         """See :meth:`trioserve.engine.Engine.flush_cache`."""
-        return self._scheduler.quiet.flush_prefixes()
+        return self._quiet.flush_prefixes()
+
+    @property
+    def _quiet(self) -> Quiet:
+        quiet = self._scheduler.quiet
+        assert quiet is not None, "it is the engine process that is asked"
+        return quiet

@@ -25,6 +25,7 @@ from trioserve.admission import (
     max_prompt_tokens,
     sampler_params,
 )
+from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.control import Control
 from trioserve.deadline import Deadline
@@ -48,7 +49,6 @@ from trioserve.generation import (
 from trioserve.metrics import Metrics
 from trioserve.request import Finish, FinishReason, Prompt, Request, Sequence, Times
 from trioserve.sampling import SamplerParams, SamplingParams
-from trioserve.scheduler import Scheduler
 from trioserve.statistics import EngineStatistics
 from trioserve.stream import Chunk, Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class Engine:
     """What the first worker said of itself: device, page pool, limits."""
     generation_defaults: dict[str, Any]
     _eos_token_ids: tuple[int, ...]
-    _scheduler: Scheduler
+    _scheduler: Backend
     _to_tokenizer: trio.MemorySendChannel[Request]
     _worker_restarts: Callable[[], int]
     _stream_budget: StreamBudget

@@ -10,6 +10,7 @@ __all__ = [
     "DeadlineExceeded",
     "Draining",
     "EngineError",
+    "FrontEndLost",
     "InvalidRequest",
     "ModelLoadError",
     "Paused",
@@ -119,6 +120,10 @@ class WorkerLost(TrioserveError):
         super().__init__(message)
         self.from_outside = from_outside
         self.reason = "killed" if from_outside else reason
+
+
+class FrontEndLost(TrioserveError):
+    """A front-end process died, or spoke nonsense; whoever supervises it decides what follows."""
 
 
 class NoRoomForWorker(WorkerLost):

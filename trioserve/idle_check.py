@@ -7,13 +7,15 @@ logged once, with the place that found it, and counted, and the engine goes on.
 from __future__ import annotations
 
 import traceback
+from typing import Any, Protocol
 
 import attrs
 import trio
 
-from trioserve.engine import Engine
 from trioserve.errors import EngineError, WorkerLost
 from trioserve.logs import get_logger
+from trioserve.metrics import Metrics
+from trioserve.statistics import EngineStatistics
 
 __all__ = ["IdleCheck"]
 
@@ -27,6 +29,22 @@ WORKER_TIMEOUT = 30.0
 _log = get_logger("trioserve.engine")
 
 
+class Checked(Protocol):
+    """What is needed of an engine."""
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+    def statistics(self) -> EngineStatistics: ...
+
+    def check_integrity(self) -> None: ...
+
+    async def call_worker(self, name: str, arguments: object = None) -> Any: ...
+
+
 @attrs.define(eq=False)
 class IdleCheck:
     """The task that looks, and the note that wakes it.
@@ -36,7 +54,7 @@ class IdleCheck:
         asks_worker: whether the worker is asked, too, what it holds.
     """
 
-    engine: Engine
+    engine: Checked
     asks_worker: bool = False
     _noted: trio.Event = attrs.field(init=False, factory=trio.Event)
     _next: float = attrs.field(init=False, default=0.0)

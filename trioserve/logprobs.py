@@ -73,6 +73,18 @@ class PromptLogprobs:
             self._pieces.append(columns)
             self._stop += len(columns.logprobs)
 
+    def pieces(self) -> list[wire.PromptPiece]:
+        """All that have come, one after the other, as messages for another process.
+
+        Their slots mean nothing.
+        """
+        pieces: list[wire.PromptPiece] = []
+        start = self.start
+        for columns in self._pieces:
+            pieces.append(columns.piece(start))
+            start += len(columns.logprobs)
+        return pieces
+
     def entries(self, prompt_ids: list[int]) -> list[TokenLogprob]:
         """One entry for each position from ``start`` to :attr:`stop`."""
         entries: list[TokenLogprob] = []
@@ -128,6 +140,17 @@ class _Columns:
             columns.top_ids.reshape(count, num_top),
             columns.top_logprobs.reshape(count, num_top),
             columns.ids_logprobs.reshape(count, num_ids),
+        )
+
+    def piece(self, start: int) -> wire.PromptPiece:
+        return wire.PromptPiece(
+            slot=0,
+            start=start,
+            logprobs=wire.from_floats(self.logprobs),
+            ranks=wire.from_ints(self.ranks),
+            top_ids=wire.from_ints(self.top_ids),
+            top_logprobs=wire.from_floats(self.top_logprobs),
+            ids_logprobs=wire.from_floats(self.ids_logprobs),
         )
 
     def after(self, skip: int) -> _Columns:

@@ -24,10 +24,11 @@ import attrs
 import trio
 
 from trioserve import wire
+from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
+from trioserve.engine_tasks import EngineTasks, open_tasks
 from trioserve.errors import EngineError, ModelLoadError
-from trioserve.groups import holds_cancellation, sole_exception
 from trioserve.idle_check import IdleCheck
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
@@ -45,7 +46,17 @@ from trioserve.tracing import open_tracing
 from trioserve.worker.socket_folder import sweep_socket_folders
 from trioserve.worker.supervisor import OnProgress, Supervisor, Workers
 
-__all__ = ["LoadedModel", "open_engine", "run_engine", "start_message"]
+__all__ = [
+    "LoadedModel",
+    "Place",
+    "locate_model",
+    "log_loaded",
+    "open_engine",
+    "open_scheduler",
+    "run_engine",
+    "run_tasks",
+    "start_message",
+]
 
 _log = get_logger("trioserve.engine")
 
@@ -60,6 +71,12 @@ class LoadedModel:
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, Any]
+
+    @classmethod
+    async def read(cls, config: EngineConfig, path: Path) -> LoadedModel:
+        """:meth:`load` from ``path``, in a thread."""
+        # A GGUF file's header holds its vocabulary, which nobody needs any more after this.
+        return await _in_thread(lambda: cls.load(config, open_model(path)))
 
     @classmethod
     def load(cls, config: EngineConfig, files: ModelFiles) -> LoadedModel:
@@ -141,11 +158,35 @@ async def _open_worker(
     config: EngineConfig, on_progress: OnProgress | None, mock: wire.MockSteps | None
 ) -> AsyncIterator[Engine]:
     """The engine over a worker process of its own."""
-    await _in_thread(sweep_socket_folders)
-    path = await _in_thread(lambda: locate(config.model, revision=config.revision))
-    # A GGUF file's header holds its vocabulary, which nobody needs any more after this.
-    loaded = await _in_thread(lambda: LoadedModel.load(config, open_model(path)))
+    path = await locate_model(config)
+    loaded = await LoadedModel.read(config, path)
     metrics = Metrics(loaded.name, config.metrics_prefix)
+    scheduler, supervisor = open_scheduler(config, path, metrics, on_progress, mock)
+    async with run_engine(
+        config, loaded, scheduler, metrics, supervisor, asks_idle_worker=True
+    ) as engine:
+        log_loaded(loaded.name, engine.ready)
+        yield engine
+
+
+async def locate_model(config: EngineConfig) -> Path:
+    """Where the model is, fetched if need be. What killed engines have left is swept away before.
+
+    Raises:
+        ModelLoadError: it can't be found.
+    """
+    await _in_thread(sweep_socket_folders)
+    return await _in_thread(lambda: locate(config.model, revision=config.revision))
+
+
+def open_scheduler(
+    config: EngineConfig,
+    path: Path,
+    metrics: Metrics,
+    on_progress: OnProgress | None,
+    mock: wire.MockSteps | None,
+) -> tuple[Scheduler, Supervisor]:
+    """A scheduler, and the supervisor of the worker processes that are to be attached to it."""
     scheduler = Scheduler(config, metrics)
     supervisor = Supervisor(
         open_worker=Workers(
@@ -155,21 +196,23 @@ async def _open_worker(
         ).open,
         max_restarts=config.max_worker_restarts,
         judge=scheduler.judge,
+        on_loss=metrics.worker_lost,
+        on_replaced=metrics.worker_replaced,
     )
-    async with run_engine(
-        config, loaded, scheduler, metrics, supervisor, asks_idle_worker=True
-    ) as engine:
-        ready = engine.ready
-        _log.info(
-            "model loaded",
-            model=loaded.name,
-            device=ready.device_name,
-            computing=ready.computing,
-            dtype=ready.dtype,
-            max_model_len=ready.max_model_len,
-            kv_cache_tokens=ready.num_pages * ready.page_size,
-        )
-        yield engine
+    return scheduler, supervisor
+
+
+def log_loaded(name: str, ready: wire.Ready) -> None:
+    """Log what a worker has loaded."""
+    _log.info(
+        "model loaded",
+        model=name,
+        device=ready.device_name,
+        computing=ready.computing,
+        dtype=ready.dtype,
+        max_model_len=ready.max_model_len,
+        kv_cache_tokens=ready.num_pages * ready.page_size,
+    )
 
 
 async def _in_thread(read: Callable[[], _T]) -> _T:
@@ -215,100 +258,125 @@ async def run_engine(
     *,
     asks_idle_worker: bool = False,
 ) -> AsyncIterator[Engine]:
-    """The nursery itself, over any kind of worker; :func:`open_engine` gives it the real one.
+    """An engine over any kind of worker; :func:`open_engine` gives it the real one.
 
     ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
     """
+
+    async def start_worker(tasks: EngineTasks) -> wire.Ready:
+        ready: wire.Ready = await tasks.start(supervisor.run, scheduler.attach)
+        return ready
+
+    async with run_tasks(
+        config,
+        model,
+        scheduler,
+        metrics,
+        start_worker,
+        preparation=Preparation(
+            scheduler, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
+        ),
+        worker_restarts=lambda: supervisor.restarts,
+        asks_idle_worker=asks_idle_worker,
+    ) as engine:
+        scheduler.on_idle = engine.on_none_open
+        yield engine
+
+
+@attrs.frozen(kw_only=True)
+class Place:
+    """Which of the processes it is that share a server's requests, and what its share is."""
+
+    index: int = 0
+    count: int = 1
+
+    def seeds(self, config: EngineConfig) -> random.Random:
+        """What seeds requests that bring no seed: no two processes draw alike."""
+        if config.seed is None or self.count == 1:
+            return random.Random(config.seed)
+        return random.Random(f"{config.seed} {self.index}")
+
+    def stream_budget(self, config: EngineConfig) -> StreamBudget:
+        """What may wait for slow readers here."""
+        total = max(config.max_total_stream_bytes // self.count, 1)
+        return StreamBudget(config.max_stream_bytes, total)
+
+
+@contextlib.asynccontextmanager
+async def run_tasks(
+    config: EngineConfig,
+    model: LoadedModel,
+    backend: Backend,
+    metrics: Metrics,
+    open_backend: Callable[[EngineTasks], Awaitable[wire.Ready]],
+    *,
+    preparation: Preparation | None,
+    worker_restarts: Callable[[], int],
+    asks_idle_worker: bool = False,
+    place: Place = Place(),
+) -> AsyncIterator[Engine]:
+    """The nursery itself, over whatever has requests computed.
+
+    Args:
+        config: the engine's options.
+        model: its tokenizer, its name, its defaults.
+        backend: takes the requests.
+        metrics: counts.
+        open_backend: starts the tasks that the backend needs, and says what its worker can hold.
+        preparation: the task between tokenizer and backend, where there is one here.
+        worker_restarts: tells how many workers were replaced.
+        asks_idle_worker: whether a worker with nothing to do is asked if it holds nothing.
+        place: which process of a server this is.
+    """
     to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
     to_preparation, preparation_inbox = trio.open_memory_channel[Request](math.inf)
-    to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
+    to_backend, backend_inbox = trio.open_memory_channel[Request](math.inf)
     to_detokenizer, detokenizer_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
     engine: Engine | None = None
-    failure: Exception | None = None
-    block_error: BaseException | None = None
+
+    def on_failure(error: EngineError) -> None:
+        if engine is not None:
+            engine.close(error)
 
     def on_delivered(sequence: Sequence, finish: Finish) -> None:
         assert engine is not None
         engine.on_finished(sequence, finish)
 
-    preparation = Preparation(
-        scheduler, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
-    )
-    detokenizer = Detokenizer(model.tokenizer, scheduler.abort, on_delivered)
-
-    # A Ctrl-C in a program that handles no signals is for its main task, not for whoever runs.
-    @trio.lowlevel.enable_ki_protection
-    async def guarded(run: Callable[..., Awaitable[None]], *args: Any, **kwargs: Any) -> None:
-        """Run a task of the engine. Its failure is the engine's, and ends the block."""
-        nonlocal failure
+    detokenizer = Detokenizer(model.tokenizer, backend.abort, on_delivered)
+    async with open_tasks(on_failure) as tasks:
+        if preparation is None:
+            tasks.start_soon(model.tokenizer.run, tokenizer_inbox, to_backend)
+        else:
+            tasks.start_soon(model.tokenizer.run, tokenizer_inbox, to_preparation)
+            tasks.start_soon(preparation.run, preparation_inbox, to_backend)
+        tasks.start_soon(backend.run, backend_inbox, to_detokenizer)
+        tasks.start_soon(detokenizer.run, detokenizer_inbox)
+        ready = await open_backend(tasks)
+        engine = Engine(
+            config=config,
+            model_name=model.name,
+            tokenizer=model.tokenizer,
+            metrics=metrics,
+            ready=ready,
+            generation_defaults=model.generation_defaults,
+            eos_token_ids=model.eos_token_ids,
+            scheduler=backend,
+            to_tokenizer=to_tokenizer,
+            worker_restarts=worker_restarts,
+            stream_budget=place.stream_budget(config),
+            seeds=place.seeds(config),
+        )
+        tasks.is_ready = True
+        metrics.watch(engine)
+        idle_check = IdleCheck(engine, asks_worker=asks_idle_worker)
+        engine.on_none_open = idle_check.note
+        tasks.start_soon(idle_check.run)
         try:
-            await run(*args, **kwargs)
-        except Exception as error:
-            failure = failure or error
-            if engine is not None:
-                engine.close(_as_engine_error(failure))
-            nursery.cancel_scope.cancel()
-
-    supervisor.on_loss, supervisor.on_replaced = metrics.worker_lost, metrics.worker_replaced
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(guarded, model.tokenizer.run, tokenizer_inbox, to_preparation)
-            nursery.start_soon(guarded, preparation.run, preparation_inbox, to_scheduler)
-            nursery.start_soon(guarded, scheduler.run, scheduler_inbox, to_detokenizer)
-            nursery.start_soon(guarded, detokenizer.run, detokenizer_inbox)
-            ready: wire.Ready = await nursery.start(guarded, supervisor.run, scheduler.attach)
-            engine = _make_engine(
-                config, model, ready, scheduler, metrics, supervisor, to_tokenizer
-            )
-            metrics.watch(engine)
-            idle_check = IdleCheck(engine, asks_worker=asks_idle_worker)
-            scheduler.on_idle = engine.on_none_open = idle_check.note
-            nursery.start_soon(guarded, idle_check.run)
-            try:
-                with reporting(functools.partial(_report, engine)):
-                    yield engine
-            except BaseException as error:
-                # Kept out of the nursery, which would wrap it, and copy it if it is a group.
-                if holds_cancellation(error):
-                    raise
-                block_error = error
-            finally:
-                # Before the worker's end, which takes a moment: whoever reads is told at once.
-                engine.close(EngineError("the engine is closed"))
-            nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        block_error = sole_exception(group)
-    if failure is not None and (block_error is None or engine is None):
-        if isinstance(failure, ModelLoadError):
-            raise failure
-        raise _as_engine_error(failure)
-    if block_error is not None:
-        raise block_error
-
-
-def _make_engine(
-    config: EngineConfig,
-    model: LoadedModel,
-    ready: wire.Ready,
-    scheduler: Scheduler,
-    metrics: Metrics,
-    supervisor: Supervisor,
-    to_tokenizer: trio.MemorySendChannel[Request],
-) -> Engine:
-    return Engine(
-        config=config,
-        model_name=model.name,
-        tokenizer=model.tokenizer,
-        metrics=metrics,
-        ready=ready,
-        generation_defaults=model.generation_defaults,
-        eos_token_ids=model.eos_token_ids,
-        scheduler=scheduler,
-        to_tokenizer=to_tokenizer,
-        worker_restarts=lambda: supervisor.restarts,
-        stream_budget=StreamBudget(config.max_stream_bytes, config.max_total_stream_bytes),
-        seeds=random.Random(config.seed),
-    )
+            with reporting(functools.partial(_report, engine)):
+                yield engine
+        finally:
+            # Before the worker's end, which takes a moment: whoever reads is told at once.
+            engine.close(EngineError("the engine is closed"))
 
 
 def _report(engine: Engine) -> str:
@@ -316,11 +384,3 @@ def _report(engine: Engine) -> str:
     state = engine.statistics().summary()
     lag = engine.metrics.loop_lag.peak
     return f"engine {engine.model_name}\n{state}\nevent loop's worst recent lag: {lag:.3f} s"
-
-
-def _as_engine_error(failure: Exception) -> EngineError:
-    if isinstance(failure, EngineError):
-        return failure
-    error = EngineError(f"the engine failed: {failure}")
-    error.__cause__ = failure
-    return error

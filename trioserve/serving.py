@@ -16,16 +16,19 @@ import trio
 
 from trioserve import wire
 from trioserve.config import ServerConfig
+from trioserve.engine import Engine
 from trioserve.errors import ShuttingDown
+from trioserve.front_end.serving import serve_with_front_ends
 from trioserve.groups import sole_exception
 from trioserve.http import create_app
-from trioserve.http.listeners import check_address
+from trioserve.http.app import App
+from trioserve.http.listeners import Listening, check_address
 from trioserve.http.server import serve_app
 from trioserve.metrics import measure_loop_lag
 from trioserve.nursery import open_engine
 from trioserve.worker.supervisor import OnProgress
 
-__all__ = ["serve"]
+__all__ = ["serve", "serve_engine"]
 
 
 async def serve(
@@ -60,26 +63,69 @@ async def serve(
     """
     # Loading takes a while: an address in use should be told before it.
     await check_address(config)
+    if config.api_server_count > 1:
+        return await serve_with_front_ends(
+            config,
+            shutdown=trio.Event() if shutdown is None else shutdown,
+            on_progress=on_progress,
+            mock=mock,
+            task_status=task_status,
+        )
     async with open_engine(config.engine, on_progress=on_progress, mock=mock) as engine:
         if config.served_model_name:
             engine.metrics.model_name = config.served_model_name[0]
-        failure: BaseException | None = None
-        num_cut = 0
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(measure_loop_lag, engine.metrics.loop_lag)
-                num_cut = await serve_app(
-                    create_app(engine, config),
-                    config,
-                    shutdown=shutdown,
-                    on_drain=engine.drain,
-                    on_cut=lambda: engine.abort_all(ShuttingDown("the server is shutting down")),
-                    watch_connections=engine.metrics.watch_connections,
-                    task_status=task_status,
-                )
-                nursery.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            failure = sole_exception(group)
-        if failure is not None:
-            raise failure
+        return await serve_engine(
+            engine,
+            create_app(engine, config),
+            config,
+            shutdown=shutdown,
+            task_status=task_status,
+        )
+
+
+async def serve_engine(
+    engine: Engine,
+    app: App,
+    config: ServerConfig,
+    *,
+    listening: Listening | None = None,
+    shutdown: trio.Event | None = None,
+    task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
+) -> int:
+    """Serve ``engine``, which is open, until cancelled or drained.
+
+    Args:
+        engine: what ``app`` serves.
+        app: the application.
+        config: where to listen, and the limits.
+        listening: what to listen on (default: what ``config`` says).
+        shutdown: as for :func:`serve`.
+        task_status: is given the URLs that are listened on.
+
+    Returns:
+        how many requests ``shutdown_timeout`` cut off.
+
+    Raises:
+        TrioserveError: the address can't be listened on.
+    """
+    failure: BaseException | None = None
+    num_cut = 0
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(measure_loop_lag, engine.metrics.loop_lag)
+            num_cut = await serve_app(
+                app,
+                config,
+                listening=listening,
+                shutdown=shutdown,
+                on_drain=engine.drain,
+                on_cut=lambda: engine.abort_all(ShuttingDown("the server is shutting down")),
+                watch_connections=engine.metrics.watch_connections,
+                task_status=task_status,
+            )
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        failure = sole_exception(group)
+    if failure is not None:
+        raise failure
     return num_cut

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
-import contextlib
-import gc
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -17,23 +14,19 @@ from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
 from trioserve.config import ServerConfig
 from trioserve.groups import sole_exception
-from trioserve.heap import settle
+from trioserve.heap import rare_collections
 from trioserve.http.connections import raise_descriptor_limit
-from trioserve.logs import ASKED_FOR, get_logger
+from trioserve.logs import get_logger
 from trioserve.model_files.locate import default_name
 from trioserve.serving import serve
-from trioserve.task_dump import ask_others, dump_tasks
+from trioserve.signals import dumping_tasks
 
 __all__ = ["CUT_OFF", "rare_collections", "run_server"]
 
 CUT_OFF = 3
 """The exit code where the time to finish was over before all requests had."""
 
-_COLLECT_AFTER = 50_000
-"""By how many objects the process has to have grown before cycles are looked for among them."""
-
 _log = get_logger("trioserve.serve")
-_dump_log = get_logger(ASKED_FOR)
 
 
 @attrs.define(eq=False)
@@ -88,50 +81,6 @@ def _model_name(config: ServerConfig) -> str:
     return default_name(path) if path.exists() else config.engine.model
 
 
-@contextlib.contextmanager
-def _dumping_tasks() -> Iterator[None]:
-    """At SIGUSR1, log all tasks and their stacks, and have the worker show its threads.
-
-    Also while Python code holds up the event loop: this is no signal for a task to receive.
-    """
-
-    def dump(*_: object) -> None:
-        try:
-            tasks = dump_tasks()
-        except Exception as error:
-            tasks = f"there is no dump: {error!r}"
-        ask_others()
-        # Not in this thread: it may have been interrupted in the middle of a write to the log.
-        _thread.start_new_thread(_dump_log.info, ("task dump",), {"tasks": tasks})
-
-    previous = signal.signal(signal.SIGUSR1, dump)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
-
-
-@contextlib.contextmanager
-def rare_collections() -> Iterator[Callable[[], None]]:
-    """Have the garbage collector hold up the event loop seldom and briefly.
-
-    Gives what is to be called once everything is there that stays.
-
-    Nearly everything that a request leaves is freed without it. At Python's settings it took a
-    sixth of a busy server's time, and stopped all streams for a tenth of a second now and then,
-    mostly to look through what was there from the start, which is left out from then on. This is
-    for a process that is all ours; ``python -m bench.collector`` measures it.
-    """
-    thresholds = gc.get_threshold()
-    gc.set_threshold(_COLLECT_AFTER, *thresholds[1:])
-
-    try:
-        yield settle
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
-
-
 async def run_server(config: ServerConfig, mock: wire.MockSteps | None = None) -> int:
     """Serve until drained or ended by a signal, and return the process's exit code.
 
@@ -150,7 +99,7 @@ async def run_server(config: ServerConfig, mock: wire.MockSteps | None = None) -
     with (
         LoadingReport() as report,
         signals as received,
-        _dumping_tasks(),
+        dumping_tasks(),
         rare_collections() as settle,
     ):
         process = _Process(config, report, settle)

@@ -6,7 +6,7 @@ import quart
 
 from trioserve.http.openapi import build_document
 from trioserve.http.routes import ROUTES
-from trioserve.http.service import Service, health_word, json_response
+from trioserve.http.service import Service, json_response
 from trioserve.http.utilities.schemas import HealthReply
 from trioserve.metrics import CONTENT_TYPE_LATEST
 from trioserve.task_dump import dump_tasks
@@ -22,12 +22,12 @@ class AdminEndpoints:
 
     async def health(self) -> quart.Response:
         """``GET /health``: 200 while new requests can be computed, else 503."""
-        word = health_word(self._service.engine)
+        word = await self._service.whole.health_word()
         return json_response(HealthReply(word), 200 if word == "ok" else 503)
 
     async def metrics(self) -> quart.Response:
         """``GET /metrics``, in Prometheus' text format."""
-        body = self._service.engine.metrics.render()
+        body = await self._service.whole.metrics()
         return quart.Response(body, content_type=CONTENT_TYPE_LATEST)
 
     async def tasks(self) -> quart.Response:

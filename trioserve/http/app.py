@@ -32,6 +32,7 @@ from trioserve.http.routes import ROUTES
 from trioserve.http.service import Service
 from trioserve.http.utilities.endpoint import UtilityEndpoints
 from trioserve.http.utilities.tokens import TokenEndpoints
+from trioserve.http.whole import OneProcess, Whole
 
 __all__ = ["App", "create_app"]
 
@@ -64,19 +65,24 @@ class App(QuartTrio):
             )
 
 
-def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
+def create_app(
+    engine: Engine, config: ServerConfig | None = None, *, whole: Whole | None = None
+) -> App:
     """The application that serves ``engine``.
 
     Args:
         engine: an open engine; it has to stay open for as long as the application is served.
         config: names, keys and limits (default: those of a server without options).
+        whole: the server that the engine is a part of (default: it is all of it).
 
     ``before_serving`` and ``after_serving`` aren't used: the engine is open before the application
     exists, and is closed by whoever opened it.
     """
     config = config or ServerConfig(engine=engine.config)
+    whole = whole or OneProcess(engine)
     service = Service(
         engine=engine,
+        whole=whole,
         config=config,
         model_names=config.served_model_name or (engine.model_name,),
     )
@@ -110,7 +116,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> App:
             control = rule is not None and rule.rule in control_rules
             caller = keys.caller(request.headers.get("Authorization"), control=control)
             request.record.key = None if caller is None else caller.name
-            request.at_end.enter_context(keys.counted(caller))
+            request.at_end.enter_context(await whole.seat(keys, caller))
             if rule is not None and rule.rule in generating_rules:
                 await admission.check()
         return preflight

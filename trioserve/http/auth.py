@@ -84,6 +84,17 @@ class Keys:
             raise Unauthorized(f"the key is not valid here, where {kind} is needed")
         return found[-1]
 
+    def limits(self, caller: Caller) -> bool:
+        """Whether only so many requests of ``caller`` may be open at a time."""
+        return self._max_requests is not None and not caller.admin
+
+    def refusal(self) -> KeyLimit:
+        """What the request past that is answered."""
+        return KeyLimit(
+            f"{self._max_requests} requests with this key are open; that is the limit "
+            "(--max-requests-per-key)"
+        )
+
     @contextlib.contextmanager
     def counted(self, caller: Caller | None) -> Iterator[None]:
         """Count one request of ``caller`` as open, for as long as the block lasts.
@@ -91,14 +102,11 @@ class Keys:
         Raises:
             KeyLimit: as many as may be are open already.
         """
-        if caller is None or caller.admin or self._max_requests is None:
+        if caller is None or not self.limits(caller):
             yield
             return
-        if self._num_open[caller] >= self._max_requests:
-            raise KeyLimit(
-                f"{self._max_requests} requests with this key are open; that is the limit "
-                "(--max-requests-per-key)"
-            )
+        if self._num_open[caller] >= (self._max_requests or 0):
+            raise self.refusal()
         self._num_open[caller] += 1
         try:
             yield

@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 import trio
@@ -17,7 +17,13 @@ from trioserve.config import ServerConfig
 from trioserve.errors import TrioserveError
 from trioserve.http.tls import tls_context
 
-__all__ = ["Listening", "check_address", "open_listening", "removing_socket_file"]
+__all__ = [
+    "Listening",
+    "check_address",
+    "inherited",
+    "open_listening",
+    "removing_socket_file",
+]
 
 BACKLOG = 2048
 
@@ -29,6 +35,11 @@ class Listening:
     listeners: list[trio.SocketListener]
     urls: list[str]
     tls: ssl.SSLContext | None
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The listening sockets' descriptors, for other processes to inherit."""
+        return [listener.socket.fileno() for listener in self.listeners]
 
     def close(self) -> None:
         """Close every listener. Idempotent."""
@@ -52,6 +63,20 @@ async def open_listening(config: ServerConfig) -> Listening:
         raise TrioserveError(f"can't listen on {place}: {_why(error)}") from error
     scheme = "http" if tls is None else "https"
     return Listening(listeners, [_url(scheme, listener.socket) for listener in listeners], tls)
+
+
+def inherited(config: ServerConfig, descriptors: Iterable[int]) -> Listening:
+    """What another process has opened for this one by :func:`open_listening`.
+
+    Raises:
+        TrioserveError: TLS can't be set up.
+    """
+    tls = tls_context(config)
+    listeners = [
+        trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=descriptor)))
+        for descriptor in descriptors
+    ]
+    return Listening(listeners, [], tls)
 
 
 async def check_address(config: ServerConfig) -> None:

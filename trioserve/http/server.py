@@ -12,6 +12,7 @@ accepted any more, and what is under way to clients has :data:`FINAL_GRACE` seco
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sized
 
 import trio
@@ -46,6 +47,7 @@ async def serve_app(
     app: ASGIFramework,
     config: ServerConfig,
     *,
+    listening: Listening | None = None,
     shutdown: trio.Event | None = None,
     on_drain: Callable[[], None] = lambda: None,
     on_cut: Callable[[], None] = lambda: None,
@@ -60,6 +62,7 @@ async def serve_app(
     Args:
         app: the application.
         config: where to listen, and the limits.
+        listening: what to listen on instead of opening it; it is closed at the end.
         shutdown: once set, the requests that run get ``shutdown_timeout`` seconds to finish.
         on_drain: called at that moment, to refuse what still comes.
         on_cut: called when their time is over, to end what still runs.
@@ -74,9 +77,12 @@ async def serve_app(
     """
     if shutdown is None:
         shutdown = trio.Event()
-    listening = await open_listening(config)
-    settings = server_settings(config, listening.tls)
-    with removing_socket_file(config):
+    with contextlib.ExitStack() as stack:
+        if listening is None:
+            listening = await open_listening(config)
+            stack.enter_context(removing_socket_file(config))
+        stack.callback(listening.close)
+        settings = server_settings(config, listening.tls)
         try:
             async with trio.open_nursery() as nursery:
                 lifespan = Lifespan(ASGIWrapper(app), settings, {})
@@ -93,8 +99,6 @@ async def serve_app(
             if failures is None:
                 raise
             raise TrioserveError(f"the application failed: {_first_leaf(failures)}") from group
-        finally:
-            listening.close()
     return num_cut
 
 

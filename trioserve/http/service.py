@@ -23,21 +23,13 @@ from trioserve.http.errors import ModelNotFound
 from trioserve.http.generations import Generations, Job, open_generations, renamed
 from trioserve.http.schemas import parse_body
 from trioserve.http.sse import EventStream, StreamWriter, stream_response
+from trioserve.http.whole import Whole
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
 
-__all__ = ["Service", "health_word", "json_response"]
+__all__ = ["Service", "json_response"]
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
-
-
-def health_word(engine: Engine) -> str:
-    """How ``engine`` is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
-    if engine.healthy:
-        return "ok"
-    if engine.draining:
-        return "draining"
-    return "stalled" if engine.stalled else "no_worker"
 
 
 def json_response(value: Any, status: int = 200) -> quart.Response:
@@ -65,6 +57,7 @@ class Service:
     """One engine behind HTTP. ``started`` is when that began, in Unix seconds."""
 
     engine: Engine
+    whole: Whole
     config: ServerConfig
     model_names: tuple[str, ...]
     started: int = attrs.field(factory=lambda: int(time.time()))

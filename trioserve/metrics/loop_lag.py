@@ -44,6 +44,10 @@ class LoopLag:
     def observe(self, seconds: float) -> None:
         """The loop was late by ``seconds``."""
         self.histogram.observe(seconds)
+        self.remember(seconds)
+
+    def remember(self, seconds: float) -> None:
+        """Count ``seconds`` for the peak alone, as one that was measured elsewhere."""
         self._recent.append(seconds)
 
 

@@ -31,7 +31,14 @@ from trioserve.worker import Link
 from trioserve.worker.link import NngLink
 from trioserve.worker.socket_folder import SocketFolder
 
-__all__ = ["Supervisor", "Workers", "run_worker", "worker_command"]
+__all__ = [
+    "Supervisor",
+    "Workers",
+    "describe_exit",
+    "package_environment",
+    "run_worker",
+    "worker_command",
+]
 
 HELLO_TIMEOUT = 120.0
 """Seconds for the process to start and import its libraries."""
@@ -62,15 +69,24 @@ def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
     """The command and the environment of a worker that dials ``url``.
 
     ``-P`` keeps the current folder off the import path, so that a user's own ``gpu.py`` isn't taken
-    for ours. A source checkout isn't on the path of a new interpreter, so its folder is named.
+    for ours.
     """
-    environment = {**BOUNDED_CACHES, **os.environ}
+    environment = {**BOUNDED_CACHES, **package_environment()}
+    return [sys.executable, "-P", "-m", "gpu", "--connect", url], environment
+
+
+def package_environment() -> dict[str, str]:
+    """The environment of an interpreter that imports the same packages as this one.
+
+    A source checkout isn't on the path of a new interpreter, so its folder is named.
+    """
+    environment = dict(os.environ)
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
     if _PACKAGES_FOLDER not in installed:
         inherited = environment.get("PYTHONPATH")
         paths = [str(_PACKAGES_FOLDER), *([inherited] if inherited else [])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-    return [sys.executable, "-P", "-m", "gpu", "--connect", url], environment
+    return environment
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +117,7 @@ async def run_worker(
             nonlocal lost
             code = await process.wait()
             lost = WorkerLost(
-                f"worker {process.pid} {_describe_exit(code)}{when}",
+                f"worker {process.pid} {describe_exit(code)}{when}",
                 from_outside=-code in SENT_BY_OTHERS,
                 reason="crashed",
             )
@@ -154,7 +170,8 @@ async def _start_process(url: str) -> trio.Process:
         raise NoRoomForWorker(f"the worker can't be started: {error.strerror or error}") from error
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """What became of a process, to follow its name."""
     return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import quart
 
@@ -32,44 +32,43 @@ class ControlEndpoints:
     async def pause_generation(self) -> quart.Response:
         """``POST /pause_generation``: answered once nothing is computed any more."""
         request = await self._service.read_if_any(PauseRequest)
-        await self._service.engine.pause(request.mode, refuse=request.new_requests == "refuse")
+        await self._service.whole.pause(request.mode, refuse=request.new_requests == "refuse")
         return json_response(Done(message="nothing is computed until /continue_generation"))
 
     async def continue_generation(self) -> quart.Response:
         """``POST /continue_generation`` and ``POST /resume``."""
         await self._service.read_if_any(ContinueRequest)
-        self._service.engine.resume()
+        await self._service.whole.resume()
         return json_response(Done(message="what waits is computed"))
 
     async def is_paused(self) -> quart.Response:
         """``GET /is_paused``."""
-        return json_response(PauseReply(is_paused=self._service.engine.paused))
+        return json_response(PauseReply(is_paused=await self._service.whole.paused()))
 
     async def abort_request(self) -> quart.Response:
         """``POST /abort_request``."""
         request = await self._service.read(AbortRequest)
         if request.abort_all:
-            number = self._service.engine.abort("", prefix=True)
+            number = await self._service.whole.abort([""], prefix=True)
         else:
             # An empty name names nobody: everybody's end has to be asked for in so many words.
-            number = self._abort([request.rid] if request.rid else [], prefix=True)
+            named = _names([request.rid]) if request.rid else []
+            number = await self._service.whole.abort(named, prefix=True)
         return json_response(AbortReply(num_aborted=number))
 
     async def abort_requests(self) -> quart.Response:
         """``POST /abort_requests``."""
         request = await self._service.read(AbortManyRequest)
-        number = self._abort(request.request_ids, prefix=False)
+        number = await self._service.whole.abort(_names(request.request_ids), prefix=False)
         return json_response(AbortReply(num_aborted=number))
-
-    def _abort(self, ids: Iterable[str], *, prefix: bool) -> int:
-        """End requests by what their client called them, or by what the answer calls them."""
-        engine = self._service.engine
-        return sum(
-            engine.abort(kind + id, prefix=prefix) for id in ids for kind in ("", *ID_PREFIXES)
-        )
 
     async def flush_cache(self) -> quart.Response:
         """``GET`` or ``POST /flush_cache``, and ``POST /reset_prefix_cache``."""
         if quart.request.method == "POST":
             await self._service.read_if_any(FlushRequest)
-        return json_response(FlushReply(num_pages_freed=self._service.engine.flush_cache()))
+        return json_response(FlushReply(num_pages_freed=await self._service.whole.flush_cache()))
+
+
+def _names(ids: Sequence[str]) -> list[str]:
+    """What requests are called, by what their client called them or the answer calls them."""
+    return [kind + id for id in ids for kind in ("", *ID_PREFIXES)]

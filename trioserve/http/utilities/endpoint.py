@@ -11,7 +11,7 @@ import quart
 import trioserve
 from trioserve.config import ServerConfig
 from trioserve.errors import DeadlineExceeded, Draining, EngineError, QueueFull, WorkerLost
-from trioserve.http.service import Service, health_word, json_response
+from trioserve.http.service import Service, json_response
 from trioserve.http.utilities.schemas import (
     HealthReply,
     Load,
@@ -25,6 +25,7 @@ from trioserve.http.utilities.schemas import (
 from trioserve.options import options_of
 from trioserve.request import TokensPrompt
 from trioserve.sampling import SamplingParams
+from trioserve.statistics import EngineStatistics
 
 __all__ = ["UtilityEndpoints", "shown_options"]
 
@@ -58,8 +59,8 @@ class UtilityEndpoints:
 
     async def load(self) -> quart.Response:
         """``GET /load``."""
-        statistics = self._service.engine.statistics()
-        load = self._scheduler_load()
+        statistics = await self._service.whole.statistics()
+        load = self._scheduler_load(statistics)
         return json_response(
             Load(
                 server_load=statistics.num_streams,
@@ -73,7 +74,7 @@ class UtilityEndpoints:
 
     async def get_load(self) -> quart.Response:
         """``GET /get_load``: a list, as SGLang's has one entry for each scheduler."""
-        return json_response([self._scheduler_load()])
+        return json_response([self._scheduler_load(await self._service.whole.statistics())])
 
     async def server_info(self) -> quart.Response:
         """``GET /server_info`` and ``GET /get_server_info``."""
@@ -119,8 +120,9 @@ class UtilityEndpoints:
 
     async def _generate_one_token(self) -> str:
         engine = self._service.engine
-        if not engine.healthy:
-            return health_word(engine)
+        word = await self._service.whole.health_word()
+        if word != "ok":
+            return word
         try:
             await engine.complete(
                 TokensPrompt((0,)),
@@ -139,8 +141,8 @@ class UtilityEndpoints:
             return "no_worker"
         return "ok"
 
-    def _scheduler_load(self) -> SchedulerLoad:
-        scheduler = self._service.engine.statistics().scheduler
+    def _scheduler_load(self, statistics: EngineStatistics) -> SchedulerLoad:
+        scheduler = statistics.scheduler
         return SchedulerLoad(
             dp_rank=0,
             num_reqs=scheduler.num_running + scheduler.num_waiting,

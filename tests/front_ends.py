@@ -1,0 +1,147 @@
+"""Front ends and their engine process in one program: real sockets between them, a fake worker."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve import Engine, EngineConfig, ServerConfig, wire
+from trioserve.engine_tasks import EngineTasks
+from trioserve.errors import FrontEndLost
+from trioserve.front_end.home import Home
+from trioserve.front_end.host import Host, open_host
+from trioserve.front_end.remote import RemoteScheduler
+from trioserve.front_end.shared import SharedServer
+from trioserve.metrics import Metrics
+from trioserve.nursery import LoadedModel, Place, run_tasks
+from trioserve.pair_socket import PairSocket
+from trioserve.scheduler import Scheduler
+from trioserve.simulation import FAKE_CHAT_TEMPLATE, byte_tokenizer, run_fake_worker
+from trioserve.testing import FakeWorker
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.worker.supervisor import OpenWorker, Supervisor
+
+__all__ = ["FrontEnd", "Server", "open_server"]
+
+
+@attrs.frozen(kw_only=True)
+class FrontEnd:
+    """One front end, and its home in the engine process."""
+
+    engine: Engine
+    remote: RemoteScheduler
+    whole: SharedServer
+    home: Home
+    life: trio.CancelScope
+    """Cancelling it is the front end's death, as the engine process sees it."""
+    gone: trio.Event
+    """Set when the engine process has noticed."""
+
+
+@attrs.frozen(kw_only=True)
+class Server:
+    """The engine process and all front ends."""
+
+    host: Host
+    front_ends: list[FrontEnd]
+
+    async def wait_nothing_held(self) -> None:
+        """Wait until nobody is computed or waits, then assert that nothing is held anywhere."""
+        with trio.fail_after(10):
+            while not (self.host.idle and all(each.engine.idle for each in self.front_ends)):
+                await trio.sleep(0.005)
+        self.host.check_integrity()
+        for each in self.front_ends:
+            each.engine.check_integrity()
+        statistics = self.host.statistics().scheduler
+        assert statistics.num_running == statistics.num_waiting == statistics.pages_held == 0
+
+
+@contextlib.asynccontextmanager
+async def open_server(
+    folder: Path,
+    make_worker: Callable[[], FakeWorker] = FakeWorker,
+    *,
+    count: int = 2,
+    open_worker: OpenWorker | None = None,
+    server_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[Server]:
+    """A server whose front ends are engines in this program; sockets are made in ``folder``."""
+    engine_config = EngineConfig("fake", **options)
+    config = ServerConfig(engine=engine_config, api_server_count=count, **(server_options or {}))
+    metrics = Metrics("fake")
+    scheduler = Scheduler(engine_config, metrics)
+    supervisor = Supervisor(
+        open_worker=open_worker or (lambda: run_fake_worker(make_worker(), engine_config)),
+        max_restarts=engine_config.max_worker_restarts,
+        judge=scheduler.judge,
+        on_loss=metrics.worker_lost,
+        on_replaced=metrics.worker_replaced,
+    )
+    async with (
+        open_host(config, scheduler, supervisor, metrics) as host,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        front_ends = [
+            await stack.enter_async_context(_open_front_end(host, config, index, folder, nursery))
+            for index in range(count)
+        ]
+        yield Server(host=host, front_ends=front_ends)
+        nursery.cancel_scope.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _open_front_end(
+    host: Host, config: ServerConfig, index: int, folder: Path, nursery: trio.Nursery
+) -> AsyncIterator[FrontEnd]:
+    url = f"ipc://{folder}/{index}.sock"
+    life, gone = trio.CancelScope(), trio.Event()
+    handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+
+    async def keep(
+        socket: PairSocket, task_status: trio.TaskStatus[Home] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        with life, host.at_home(socket) as home, contextlib.suppress(FrontEndLost):
+            task_status.started(home)
+            await home.run()
+        gone.set()
+
+    async def open_remote(tasks: EngineTasks) -> wire.Ready:
+        tasks.start_soon(remote.attach)
+        return host.ready
+
+    model = LoadedModel(
+        name="fake",
+        tokenizer=Tokenizer(byte_tokenizer(), ChatTemplate(FAKE_CHAT_TEMPLATE)),
+        eos_token_ids=(),
+        generation_defaults={},
+    )
+    with (
+        contextlib.closing(PairSocket.listen(url)) as listening,
+        contextlib.closing(PairSocket.dial(url)) as dialed,
+    ):
+        home = await nursery.start(keep, listening)
+        remote = RemoteScheduler(dialed, handlers, on_drain=lambda: None, on_stop=lambda: None)
+        async with run_tasks(
+            config.engine,
+            model,
+            remote,
+            Metrics("fake"),
+            open_remote,
+            preparation=None,
+            worker_restarts=lambda: remote.state.worker_restarts,
+            place=Place(index=index, count=config.api_server_count),
+        ) as engine:
+            whole = SharedServer(engine, remote)
+            handlers |= {"count": whole.count, "abort": whole.abort_own}
+            yield FrontEnd(
+                engine=engine, remote=remote, whole=whole, home=home, life=life, gone=gone
+            )

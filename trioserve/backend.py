@@ -1,0 +1,68 @@
+"""What an engine needs of whoever has its requests computed.
+
+That is the :class:`~trioserve.scheduler.Scheduler` in a process of one's own, and in a front-end
+process what stands for it there (:class:`trioserve.front_end.remote.RemoteScheduler`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import trio
+
+from trioserve.request import Finish, Request, Sequence, SequenceOutput
+from trioserve.scheduler.quiet import Quiet
+from trioserve.scheduler.statistics import SchedulerStatistics
+
+__all__ = ["Backend"]
+
+
+class Backend(Protocol):
+    """Owns every request from the tokenizer's hand on, until it has finished."""
+
+    async def run(
+        self,
+        requests: trio.MemoryReceiveChannel[Request],
+        outputs: trio.MemorySendChannel[list[SequenceOutput]],
+    ) -> None:
+        """The task: take requests in, and send what they give to the detokenizer."""
+
+    def abort(self, sequence: Sequence, finish: Finish) -> None:
+        """End ``sequence`` now, whatever its state. Never blocks; idempotent."""
+
+    async def call(self, name: str, arguments: object = None) -> Any:
+        """Have the worker do something by name; raises ``EngineError`` or ``WorkerLost``."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether a worker is there."""
+
+    @property
+    def stalled(self) -> bool:
+        """Whether there is no progress, though there could be."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether nobody is to be computed because somebody has asked for that."""
+
+    @property
+    def quiet(self) -> Quiet | None:
+        """What pauses it; None where another process does."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is to be computed."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot."""
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Their tokens, prompt and output so far."""
+
+    def statistics(self) -> SchedulerStatistics:
+        """Counts of this moment."""
+
+    def check_integrity(self) -> None:
+        """Assert the invariants."""

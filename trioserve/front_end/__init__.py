@@ -1,0 +1,18 @@
+"""Front-end processes: HTTP, tokenizing and detokenizing in several processes, one engine.
+
+::
+
+    clients ──HTTP──▶ front end 0 ─┐  (the application, tokenizer, detokenizer, streams)
+    clients ──HTTP──▶ front end 1 ─┼══nng══▶ engine process ══nng══▶ worker
+    clients ──HTTP──▶ front end 2 ─┘  (preparation, scheduler, supervisors)
+
+In a front end an engine is made of the same parts as in a process of one's own; only the scheduler
+is :class:`~trioserve.front_end.remote.RemoteScheduler`, which sends requests to the engine process
+and takes what they give. In the engine process each front end has a
+:class:`~trioserve.front_end.home.Home`, which makes requests for the scheduler of what comes.
+
+Reading order: ``messages`` with ``faults`` and ``clock`` (what is said), ``asks`` (questions either
+way), ``remote`` (the front end's side), ``home`` (the engine's side), ``host`` (the engine process
+without the processes it starts), ``process`` (one front end's life) and ``fleet`` (all of them),
+``main`` (the front end's own program) and ``shared`` (what its HTTP tells of the whole server).
+"""

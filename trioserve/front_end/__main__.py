@@ -1,0 +1,30 @@
+"""``python -P -m trioserve.front_end --connect URL --listen 3,4``: a front end of a server."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+from trioserve.heap import importing
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Parse the command line and serve."""
+    # A task dump that is asked for during the imports must not end the process; and those who end
+    # all processes at once, as service managers do, mean the engine's, which ends this one in
+    # order.
+    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="python -m trioserve.front_end", description=__doc__)
+    parser.add_argument("--connect", metavar="URL", required=True, help="where the engine listens")
+    parser.add_argument("--listen", metavar="N,…", required=True, help="descriptors of sockets")
+    options = parser.parse_args()
+    with importing():
+        from trioserve.front_end.main import run
+    run(options.connect, [int(number) for number in options.listen.split(",")])
+
+
+if __name__ == "__main__":
+    main()

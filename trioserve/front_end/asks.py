@@ -1,0 +1,104 @@
+"""Questions between two processes: rare things, by name, each answered in a task of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve.errors import TrioserveError
+from trioserve.front_end.faults import error_of, fault_of
+from trioserve.front_end.messages import Answer, Ask, Withdraw
+
+__all__ = ["Asks", "Handlers"]
+
+Handlers = Mapping[str, Callable[[Any], Awaitable[Any]]]
+"""What answers a question of each name, given its arguments, of MessagePack's types."""
+
+
+@attrs.define(eq=False)
+class _Question:
+    """One of ours that isn't answered: ``answer`` is None if it never will be."""
+
+    done: trio.Event = attrs.field(factory=trio.Event)
+    answer: Answer | None = None
+
+
+@attrs.define(eq=False)
+class Asks:
+    """One side's questions and its answers to the other's.
+
+    Args:
+        send: sends a message, without waiting.
+        handlers: who answers.
+        lost: what those are told that wait when the other side is gone.
+    """
+
+    _send: Callable[[Ask | Answer | Withdraw], None]
+    _handlers: Handlers
+    _lost: TrioserveError
+    _number: int = attrs.field(init=False, default=0)
+    _questions: dict[int, _Question] = attrs.field(init=False, factory=dict)
+    _answering: dict[int, trio.CancelScope] = attrs.field(init=False, factory=dict)
+    _is_closed: bool = attrs.field(init=False, default=False)
+
+    async def ask(self, name: str, arguments: object = None) -> Any:
+        """What the other side answers. The deadline is the caller's, and reaches the other side.
+
+        Raises:
+            TrioserveError: the other side's own, or that it is gone.
+        """
+        if self._is_closed:
+            raise self._lost
+        self._number += 1
+        number, question = self._number, _Question()
+        self._questions[number] = question
+        self._send(Ask(number, name, arguments))
+        try:
+            await question.done.wait()
+        except trio.Cancelled:
+            self._send(Withdraw(number))
+            raise
+        finally:
+            del self._questions[number]
+        if question.answer is None:
+            raise self._lost
+        if question.answer.fault is not None:
+            raise error_of(question.answer.fault)
+        return question.answer.result
+
+    def on_ask(self, message: Ask, nursery: trio.Nursery) -> None:
+        """Answer the other side's question in a task of ``nursery``."""
+        self._answering[message.number] = scope = trio.CancelScope()
+        nursery.start_soon(self._answer, message, scope)
+
+    async def _answer(self, message: Ask, scope: trio.CancelScope) -> None:
+        try:
+            with scope:
+                result = await self._handlers[message.name](message.arguments)
+                self._send(Answer(message.number, result))
+        except TrioserveError as error:
+            self._send(Answer(message.number, fault=fault_of(error)))
+        finally:
+            del self._answering[message.number]
+
+    def on_answer(self, message: Answer) -> None:
+        """Hand an answer over. Whoever asked may have given up; then nobody wants it."""
+        question = self._questions.get(message.number)
+        if question is not None:
+            question.answer = message
+            question.done.set()
+
+    def on_withdraw(self, message: Withdraw) -> None:
+        """The other side doesn't wait any more for the answer to that question."""
+        scope = self._answering.get(message.number)
+        if scope is not None:
+            scope.cancel()
+
+    def close(self) -> None:
+        """The other side is gone: nobody is answered any more. Idempotent."""
+        self._is_closed = True
+        for question in self._questions.values():
+            question.done.set()

@@ -1,0 +1,53 @@
+"""Errors on their way from one process to another: what is raised here is raised there."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve import errors
+from trioserve.errors import EngineError, TrioserveError
+
+__all__ = ["Fault", "error_of", "fault_of"]
+
+Plain = str | float | bool | None
+
+_KINDS: dict[str, type[TrioserveError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, TrioserveError)
+}
+
+
+class Fault(msgspec.Struct, frozen=True, array_like=True):
+    """An error of :mod:`trioserve.errors`: its class, its message, its attributes."""
+
+    kind: str
+    message: str
+    attributes: dict[str, Plain] = {}
+
+
+def fault_of(error: BaseException) -> Fault:
+    """What tells another process of ``error``. One that isn't ours becomes an ``EngineError``.
+
+    Its cause and its traceback stay here.
+    """
+    kind = next((each for each in type(error).__mro__ if each.__name__ in _KINDS), None)
+    if kind is None:
+        return Fault(EngineError.__name__, f"{type(error).__name__}: {error}")
+    attributes = {
+        name: value
+        for name, value in vars(error).items()
+        if value is None or isinstance(value, (str, float, int))
+    }
+    return Fault(kind.__name__, str(error), attributes)
+
+
+def error_of(fault: Fault) -> TrioserveError:
+    """The error that ``fault`` tells of, as good as it was."""
+    kind = _KINDS.get(fault.kind, EngineError)
+    # Its own constructor may change the message, which has been done already.
+    error = kind.__new__(kind, fault.message)
+    Exception.__init__(error, fault.message)
+    for name, value in fault.attributes.items():
+        setattr(error, name, value)
+    return error

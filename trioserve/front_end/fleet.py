@@ -1,0 +1,148 @@
+"""All front ends of a server: started together, replaced one by one, drained and ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import trio
+
+from trioserve.config import ServerConfig
+from trioserve.errors import EngineError, TrioserveError
+from trioserve.front_end.faults import fault_of
+from trioserve.front_end.home import Home
+from trioserve.front_end.host import Host
+from trioserve.front_end.messages import Drain, Failed, Start, Stop
+from trioserve.front_end.process import run_front_end
+from trioserve.groups import sole_exception
+from trioserve.logs import get_logger
+
+__all__ = ["Fleet"]
+
+FIRST_DELAY = 0.05
+MAX_DELAY = 5.0
+"""Seconds before a front end is replaced: the first time, and at most."""
+CALM_LIFE = 60.0
+"""Seconds after which a front end has proved that it can live."""
+
+_log = get_logger("trioserve.front_end")
+
+
+@attrs.define(eq=False, kw_only=True)
+class Fleet:
+    """The front ends of one server.
+
+    Args:
+        host: where they are at home.
+        config: the server's options, with how many there are to be.
+        path: the model's folder or file.
+        descriptors: the sockets that all of them listen on.
+    """
+
+    host: Host
+    config: ServerConfig
+    path: str
+    descriptors: Sequence[int]
+    restarts: int = attrs.field(default=0, init=False)
+    """Front ends that were replaced."""
+    _num_listening: int = attrs.field(default=0, init=False)
+    _all_listen: trio.Event = attrs.field(factory=trio.Event, init=False)
+    _is_draining: bool = attrs.field(default=False, init=False)
+    _num_cut: int = attrs.field(default=0, init=False)
+
+    async def serve(
+        self,
+        shutdown: trio.Event,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> int:
+        """Keep all front ends alive until ``shutdown`` is set and they have drained.
+
+        ``task_status`` is told when all of them listen.
+
+        Returns:
+            how many requests were cut off.
+
+        Raises:
+            TrioserveError: a front end can't serve at all, and why.
+            EngineError: front ends died again and again.
+        """
+        failure: BaseException | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                for index in range(self.config.api_server_count):
+                    nursery.start_soon(self._keep, index)
+                await self._all_listen.wait()
+                task_status.started()
+                await shutdown.wait()
+                self._is_draining = True
+                for home in self.host.homes:
+                    home.tell(Drain())
+        except BaseExceptionGroup as group:
+            failure = sole_exception(group)
+        if failure is not None:
+            raise failure
+        return self._num_cut
+
+    async def _keep(self, index: int) -> None:
+        """Run one front end after the other at a place, until one has drained."""
+        deaths = 0
+        has_listened = False
+        while True:
+            began = trio.current_time()
+            home: Home | None = None
+            try:
+                async with run_front_end(
+                    self._start(index), self.descriptors, last_word=self._last_word
+                ) as socket:
+                    with self.host.at_home(socket) as home:
+                        if not has_listened:
+                            has_listened = True
+                            self._note_listening()
+                        if self._is_draining:
+                            home.tell(Drain())
+                        self._num_cut += await home.run()
+                return
+            except TrioserveError as loss:
+                if not has_listened:
+                    raise
+                num_requests = 0 if home is None else home.num_lost
+                if self._is_draining:
+                    self._num_cut += num_requests
+                    return
+                has_worked = home is not None and home.num_ended > num_requests
+                if has_worked or trio.current_time() - began >= CALM_LIFE:
+                    deaths = 0
+                deaths += 1
+                self._note_loss(loss, index, num_requests, deaths)
+                if deaths > self.config.engine.max_worker_restarts:
+                    raise EngineError(f"front ends died {deaths} times: {loss}") from loss
+            self.restarts += 1
+            await trio.sleep(min(FIRST_DELAY * 2 ** (deaths - 1), MAX_DELAY))
+
+    def _start(self, index: int) -> Start:
+        return Start(
+            index=index,
+            count=self.config.api_server_count,
+            config=self.config,
+            path=self.path,
+            ready=self.host.ready,
+        )
+
+    def _last_word(self) -> Stop | Failed:
+        failure = self.host.failure
+        return Stop() if failure is None else Failed(fault_of(failure))
+
+    def _note_listening(self) -> None:
+        self._num_listening += 1
+        if self._num_listening == self.config.api_server_count:
+            self._all_listen.set()
+
+    def _note_loss(self, loss: TrioserveError, index: int, num_requests: int, deaths: int) -> None:
+        _log.warning(
+            "front end lost",
+            reason=str(loss),
+            front_end=index,
+            requests=num_requests,
+            restarts=self.restarts,
+            deaths_without_progress=deaths,
+        )

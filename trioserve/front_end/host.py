@@ -1,0 +1,318 @@
+"""The engine process: preparation, scheduler and worker for all front ends, and nothing of text.
+
+::
+
+    Home 0, Home 1, … ──▶ preparation ──▶ scheduler ══▶ worker
+            ▲                                │   ▲
+            └──────────── routing ◀──────────┘   ╚══════ worker
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve import wire
+from trioserve.channels import all_waiting
+from trioserve.config import EngineConfig, ServerConfig
+from trioserve.control import Control
+from trioserve.engine_tasks import open_tasks
+from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
+from trioserve.errors import EngineError, Paused, TrioserveError
+from trioserve.front_end.clock import SharedClock
+from trioserve.front_end.home import Home, Hosting
+from trioserve.front_end.remote import EngineState
+from trioserve.idle_check import IdleCheck
+from trioserve.metrics import Metrics
+from trioserve.metrics.snapshot import Snapshot, add_up, snapshot_of
+from trioserve.pair_socket import PairSocket
+from trioserve.preparation import Preparation
+from trioserve.request import Request, SequenceOutput
+from trioserve.scheduler import Scheduler
+from trioserve.statistics import EngineStatistics
+from trioserve.task_dump import reporting
+from trioserve.worker.supervisor import Supervisor
+
+__all__ = ["Collected", "Host", "open_host"]
+
+ANSWER_SECONDS = 2.0
+"""For a front end to answer. One that doesn't is asked in vain: what it has counted is then what it
+said before."""
+
+
+@attrs.frozen(kw_only=True)
+class Collected:
+    """What all processes together have counted, and what they do at this moment."""
+
+    snapshot: Snapshot
+    statistics: EngineStatistics
+
+
+class Host:
+    """What front ends are at home in. Made by :func:`open_host`.
+
+    Args:
+        config: the server's options.
+        ready: what the first worker said of itself.
+        scheduler: computes everybody's requests.
+        supervisor: keeps its worker alive.
+        metrics: this process's own.
+        submit: takes a request in for preparation.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        ready: wire.Ready,
+        scheduler: Scheduler,
+        supervisor: Supervisor,
+        metrics: Metrics,
+        submit: Callable[[Request], None],
+    ) -> None:
+        self.config: EngineConfig = config.engine
+        self.ready = ready
+        self.metrics = metrics
+        self.failure: EngineError | None = None
+        """Why everything is ending, once it is."""
+        self._scheduler = scheduler
+        self._supervisor = supervisor
+        self._homes: dict[Home, None] = {}
+        self._departed = Snapshot()
+        """What front ends had counted that are gone."""
+        self._entrance = Entrance(
+            line=scheduler,
+            max_requests=self.config.max_num_queued_reqs,
+            max_tokens=self.config.max_num_queued_tokens
+            or max(DEFAULT_MAX_TOKENS, ready.max_model_len),
+        )
+        self._control = Control(scheduler, _Open(self._homes))
+        self._clock = SharedClock.now()
+        self._hosting = Hosting(
+            scheduler=scheduler,
+            enter=self._enter,
+            forget=self._forget,
+            submit=submit,
+            clock=self._clock,
+            on_line=self._on_line,
+            seats=Counter(),
+            max_seats=config.max_requests_per_key or 0,
+        )
+        self.on_none_open: Callable[[], None] = lambda: None
+        """Called whenever the last open request has ended."""
+
+    # ---- front ends
+
+    @contextlib.contextmanager
+    def at_home(self, socket: PairSocket) -> Iterator[Home]:
+        """A home for the front end at ``socket``, for as long as the block lasts."""
+        home = Home(
+            socket,
+            self._hosting,
+            {
+                "call": self._call,
+                "state": self._state,
+                "collect": self._collect,
+                "pause": self._pause,
+                "resume": self._resume,
+                "abort": self._abort,
+                "flush_cache": self._flush_cache,
+            },
+        )
+        self._homes[home] = None
+        try:
+            yield home
+        finally:
+            del self._homes[home]
+            self._departed = add_up([self._departed, home.counted.snapshot.lasting])
+
+    @property
+    def homes(self) -> list[Home]:
+        """Those of the front ends that are there."""
+        return list(self._homes)
+
+    def _enter(self, request: Request) -> None:
+        if self._control.refuses:
+            raise Paused("the engine is paused, and takes no requests meanwhile")
+        self._entrance.enter(request, trio.current_time())
+
+    def _forget(self, request: Request) -> None:
+        self._entrance.forget(request)
+        if not any(home.requests for home in self._homes):
+            self.on_none_open()
+
+    def _on_line(self) -> None:
+        for home in self._homes:
+            home.wake()
+
+    async def route(self, outputs: trio.MemoryReceiveChannel[list[SequenceOutput]]) -> None:
+        """The task: note at each home what steps gave. Ends when ``outputs`` is closed."""
+        async for first in outputs:
+            for batch in (first, *all_waiting(outputs)):
+                self._take_apart(batch)
+
+    def _take_apart(self, outputs: list[SequenceOutput]) -> None:
+        # This is done for every token. All sequences here are hosted.
+        for output in outputs:
+            sequence: Any = output.sequence
+            token_ids = output.token_ids
+            if sequence.is_plain and output.finish is None and len(token_ids) == 1:
+                home = sequence.home
+                home.numbers.append(sequence.number)
+                home.tokens.append(token_ids[0])
+            else:
+                sequence.home.take(sequence, output)
+        time = self._clock.shared(trio.current_time())
+        for home in self._homes:
+            home.end_step(time)
+
+    # ---- what front ends ask
+
+    async def _call(self, arguments: Any) -> Any:
+        name, given = arguments
+        return await self._scheduler.call(name, given)
+
+    async def _state(self, _: Any) -> EngineState:
+        return EngineState(
+            attached=self._scheduler.attached,
+            stalled=self._scheduler.stalled,
+            paused=self._scheduler.paused,
+            worker_restarts=self._supervisor.restarts,
+            scheduler=self._scheduler.statistics(),
+        )
+
+    async def _collect(self, _: Any) -> Collected:
+        async with trio.open_nursery() as nursery:
+            for home in self._homes:
+                nursery.start_soon(_ask_in_time, home, "count", None, home.take_count)
+        snapshots = [home.counted.snapshot for home in self._homes]
+        snapshot = add_up([snapshot_of(self.metrics), self._departed, *snapshots])
+        return Collected(snapshot=snapshot, statistics=self.statistics())
+
+    async def _pause(self, arguments: Any) -> None:
+        mode, refuse = arguments
+        await self._control.pause(mode, refuse=refuse)
+
+    async def _resume(self, _: Any) -> None:
+        self._control.resume()
+
+    async def _abort(self, arguments: Any) -> int:
+        # A front end knows those, too, that are still being tokenized.
+        answers: list[int] = []
+        async with trio.open_nursery() as nursery:
+            for home in self._homes:
+                nursery.start_soon(_ask_in_time, home, "abort", arguments, answers.append)
+        # And these are of front ends that don't answer.
+        ids, prefix = arguments
+        return sum(answers) + sum(self._control.abort(id, prefix=prefix) for id in ids)
+
+    async def _flush_cache(self, _: Any) -> int:
+        return self._control.flush_cache()
+
+    # ---- what can be seen
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is open, and nothing is computed any more for those that were."""
+        return not any(home.requests for home in self._homes) and self._scheduler.idle
+
+    def statistics(self) -> EngineStatistics:
+        """Counts of this moment; of what goes on in front ends, as they told when asked last."""
+        counted = [home.counted for home in self._homes]
+        return EngineStatistics(
+            scheduler=self._scheduler.statistics(),
+            num_tokenizing=sum(each.num_tokenizing for each in counted),
+            num_streams=sum(each.num_streams for each in counted),
+            stream_bytes=sum(each.stream_bytes for each in counted),
+            worker_restarts=self._supervisor.restarts,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of the scheduler, the page pool and the queue.
+
+        Raises:
+            AssertionError: one is violated; this is a bug in trioserve.
+        """
+        self._scheduler.check_integrity()
+        self._entrance.check_integrity()
+        num_open = sum(len(each.sequences) for home in self._homes for each in home.requests)
+        assert self._entrance.num_entering <= num_open
+
+    async def call_worker(self, name: str, arguments: object = None) -> Any:
+        """Ask the worker for something rare, by name, and return its answer.
+
+        Raises:
+            EngineError: the worker refused.
+            WorkerLost: it died before it answered.
+        """
+        return await self._scheduler.call(name, arguments)
+
+    def report(self) -> str:
+        """What a dump of tasks begins with."""
+        num_requests = [len(home.requests) for home in self._homes]
+        lag = self.metrics.loop_lag.peak
+        return (
+            f"engine of {len(num_requests)} front ends with {num_requests} requests\n"
+            f"{self.statistics().summary()}\nevent loop's worst recent lag: {lag:.3f} s"
+        )
+
+
+@attrs.frozen(eq=False)
+class _Open:
+    """The requests of all front ends, at any moment."""
+
+    _homes: dict[Home, None]
+
+    def __iter__(self) -> Iterator[Request]:
+        return itertools.chain.from_iterable(list(home.requests) for home in self._homes)
+
+
+async def _ask_in_time(
+    home: Home, name: str, arguments: object, take: Callable[[Any], None]
+) -> None:
+    """Ask a front end, and hand its answer to ``take`` if it comes in time."""
+    with contextlib.suppress(TrioserveError), trio.move_on_after(ANSWER_SECONDS):
+        take(await home.asks.ask(name, arguments))
+
+
+@contextlib.asynccontextmanager
+async def open_host(
+    config: ServerConfig, scheduler: Scheduler, supervisor: Supervisor, metrics: Metrics
+) -> AsyncIterator[Host]:
+    """The engine process's nursery; no front end is started yet.
+
+    Raises:
+        ModelLoadError: the model can't be loaded.
+        EngineError: the engine failed while the block ran.
+    """
+    to_preparation, preparation_inbox = trio.open_memory_channel[Request](math.inf)
+    to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
+    to_routing, routing_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
+    host: Host | None = None
+    preparation = Preparation(
+        scheduler, timeout=config.engine.grammar_timeout, observe_grammar=metrics.observe_grammar
+    )
+
+    def on_failure(error: EngineError) -> None:
+        if host is not None:
+            host.failure = error
+
+    async with open_tasks(on_failure) as tasks:
+        tasks.start_soon(preparation.run, preparation_inbox, to_scheduler)
+        tasks.start_soon(scheduler.run, scheduler_inbox, to_routing)
+        ready: wire.Ready = await tasks.start(supervisor.run, scheduler.attach)
+        host = Host(config, ready, scheduler, supervisor, metrics, to_preparation.send_nowait)
+        tasks.is_ready = True
+        tasks.start_soon(host.route, routing_inbox)
+        metrics.watch(host)
+        idle_check = IdleCheck(host, asks_worker=True)
+        scheduler.on_idle = host.on_none_open = idle_check.note
+        tasks.start_soon(idle_check.run)
+        with reporting(host.report):
+            yield host

@@ -1,0 +1,156 @@
+"""A front end's own program: from Hello until it is told to leave, or its standard input ends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import structlog
+import trio
+
+import trioserve
+from trioserve import wire
+from trioserve.engine_tasks import EngineTasks
+from trioserve.errors import EngineError, TrioserveError
+from trioserve.front_end.faults import fault_of
+from trioserve.front_end.messages import Drained, Failed, Hello, Listening, Start, encode
+from trioserve.front_end.process import package_folder
+from trioserve.front_end.remote import RemoteScheduler, receive_from_engine
+from trioserve.front_end.shared import SharedServer
+from trioserve.heap import rare_collections
+from trioserve.http import create_app
+from trioserve.http.connections import raise_descriptor_limit
+from trioserve.http.listeners import inherited
+from trioserve.logs import get_logger, setup_logging
+from trioserve.metrics import Metrics
+from trioserve.nursery import LoadedModel, Place, run_tasks
+from trioserve.pair_socket import PairSocket
+from trioserve.serving import serve_engine
+from trioserve.signals import dumping_tasks
+from trioserve.tracing import open_tracing
+
+__all__ = ["run"]
+
+EXIT_FAILED = 1
+EXIT_PARENT_GONE = 3
+
+_log = get_logger("trioserve.front_end")
+
+
+def run(url: str, descriptors: Sequence[int]) -> None:
+    """Serve the engine process that listens at ``url``, on the sockets with these descriptors."""
+    front_end = _FrontEnd(descriptors)
+    trio.run(front_end.main, url)
+    # What a thread was given up with isn't waited for.
+    sys.stderr.flush()
+    os._exit(front_end.exit_code)
+
+
+@attrs.define(eq=False)
+class _FrontEnd:
+    _descriptors: Sequence[int]
+    exit_code: int = 0
+    _shutdown: trio.Event = attrs.field(factory=trio.Event)
+    """Set when it is to drain."""
+    _serving: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    """Cancelled when it is to leave."""
+
+    async def main(self, url: str) -> None:
+        """Talk to the engine process from beginning to end."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_parent)
+            with contextlib.closing(PairSocket.dial(url)) as socket:
+                hello = Hello(package_folder(), trioserve.__version__, os.getpid())
+                await socket.send(encode(hello))
+                start = await receive_from_engine(socket)
+                if not isinstance(start, Start):
+                    raise EngineError(f"{type(start).__name__} came where Start was due")
+                with self._serving:
+                    await self._serve(socket, start)
+            nursery.cancel_scope.cancel()
+
+    async def _watch_parent(self) -> None:
+        """Leave when standard input ends: whoever started this process holds the other end."""
+        await trio.lowlevel.wait_readable(0)
+        self.exit_code = EXIT_PARENT_GONE
+        self._serving.cancel()
+
+    async def _serve(self, socket: PairSocket, start: Start) -> None:
+        setup_logging(start.config.log_level, start.config.log_format)
+        structlog.contextvars.bind_contextvars(front_end=start.index)
+        raise_descriptor_limit()
+        try:
+            with dumping_tasks(), rare_collections() as settle:
+                await self._run(socket, start, settle)
+        except TrioserveError as error:
+            # The engine process logs it, unless it is its own.
+            await self._say_failed(socket, error)
+        except Exception as error:
+            _log.exception("front end failed")
+            await self._say_failed(socket, error)
+
+    async def _say_failed(self, socket: PairSocket, error: Exception) -> None:
+        self.exit_code = EXIT_FAILED
+        await socket.send(encode(Failed(fault_of(error))))
+        # A message is lost if its socket closes too soon: stay until the engine has heard.
+        await trio.sleep_forever()
+
+    async def _run(self, socket: PairSocket, start: Start, settle: Callable[[], None]) -> None:
+        config = start.config
+        model = await LoadedModel.read(config.engine, Path(start.path))
+        names = config.served_model_name or (model.name,)
+        metrics = Metrics(names[0], config.engine.metrics_prefix)
+        handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        remote = RemoteScheduler(
+            socket, handlers, on_drain=self._shutdown.set, on_stop=self._serving.cancel
+        )
+
+        async def open_remote(tasks: EngineTasks) -> wire.Ready:
+            tasks.start_soon(remote.attach)
+            return start.ready
+
+        async with open_tracing(config.engine.otlp_traces_endpoint) as tracing:
+            async with run_tasks(
+                config.engine,
+                model,
+                remote,
+                metrics,
+                open_remote,
+                preparation=None,
+                worker_restarts=lambda: remote.state.worker_restarts,
+                place=Place(index=start.index, count=start.count),
+            ) as engine:
+                tracing.model_name = engine.model_name
+                engine.on_request_end = tracing.request_ended
+                whole = SharedServer(engine, remote)
+                handlers |= {"count": whole.count, "abort": whole.abort_own}
+                num_cut = await serve_engine(
+                    engine,
+                    create_app(engine, config, whole=whole),
+                    config,
+                    listening=inherited(config, self._descriptors),
+                    shutdown=self._shutdown,
+                    task_status=_Started(functools.partial(remote.tell, Listening()), settle),
+                )
+                remote.tell(Drained(num_cut))
+                # Until it is told to stop: a message is lost if its socket closes too soon.
+                await trio.sleep_forever()
+
+
+@attrs.frozen
+class _Started:
+    """A ``trio.TaskStatus``: everything is there, and the front end listens."""
+
+    _say: Callable[[], None]
+    _settle: Callable[[], None]
+
+    def started(self, _: object = None) -> None:
+        """Tell the engine process."""
+        self._settle()
+        self._say()

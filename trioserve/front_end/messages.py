@@ -1,0 +1,311 @@
+"""Every message between the engine process and a front-end process.
+
+MessagePack by msgspec, each with its name in front. What a step gives to a front end's sequences is
+one :class:`Update`, in which most tokens are two packed integers: a sequence's number and the token
+(:class:`Step`). Numbers are the front end's own, counted up; a request's is that of its first
+sequence, and the others follow it. Times are those of :mod:`~trioserve.front_end.clock`.
+
+The conversation: the front end says :class:`Hello`, is told :class:`Start`, and says
+:class:`Listening` or, where it can't, :class:`Failed`. Then requests go one way
+(:class:`Submit`, :class:`Abort`) and updates the other. Either side may :class:`Ask` the other for
+something rare, by name, and take that back (:class:`Withdraw`). At the end the front end is told to
+:class:`Drain`, says :class:`Drained` when it has, and leaves when it is told to :class:`Stop`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from trioserve import wire
+from trioserve.config import ServerConfig
+from trioserve.front_end.faults import Fault
+from trioserve.request import Finish, FinishReason, State
+from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.stream import TokenLogprob
+
+__all__ = [
+    "STATES",
+    "Abort",
+    "Answer",
+    "Ask",
+    "Drain",
+    "Drained",
+    "Ending",
+    "Failed",
+    "FromEngine",
+    "FromFrontEnd",
+    "Hello",
+    "LeaveSeat",
+    "Listening",
+    "Prompt",
+    "Row",
+    "Start",
+    "Step",
+    "Stop",
+    "Submit",
+    "Update",
+    "Withdraw",
+    "decode_from_engine",
+    "decode_from_front_end",
+    "encode",
+    "entries_of",
+    "numbers_of",
+    "packed",
+    "plain_entries",
+]
+
+STATES = tuple(State)
+"""A state travels as its place among all."""
+
+Triples = tuple[tuple[int, float, str], ...]
+Entry = tuple[int, float, Triples, Triples]
+"""A token's id, its log-probability, the most probable ones' and those that were asked for."""
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+# ---- both ways
+
+
+class Ask(_Message):
+    """Something rare is wanted of the other side, by name; an :class:`Answer` will come."""
+
+    number: int
+    name: str
+    arguments: Any = None
+
+
+class Answer(_Message):
+    """The answer to the question of that number; ``fault`` is None unless it failed."""
+
+    number: int
+    result: Any = None
+    fault: Fault | None = None
+
+
+class Withdraw(_Message):
+    """Whoever asked the question of that number doesn't wait any more."""
+
+    number: int
+
+
+class Failed(_Message):
+    """The sender can't go on, and why."""
+
+    fault: Fault
+
+
+# ---- from a front end
+
+
+class Hello(_Message):
+    """First: who is there. A stranger is refused."""
+
+    package: str
+    """The folder that trioserve was imported from."""
+    version: str
+    pid: int
+
+
+class Listening(_Message):
+    """The front end accepts connections."""
+
+
+class Submit(_Message):
+    """A request whose prompt is tokenized; there are ``params.n`` sequences.
+
+    ``sampler`` is the first sequence's, without the grammar and the arguments, which are in
+    ``params``.
+    """
+
+    number: int
+    id: str
+    prompt_ids: bytes
+    params: SamplingParams
+    sampler: SamplerParams
+    arrived: float
+    priority: int
+    cache_salt: str
+
+
+class Abort(_Message):
+    """Nothing more is wanted of these sequences; those that have ended may be among them."""
+
+    numbers: list[int]
+
+
+class LeaveSeat(_Message):
+    """A request of a limited key has ended, whose seat has that number."""
+
+    number: int
+
+
+class Drained(_Message):
+    """All that ran has ended, or was cut off: so many requests."""
+
+    num_cut: int
+
+
+# ---- from the engine
+
+
+class Start(_Message):
+    """What a front end serves."""
+
+    index: int
+    count: int
+    config: ServerConfig
+    path: str
+    """The model's folder or file: already found, never a name to be looked up."""
+    ready: wire.Ready
+
+
+class Ending(msgspec.Struct, frozen=True, array_like=True):
+    """How a sequence ended, and the times that are complete with that."""
+
+    reason: str
+    stop_reason: int | str | None
+    fault: Fault | None
+    first_token: float | None
+    """Of the request."""
+    last_token: float | None
+    """Of the sequence."""
+
+    @classmethod
+    def of(
+        cls,
+        finish: Finish,
+        fault: Fault | None,
+        first_token: float | None,
+        last_token: float | None,
+    ) -> Ending:
+        """What tells of ``finish``."""
+        return cls(finish.reason.value, finish.stop_reason, fault, first_token, last_token)
+
+    def finish(self, error: Exception | None) -> Finish:
+        """The same, with the error that ``fault`` tells of."""
+        return Finish(FinishReason(self.reason), stop_reason=self.stop_reason, error=error)
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """What a step gave to a sequence if it wasn't just the next token."""
+
+    number: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[Entry, ...] | None
+    ending: Ending | None
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """What one step gave: ``tokens[i]`` to sequence ``numbers[i]``, and then what ``rows`` say.
+
+    Both are columns of int64 (:func:`packed`).
+    """
+
+    time: float
+    numbers: bytes
+    tokens: bytes
+    rows: list[Row]
+
+
+class Prompt(msgspec.Struct, frozen=True, array_like=True):
+    """All log-probabilities of a request's prompt."""
+
+    number: int
+    start: int
+    num_top: int
+    token_ids: tuple[int, ...]
+    pieces: list[wire.PromptPiece]
+
+
+class Update(_Message):
+    """Everything that is new for a front end, in the order in which it is to be taken.
+
+    ``line`` is how many sequences of all front ends wait for a slot, and how many tokens they have.
+    ``admitted`` holds requests with the times at which they were queued, ``scheduled`` with those
+    of their first steps and the numbers of tokens found in the prefix cache.
+    """
+
+    line: tuple[int, int]
+    admitted: list[tuple[int, float]]
+    rejected: list[tuple[int, Fault]]
+    moves: list[tuple[int, int]]
+    """Sequences and the places of their new states in :data:`STATES`."""
+    scheduled: list[tuple[int, float, int]]
+    prompts: list[Prompt]
+    steps: list[Step]
+
+
+class Drain(_Message):
+    """Admit nothing new, let what runs finish, and say so."""
+
+
+class Stop(_Message):
+    """Leave now. What still runs ends as when a server is told to end at once."""
+
+
+FromFrontEnd = (
+    Hello | Listening | Failed | Submit | Abort | Ask | Answer | Withdraw | LeaveSeat | Drained
+)
+FromEngine = Start | Update | Ask | Answer | Withdraw | Failed | Drain | Stop
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_FRONT_END: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
+_FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: FromFrontEnd | FromEngine) -> bytes:
+    """The bytes of a message.
+
+    Raises:
+        TypeError, ValueError, OverflowError, RecursionError: a value in it can't be encoded.
+    """
+    return _ENCODER.encode(message)
+
+
+def decode_from_front_end(data: bytes) -> FromFrontEnd:
+    """The message that a front end sent.
+
+    Raises:
+        msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is none.
+    """
+    return _FROM_FRONT_END.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """The message that the engine sent.
+
+    Raises:
+        msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is none.
+    """
+    return _FROM_ENGINE.decode(data)
+
+
+def packed(numbers: Iterable[int]) -> bytes:
+    """A column of int64."""
+    return array("q", numbers).tobytes()
+
+
+def numbers_of(column: bytes) -> list[int]:
+    """The numbers of a column."""
+    numbers = array("q")
+    numbers.frombytes(column)
+    return numbers.tolist()
+
+
+def plain_entries(logprobs: Iterable[TokenLogprob]) -> tuple[Entry, ...]:
+    """Log-probabilities, which have no texts yet, as they travel."""
+    return tuple((each.token_id, each.logprob, each.top, each.asked) for each in logprobs)
+
+
+def entries_of(entries: Iterable[Entry]) -> tuple[TokenLogprob, ...]:
+    """The log-probabilities that travelled."""
+    return tuple(
+        TokenLogprob(token_id, logprob, "", top, asked) for token_id, logprob, top, asked in entries
+    )

@@ -1,0 +1,75 @@
+"""A whole server of several processes in one task: the engine process's part of it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import attrs
+import trio
+
+from trioserve import wire
+from trioserve.config import ServerConfig
+from trioserve.front_end.fleet import Fleet
+from trioserve.front_end.host import open_host
+from trioserve.groups import sole_exception
+from trioserve.http.listeners import open_listening, removing_socket_file
+from trioserve.metrics import Metrics, measure_loop_lag
+from trioserve.nursery import locate_model, log_loaded, open_scheduler
+from trioserve.worker.supervisor import OnProgress
+
+__all__ = ["serve_with_front_ends"]
+
+
+async def serve_with_front_ends(
+    config: ServerConfig,
+    *,
+    shutdown: trio.Event,
+    on_progress: OnProgress | None,
+    mock: wire.MockSteps | None,
+    task_status: trio.TaskStatus[list[str]],
+) -> int:
+    """:func:`trioserve.serving.serve` with ``api_server_count`` front-end processes."""
+    path = await locate_model(config.engine)
+    name = (config.served_model_name or (_name_of(config, path),))[0]
+    metrics = Metrics(name, config.engine.metrics_prefix)
+    scheduler, supervisor = open_scheduler(config.engine, path, metrics, on_progress, mock)
+    async with open_host(config, scheduler, supervisor, metrics) as host:
+        log_loaded(name, host.ready)
+        listening = await open_listening(config)
+        with removing_socket_file(config), contextlib.closing(listening):
+            fleet = Fleet(
+                host=host,
+                config=config,
+                path=str(path.resolve()),
+                descriptors=listening.descriptors,
+            )
+            failure: BaseException | None = None
+            num_cut = 0
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(measure_loop_lag, metrics.loop_lag)
+                    num_cut = await fleet.serve(shutdown, _Listening(task_status, listening.urls))
+                    nursery.cancel_scope.cancel()
+            except BaseExceptionGroup as group:
+                failure = sole_exception(group)
+            if failure is not None:
+                raise failure
+    return num_cut
+
+
+def _name_of(config: ServerConfig, path: Path) -> str:
+    """What the model is called where nobody has given it a name."""
+    return path.name if Path(config.engine.model).exists() else config.engine.model
+
+
+@attrs.frozen
+class _Listening:
+    """A ``trio.TaskStatus``: all front ends listen."""
+
+    _status: trio.TaskStatus[list[str]]
+    _urls: list[str]
+
+    def started(self, _: object = None) -> None:
+        """Tell the URLs."""
+        self._status.started(self._urls)

@@ -1,0 +1,152 @@
+"""What a front end's HTTP tells of the whole server: it asks the engine process, which asks all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+import msgspec
+import trio
+
+from trioserve import wire
+from trioserve.config import EngineConfig
+from trioserve.engine import Engine
+from trioserve.errors import EngineError
+from trioserve.front_end.home import Counted
+from trioserve.front_end.host import Collected
+from trioserve.front_end.messages import LeaveSeat
+from trioserve.front_end.remote import RemoteScheduler
+from trioserve.http.auth import Caller, Keys
+from trioserve.http.whole import Seat, health_word
+from trioserve.metrics.snapshot import filled, snapshot_of
+from trioserve.statistics import EngineStatistics
+
+__all__ = ["SharedServer"]
+
+HEALTH_SECONDS = 5.0
+"""For the engine process to say how it is; one that doesn't is stalled."""
+
+
+@attrs.define(eq=False)
+class SharedServer:
+    """A server of several processes, as :class:`~trioserve.http.whole.Whole` describes it.
+
+    Args:
+        engine: this process's.
+        remote: what it has its requests computed by.
+    """
+
+    _engine: Engine
+    _remote: RemoteScheduler
+    _num_seats: int = attrs.field(default=0, init=False)
+
+    async def health_word(self) -> str:
+        """How the server is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+        with trio.move_on_after(HEALTH_SECONDS) as patience:
+            try:
+                await self._remote.look()
+            except EngineError:
+                return "no_worker"
+        return "stalled" if patience.cancelled_caught else health_word(self._engine)
+
+    async def statistics(self) -> EngineStatistics:
+        """Counts of this moment, of all processes."""
+        return (await self._collect()).statistics
+
+    async def metrics(self) -> bytes:
+        """Everything in Prometheus' text format: the sums over all processes."""
+        collected = await self._collect()
+        own = self._engine.metrics
+        metrics = filled(collected.snapshot, model_name=own.model_name, prefix=own.prefix)
+        metrics.watch(
+            _Told(
+                config=self._engine.config,
+                ready=self._engine.ready,
+                told=collected.statistics,
+            )
+        )
+        return metrics.render()
+
+    async def _collect(self) -> Collected:
+        return msgspec.convert(await self._remote.asks.ask("collect"), Collected)
+
+    async def seat(self, keys: Keys, caller: Caller | None) -> Seat:
+        """A block in which a request of ``caller`` is open, one of those in all processes.
+
+        Raises:
+            KeyLimit: as many as may be are open already.
+        """
+        if caller is None or not keys.limits(caller):
+            return contextlib.nullcontext()
+        self._num_seats += 1
+        number = self._num_seats
+        try:
+            granted = await self._remote.asks.ask("take_seat", [number, caller.name])
+        except BaseException:
+            # It may have been granted meanwhile.
+            self._remote.tell(LeaveSeat(number))
+            raise
+        if not granted:
+            raise keys.refusal()
+        return self._seated(number)
+
+    @contextlib.contextmanager
+    def _seated(self, number: int) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._remote.tell(LeaveSeat(number))
+
+    async def pause(self, mode: str, *, refuse: bool) -> None:
+        """As :meth:`trioserve.Engine.pause`, for the requests of all processes."""
+        await self._remote.asks.ask("pause", [mode, refuse])
+
+    async def resume(self) -> None:
+        """As :meth:`trioserve.Engine.resume`."""
+        await self._remote.asks.ask("resume")
+
+    async def paused(self) -> bool:
+        """As :attr:`trioserve.Engine.paused`."""
+        await self._remote.look()
+        return self._remote.paused
+
+    async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
+        """:meth:`trioserve.Engine.abort` for each of ``ids``, in all processes."""
+        num_aborted: int = await self._remote.asks.ask("abort", [list(ids), prefix])
+        return num_aborted
+
+    async def flush_cache(self) -> int:
+        """As :meth:`trioserve.Engine.flush_cache`."""
+        num_pages: int = await self._remote.asks.ask("flush_cache")
+        return num_pages
+
+    # ---- what the engine process asks
+
+    async def count(self, _: Any) -> Counted:
+        """What this process has counted, and how much is going on in it."""
+        statistics = self._engine.statistics()
+        return Counted(
+            snapshot=snapshot_of(self._engine.metrics),
+            num_tokenizing=statistics.num_tokenizing,
+            num_streams=statistics.num_streams,
+            stream_bytes=statistics.stream_bytes,
+        )
+
+    async def abort_own(self, arguments: Any) -> int:
+        """End those of this process's requests that are named so; how many were ended."""
+        ids, prefix = arguments
+        return sum(self._engine.abort(id, prefix=prefix) for id in ids)
+
+
+@attrs.frozen(kw_only=True)
+class _Told:
+    """The engine of a whole server, as metrics read it."""
+
+    config: EngineConfig
+    ready: wire.Ready
+    _told: EngineStatistics
+
+    def statistics(self) -> EngineStatistics:
+        return self._told

@@ -1,0 +1,108 @@
+"""What HTTP tells of a whole server, and does to it, which may be several processes.
+
+By itself an engine knows of its own process only. :class:`OneProcess` is a server that is no more
+than that; where there are more, :class:`trioserve.front_end.shared.SharedServer` asks the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Protocol
+
+import attrs
+
+from trioserve.engine import Engine
+from trioserve.http.auth import Caller, Keys
+from trioserve.statistics import EngineStatistics
+
+__all__ = ["OneProcess", "Seat", "Whole", "health_word"]
+
+Seat = contextlib.AbstractContextManager[None]
+
+
+class Whole(Protocol):
+    """A server, of however many processes."""
+
+    async def health_word(self) -> str:
+        """How it is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+
+    async def statistics(self) -> EngineStatistics:
+        """Counts of this moment."""
+
+    async def metrics(self) -> bytes:
+        """Everything in Prometheus' text format."""
+
+    async def seat(
+        self, keys: Keys, caller: Caller | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which a request of ``caller`` is open; raises ``KeyLimit``."""
+
+    async def pause(self, mode: str, *, refuse: bool) -> None:
+        """As :meth:`trioserve.Engine.pause`."""
+
+    async def resume(self) -> None:
+        """As :meth:`trioserve.Engine.resume`."""
+
+    async def paused(self) -> bool:
+        """As :attr:`trioserve.Engine.paused`."""
+
+    async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
+        """:meth:`trioserve.Engine.abort` for each of ``ids``; how many were ended."""
+
+    async def flush_cache(self) -> int:
+        """As :meth:`trioserve.Engine.flush_cache`."""
+
+
+def health_word(engine: Engine) -> str:
+    """How ``engine`` is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+    if engine.healthy:
+        return "ok"
+    if engine.draining:
+        return "draining"
+    return "stalled" if engine.stalled else "no_worker"
+
+
+@attrs.frozen
+class OneProcess:
+    """A server that is one engine in one process."""
+
+    _engine: Engine
+
+    async def health_word(self) -> str:
+        """How it is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+        return health_word(self._engine)
+
+    async def statistics(self) -> EngineStatistics:
+        """Counts of this moment."""
+        return self._engine.statistics()
+
+    async def metrics(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return self._engine.metrics.render()
+
+    async def seat(
+        self, keys: Keys, caller: Caller | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which a request of ``caller`` is open; entering it may raise ``KeyLimit``."""
+        return keys.counted(caller)
+
+    async def pause(self, mode: str, *, refuse: bool) -> None:
+        """As :meth:`trioserve.Engine.pause`."""
+        await self._engine.pause(mode, refuse=refuse)
+
+    async def resume(self) -> None:
+        """As :meth:`trioserve.Engine.resume`."""
+        self._engine.resume()
+
+    async def paused(self) -> bool:
+        """As :attr:`trioserve.Engine.paused`."""
+        return self._engine.paused
+
+    async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
+        """:meth:`trioserve.Engine.abort` for each of ``ids``; how many were ended."""
+        return sum(self._engine.abort(id, prefix=prefix) for id in ids)
+
+    async def flush_cache(self) -> int:
+        """As :meth:`trioserve.Engine.flush_cache`."""
+        return self._engine.flush_cache()

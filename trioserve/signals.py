@@ -1,0 +1,38 @@
+"""What a server's processes do at SIGUSR1."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import signal
+from collections.abc import Iterator
+
+from trioserve.logs import ASKED_FOR, get_logger
+from trioserve.task_dump import ask_others, dump_tasks
+
+__all__ = ["dumping_tasks"]
+
+_dump_log = get_logger(ASKED_FOR)
+
+
+@contextlib.contextmanager
+def dumping_tasks() -> Iterator[None]:
+    """At SIGUSR1, log all tasks and their stacks; processes that belong to this one show theirs.
+
+    Also while Python code holds up the event loop: this is no signal for a task to receive.
+    """
+
+    def dump(*_: object) -> None:
+        try:
+            tasks = dump_tasks()
+        except Exception as error:
+            tasks = f"there is no dump: {error!r}"
+        ask_others()
+        # Not in this thread: it may have been interrupted in the middle of a write to the log.
+        _thread.start_new_thread(_dump_log.info, ("task dump",), {"tasks": tasks})
+
+    previous = signal.signal(signal.SIGUSR1, dump)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
