@@ -1,12 +1,12 @@
 """Attention on the CPU: the compiled kernels beside the torch operations, in one run.
 
 ``python -m bench.cpu_attention`` attends with the default model's heads: steps of one token for 1
-to 32 sequences at several contexts, and prompts. Each layer has a cache of its own; for single
-tokens there are so many layers that keys and values come from memory, as between the products of a
-model. In every round both have their turn, and what the memory can do is measured in between.
-Printed are medians over the rounds: of the rate at which keys and values are read (GB/s) and of
-arithmetic (GFLOP/s); the ratio is the median, over the rounds, of torch's time by the compiled
-kernels'.
+to 32 sequences at several contexts, with and without a prefix that they share, and prompts. Each
+layer has a cache of its own; for single tokens there are so many layers that keys and values come
+from memory, as between the products of a model. In every round both have their turn, and what the
+memory can do is measured in between. Printed are medians over the rounds: of the rate at which keys
+and values are read (GB/s) and of arithmetic (GFLOP/s); the ratio is the median, over the rounds, of
+torch's time by the compiled kernels'.
 """
 
 from __future__ import annotations
@@ -38,23 +38,28 @@ READ_BYTES = 1 << 28
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """So many sequences of one context each, of which the last ``queries`` tokens are computed."""
+    """So many sequences of one context each, of which the last ``queries`` tokens are computed.
+
+    The first ``shared`` tokens stand on the same pages for all.
+    """
 
     batch: int
     context: int
     queries: int = 1
+    shared: int = 0
 
     @property
     def name(self) -> str:
         if self.queries == 1:
-            return f"{self.batch} x {self.context}"
+            shared = f", {self.shared} shared" if self.shared else ""
+            return f"{self.batch} x {self.context}{shared}"
         cached = self.context - self.queries
         return f"prompt of {self.queries}" + (f" after {cached}" if cached else "")
 
     @property
     def bytes_read(self) -> int:
-        """Keys and values of one layer."""
-        return self.batch * self.context * TOKEN_BYTES
+        """Keys and values of one layer, each once."""
+        return (self.shared + self.batch * (self.context - self.shared)) * TOKEN_BYTES
 
     @property
     def flops(self) -> float:
@@ -71,6 +76,7 @@ class Case:
 
 
 DECODE = [Case(batch=b, context=c) for c in (128, 512, 2048, 8192) for b in (1, 8, 32)]
+SHARED = [Case(batch=b, context=1088, shared=s) for b in (4, 8, 32) for s in (0, 1024)]
 PROMPTS = [
     *(Case(batch=1, context=c, queries=c) for c in (128, 512, 2048)),
     Case(batch=1, context=2048, queries=256),
@@ -94,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=["decode", "prompts"])
+    parser.add_argument("--only", choices=["decode", "shared", "prompts"])
     parser.add_argument("--threads", type=int, default=machine()["cores"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -105,10 +111,8 @@ def main() -> None:
     parser.add_argument("--save", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    cases = [
-        *(DECODE if options.only != "prompts" else []),
-        *(PROMPTS if options.only != "decode" else []),
-    ]
+    kinds = {"decode": DECODE, "shared": SHARED, "prompts": PROMPTS}
+    cases = [case for kind, some in kinds.items() if options.only in (None, kind) for case in some]
     with torch.inference_mode():
         measurements = [m for case in cases for m in _measure(case, options)]
     table = _table(measurements)
@@ -128,7 +132,9 @@ def _measure(case: Case, options: argparse.Namespace) -> Iterator[Measurement]:
         work()
         return (clock() - began) / (options.threads if options.cpu_time else 1)
 
-    num_pages = case.batch * -(-case.context // PAGE_SIZE)
+    shared_pages = case.shared // PAGE_SIZE
+    own_pages = -(-case.context // PAGE_SIZE) - shared_pages
+    num_pages = shared_pages + case.batch * own_pages
     shape = CacheShape(
         num_layers=case.layers,
         num_pages=num_pages,
@@ -143,7 +149,9 @@ def _measure(case: Case, options: argparse.Namespace) -> Iterator[Measurement]:
         shape, HEADS, table, max_tokens=case.batch * case.queries, threads=options.threads
     )
     plain = TorchCpuAttention(shape, HEADS, table)
-    tables = np.random.default_rng(0).permutation(num_pages).reshape(case.batch, -1)
+    pages = np.random.default_rng(0).permutation(num_pages)
+    first = np.tile(pages[:shared_pages], (case.batch, 1))
+    tables = np.hstack([first, pages[shared_pages:].reshape(case.batch, -1)])
     q = torch.randn(case.batch * case.queries, HEADS, HEAD_DIM).bfloat16()
     attentions: list[Attention] = [compiled, plain]
     for attention in attentions:

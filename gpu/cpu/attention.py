@@ -77,6 +77,7 @@ class CompiledAttention:
             *(_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER),
             *(_POINTER, _INT, _POINTER),
         ]
+        library.attention_tiles.argtypes = [_POINTER, _POINTER, _INT, _POINTER]
         self._num_heads, self._head_dim = num_heads, shape.head_dim
         self._cos_sin = cos_sin.contiguous()
         size = (2, shape.num_pages, shape.num_kv_heads, shape.page_size * shape.head_dim)
@@ -142,3 +143,15 @@ class CompiledAttention:
             *(keys.ctypes.data, values.ctypes.data, q.data_ptr(), q.stride(0), out.data_ptr()),
         )
         return out
+
+    def tiles(self, window: int | None) -> list[tuple[list[int], int]]:
+        """Rows whose queries are computed together, and how many keys these read only once."""
+        num_tokens = int(self._held[0][-1])
+        found = np.empty((num_tokens, 3), dtype=np.int32)
+        self._library.attention_tiles(
+            self._handle, ctypes.byref(self._step), window or 0, found.ctypes.data
+        )
+        tiles: dict[int, tuple[list[int], int]] = {}
+        for row, tile, shared in found.tolist():
+            tiles.setdefault(tile, ([], shared))[0].append(row)
+        return list(tiles.values())

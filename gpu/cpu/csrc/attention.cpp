@@ -17,28 +17,73 @@ struct Workspace {
   Softmax softmax[kTileRows], part_softmax[kTileRows];
 };
 
-using KeysKernel = void (*)(const bf16*, int, const bf16* const*, float*);
-using ValuesKernel = void (*)(const bf16*, const bf16* const*, int, int, int, float*);
+using KeysKernel = void (*)(const bf16*, int, const bf16* const*, int, float*);
+using ValuesKernel = void (*)(const bf16*, const bf16* const*, int, int, bool, int, float*);
 
-template <bool kPrefetch, size_t... kIndex>
+template <int kTurns, size_t... kIndex>
 constexpr auto keys_kernels(std::index_sequence<kIndex...>) {
   return std::array<KeysKernel, sizeof...(kIndex)>{
-      multiply_keys<kIndex / kColumnsAtOnce + 1, kIndex % kColumnsAtOnce + 1, kPrefetch>...};
+      multiply_keys<kIndex / kColumnsAtOnce + 1, kIndex % kColumnsAtOnce + 1, kTurns>...};
 }
 
 // Columns of values come by two, as head_dim is a multiple of 32.
-template <bool kPrefetch, size_t... kIndex>
+template <int kTurns, size_t... kIndex>
 constexpr auto values_kernels(std::index_sequence<kIndex...>) {
   return std::array<ValuesKernel, sizeof...(kIndex)>{
-      multiply_values<kIndex / 2 + 1, kIndex % 2 * 2 + 2, kPrefetch>...};
+      multiply_values<kIndex / 2 + 1, kIndex % 2 * 2 + 2, kTurns>...};
 }
 
 constexpr auto kKeysIndex = std::make_index_sequence<kRowsAtOnce * kColumnsAtOnce>{};
 constexpr auto kValuesIndex = std::make_index_sequence<kRowsAtOnce * 2>{};
-// [whether to prefetch][which]
-constexpr std::array kKeysKernels{keys_kernels<false>(kKeysIndex), keys_kernels<true>(kKeysIndex)};
-constexpr std::array kValuesKernels{values_kernels<false>(kValuesIndex),
-                                    values_kernels<true>(kValuesIndex)};
+// [1 turn, 2 or 3, 4 or 5][which]
+constexpr std::array kKeysKernels{keys_kernels<1>(kKeysIndex), keys_kernels<2>(kKeysIndex),
+                                  keys_kernels<4>(kKeysIndex)};
+constexpr std::array kValuesKernels{values_kernels<1>(kValuesIndex),
+                                    values_kernels<2>(kValuesIndex),
+                                    values_kernels<4>(kValuesIndex)};
+static_assert(kTileRows <= 5 * kRowsAtOnce);
+
+// Keys of a block that some queries of a tile read together.
+struct Span {
+  int first_query, num_queries;
+  int begin, end;   // counted from the block's first key; `begin` is a multiple of 16
+  int first_group;  // among all of the block
+  bool continues;   // the queries have read earlier keys of this block
+
+  int num_groups() const { return (end - begin + kGroup - 1) / kGroup; }
+};
+
+// What a kernel computes at a time: about equally many rows each time, with some groups of a span.
+struct Piece {
+  int row, num_rows;
+  int group, num_groups;  // the first one among all of the block
+  int key, num_keys;      // the first one counted from the block's
+  bool continues;         // the rows have read earlier keys of this block
+  int turn, turns;
+};
+
+// What a tile reads of one block, in this order: the keys of all spans, then their values. Some of
+// the next block's keys follow, for those are fetched ahead.
+struct BlockSpans {
+  // One for what the queries share, then one for each of them.
+  Span spans[1 + kTileRows];
+  int num_spans = 0;
+  int begins[kTileRows] = {}, ends[kTileRows] = {};  // of what each query reads in all
+  const bf16* groups[2 * kTileRows * kGroups + kAhead];
+  int num_groups = 0;  // of keys; as many of values
+
+  void add(int first_query, int num_queries, int begin, int end) {
+    begin &= ~(kGroup - 1);
+    if (begin >= end) return;
+    Span& span = spans[num_spans++];
+    span = {first_query, num_queries, begin, end, num_groups, ends[first_query] > 0};
+    num_groups += span.num_groups();
+    for (int query = first_query; query < first_query + num_queries; ++query) {
+      if (!span.continues) begins[query] = begin;
+      ends[query] = end;
+    }
+  }
+};
 
 // One layer's attention on one thread.
 class Attending {
@@ -72,7 +117,7 @@ class Attending {
       Softmax* softmax = first ? work_.softmax : work_.part_softmax;
       float* sums = first ? work_.sums : work_.part_sums;
       compute_block(block, softmax, sums);
-      if (!first) merge_rows(softmax, sums);
+      if (!first) merge_rows(0, rows_, softmax, sums);
     }
     write_out();
   }
@@ -85,17 +130,19 @@ class Attending {
     kv_head_ = unit / pieces;
     first_head_ = kv_head_ * shape_.group() + first_of_group;
     heads_ = std::min(tiling_.heads, shape_.group() - first_of_group);
-    rows_ = item_.num_tokens * heads_;
-    const int64_t* ends = step_.query_start + 1;
-    first_position_ = step_.context_lens[item_.row] - (ends[item_.row] - item_.first_token);
-    table_ = step_.block_tables + item_.row * step_.table_stride;
+    set_queries(item_.first_query, item_.num_queries);
+  }
+
+  void set_queries(int first, int count) {
+    queries_ = plan_.queries + first;
+    rows_ = count * heads_;
   }
 
   void load_queries() {
     const int64_t width = int64_t{heads_} * shape_.head_dim;
-    for (int token = 0; token < item_.num_tokens; ++token) {
-      const bf16* from = q_ + (item_.first_token + token) * q_stride_;
-      std::memcpy(work_.q + token * width, from + int64_t{first_head_} * shape_.head_dim,
+    for (int query = 0; query < item_.num_queries; ++query) {
+      const bf16* from = q_ + queries_[query].token * q_stride_;
+      std::memcpy(work_.q + query * width, from + int64_t{first_head_} * shape_.head_dim,
                   width * sizeof(bf16));
     }
   }
@@ -103,134 +150,169 @@ class Attending {
   // Leaves the parts of this item's blocks, and merges all of the split if they are the last.
   void compute_split() {
     const AttentionSplit& split = plan_.splits[item_.split];
-    const int64_t most_rows = int64_t{item_.num_tokens} * tiling_.heads;
-    const int64_t unit_part = split.first_part + unit_ * split.num_blocks * most_rows;
     for (int block = item_.first_block; block < item_.end_block; ++block) {
-      const int64_t part = unit_part + (block - split.first_block) * most_rows;
+      const int64_t part = part_of(split, block, item_.first_query);
       compute_block(block, part_softmax_ + part, part_sums_ + part * shape_.head_dim);
     }
     std::atomic<int32_t>& missing = plan_.missing[item_.split * tiling_.units + unit_];
     if (missing.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     missing.store(split.num_items, std::memory_order_relaxed);  // for the next layer
+    set_queries(split.first_query, split.num_queries);
     std::fill_n(work_.softmax, rows_, Softmax{});
-    for (int block = 0; block < split.num_blocks; ++block) {
-      const int64_t part = unit_part + block * most_rows;
-      merge_rows(part_softmax_ + part, part_sums_ + part * shape_.head_dim);
+    for (int query = 0; query < split.num_queries; ++query) {
+      const int64_t position = queries_[query].position;
+      for (int64_t block = first_key(query, 0) / kBlock; block <= position / kBlock; ++block) {
+        const int64_t part = part_of(split, block, split.first_query + query);
+        merge_rows(query * heads_, heads_, part_softmax_ + part,
+                   part_sums_ + part * shape_.head_dim);
+      }
     }
     write_out();
   }
 
-  void merge_rows(const Softmax* softmax, const float* sums) {
-    for (int row = 0; row < rows_; ++row)
-      merge(work_.softmax[row], work_.sums + row * shape_.head_dim, softmax[row],
+  int64_t part_of(const AttentionSplit& split, int64_t block, int64_t query) const {
+    const int64_t block_of_unit = unit_ * split.num_blocks + block - split.first_block;
+    return split.first_part +
+           (block_of_unit * split.num_queries + query - split.first_query) * tiling_.heads;
+  }
+
+  void merge_rows(int first, int count, const Softmax* softmax, const float* sums) {
+    for (int row = 0; row < count; ++row)
+      merge(work_.softmax[first + row], work_.sums + (first + row) * shape_.head_dim, softmax[row],
             sums + row * shape_.head_dim, shape_.head_dim);
   }
 
   // The part of one block, for all rows of the tile.
   void compute_block(int block, Softmax* softmax, float* sums) {
     const int64_t base = int64_t{block} * kBlock;
-    const int64_t last_position = first_position_ + item_.num_tokens - 1;
-    const int end = static_cast<int>(std::min<int64_t>(kBlock, last_position + 1 - base));
-    const int begin = std::max(0, first_key(0, base)) & ~(kGroup - 1);
-    find_groups(block, begin, end);
-    for_rows([&](int row, int count, int prefetches) {
-      for (int group = begin / kGroup; group < groups_.count;) {
-        const int columns = std::min(kColumnsAtOnce, groups_.count - group);
-        const int index = (count - 1) * kColumnsAtOnce + columns - 1;
-        kKeysKernels[prefetches][index](work_.q + row * shape_.head_dim, shape_.head_dim,
-                                        groups_.keys() + group,
-                                        work_.scores + row * kBlock + group * kGroup);
-        group += columns;
+    BlockSpans read;
+    find_spans(base, read);
+    find_groups(block, read);
+    for_pieces(read, [&](const Piece& piece) {
+      for (int group = 0; group < piece.num_groups; group += kColumnsAtOnce) {
+        const int columns = std::min(kColumnsAtOnce, piece.num_groups - group);
+        kKeysKernels[piece.turns / 2][(piece.num_rows - 1) * kColumnsAtOnce + columns - 1](
+            work_.q + piece.row * shape_.head_dim, shape_.head_dim,
+            read.groups + piece.group + group, piece.turn,
+            work_.scores + piece.row * kBlock + piece.key + group * kGroup);
       }
     });
     const float scale = shape_.scale * kLog2e;
     for (int row = 0; row < rows_; ++row) {
-      const int token = row / heads_;
-      const int last = static_cast<int>(std::min<int64_t>(end, first_position_ + token + 1 - base));
-      softmax[row] = softmax_row(work_.scores + row * kBlock, std::max(0, first_key(token, base)),
-                                 last, begin, end, scale, work_.weights + row * kBlock);
+      const int query = row / heads_;
+      softmax[row] = softmax_row(work_.scores + row * kBlock, first_key(query, base),
+                                 end_key(query, base), read.begins[query], read.ends[query], scale,
+                                 work_.weights + row * kBlock);
     }
-    for_rows([&](int row, int count, int prefetches) {
+    for_pieces(read, [&](const Piece& piece) {
       for (int number = 0; number < shape_.head_dim;) {
         const int left = (shape_.head_dim - number) / kLanes;
         const int columns = left >= kColumnsAtOnce ? kColumnsAtOnce : 2;
-        const bf16* groups[2 * kGroups + kAhead];
-        for (int group = begin / kGroup; group < groups_.count + kAhead; ++group)
-          groups[group] = groups_.values()[group] + 2 * number;
-        kValuesKernels[prefetches][(count - 1) * 2 + columns / 2 - 1](
-            work_.weights + row * kBlock, groups, begin, end, shape_.head_dim,
-            sums + row * shape_.head_dim + number);
+        const bf16* groups[kGroups + kAhead];
+        for (int group = 0; group < piece.num_groups + kAhead; ++group)
+          groups[group] = read.groups[read.num_groups + piece.group + group] + 2 * number;
+        kValuesKernels[piece.turns / 2][(piece.num_rows - 1) * 2 + columns / 2 - 1](
+            work_.weights + piece.row * kBlock + piece.key, groups, piece.num_keys,
+            shape_.head_dim, piece.continues, piece.turn,
+            sums + piece.row * shape_.head_dim + number);
         number += columns * kLanes;
       }
     });
   }
 
-  // Calls `each` with the first and the number of some rows at a time, about equally many, and
-  // whether they are the first, which fetch ahead for all.
+  // Calls `each` with every piece of the spans: some groups with all rows, before the next groups.
   template <typename Each>
-  void for_rows(Each each) const {
-    const int times = (rows_ + kRowsAtOnce - 1) / kRowsAtOnce;
-    for (int i = 0, row = 0; i < times; ++i) {
-      const int count = (rows_ - row + times - i - 1) / (times - i);
-      each(row, count, i == 0);
-      row += count;
-    }
-  }
-
-  // The first key that a token of the tile sees, counted from `base`; may be negative.
-  int first_key(int token, int64_t base) const {
-    if (plan_.window == 0) return static_cast<int>(-base);
-    const int64_t oldest = std::max<int64_t>(0, first_position_ + token - plan_.window + 1);
-    return static_cast<int>(oldest - base);
-  }
-
-  void find_groups(int block, int begin, int end) {
-    groups_.count = (end + kGroup - 1) / kGroup;
-    const int64_t base = int64_t{block} * kBlock;
-    const bool gathers = shape_.page_size % kGroup != 0;
-    for (int group = begin / kGroup; group < groups_.count; ++group) {
-      if (gathers) {
-        gather_group(base, group, end);
-      } else {
-        const int64_t at = group_offset(base + group * kGroup);
-        groups_.at[group] = keys_ + at;
-        groups_.at[groups_.count + group] = values_ + at;
+  void for_pieces(const BlockSpans& read, Each each) const {
+    for (int i = 0; i < read.num_spans; ++i) {
+      const Span& span = read.spans[i];
+      const int first_row = span.first_query * heads_, num_rows = span.num_queries * heads_;
+      Piece piece;
+      piece.turns = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+      const int at_once = piece.turns == 1 ? kGroups : kGroupsAtOnce;
+      for (int group = 0; group < span.num_groups(); group += at_once) {
+        piece.group = span.first_group + group;
+        piece.num_groups = std::min(at_once, span.num_groups() - group);
+        piece.key = span.begin + group * kGroup;
+        piece.num_keys = std::min(at_once * kGroup, span.end - piece.key);
+        piece.continues = span.continues || group > 0;
+        for (piece.turn = 0; piece.turn < piece.turns; ++piece.turn) {
+          const int begin = num_rows * piece.turn / piece.turns;
+          piece.row = first_row + begin;
+          piece.num_rows = num_rows * (piece.turn + 1) / piece.turns - begin;
+          each(piece);
+        }
       }
     }
-    // Values are fetched ahead from where the keys end: nobody reads these, but they are looked at.
-    for (int group = 0; group < begin / kGroup; ++group)
-      groups_.at[groups_.count + group] = groups_.at[groups_.count + begin / kGroup];
+  }
+
+  // The keys that a query sees of the block that begins at `base`, counted from there.
+  int first_key(int query, int64_t base) const {
+    const int64_t oldest = plan_.window ? queries_[query].position - plan_.window + 1 : 0;
+    return static_cast<int>(std::max<int64_t>(0, oldest - base));
+  }
+  int end_key(int query, int64_t base) const {
+    return static_cast<int>(std::min<int64_t>(kBlock, queries_[query].position + 1 - base));
+  }
+
+  void find_spans(int64_t base, BlockSpans& read) const {
+    const int count = item_.num_queries;
+    const int shared = static_cast<int>(std::clamp<int64_t>(item_.shared - base, 0, kBlock));
+    read.add(0, count, first_key(0, base), std::min(shared, end_key(count - 1, base)));
+    for (int query = count; query-- > 0;)
+      read.add(query, 1, std::max(shared, first_key(query, base)), end_key(query, base));
+  }
+
+  void find_groups(int block, BlockSpans& read) {
+    const int64_t base = int64_t{block} * kBlock;
+    const bool gathers = shape_.page_size % kGroup != 0;
+    for (int i = 0; i < read.num_spans; ++i) {
+      const Span& span = read.spans[i];
+      const AttentionQuery& query = queries_[span.first_query + span.num_queries - 1];
+      const bf16** groups = read.groups + span.first_group;
+      for (int group = 0; group < span.num_groups(); ++group) {
+        const int key = span.begin + group * kGroup;
+        const bf16 *&keys = groups[group], *&values = groups[read.num_groups + group];
+        if (gathers) {
+          const int at = group * kGroup * shape_.head_dim;
+          gather_group(query, base + key, std::min(kGroup, span.end - key), work_.keys + at,
+                       work_.values + at);
+          keys = work_.keys + at;
+          values = work_.values + at;
+        } else {
+          const int64_t at = group_offset(query, base + key);
+          keys = keys_ + at;
+          values = values_ + at;
+        }
+      }
+    }
+    const AttentionQuery& newest = queries_[item_.num_queries - 1];
+    const bf16** ahead = read.groups + 2 * read.num_groups;
     for (int i = 0; i < kAhead; ++i) {
       const int64_t next = base + kBlock + i * kGroup;
-      const bool there = !gathers && block + 1 < item_.end_block &&
-                         next < first_position_ + item_.num_tokens;
-      const bf16* last = groups_.at[2 * groups_.count - 1];
-      groups_.at[2 * groups_.count + i] = there ? keys_ + group_offset(next) : last;
+      const bool there = !gathers && block + 1 < item_.end_block && next <= newest.position;
+      ahead[i] = there ? keys_ + group_offset(newest, next) : ahead[-1];
     }
   }
 
   // Where a page has this head's numbers of the token at `position`.
-  int64_t head_offset(int64_t position) const {
-    const int64_t page = table_[position / shape_.page_size];
-    return page * shape_.page_stride() +
+  int64_t head_offset(const AttentionQuery& query, int64_t position) const {
+    const int32_t* table = step_.block_tables + query.row * step_.table_stride;
+    return table[position / shape_.page_size] * shape_.page_stride() +
            int64_t{kv_head_} * shape_.page_size * shape_.head_dim;
   }
 
   // Of pages with whole groups, where one begins.
-  int64_t group_offset(int64_t position) const {
-    return head_offset(position) + position % shape_.page_size * shape_.head_dim;
+  int64_t group_offset(const AttentionQuery& query, int64_t position) const {
+    return head_offset(query, position) + position % shape_.page_size * shape_.head_dim;
   }
 
-  // Copies a group, token by token, into the form that it has in large pages.
-  void gather_group(int64_t base, int group, int end) {
-    bf16* keys = work_.keys + group * kGroup * shape_.head_dim;
-    bf16* values = work_.values + group * kGroup * shape_.head_dim;
-    const int count = std::min(kGroup, end - group * kGroup);
+  // Copies `count` tokens from `first` on into the form that a group has in large pages.
+  void gather_group(const AttentionQuery& query, int64_t first, int count, bf16* keys,
+                    bf16* values) const {
     for (int i = 0; i < count; ++i) {
-      const int64_t position = base + group * kGroup + i;
-      const int slot = static_cast<int>(position % shape_.page_size);
-      const bf16* key = keys_ + head_offset(position) + layout_.key(slot);
-      const bf16* value = values_ + head_offset(position) + layout_.value(slot);
+      const int slot = static_cast<int>((first + i) % shape_.page_size);
+      const bf16* key = keys_ + head_offset(query, first + i) + layout_.key(slot);
+      const bf16* value = values_ + head_offset(query, first + i) + layout_.value(slot);
       for (int pair = 0; pair < shape_.head_dim / 2; ++pair)
         std::memcpy(keys + (pair * kGroup + i) * 2, key + pair * layout_.key_step(),
                     2 * sizeof(bf16));
@@ -238,13 +320,11 @@ class Attending {
       for (int number = 0; number < shape_.head_dim; ++number)
         to[2 * number] = value[number * layout_.value_step()];
     }
-    groups_.at[group] = keys;
-    groups_.at[groups_.count + group] = values;
   }
 
   void write_out() {
     for (int row = 0; row < rows_; ++row) {
-      const int64_t token = item_.first_token + row / heads_;
+      const int64_t token = queries_[row / heads_].token;
       const int64_t head = first_head_ + row % heads_;
       bf16* out = out_ + (token * shape_.num_heads + head) * shape_.head_dim;
       const float* sums = work_.sums + row * shape_.head_dim;
@@ -268,10 +348,8 @@ class Attending {
   float* part_sums_;
 
   AttentionItem item_;
+  const AttentionQuery* queries_;
   int unit_, kv_head_, first_head_, heads_, rows_;
-  int64_t first_position_;
-  const int32_t* table_;
-  BlockGroups groups_;
 };
 
 int64_t parts_bytes(const AttentionShape& shape) {

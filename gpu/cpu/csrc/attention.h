@@ -5,9 +5,10 @@
 // the parts are merged in the order of positions; so what a query gets depends on its own row and
 // nothing else, neither on the batch nor on how a prompt is cut into chunks nor on the threads.
 //
-// The work of a step is cut into items, each some queries of one row with one key head and all
-// blocks of keys, or where there would be too few items for the threads, some of the blocks.
-// Threads take items as they come.
+// The work of a step is cut into items, each some queries with one key head and all blocks of keys,
+// or where there would be too few items for the threads, some of the blocks. The queries are of one
+// row, or of several that have one query each and begin with the same pages: a shared prefix, whose
+// keys are read once for all of them. Threads take items as they come.
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 #include <memory>
 #include <new>
 
-#include "attention.h"
+#include "attention_plan.h"
 #include "rope.h"
 
 using namespace trioserve;
@@ -69,6 +69,22 @@ void attention_attend(AttentionHandle* handle, const AttentionStep* step, int64_
       team.barrier();
     }
   });
+}
+
+// For each of the step's queries, tile by tile: its row, the first query of its tile, and the position
+// below which all of the tile read the same pages. It is the plan for one thread, which splits none.
+void attention_tiles(AttentionHandle* handle, const AttentionStep* step, int64_t window,
+                     int32_t (*tiles)[3]) {
+  const AttentionPlan* plan = plan_attention(handle->shape, *step, window, 1, handle->plan.get());
+  const int64_t items = plan->num_tickets / Tiling(handle->shape).units;
+  for (int64_t i = 0; i < items; ++i) {
+    const AttentionItem& item = plan->items[i];
+    for (int32_t q = item.first_query; q < item.first_query + item.num_queries; ++q) {
+      tiles[q][0] = plan->queries[q].row;
+      tiles[q][1] = item.first_query;
+      tiles[q][2] = item.shared;
+    }
+  }
 }
 
 }  // extern "C"

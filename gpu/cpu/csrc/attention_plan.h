@@ -9,8 +9,9 @@
 
 namespace trioserve {
 
-// Keys of one block.
+// Keys of one block, and of the groups in which they stand in the cache.
 inline constexpr int kBlock = 256;
+inline constexpr int kGroup = 16;
 // Pairs of a query and a head that are computed together: a tile. They share the keys they load.
 inline constexpr int kTileRows = 24;
 // Room for the parts of rows whose blocks are spread over items.
@@ -28,17 +29,24 @@ struct Tiling {
         tokens(kTileRows / heads) {}
 };
 
-// Some queries of a row and some of their blocks; once for each unit.
+// A token of the step, with all of its heads' queries.
+struct AttentionQuery {
+  int32_t row, token;
+  int32_t position;  // in its sequence
+};
+
+// Queries of a tile, those of later positions last, and some of their blocks; once for each unit.
 struct AttentionItem {
-  int32_t row;
-  int32_t first_token, num_tokens;
+  int32_t first_query, num_queries;
+  int32_t shared;  // keys below this position stand on the same pages for all queries
   int32_t first_block, end_block;
   int32_t split;  // which of the splits, or -1: this item has all blocks
 };
 
-// A tile whose blocks several items have. Parts lie unit by unit, then block by block, then row by
-// row.
+// A tile whose blocks several items have: those with shared keys for all queries, the others also for
+// one query each. Parts lie unit by unit, then block by block, then row by row.
 struct AttentionSplit {
+  int32_t first_query, num_queries;
   int32_t first_block, num_blocks;
   int32_t num_items;
   int32_t first_part;
@@ -47,6 +55,7 @@ struct AttentionSplit {
 struct alignas(64) AttentionPlan {
   int64_t window;  // 0: all positions
   int64_t num_tickets;
+  AttentionQuery* queries;
   AttentionItem* items;
   AttentionSplit* splits;
   std::atomic<int32_t>* missing;  // [splits][units], items that are not yet computed

@@ -16,35 +16,38 @@
 
 namespace trioserve {
 
-// Keys stand in groups of 16. A block's groups of keys, its groups of values, and some of the next
-// block's keys are fetched ahead of their use by so many.
-inline constexpr int kGroup = 16;
+// Keys stand in groups of 16, as do values, of head_dim * 16 numbers each. They are fetched ahead of
+// their use by so many groups.
 inline constexpr int kGroups = kBlock / kGroup;
 inline constexpr int kAhead = 4;
 
 // Rows and columns of sums that are computed at once.
 inline constexpr int kRowsAtOnce = 6;
 inline constexpr int kColumnsAtOnce = 4;
+// Groups that are read with all rows before the next ones are.
+inline constexpr int kGroupsAtOnce = kColumnsAtOnce;
 
 // Weights below e^-80 count as 0: numbers near the smallest are slow.
 inline constexpr float kLeastExponent = -80.0f * kLog2e;
 
-// Where the groups of a block are, one after the other as they are read. Each is head_dim * 16
-// numbers.
-struct BlockGroups {
-  const bf16* at[2 * kGroups + kAhead];
-  int count;  // of keys; as many of values follow
-
-  const bf16* const* keys() const { return at; }
-  const bf16* const* values() const { return at + count; }
+// The same columns are computed with the rows of a tile in several turns, and in each turn some of the
+// columns are fetched ahead, so that memory is always at work. This is the first one; they are
+// kColumns / kTurns, rounded up, and where that makes more than there are, some are fetched again.
+template <int kColumns, int kTurns>
+struct Ahead {
+  static constexpr int count = (kColumns + kTurns - 1) / kTurns;
+  static int first(int turn) { return std::min(turn * count, kColumns - count); }
 };
 
 inline void prefetch(const bf16* at) { _mm_prefetch(at, _MM_HINT_T0); }
 
 // scores[r][g * 16 + j] = q[r] * key j of group g. A row of q is head_dim numbers, one of scores
 // kBlock.
-template <int kRows, int kColumns, bool kPrefetch>
-void multiply_keys(const bf16* q, int head_dim, const bf16* const* groups, float* scores) {
+template <int kRows, int kColumns, int kTurns>
+void multiply_keys(const bf16* q, int head_dim, const bf16* const* groups, int turn,
+                   float* scores) {
+  using Fetched = Ahead<kColumns, kTurns>;
+  const bf16* const* ahead = groups + kAhead + Fetched::first(turn);
   __m512 sums[kRows][kColumns];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
@@ -53,10 +56,9 @@ void multiply_keys(const bf16* q, int head_dim, const bf16* const* groups, float
   for (int i = 0; i < head_dim / 2; ++i) {
     __m512bh keys[kColumns];
 #pragma GCC unroll 8
-    for (int g = 0; g < kColumns; ++g) {
-      keys[g] = load_pairs(groups[g] + 2 * kGroup * i);
-      if (kPrefetch) prefetch(groups[g + kAhead] + 2 * kGroup * i);
-    }
+    for (int g = 0; g < kColumns; ++g) keys[g] = load_pairs(groups[g] + 2 * kGroup * i);
+#pragma GCC unroll 8
+    for (int g = 0; g < Fetched::count; ++g) prefetch(ahead[g] + 2 * kGroup * i);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const __m512bh pair = broadcast_pair(q + r * head_dim + 2 * i);
@@ -71,25 +73,30 @@ void multiply_keys(const bf16* q, int head_dim, const bf16* const* groups, float
       _mm512_storeu_ps(scores + r * kBlock + g * kGroup, sums[r][g]);
 }
 
-// sums[r] += weights[r][k] * value k for 16 * kColumns numbers and the keys `first` to `end` - 1;
-// `first` is a multiple of 16. A row of weights is kBlock numbers, one of sums head_dim.
-template <int kRows, int kColumns, bool kPrefetch>
-void multiply_values(const bf16* weights, const bf16* const* groups, int first, int end,
-                     int head_dim, float* out) {
+// out[r] = weights[r][k] * value k, summed over so many keys, for 16 * kColumns numbers; or if it
+// `continues`, out[r] += that. A row of weights is kBlock numbers, one of `out` head_dim.
+template <int kRows, int kColumns, int kTurns>
+void multiply_values(const bf16* weights, const bf16* const* groups, int num_keys, int head_dim,
+                     bool continues, int turn, float* out) {
+  using Fetched = Ahead<kColumns, kTurns>;
+  const int first_ahead = Fetched::first(turn) * 2 * kLanes;
+  const __mmask16 before = continues ? 0xffff : 0;
   __m512 sums[kRows][kColumns];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < kColumns; ++c) sums[r][c] = _mm512_setzero_ps();
+    for (int c = 0; c < kColumns; ++c)
+      sums[r][c] = _mm512_maskz_loadu_ps(before, out + r * head_dim + c * kLanes);
   // The last value may have no other to make a pair with: what stands there isn't a number of ours.
-  const auto add = [&](const bf16* values, const bf16* ahead, int key, __m512i mask) {
+  const auto add = [&](const bf16* values, const bf16* later, int key, __m512i mask) {
     __m512bh pairs[kColumns];
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
       const __m512i both = _mm512_loadu_si512(values + 2 * kLanes * c);
       pairs[c] = reinterpret_cast<__m512bh>(_mm512_and_si512(both, mask));
-      if (kPrefetch) prefetch(ahead + 2 * kLanes * c);
     }
+#pragma GCC unroll 8
+    for (int c = 0; c < Fetched::count; ++c) prefetch(later + first_ahead + 2 * kLanes * c);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const __m512bh pair = broadcast_pair(weights + r * kBlock + key);
@@ -98,14 +105,14 @@ void multiply_values(const bf16* weights, const bf16* const* groups, int first, 
     }
   };
   const __m512i all = _mm512_set1_epi32(-1);
-  const int whole = end & ~1;
-  for (int key = first; key < whole;) {
-    const bf16 *values = groups[key / kGroup], *ahead = groups[key / kGroup + kAhead];
+  const int whole = num_keys & ~1;
+  for (int key = 0; key < whole;) {
+    const bf16 *values = groups[key / kGroup], *later = groups[key / kGroup + kAhead];
     const int stop = std::min(key + kGroup, whole);
-    for (; key < stop; key += 2, values += 2 * head_dim, ahead += 2 * head_dim)
-      add(values, ahead, key, all);
+    for (; key < stop; key += 2, values += 2 * head_dim, later += 2 * head_dim)
+      add(values, later, key, all);
   }
-  if (whole < end) {
+  if (whole < num_keys) {
     const int64_t offset = int64_t{whole % kGroup} * head_dim;
     const int group = whole / kGroup;
     add(groups[group] + offset, groups[group + kAhead] + offset, whole, _mm512_set1_epi32(0xffff));
