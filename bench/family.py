@@ -47,6 +47,15 @@ class Family:
                 ticks += sum(int(field) for field in _stat(pid)[11:15])
         return ticks / _TICKS
 
+    def cpu_by_command(self) -> list[tuple[str, float]]:
+        """The command line of each process, and the seconds of CPU that it has used itself."""
+        used = []
+        for pid in family(self.ancestor):
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                used.append((command, sum(int(field) for field in _stat(pid)[11:13]) / _TICKS))
+        return used
+
     def pss_bytes(self, kind: str = "Pss") -> int:
         """Memory: a page that several processes share counts for each with its part.
 

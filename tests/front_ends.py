@@ -137,6 +137,7 @@ async def _open_front_end(
             Metrics("fake"),
             open_remote,
             preparation=None,
+            output_buffer=0,
             worker_restarts=lambda: remote.state.worker_restarts,
             place=Place(index=index, count=config.api_server_count),
         ) as engine:

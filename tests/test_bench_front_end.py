@@ -6,11 +6,12 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import pytest
 
-from bench.front_end.__main__ import table, verdicts
+from bench.front_end.__main__ import processes, table, verdicts
 from bench.front_end.client import Load, WrongAnswer, run
 from bench.front_end.measure import Measured
 from bench.micro.__main__ import whole_path
@@ -93,10 +94,11 @@ async def test_a_server_with_a_mock_worker_is_measured_from_outside() -> None:
 
 
 def test_ratios_are_of_runs_of_the_same_round_and_width() -> None:
-    values = {field.name: 1.0 for field in attrs.fields(Measured)}
+    values: dict[str, Any] = {field.name: 1.0 for field in attrs.fields(Measured)}
     values |= {"requests": 1, "tokens": 1, "streams": 64, "round": 0}
+    values |= {"front_ends": 1, "us_by_process": {}}
     runs = [
-        Measured(**{**values, "server": server, "round": round, "tokens_per_second": rate})  # type: ignore[arg-type]
+        Measured(**{**values, "server": server, "round": round, "tokens_per_second": rate})
         for round, pair in enumerate([(30.0, 10.0), (90.0, 10.0), (50.0, 10.0)])
         for server, rate in zip(("trioserve", "vllm"), pair, strict=True)
     ]
@@ -105,3 +107,16 @@ def test_ratios_are_of_runs_of_the_same_round_and_width() -> None:
     assert verdicts(runs[:1]) == []
     lines = table(runs).splitlines()
     assert [line.split(" | ")[3] for line in lines[2:]] == ["50", "10"]
+
+
+def test_the_busiest_process_bounds_the_rate_and_a_mock_worker_does_not() -> None:
+    values: dict[str, Any] = {field.name: 1.0 for field in attrs.fields(Measured)}
+    used = {"engine": 4.0, "front end 0": 8.0, "front end 1": 10.0, "worker": 20.0}
+    one = Measured(
+        **{**values, "server": "trioserve", "streams": 64, "front_ends": 2, "us_by_process": used}
+    )
+    assert one.bound == 100_000
+    heads, _, row = processes([one]).splitlines()
+    assert "not measured" in heads
+    assert row == "| 64 | trioserve, 2 front ends | 4.0 | 8.0 · 10.0 | 20.0 | 100000 |"
+    assert verdicts([one]) == []

@@ -25,6 +25,8 @@ from trioserve import (
     QueueFull,
 )
 from trioserve.errors import Paused
+from trioserve.front_end.home import MAX_UNTAKEN
+from trioserve.generation import completion_of
 from trioserve.http.auth import Caller, Keys
 from trioserve.http.errors import KeyLimit
 from trioserve.http.whole import Seat
@@ -405,3 +407,22 @@ async def test_an_engine_that_fails_ends_every_stream_with_its_error(tmp_path: P
             tmp_path, lambda: FakeWorker(script=dies), max_worker_restarts=0
         ) as server:
             await server.front_ends[0].engine.complete(PROMPT, max_tokens=2)
+
+
+async def test_one_that_lags_gets_several_steps_as_one(tmp_path: Path) -> None:
+    """And holds up nobody else, nor loses anything."""
+    params: dict[str, Any] = {"max_tokens": 30, "seed": 1, "logprobs": 1, "n": 2}
+    async with open_fake_engine() as engine:
+        expected = await engine.complete(PROMPT, **params)
+    async with open_server(tmp_path, slow_worker) as server:
+        first, second = server.front_ends
+        async with first.engine.generate(PROMPT, **params) as stream:
+            chunks = [await stream.receive()]
+            first.home._num_untaken += MAX_UNTAKEN
+            assert len((await second.engine.complete(PROMPT, max_tokens=15)).token_ids) == 15
+            first.home._num_untaken -= MAX_UNTAKEN
+            first.home.wake()
+            chunks += [chunk async for chunk in stream]
+        assert completion_of(stream, chunks).outputs == expected.outputs
+        assert max(len(chunk.token_ids) for chunk in chunks) >= 10
+        await server.wait_nothing_held()

@@ -313,6 +313,7 @@ async def run_tasks(
     preparation: Preparation | None,
     worker_restarts: Callable[[], int],
     asks_idle_worker: bool = False,
+    output_buffer: float = math.inf,
     place: Place = Place(),
 ) -> AsyncIterator[Engine]:
     """The nursery itself, over whatever has requests computed.
@@ -326,12 +327,15 @@ async def run_tasks(
         preparation: the task between tokenizer and backend, where there is one here.
         worker_restarts: tells how many workers were replaced.
         asks_idle_worker: whether a worker with nothing to do is asked if it holds nothing.
+        output_buffer: batches of outputs that may wait for the detokenizer.
         place: which process of a server this is.
     """
     to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
     to_preparation, preparation_inbox = trio.open_memory_channel[Request](math.inf)
     to_backend, backend_inbox = trio.open_memory_channel[Request](math.inf)
-    to_detokenizer, detokenizer_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
+    to_detokenizer, detokenizer_inbox = trio.open_memory_channel[list[SequenceOutput]](
+        output_buffer
+    )
     engine: Engine | None = None
 
     def on_failure(error: EngineError) -> None:

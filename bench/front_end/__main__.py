@@ -21,7 +21,15 @@ import attrs
 import trio
 
 from bench.front_end.contenders import Setting, cores, own, vllm
-from bench.front_end.measure import InvalidRun, Measured, Workload, fastest
+from bench.front_end.measure import (
+    ENGINE,
+    FRONT_END,
+    WORKER,
+    InvalidRun,
+    Measured,
+    Workload,
+    fastest,
+)
 from bench.goals import Verdict
 from bench.peers.environments import installed_versions, python_environment
 from bench.report import markdown, own_versions, save
@@ -32,6 +40,12 @@ __all__ = ["main", "table", "verdicts"]
 TARGET = 3.0
 """So many times the peer's tokens per second."""
 
+_PROCESS_HEADS = (
+    "engine process CPU µs per token",
+    "front ends",
+    "mock worker",
+    "bound by the busiest, without the worker: tokens/s (not measured)",
+)
 _RESULTS = Path(__file__).parents[1] / "results"
 _CONTENDERS = {"trioserve": own, "vllm": vllm}
 
@@ -40,6 +54,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.front_end", description=__doc__)
     add = parser.add_argument
     add("--streams", type=int, nargs="+", default=[64, 256, 1024], help="widths of the closed loop")
+    add(
+        "--front-ends",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="of this project's server: processes that do HTTP, tokenizing and detokenizing",
+    )
     add("--servers", nargs="+", choices=[*_CONTENDERS], default=[*_CONTENDERS], help="who")
     add("--rounds", type=int, default=1, help="how often everything is measured")
     add("--requests-per-stream", type=int, default=2, help="requests of each stream in a round")
@@ -64,19 +85,28 @@ async def measure_all(options: argparse.Namespace) -> list[Measured]:
             for streams in options.streams:
                 names = options.servers if round % 2 == 0 else options.servers[::-1]
                 for name in names:
-                    found = await _one(name, round, streams, options, Path(folder) / name)
-                    measured.append(found)
-                    print(table([found]).splitlines()[-1], flush=True)
+                    for front_ends in options.front_ends if name == "trioserve" else [1]:
+                        log = Path(folder) / name
+                        found = await _one(name, round, streams, front_ends, options, log)
+                        measured.append(found)
+                        print(table([found]).splitlines()[-1], flush=True)
+                        print(processes([found]).splitlines()[-1], flush=True)
     return measured
 
 
 async def _one(
-    name: str, round: int, streams: int, options: argparse.Namespace, log: Path
+    name: str,
+    round: int,
+    streams: int,
+    front_ends: int,
+    options: argparse.Namespace,
+    log: Path,
 ) -> Measured:
     server_cores, client_cores = cores()
     setting = Setting(
         streams=streams,
         context=max(1024, options.prompt_tokens + options.output_tokens),
+        front_ends=front_ends,
         server_cores=server_cores,
         log=log,
     )
@@ -86,6 +116,7 @@ async def _one(
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         client_cores=client_cores,
+        front_ends=front_ends,
         seed=options.seed + 2 * round,
     )
     # Prompts that a prefix cache doesn't know.
@@ -103,13 +134,12 @@ def table(measured: Sequence[Measured]) -> str:
         "| TTFT mean · p50 · p99 ms | gap p50 · p99 ms | server's CPU µs per token "
         "| client's core used"
     )
-    keys = dict.fromkeys((one.streams, one.server) for one in measured)
     lines = []
-    for streams, server in keys:
-        rows = [one for one in measured if (one.streams, one.server) == (streams, server)]
+    for (streams, server), rows in _groups(measured).items():
         middle = {
-            name: statistics.median(getattr(one, name) for one in rows)
-            for name in (field.name for field in attrs.fields(Measured) if field.type != "str")
+            field.name: statistics.median(getattr(one, field.name) for one in rows)
+            for field in attrs.fields(Measured)
+            if field.type in ("int", "float")
         }
         lines.append(
             [
@@ -128,13 +158,51 @@ def table(measured: Sequence[Measured]) -> str:
     return markdown(heads.split(" | "), lines)
 
 
+def processes(measured: Sequence[Measured]) -> str:
+    """What each process of this project's server takes for a token, and what that bounds.
+
+    The bound is arithmetic and no measured rate: 1e6 by the busiest one's microseconds.
+    """
+    heads = ("streams", "server", *_PROCESS_HEADS)
+    lines = []
+    for (streams, server), rows in _groups(measured).items():
+        names = [name for name in rows[0].us_by_process if name in rows[-1].us_by_process]
+        if not names:
+            continue
+        middle = {
+            name: statistics.median(one.us_by_process.get(name, 0.0) for one in rows)
+            for name in names
+        }
+        front_ends = [used for name, used in middle.items() if name.startswith(FRONT_END)]
+        lines.append(
+            [
+                str(streams),
+                server,
+                f"{middle.get(ENGINE, 0.0):.1f}",
+                " · ".join(f"{used:.1f}" for used in front_ends) or "—",
+                f"{middle.get(WORKER, 0.0):.1f}",
+                f"{statistics.median(one.bound for one in rows):.0f}",
+            ]
+        )
+    return markdown(heads, lines)
+
+
+def _groups(measured: Sequence[Measured]) -> dict[tuple[int, str], list[Measured]]:
+    """The runs of each width and server, which is told with its front ends if it has several."""
+    groups: dict[tuple[int, str], list[Measured]] = {}
+    for one in measured:
+        server = one.server if one.front_ends == 1 else f"{one.server}, {one.front_ends} front ends"
+        groups.setdefault((one.streams, server), []).append(one)
+    return groups
+
+
 def verdicts(measured: Sequence[Measured]) -> list[Verdict]:
     """This project's tokens per second by vLLM's, the median of the rounds, at each width."""
     found = []
     for streams in dict.fromkeys(one.streams for one in measured):
         rates: dict[str, dict[int, float]] = {"trioserve": {}, "vllm": {}}
         for one in measured:
-            if one.streams == streams:
+            if one.streams == streams and one.front_ends == 1:
                 rates[one.server][one.round] = one.tokens_per_second
         mine, other = rates["trioserve"], rates["vllm"]
         ratios = [mine[round] / other[round] for round in mine if round in other]
@@ -159,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InvalidRun, ServerFailed) as failure:
         print(f"bench: {failure}", file=sys.stderr)
         return 1
-    print("\n" + table(measured) + "\n")
+    print("\n" + table(measured) + "\n\n" + processes(measured) + "\n")
     for verdict in verdicts(measured):
         print(f"{verdict.what}: {verdict.reached:.2f} x {verdict.against}")
     versions = {"trioserve": own_versions()}
@@ -171,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cores": dict(zip(("servers", "client"), cores(), strict=True)),
         "versions": versions,
         "table": table(measured),
+        "processes": processes(measured),
         "verdicts": [attrs.asdict(verdict) for verdict in verdicts(measured)],
     }
     path = save(options.out, "front_end", measured, facts)

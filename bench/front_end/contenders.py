@@ -40,6 +40,8 @@ class Setting:
     context: int
     server_cores: list[int]
     log: Path
+    front_ends: int = 1
+    """Processes that this project's server does HTTP in."""
 
     @property
     def batched_tokens(self) -> int:
@@ -67,6 +69,7 @@ async def own(setting: Setting) -> AsyncIterator[At]:
             *("--mock-worker", f"{step * 1e6:.0f}us", "--max-num-seqs", str(setting.streams)),
             *("--max-num-batched-tokens", str(setting.batched_tokens)),
             *("--max-model-len", str(setting.context)),
+            *("--api-server-count", str(setting.front_ends)),
         ]
         server = Server(
             name="trioserve",

@@ -17,10 +17,23 @@ from bench.front_end.contenders import At
 from bench.prompts import exact_prompts, tokenizer
 from bench.servers import Running
 
-__all__ = ["MOST_TOKENS_PER_EVENT", "InvalidRun", "Measured", "Workload", "fastest", "once"]
+__all__ = [
+    "ENGINE",
+    "FRONT_END",
+    "MOST_TOKENS_PER_EVENT",
+    "WORKER",
+    "InvalidRun",
+    "Measured",
+    "Workload",
+    "fastest",
+    "once",
+]
 
 MOST_TOKENS_PER_EVENT = 1.05
 """A server that is behind sends several tokens in one event. More than this isn't a valid run."""
+
+ENGINE, FRONT_END, WORKER = "engine", "front end", "worker"
+"""What a process of the server is; front ends are numbered."""
 
 _SLOWER = 1.3
 _MOST_STEPS = 12
@@ -39,6 +52,7 @@ class Workload:
     prompt_tokens: int
     output_tokens: int
     client_cores: list[int]
+    front_ends: int = 1
     seed: int = 0
 
     def bodies(self, fields: Any) -> list[str]:
@@ -68,8 +82,25 @@ class Measured:
     gap_p50_ms: float
     gap_p99_ms: float
     server_us_per_token: float
+    """Of all its processes together."""
     client_core_used: float
     """1 is all of it: then the client is what was measured."""
+    front_ends: int = 1
+    us_by_process: dict[str, float] = attrs.field(factory=dict)
+    """What each process took, by what it is; none of it is a rate that was measured."""
+
+    @property
+    def bound(self) -> float:
+        """Tokens per second at which the busiest process would have a whole core to do.
+
+        What a machine with a core for each process could reach at most. A worker isn't counted: in
+        its place is what a model takes.
+        """
+        busiest = max(
+            (used for name, used in self.us_by_process.items() if name != WORKER),
+            default=self.server_us_per_token,
+        )
+        return 1e6 / busiest
 
 
 async def fastest(name: str, round: int, at: At, load: Workload, probe: Workload) -> Measured:
@@ -106,7 +137,7 @@ async def once(name: str, round: int, up: Running, step: float, load: Workload) 
         bodies=load.bodies(up.server.fields),
         cores=load.client_cores,
     )
-    before = up.family.cpu_seconds()
+    before, before_by_process = up.family.cpu_seconds(), _by_process(up)
     client = await trio.run_process(
         [sys.executable, "-m", "bench.front_end.client"],
         stdin=msgspec.json.encode(description),
@@ -115,6 +146,10 @@ async def once(name: str, round: int, up: Running, step: float, load: Workload) 
         check=False,
     )
     used = up.family.cpu_seconds() - before
+    used_by_process = {
+        name: seconds - before_by_process.get(name, 0.0)
+        for name, seconds in _by_process(up).items()
+    }
     if client.returncode:
         raise InvalidRun(f"{name}: {client.stderr.decode()[-1000:]}")
     seen = msgspec.json.decode(client.stdout, type=Seen)
@@ -139,7 +174,25 @@ async def once(name: str, round: int, up: Running, step: float, load: Workload) 
         gap_p99_ms=_at(gaps, 0.99) * 1e3,
         server_us_per_token=used / seen.tokens * 1e6,
         client_core_used=seen.cpu_seconds / seen.duration,
+        front_ends=load.front_ends,
+        us_by_process={
+            name: seconds / seen.tokens * 1e6 for name, seconds in used_by_process.items()
+        },
     )
+
+
+def _by_process(up: Running) -> dict[str, float]:
+    """Seconds of CPU of each process of this project's server, by what it is; none of others'."""
+    if up.server.name != "trioserve":
+        return {}
+    used: dict[str, float] = {}
+    for command, seconds in up.family.cpu_by_command():
+        if "trioserve.front_end" in command:
+            name = f"{FRONT_END} {sum(each.startswith(FRONT_END) for each in used)}"
+        else:
+            name = WORKER if " -m gpu " in command else ENGINE
+        used[name] = seconds
+    return used
 
 
 def _at(ordered: Sequence[float], share: float) -> float:

@@ -1,9 +1,9 @@
 """A front end as the engine process has it: its requests there, and what it is to be told of them.
 
 Whatever the scheduler does with a request is noted here as it happens, by the request itself
-(:class:`HostedRequest`, :class:`HostedSequence`), and goes out in one message as soon as the socket
-takes one: while a front end is slow, or stopped, it piles up here and holds nobody else up. It
-can't pile up for ever, because what has been admitted is bounded and ends.
+(:class:`HostedRequest`, :class:`HostedSequence`), and goes out in one message. While a front end
+lags, or is stopped, what steps give piles up here, holds nobody else up, and goes out as if it were
+one step. It can't pile up for ever, because what has been admitted is bounded and ends.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from trioserve.errors import FrontEndLost, Paused, QueueFull
 from trioserve.front_end.asks import Asks, Handlers
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import Fault, error_of, fault_of
+from trioserve.front_end.merging import merged
 from trioserve.front_end.messages import (
     STATES,
     Abort,
@@ -35,6 +36,7 @@ from trioserve.front_end.messages import (
     Row,
     Step,
     Submit,
+    Taken,
     Update,
     Withdraw,
     decode_from_front_end,
@@ -66,6 +68,9 @@ __all__ = [
     "Hosting",
     "receive_from_front_end",
 ]
+
+MAX_UNTAKEN = 2
+"""Updates on their way to a front end: one that it works on, and the next."""
 
 _NO_PROMPT = TokensPrompt(())
 """The ids are all that comes here of a prompt."""
@@ -179,6 +184,9 @@ class Home:
         self._scheduled: list[HostedSequence] = []
         self._prompts: list[Prompt] = []
         self._steps: list[Step] = []
+        """Those that haven't been sent."""
+        self._num_untaken = 0
+        """Updates with steps that were sent and not taken."""
         self.numbers: list[int] = []
         """Of the step that is being taken apart, those who got just the next token."""
         self.tokens: list[int] = []
@@ -345,7 +353,11 @@ class Home:
         """All that is new; None if nothing is."""
         scheduler = self._hosting.scheduler
         line = (scheduler.num_waiting, scheduler.num_waiting_tokens)
-        has_news = self._admitted or self._rejected or self._moves or self._steps
+        step: Step | None = None
+        if self._steps and self._num_untaken < MAX_UNTAKEN:
+            step, self._steps = merged(self._steps), []
+            self._num_untaken += 1
+        has_news = self._admitted or self._rejected or self._moves or step is not None
         if not has_news and line == self._told_line:
             return None
         self._told_line = line
@@ -356,10 +368,10 @@ class Home:
             moves=self._moves,
             scheduled=[self._times_of(each) for each in self._scheduled],
             prompts=self._prompts,
-            steps=self._steps,
+            step=step,
         )
         self._admitted, self._rejected, self._moves, self._scheduled = [], [], [], []
-        self._prompts, self._steps = [], []
+        self._prompts = []
         return update
 
     def _times_of(self, sequence: HostedSequence) -> tuple[int, float, int]:
@@ -377,6 +389,9 @@ class Home:
                     self._submit(message)
                 case Abort():
                     self._abort(message.numbers)
+                case Taken():
+                    self._num_untaken -= 1
+                    self.wake()
                 case Ask():
                     self.asks.on_ask(message, nursery)
                 case Answer():

@@ -123,6 +123,7 @@ class _FrontEnd:
                 metrics,
                 open_remote,
                 preparation=None,
+                output_buffer=0,
                 worker_restarts=lambda: remote.state.worker_restarts,
                 place=Place(index=start.index, count=start.count),
             ) as engine:

@@ -7,7 +7,8 @@ sequence, and the others follow it. Times are those of :mod:`~trioserve.front_en
 
 The conversation: the front end says :class:`Hello`, is told :class:`Start`, and says
 :class:`Listening` or, where it can't, :class:`Failed`. Then requests go one way
-(:class:`Submit`, :class:`Abort`) and updates the other. Either side may :class:`Ask` the other for
+(:class:`Submit`, :class:`Abort`) and updates the other, no more of them than the front end keeps up
+with (:class:`Taken`). Either side may :class:`Ask` the other for
 something rare, by name, and take that back (:class:`Withdraw`). At the end the front end is told to
 :class:`Drain`, says :class:`Drained` when it has, and leaves when it is told to :class:`Stop`.
 """
@@ -47,6 +48,7 @@ __all__ = [
     "Step",
     "Stop",
     "Submit",
+    "Taken",
     "Update",
     "Withdraw",
     "decode_from_engine",
@@ -140,6 +142,10 @@ class Abort(_Message):
     numbers: list[int]
 
 
+class Taken(_Message):
+    """The detokenizer has taken all that an update's steps gave: the next may come."""
+
+
 class LeaveSeat(_Message):
     """A request of a limited key has ended, whose seat has that number."""
 
@@ -205,7 +211,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """What one step gave: ``tokens[i]`` to sequence ``numbers[i]``, and then what ``rows`` say.
 
-    Both are columns of int64 (:func:`packed`).
+    Both are columns of int64 (:func:`packed`). What several steps gave looks the same
+    (:func:`trioserve.front_end.merging.merged`).
     """
 
     time: float
@@ -239,7 +246,7 @@ class Update(_Message):
     """Sequences and the places of their new states in :data:`STATES`."""
     scheduled: list[tuple[int, float, int]]
     prompts: list[Prompt]
-    steps: list[Step]
+    step: Step | None
 
 
 class Drain(_Message):
@@ -251,7 +258,17 @@ class Stop(_Message):
 
 
 FromFrontEnd = (
-    Hello | Listening | Failed | Submit | Abort | Ask | Answer | Withdraw | LeaveSeat | Drained
+    Hello
+    | Listening
+    | Failed
+    | Submit
+    | Abort
+    | Ask
+    | Answer
+    | Withdraw
+    | Taken
+    | LeaveSeat
+    | Drained
 )
 FromEngine = Start | Update | Ask | Answer | Withdraw | Failed | Drain | Stop
 

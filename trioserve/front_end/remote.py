@@ -35,6 +35,7 @@ from trioserve.front_end.messages import (
     Step,
     Stop,
     Submit,
+    Taken,
     Update,
     Withdraw,
     decode_from_engine,
@@ -88,7 +89,10 @@ class RemoteScheduler:
         self._socket = socket
         self._on_drain, self._on_stop = on_drain, on_stop
         self._clock = SharedClock.now()
-        self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
+        self._undelivered: deque[list[SequenceOutput] | None] = deque()
+        """What the detokenizer is to have; None behind all that came in one update."""
+        self._delivery = trio.Event()
+        """There may be something for it."""
         self._outbox: deque[bytes] = deque()
         self._aborted: list[int] = []
         """Sequences to be aborted over there, once the outbox is empty."""
@@ -125,13 +129,27 @@ class RemoteScheduler:
 
         Args:
             requests: tokenized. One that has ended meanwhile is dropped.
-            outputs: what they are given, to the detokenizer. Its buffer has to be unbounded.
+            outputs: what they are given, to the detokenizer. If it has no buffer, the engine
+                process sends no more than the detokenizer takes.
         """
-        self._outputs = outputs
-        async for first in requests:
-            for request in (first, *all_waiting(requests)):
-                if not request.ended:
-                    self._submit(request)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._hand_over, outputs)
+            async for first in requests:
+                for request in (first, *all_waiting(requests)):
+                    if not request.ended:
+                        self._submit(request)
+            nursery.cancel_scope.cancel()
+
+    async def _hand_over(self, outputs: trio.MemorySendChannel[list[SequenceOutput]]) -> None:
+        while True:
+            while self._undelivered:
+                batch = self._undelivered.popleft()
+                if batch is None:
+                    self.tell(Taken())
+                else:
+                    await outputs.send(batch)
+            self._delivery = trio.Event()
+            await self._delivery.wait()
 
     def _submit(self, request: Request) -> None:
         number = self._next_number
@@ -199,14 +217,9 @@ class RemoteScheduler:
         sequence.finish = finish
         sequence.move_to(State.FINISHED)
 
-    def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        if not outputs or self._outputs is None:
-            return
-        try:
-            self._outputs.send_nowait(outputs)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            # The engine is closing and nobody delivers any more: it ends the streams itself.
-            return
+    def _deliver(self, outputs: list[SequenceOutput] | None) -> None:
+        self._undelivered.append(outputs)
+        self._delivery.set()
 
     # ---- the engine process
 
@@ -294,8 +307,9 @@ class RemoteScheduler:
                 request.num_cached_tokens = num_cached
         for prompt in update.prompts:
             self._take_prompt(prompt)
-        for step in update.steps:
-            self._deliver(self._outputs_of(step))
+        if update.step is not None:
+            self._deliver(self._outputs_of(update.step))
+            self._deliver(None)
 
     def _admit(self, number: int, queued: float) -> None:
         request = self._requests.pop(number, None)
