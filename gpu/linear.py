@@ -14,9 +14,9 @@ EXACT_ROWS = 32
 def prepacks(dtype: torch.dtype, device: torch.device, *, float32: bool = False) -> bool:
     """Whether :class:`Linear` reorders weights of this dtype on this device for oneDNN.
 
-    bfloat16 on a CPU gains a factor of two at small batches. ``float32`` stays with the plain
-    product, the exact reference, unless it is asked for: by encoders, which gain as much with
-    large ones, on processors that aren't Intel's.
+    bfloat16 on a CPU gains a factor of two at small batches. float32 stays with the plain product,
+    the exact reference, unless ``float32`` asks for it: encoders do, since on a processor of AMD's
+    MKL's plain product takes twice as long at any size.
     """
     if device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False  # as in a build without oneDNN

@@ -18,6 +18,7 @@ from gpu.encoder import model as encoder_model
 from gpu.encoder.loading import load_encoder
 from gpu.encoder.model import Encoder
 from gpu.encoder.packing import Group, pack, split
+from gpu.encoder.pooling import pool
 from tests.tiny_encoders import FAMILIES, make_encoder, write_sentence_modules
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import open_encoder
@@ -110,6 +111,15 @@ class TestEmbeddings:
         got = encoder.run(ids, no_types(ids))
         np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE)
 
+    @pytest.mark.parametrize("pooling", sorted(POOLINGS))
+    def test_vectors_of_16_bits_are_pooled_in_float32(self, pooling: Any) -> None:
+        hidden = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+        pooled = pool(hidden, torch.tensor([0, 1, 30, 50]), pooling)
+        exact = hidden.float().numpy()
+        wanted = [POOLINGS[pooling](part) for part in (exact[:1], exact[1:30], exact[30:])]
+        assert pooled.dtype == torch.float32
+        np.testing.assert_allclose(pooled.numpy(), np.stack(wanted), rtol=0, atol=1e-6)
+
     def test_a_batch_gives_what_each_sequence_gives(self, tiny: Any) -> None:
         encoder, ids = load(tiny("roberta")), random_ids(LENGTHS)
         together = encoder.run(ids, no_types(ids))
@@ -122,6 +132,7 @@ class TestEmbeddings:
         encoder, ids = load(tiny("bert")), random_ids(LENGTHS)
         whole = encoder.run(ids, no_types(ids))
         monkeypatch.setattr(encoder_model, "CPU_BATCH_TOKENS", 15)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
         np.testing.assert_allclose(encoder.run(ids, no_types(ids)), whole, rtol=0, atol=TOLERANCE)
 
     def test_no_sequences(self, tiny: Any) -> None:
