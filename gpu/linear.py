@@ -63,6 +63,17 @@ class Linear:
             weight.device.type != "cpu" and weight.dtype.itemsize == 2 and bias is None
         )
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in], to be overwritten in place; not to be had where it lies in another layout."""
+        assert not self._packed
+        return self._weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[out], likewise."""
+        return self._bias
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed:
             num_rows = len(x)

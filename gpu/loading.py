@@ -12,10 +12,12 @@ from gpu.constraints.adjuster import Constraints
 from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.processors import Processors, load_processors
 from gpu.devices import choose_device, choose_dtype
+from gpu.exchange import ModelWeights, ReadWeights
 from gpu.executor import Executor
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable
+from gpu.weights.replacement import weights_for
 from trioserve.errors import ModelLoadError
 from trioserve.logits_processors import ProcessorContext
 from trioserve.machine import Machine
@@ -31,6 +33,7 @@ __all__ = [
     "choose_num_threads",
     "load",
     "of_weights",
+    "unseen",
     "warm_up",
 ]
 
@@ -49,6 +52,10 @@ def of_weights(on_progress: OnProgress) -> Callable[[int, int], None]:
     return lambda done, total: on_progress("weights", done, total)
 
 
+def unseen(stage: str, done: int, total: int) -> None:
+    """An :data:`OnProgress` that nobody looks at."""
+
+
 @attrs.frozen(kw_only=True)
 class Loaded:
     """A model on a device, with its KV cache."""
@@ -59,6 +66,7 @@ class Loaded:
     device_name: str
     computing: str
     """What computes, and with which weights: a few words for the log."""
+    read_weights: ReadWeights
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before."""
 
@@ -68,6 +76,7 @@ class Serving:
     """A loaded model that is ready for plans, and what the engine is told of it."""
 
     runner: Runner
+    weights: ModelWeights
     constraints: Constraints
     ready: Ready
 
@@ -84,6 +93,8 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     dtype = choose_dtype(start.dtype, device)
     kind = "mock" if start.mock is not None else device.partition(":")[0]
     files = open_model(Path(start.model))
+    if start.weights:
+        files = weights_for(files, Path(start.weights))
     # From here on every limit is a number: nothing is left to be chosen but the number of pages.
     start = attrs.evolve(
         start,
@@ -128,7 +139,8 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         max_num_batched_tokens=start.max_num_batched_tokens,
         free_memory=loaded.free_memory,
     )
-    return Serving(runner=runner, constraints=constraints, ready=ready)
+    weights = ModelWeights(files, loaded.read_weights)
+    return Serving(runner=runner, weights=weights, constraints=constraints, ready=ready)
 
 
 def _load_constraints(start: Start, files: ModelFiles, device: str) -> Constraints:
@@ -165,6 +177,7 @@ def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
         num_pages=num_pages,
         device_name="a mock worker, which computes nothing",
         computing="nothing",
+        read_weights=lambda _: lambda: None,
     )
 
 

@@ -5,7 +5,8 @@ when it is told to quit, or when its standard input ends: whoever started it hol
 and its death closes it. Signals that ask it to end are ignored, because service managers send them
 to every process at once, and the engine still needs its worker while it drains.
 
-``prepare`` is answered by a thread whenever it is ready, all other calls in their turn.
+``prepare`` and ``read_weights`` are answered by a thread when they are ready, all other calls in
+their turn.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import pynng
 from gpu import loading
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
+from gpu.exchange import ModelWeights
 from gpu.logs import set_up_logging
 from gpu.runner import Runner
 from gpu.slots import PlanError, described
@@ -65,10 +67,13 @@ class Worker:
         self._calls: dict[str, Callable[[Runner, Any], Any]] = {
             "ping": lambda _, arguments: arguments,
             "statistics": lambda runner, _: _statistics(runner),
+            "swap_weights": self._swap_weights,
+            "discard_weights": lambda *_: self._all_weights.discard(),
         }
         self._last_progress = -PROGRESS_INTERVAL
         self._background = Background[wire.Reply](PREPARING_THREADS, "prepare")
         self._constraints: Constraints | None = None
+        self._weights: ModelWeights | None = None
         self._ahead: deque[wire.Message] = deque()
         """Messages that were taken from the socket and are to be handled in their turn."""
 
@@ -91,7 +96,9 @@ class Worker:
             start = self._receive()
             if not isinstance(start, wire.Start):
                 raise wire.WireError(f"{type(start).__name__} came where Start was due")
-            self.serve(*self._load(start))
+            serving = self._load(start)
+            self._weights = serving.weights
+            self.serve(serving.runner, serving.constraints)
         except Quit:
             return
         finally:
@@ -99,7 +106,7 @@ class Worker:
             if self._constraints is not None:
                 self._constraints.shut_down()
 
-    def _load(self, start: wire.Start) -> tuple[Runner, Constraints]:
+    def _load(self, start: wire.Start) -> loading.Serving:
         try:
             serving = loading.load(start, self._report_progress)
         except Exception as error:
@@ -113,7 +120,7 @@ class Worker:
                 self._receive()
         settle()
         self._send(serving.ready)
-        return serving.runner, serving.constraints
+        return serving
 
     def _report_progress(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
@@ -164,10 +171,28 @@ class Worker:
                 gc.collect()
             case wire.Call(name="prepare") if self._constraints is not None:
                 self._prepare(message, self._constraints)
+            case wire.Call(name="read_weights"):
+                self._read_weights(message)
             case wire.Call():
                 self._send(self._answer(runner, message))
             case _:
                 raise wire.WireError(f"{type(message).__name__} came while serving")
+
+    @property
+    def _all_weights(self) -> ModelWeights:
+        if self._weights is None:
+            raise ModelLoadError("this worker has no weights")
+        return self._weights
+
+    def _read_weights(self, call: wire.Call) -> None:
+        read = self._all_weights.reading(msgspec.msgpack.decode(call.arguments))
+        self._background.start(lambda: _reply(call, lambda _: read()))
+
+    def _swap_weights(self, runner: Runner, path: str) -> None:
+        if len(runner.slots):
+            raise ModelLoadError("weights can't be exchanged under a sequence that is open")
+        self._all_weights.swap(path)
+        settle()  # The old ones are a good part of the process's memory.
 
     def _look_ahead(self, runner: Runner) -> None:
         """Hear who was dropped while the plan that is to begin lay in the socket."""
@@ -231,6 +256,8 @@ def _reply(call: wire.Call, function: Callable[[Any], Any]) -> wire.Reply:
     try:
         arguments = msgspec.msgpack.decode(call.arguments) if call.arguments else None
         result = msgspec.msgpack.encode(function(arguments))
+    except ModelLoadError as error:  # in words for whoever asked
+        return wire.Reply(number=call.number, error=str(error))
     except Exception as error:
         _log.exception("the call %r failed", call.name)
         return wire.Reply(number=call.number, error=described(error))

@@ -1,257 +1,292 @@
-"""Weights from both kinds of files, against the gguf package and the models that were saved."""
+"""Weights exchanged under a running engine: the new ones' tokens, and the old ones if it fails."""
 
 from __future__ import annotations
 
 import json
-import struct
+import shutil
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
-import numpy.typing as npt
+import psutil
 import pytest
+import safetensors.numpy
 import torch
-from safetensors.torch import load_file, save_file
+import trio
+import trio.testing
 
-from gpu.weights import BFLOAT16, FLOAT32, expected_tensors
-from gpu.weights.dequantize import BLOCK_DECODERS, dequantize
-from gpu.weights.gguf import unpermute
-from gpu.weights.tensors import as_tensor, load_weights
-from tests.tiny_gguf import permute, random_blocks, write_gguf
+from gpu.models import build_model
+from gpu.weights.tensors import load_weights
+from tests.engines import assert_idle, open_tiny_engine
 from tests.tiny_models import FAMILIES, make_tiny
-from trioserve.errors import ModelLoadError
-from trioserve.model_files import ModelFiles, locate, open_model
-from trioserve.model_files.gguf_header import TENSOR_TYPES
+from trioserve import Engine, InvalidRequest
+from trioserve.errors import WorkerLost
+from trioserve.model_files import open_model
+
+PROMPT = [3 + (7 * place) % 200 for place in range(40)]
+LENGTH = 120
 
 
-def load(files: ModelFiles, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """All weights, with a check that progress never falls back and ends at the whole."""
-    steps: list[tuple[int, int]] = []
-    weights = dict(load_weights(files, dtype, lambda done, total: steps.append((done, total))))
-    assert len(steps) == len(weights)
-    assert steps == sorted(steps)
-    assert steps[-1][0] == steps[-1][1]
-    return weights
+def ask(**options: Any) -> dict[str, Any]:
+    return {"max_tokens": LENGTH, "temperature": 0.0, "ignore_eos": True, **options}
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(path))
-    return tensors
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("old"), max_position_embeddings=2048)
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+@pytest.fixture(scope="module")
+def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with its weights changed."""
+    folder = tmp_path_factory.mktemp("new") / "model"
+    shutil.copytree(old, folder)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    random = np.random.default_rng(1)
+    changed = {
+        name: (each + 0.05 * random.standard_normal(each.shape)).astype(each.dtype)
+        for name, each in tensors.items()
+    }
+    safetensors.numpy.save_file(changed, folder / "model.safetensors")
+    return folder
 
 
-@pytest.mark.parametrize("name", [type_.name for type_ in TENSOR_TYPES.values()])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_dequantize_equals_the_gguf_package(name: str, dtype: np.dtype[Any]) -> None:
-    type_ = next(known for known in TENSOR_TYPES.values() if known.name == name)
-    num_blocks = 3 * (1 << 18) // type_.block_numbers // 2  # one and a half chunks
-    blocks, kind = random_blocks(name, num_blocks)
-    reference = torch.from_numpy(gguf.quants.dequantize(blocks, kind).copy()).view(-1)
-    assert reference.isfinite().all()
-    got = dequantize(blocks.reshape(-1), type_, dtype)
-    assert got.dtype == dtype
-    tensor = as_tensor(got)
-    assert torch.equal(tensor, reference.to(tensor.dtype))
+async def tokens_of(engine: Engine, **options: Any) -> tuple[int, ...]:
+    return (await engine.complete(PROMPT, **ask(**options))).token_ids
 
 
-def test_every_tensor_type_has_a_decoder_and_the_size_that_ggml_gives_it() -> None:
-    plain = {"F32", "F16", "BF16"}
-    assert {type_.name for type_ in TENSOR_TYPES.values()} == plain | BLOCK_DECODERS.keys()
-    for number, type_ in TENSOR_TYPES.items():
-        kind = gguf.GGMLQuantizationType(number)
-        assert (type_.name, type_.block_numbers, type_.block_bytes) == (
-            kind.name,
-            *gguf.GGML_QUANT_SIZES[kind],
-        )
+async def tokens_from(folder: Path, **options: Any) -> tuple[int, ...]:
+    """What an engine gives that has loaded ``folder`` from the start."""
+    async with open_tiny_engine(folder, **options) as engine:
+        return await tokens_of(engine)
 
 
-@pytest.mark.parametrize("shape", [(24, 5), (24,)])
-def test_unpermute_is_the_index_formula(shape: tuple[int, ...]) -> None:
-    """Of a head's rows, the file has 0, h, 1, h+1, … where Hugging Face has 0, 1, … h, h+1, …"""
-    heads, head_dim = 3, 8
-    tensor = np.random.default_rng(0).standard_normal(shape)
-    order = []
-    for head in range(heads):
-        rows = range(head * head_dim, (head + 1) * head_dim)
-        order += [*rows[0::2], *rows[1::2]]
-    assert np.array_equal(unpermute(tensor, heads), tensor[order])
-    assert np.array_equal(unpermute(permute(tensor, heads), heads), tensor)
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}], ids=["float32", "bfloat16"])
+async def test_the_new_weights_are_served(old: Path, new: Path, options: dict[str, Any]) -> None:
+    expected = [await tokens_from(folder, **options) for folder in (old, new)]
+    assert expected[0] != expected[1]
+    async with open_tiny_engine(old, **options) as engine:
+        assert engine.weight_version == "default"
+        for folder, tokens, version in ((new, expected[1], None), (old, expected[0], "first")):
+            await engine.update_weights(str(folder), weight_version=version)
+            again = await engine.complete(PROMPT, **ask())
+            assert again.token_ids == tokens
+            assert again.usage.cached_tokens == 0
+            assert engine.weight_version == version or len(engine.weight_version) == 32
+        await assert_idle(engine)
+
+
+async def test_a_file_of_tensors_in_shared_memory(old: Path, new: Path) -> None:
+    expected = await tokens_from(new)
+    with trio.CancelScope(), shared_file(new / "model.safetensors") as file:
+        async with open_tiny_engine(old) as engine:
+            await engine.update_weights(str(file))
+            assert await tokens_of(engine) == expected
+
+
+class shared_file:
+    """A copy of a file in shared memory, for the time of a block."""
+
+    def __init__(self, path: Path) -> None:
+        self._source = path
+
+    def __enter__(self) -> Path:
+        self._path = Path("/dev/shm") / f"trioserve-test-{self._source.stat().st_ino}.safetensors"
+        shutil.copy(self._source, self._path)
+        return self._path
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink()
+
+
+async def test_wait_lets_those_there_are_finish_with_the_old(old: Path, new: Path) -> None:
+    expected = [await tokens_from(folder) for folder in (old, new)]
+    async with open_tiny_engine(old, enable_prefix_caching=False) as engine:
+        got: dict[str, tuple[int, ...]] = {}
+
+        async def run(name: str) -> None:
+            got[name] = await tokens_of(engine)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run, "before")
+            await until_running(engine, 1)
+            nursery.start_soon(engine.update_weights, str(new))
+            # A request that comes while the new ones are read is still served by the old ones.
+            await until(lambda: not engine._scheduler._core.gate.is_open)
+            nursery.start_soon(run, "after")
+        assert got == {"before": expected[0], "after": expected[1]}
+        await assert_idle(engine)
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort", "wait in a pause"])
+async def test_running_requests_are_retracted_or_aborted(old: Path, new: Path, mode: str) -> None:
+    async with open_tiny_engine(old) as engine:
+        tokens: list[int] = []
+        reason = None
+        async with engine.generate(PROMPT, **ask()) as stream:
+            async for chunk in stream:
+                tokens.extend(chunk.token_ids)
+                reason = chunk.finish_reason
+                if len(tokens) >= 10 and engine.weight_version == "default":
+                    if mode == "wait in a pause":
+                        await engine.pause("in_place")
+                        await engine.update_weights(str(new), weight_version="new")
+                        assert engine.paused
+                        engine.resume()
+                    else:
+                        await engine.update_weights(str(new), mode=mode, weight_version="new")
+                    at_exchange = len(tokens)
+        if mode == "abort":
+            assert reason == "abort"
+            assert len(tokens) < LENGTH
+            return
+        assert reason == "length"
+        assert len(tokens) == LENGTH
+        # What came after is what the new weights make of all that came before it; the stream may
+        # have been a little ahead of its reader.
+        for known in range(at_exchange, at_exchange + 30):
+            rest = await engine.complete(PROMPT + tokens[:known], **ask(max_tokens=LENGTH - known))
+            if list(rest.token_ids) == tokens[known:]:
+                break
+        else:
+            raise AssertionError("the rest isn't the new weights'")
+        await assert_idle(engine)
+
+
+async def test_a_worker_that_dies_is_replaced_by_one_with_the_new(old: Path, new: Path) -> None:
+    expected = await tokens_from(new)
+    async with open_tiny_engine(old) as engine:
+        await engine.update_weights(str(new))
+        await kill_worker(engine)
+        assert await tokens_of(engine) == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("nothing there", "no-such-model"),
+        ("cut short", "truncated"),
+        ("another shape", "is no checkpoint of the model that is served: hidden_size is"),
+        ("a tensor is missing", "has no tensor model.norm.weight"),
+    ],
+)
+async def test_bad_weights_leave_the_old_ones_serving(
+    old: Path, new: Path, tmp_path: Path, damage: str, message: str
+) -> None:
+    folder = tmp_path / "bad"
+    shutil.copytree(new, folder)
+    weights = folder / "model.safetensors"
+    if damage == "nothing there":
+        folder = tmp_path / "no-such-model"
+    elif damage == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "another shape":
+        config = json.loads((folder / "config.json").read_text())
+        config["hidden_size"] *= 2
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        tensors = safetensors.numpy.load_file(weights)
+        del tensors["model.norm.weight"]
+        safetensors.numpy.save_file(tensors, weights)
+    async with open_tiny_engine(old) as engine:
+        before = await tokens_of(engine)
+        with pytest.raises(InvalidRequest, match=message) as caught:
+            await engine.update_weights(str(folder))
+        assert caught.value.param == "model"
+        assert "\n" not in str(caught.value)
+        assert engine.weight_version == "default"
+        assert not engine.paused
+        assert await tokens_of(engine) == before
+        # And good ones can be had afterwards.
+        await engine.update_weights(str(new))
+        assert await tokens_of(engine) != before
+        await assert_idle(engine)
+
+
+async def test_giving_up_leaves_the_old_ones_serving(old: Path, new: Path) -> None:
+    async with open_tiny_engine(old) as engine:
+        before = await tokens_of(engine)
+        async with engine.generate(PROMPT, **ask(max_tokens=1500)):
+            with trio.move_on_after(0.3) as scope:
+                await engine.update_weights(str(new))
+            assert scope.cancelled_caught
+            assert await tokens_of(engine) == before
+        await engine.update_weights(str(new))
+        assert await tokens_of(engine) != before
+        await assert_idle(engine)
+
+
+async def test_the_worker_dies_while_it_reads(old: Path, new: Path) -> None:
+    async with open_tiny_engine(old) as engine:
+        before = await tokens_of(engine)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kill_worker, engine)
+            with pytest.raises(WorkerLost):
+                while True:
+                    await engine.update_weights(str(new), weight_version="new")
+                    await engine.update_weights(str(old), weight_version="old")
+        await until(lambda: engine.healthy)
+        serves_new = engine.weight_version == "new"
+        assert (await tokens_of(engine) == before) is not serves_new
+        await assert_idle(engine)
+
+
+async def test_an_unknown_mode(old: Path) -> None:
+    async with open_tiny_engine(old) as engine:
+        with pytest.raises(InvalidRequest, match="mode is one of wait, abort, retract"):
+            await engine.update_weights(str(old), mode="in_place")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_gives_the_tensors_that_were_saved(family: str, tmp_path: Path) -> None:
+def test_overwriting_a_decoder_is_building_it_anew(family: str, tmp_path: Path) -> None:
+    """In the same memory, which is what CUDA graphs have noted."""
     files = open_model(make_tiny(family, tmp_path))
-    weights = load(files)
-    assert same(weights, saved(tmp_path))
-    assert {name: tuple(t.shape) for name, t in weights.items()} == expected_tensors(files.config)
-
-
-def test_sharded_folders_are_read_whole(tmp_path: Path) -> None:
-    make_tiny("qwen2", tmp_path, max_shard_size="100KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    half = load(open_model(tmp_path), torch.bfloat16)
-    assert same(half, {name: t.bfloat16() for name, t in saved(tmp_path).items()})
-
-
-def test_old_folders_tensors_that_say_nothing_new_are_left_out(tmp_path: Path) -> None:
-    make_tiny("smollm2", tmp_path)
-    tensors = saved(tmp_path)
-    extra = {
-        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    weights = dict(load_weights(files, torch.float32, lambda *_: None))
+    served = build_model(
+        files.config, {name: each.clone() for name, each in weights.items()}.items()
+    )
+    places = memory_of(served)
+    changed = {name: each + 0.1 for name, each in weights.items()}
+    served.overwrite(changed.items())
+    anew = memory_of(build_model(files.config, changed.items()))
+    assert {place: each.data_ptr() for place, each in memory_of(served).items()} == {
+        place: each.data_ptr() for place, each in places.items()
     }
-    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
-    assert same(load(open_model(tmp_path)), tensors)
+    for place, tensor in anew.items():
+        torch.testing.assert_close(places[place], tensor, rtol=0, atol=0)
 
 
-def test_loaded_tensors_survive_the_end_of_their_file(tmp_path: Path) -> None:
-    make_tiny("llama2", tmp_path)
-    expected = saved(tmp_path)
-    expected = {name: tensor.clone() for name, tensor in expected.items()}
-    weights = load(open_model(tmp_path))
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"\0" * path.stat().st_size)
-    assert same(weights, expected)
+def memory_of(thing: Any, place: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor that an object holds, in the objects that it holds, too."""
+    if isinstance(thing, torch.Tensor):
+        return {place: thing}
+    if isinstance(thing, (list, tuple)):
+        held = {str(index): each for index, each in enumerate(thing)}
+    elif type(thing).__module__.startswith("gpu."):
+        names = [*getattr(thing, "__dict__", ()), *getattr(thing, "__slots__", ())]
+        held = {name: getattr(thing, name, None) for name in names}
+    else:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for name, each in held.items():
+        found |= memory_of(each, f"{place}.{name}")
+    return found
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama3", "smollm2", "smollm3", "qwen2", "qwen3"])
-def test_a_gguf_file_gives_the_folders_tensors(family: str, tmp_path: Path) -> None:
-    make_tiny(family, tmp_path)
-    path = write_gguf(tmp_path, tmp_path / "tiny.gguf")
-    assert same(load(open_model(path)), saved(tmp_path))
+async def kill_worker(engine: Engine) -> None:
+    """Kill it, and wait for the next one."""
+    await trio.sleep(0.05)
+    restarts = engine.statistics().worker_restarts
+    (worker,) = [each for each in psutil.Process().children() if "gpu" in each.cmdline()]
+    worker.kill()
+    await until(lambda: engine.statistics().worker_restarts > restarts and engine.healthy)
 
 
-def test_transformers_reads_the_same_weights_from_a_llama_file(tmp_path: Path) -> None:
-    import transformers
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    path = write_gguf(make_tiny("llama2", tmp_path), tmp_path / "tiny.gguf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
-    assert same(load(open_model(path)), read["tensors"])
+async def until_running(engine: Engine, number: int) -> None:
+    await until(lambda: engine.statistics().scheduler.num_running == number)
 
 
-def check_against_the_gguf_package(
-    path: Path, names: dict[str, str], heads: dict[str, int], dtype: torch.dtype
-) -> None:
-    """Compare tensors (our name -> GGUF name) with the slow reader's, q and k rows reordered."""
-    weights = load(open_model(path), dtype)
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    assert len(weights) == len(tensors)
-    for ours, theirs in names.items():
-        tensor = tensors[theirs]
-        array: npt.NDArray[np.float32] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        number = heads.get(theirs.split(".")[-2])
-        if number is not None:
-            rows = np.arange(array.shape[0]).reshape(number, -1)
-            array = array[np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1).reshape(-1)]
-        assert torch.equal(weights[ours], torch.from_numpy(array.copy()).to(dtype)), ours
-
-
-@pytest.mark.parametrize("quantization", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"])
-def test_quantized_files_equal_the_gguf_packages_reading(quantization: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
-    make_tiny("smollm2", tmp_path, **sizes)
-    path = write_gguf(tmp_path, tmp_path / "tiny.gguf", quantization=quantization)
-    names = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "model.layers.0.self_attn.q_proj.weight": "blk.0.attn_q.weight",
-        "model.layers.0.self_attn.k_proj.weight": "blk.0.attn_k.weight",
-        "model.layers.0.self_attn.v_proj.weight": "blk.0.attn_v.weight",
-        "model.layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
-    }
-    check_against_the_gguf_package(path, names, {"attn_q": 4, "attn_k": 2}, torch.float32)
-
-
-def test_the_real_files_weights_equal_the_gguf_packages_reading() -> None:
-    names = {
-        "model.norm.weight": "output_norm.weight",
-        "model.layers.0.self_attn.q_proj.weight": "blk.0.attn_q.weight",
-        "model.layers.17.self_attn.k_proj.weight": "blk.17.attn_k.weight",
-        "model.layers.29.self_attn.o_proj.weight": "blk.29.attn_output.weight",
-        "model.layers.29.mlp.down_proj.weight": "blk.29.ffn_down.weight",
-    }
-    heads = {"attn_q": 9, "attn_k": 3}
-    check_against_the_gguf_package(locate("smollm2-135m"), names, heads, torch.bfloat16)
-
-
-def error_of(folder: Path) -> str:
-    with pytest.raises(ModelLoadError) as caught:
-        list(load_weights(open_model(folder), torch.float32, lambda done, total: None))
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-def test_tensors_that_are_missing_unknown_or_misshapen_are_named(tmp_path: Path) -> None:
-    make_tiny("smollm2", tmp_path)
-    tensors = saved(tmp_path)
-    path = tmp_path / "model.safetensors"
-    norm = "model.layers.1.input_layernorm.weight"
-
-    save_file({n: t for n, t in tensors.items() if n != norm}, path)
-    assert f"has no tensor {norm}" in error_of(tmp_path)
-    save_file({**tensors, "model.layers.0.mlp.router.weight": torch.ones(3)}, path)
-    assert "model.layers.0.mlp.router.weight, which a llama model" in error_of(tmp_path)
-    save_file({**tensors, norm: torch.ones(3)}, path)
-    assert f"tensor {norm} is [3]" in error_of(tmp_path)
-    save_file({**tensors, norm: torch.ones(64, dtype=torch.float64)}, path)
-    assert f"tensor {norm} has the type F64" in error_of(tmp_path)
-
-
-def test_a_tensor_that_the_architecture_lacks_is_refused_in_a_gguf_file_too(
-    tmp_path: Path,
-) -> None:
-    make_tiny("smollm2", tmp_path)
-    extra = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}
-    path = write_gguf(tmp_path, tmp_path / "tiny.gguf", extra_tensors=extra)
-    assert "holds the tensor blk.0.attn_sinks.weight" in error_of(path)
-
-
-def test_damaged_safetensors_files_are_named(tmp_path: Path) -> None:
-    make_tiny("smollm2", tmp_path)
-    path = tmp_path / "model.safetensors"
-    whole = path.read_bytes()
-    length = struct.unpack("<Q", whole[:8])[0]
-    for damaged, reason in {
-        b"": "no safetensors header",
-        whole[:5]: "no safetensors header",
-        b"\xff" * 8 + whole[8:]: "no safetensors header",
-        whole[:100]: "truncated inside its header",
-        whole[:-1]: "truncated: ",
-        whole[:8] + b"?" * length + whole[8 + length :]: "no JSON",
-        whole[:8] + json.dumps({"a": {}}).encode().ljust(length) + whole[8 + length :]: "bad entry",
-    }.items():
-        path.write_bytes(damaged)
-        message = error_of(tmp_path)
-        assert str(path) in message
-        assert reason in message
-
-
-def test_the_index_must_name_files_that_are_there(tmp_path: Path) -> None:
-    make_tiny("qwen2", tmp_path, max_shard_size="100KB")
-    first, second, *_ = sorted(tmp_path.glob("model-*.safetensors"))
-    data = second.read_bytes()
-    second.unlink()
-    assert str(second) in error_of(tmp_path)
-    second.write_bytes(first.read_bytes())
-    assert "both hold" in error_of(tmp_path)
-    second.write_bytes(data)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text("{}")
-    assert "no weight_map" in error_of(tmp_path)
-
-
-def test_a_folder_without_safetensors_says_what_it_needs(tmp_path: Path) -> None:
-    make_tiny("smollm2", tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    assert "has no model.safetensors" in error_of(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    assert "convert it to safetensors" in error_of(tmp_path)
+async def until(condition: Any) -> None:
+    with trio.fail_after(30):
+        while not condition():
+            await trio.sleep(0.005)

@@ -13,6 +13,7 @@ import trio
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.statistics import SchedulerStatistics
+from trioserve.scheduler.weights import Weights
 
 __all__ = ["Backend"]
 
@@ -48,6 +49,10 @@ class Backend(Protocol):
     @property
     def quiet(self) -> Quiet | None:
         """What pauses it; None where another process does."""
+
+    @property
+    def weights(self) -> Weights | None:
+        """Which weights its workers serve; None where another process exchanges them."""
 
     @property
     def idle(self) -> bool:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from pathlib import Path
 
 import attrs
+import trio
 
 from trioserve.backend import Backend
-from trioserve.errors import InvalidRequest
+from trioserve.errors import CallFailed, InvalidRequest, ModelLoadError
+from trioserve.logs import get_logger
+from trioserve.model_files import locate
 from trioserve.request import Finish, FinishReason, Request, State
 from trioserve.scheduler.quiet import Quiet
 
-__all__ = ["PAUSE_MODES", "Control"]
+__all__ = ["PAUSE_MODES", "UPDATE_MODES", "Control"]
 
 PAUSE_MODES = ("abort", "wait", "retract", "in_place")
 """What may become of the requests there are when the engine is paused."""
 
+UPDATE_MODES = ("wait", "abort", "retract")
+"""The same when weights are exchanged."""
+
 _OPERATOR = "operator"
+
+_log = get_logger("trioserve.control")
 
 
 @attrs.define(eq=False)
@@ -32,6 +42,8 @@ class Control:
     _open_requests: Iterable[Request]
     refuses: bool = attrs.field(init=False, default=False)
     """Whether requests that come are to be refused for a pause."""
+    weight_version: str = attrs.field(init=False, default="default")
+    """What whoever exchanged the weights last calls them."""
 
     async def pause(self, mode: str, *, refuse: bool) -> None:
         """See :meth:`trioserve.engine.Engine.pause`."""
@@ -69,6 +81,37 @@ class Control:
             num_aborted += bool(alive)
         return num_aborted
 
+    async def update_weights(self, model: str, mode: str, version: str | None) -> None:
+        """See :meth:`trioserve.engine.Engine.update_weights`."""
+        if mode not in UPDATE_MODES:
+            modes = ", ".join(UPDATE_MODES)
+            raise InvalidRequest(f"mode is one of {modes}, not {mode!r}", param="mode")
+        try:
+            path = await trio.to_thread.run_sync(_locate, model, abandon_on_cancel=True)
+        except ModelLoadError as error:
+            raise InvalidRequest(str(error), param="model") from error
+        weights = self._scheduler.weights
+        assert weights is not None, "it is the engine process that is asked"
+        try:
+            checksum = await weights.exchange(str(path), functools.partial(self._clear, mode))
+        except CallFailed as error:
+            raise InvalidRequest(
+                f"the weights stay as they are: {error.reason}", param="model"
+            ) from error
+        self.weight_version = checksum if version is None else version
+        _log.info("weights exchanged", path=str(path), version=self.weight_version)
+
+    async def _clear(self, mode: str, holder: str) -> None:
+        """Pause in the name of ``holder`` so that no request has KV of the old weights."""
+        quiet = self._quiet
+        if mode == "wait" and not self._scheduler.paused:
+            await quiet.pause_when_done(holder)
+            return
+        if mode == "abort":
+            self.abort("", prefix=True)
+        # In somebody else's pause nobody finishes, so that waiting for it would be for ever.
+        await quiet.pause(holder, retract=True)
+
     def flush_cache(self) -> int:
         """See :meth:`trioserve.engine.Engine.flush_cache`."""
         return self._quiet.flush_prefixes()
@@ -78,3 +121,9 @@ class Control:
         quiet = self._scheduler.quiet
         assert quiet is not None, "it is the engine process that is asked"
         return quiet
+
+
+def _locate(model: str) -> Path:
+    """Where ``model`` is: a single file of weights, too."""
+    path = Path(model).expanduser()
+    return path.resolve() if path.is_file() else locate(model).resolve()

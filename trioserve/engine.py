@@ -320,6 +320,39 @@ class Engine:
         """
         return self.control.abort(request_id, prefix=prefix)
 
+    async def update_weights(
+        self, model: str, *, mode: str = "wait", weight_version: str | None = None
+    ) -> None:
+        """Serve other weights of the same model from now on, in later workers, too.
+
+        They are read and checked while the old ones serve; then, for a moment, nobody is computed.
+        Whatever goes wrong, the old ones serve on. Prefixes that were computed with them are not
+        found any more.
+
+        Args:
+            model: a folder, a GGUF file, a Hub id, or a single safetensors file with all tensors
+                (in shared memory, for one, under ``/dev/shm``), to be left there for later workers.
+            mode: what becomes of the requests there are. ``wait``: they finish first, with the old
+                weights, while those that come later wait; in a pause, in which nobody finishes, it
+                means the same as ``retract``. ``abort``: they end, with what they have.
+                ``retract``: they go on with the new weights from the tokens that they have.
+            weight_version: what :attr:`weight_version` is to say (default: a checksum).
+
+        Raises:
+            InvalidRequest: there are no such weights, they are another model's, or damaged.
+            WorkerLost: there is no worker, or it was lost meanwhile; the old weights serve.
+        """
+        await self.control.update_weights(model, mode, weight_version)
+
+    @property
+    def weight_version(self) -> str:
+        """What the weights are called that serve: ``default`` for those that were loaded first."""
+        return self.control.weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: str) -> None:
+        self.control.weight_version = version
+
     def flush_cache(self) -> int:
         """Have no request find what has been computed up to now. What runs goes on with its own.
 

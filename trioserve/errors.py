@@ -107,6 +107,14 @@ class EngineError(TrioserveError):
     """The engine itself failed. The cause, where there is one, is ``__cause__``."""
 
 
+class CallFailed(EngineError):
+    """The worker couldn't do what it was asked for, and says why in ``reason``; it goes on."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.reason = reason
+
+
 class WorkerLost(TrioserveError):
     """A worker process died, hung or spoke nonsense; the supervisor decides what follows.
 

@@ -193,6 +193,7 @@ def open_scheduler(
             start=start_message(config, path, mock),
             start_timeout=config.worker_start_timeout,
             on_progress=on_progress or (lambda _: None),
+            weights=lambda: scheduler.weights.path,
         ).open,
         max_restarts=config.max_worker_restarts,
         judge=scheduler.judge,

@@ -137,6 +137,8 @@ class Start:
     """Where the tokenizer comes from if it isn't the model's own, else empty; for grammars."""
     logits_processors: list[str]
     """``module:Class`` of each, in the order in which they are applied."""
+    weights: str = ""
+    """Where the weights are if they aren't the model's own any more: a folder or a file."""
     free_memory: int = 0
     """:attr:`Ready.free_memory` of the first worker, which this one replaces; 0 if it is the first.
 

@@ -123,6 +123,13 @@ _NAMES = {
     "ContinueRequest": {"SGLang": "torch_empty_cache"},
     "AbortRequest": {"SGLang": "abort_all abort_message finished_reason rid"},
     "AbortManyRequest": {"vLLM": "request_ids"},
+    "UpdateWeightsRequest": {
+        "SGLang": (
+            "abort_all_requests flush_cache is_async keep_pause load_format manifest model_path "
+            "recapture_cuda_graph token_step torch_empty_cache weight_version"
+        ),
+    },
+    "UpdateWeightVersionRequest": {"SGLang": "abort_all_requests new_version"},
     "FlushRequest": {"SGLang": "timeout_s"},
     "DetokenizeRequest": {
         "vLLM": ("model tokens"),

@@ -45,6 +45,10 @@ class CpuExecutor:
         """See :attr:`gpu.executor.Executor.completions`."""
         return None
 
+    def replace_model(self, model: CpuModel) -> None:
+        """Compute with ``model`` from the next step on; no slot is open."""
+        self._model = model
+
     def open(self, slot: Slot) -> None:
         """See :meth:`gpu.executor.Executor.open`."""
         self._extras.open(slot)

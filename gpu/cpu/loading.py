@@ -8,6 +8,7 @@ imported where it is needed and nowhere else: that takes a second and 150 MiB.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from gpu.adjustments import Adjuster
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
@@ -15,7 +16,8 @@ from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
-from gpu.loading import Loaded, OnProgress, of_weights
+from gpu.exchange import ReadWeights
+from gpu.loading import Loaded, OnProgress, of_weights, unseen
 from gpu.memory import choose_num_pages, kv_bytes_per_page
 from gpu.rope import cos_sin_table
 from gpu.slots import SlotTable
@@ -66,16 +68,23 @@ def load_on_cpu(
     config = files.config
     model: CpuModel
     sampler: CpuSampler
+    read_again: ReadWeights
     try:
         compiled = _compiled(start, config, dtype, threads, on_progress)
     except _NotCompiled as reason:
         _check_torch_will_do(start, str(reason))
-        from gpu.cpu.torch_loading import give_cache, load_decoder, make_sampler
+        from gpu.cpu.torch_loading import (
+            give_cache,
+            load_decoder,
+            make_sampler,
+            torch_exchange,
+        )
 
         decoder = load_decoder(files, dtype, threads, on_progress)
         num_pages = _num_pages(start, config, dtype)
         table = _cos_sin_table(start, config, num_pages)
-        model = give_cache(decoder, start.page_size, num_pages, table)
+        model = torch_model = give_cache(decoder, start.page_size, num_pages, table)
+        read_again = torch_exchange(torch_model, dtype, threads)
         sampler = make_sampler(start, config.vocab_size)
         computing = f"torch ({reason})"
     else:
@@ -83,6 +92,14 @@ def load_on_cpu(
         num_pages = _num_pages(start, config, dtype)
         _give_cache(compiled, start, num_pages)
         model = compiled
+
+        def read_again(files: ModelFiles) -> Callable[[], None]:
+            # With a cache of its own: what is in the old one was computed with the old weights.
+            other = _compiled(start, config, dtype, threads, unseen)
+            _load_weights(other, files, unseen)
+            _give_cache(other, start, num_pages)
+            return lambda: executor.replace_model(other)
+
         sampler = CompiledSampler(
             load_library(),
             config.vocab_size,
@@ -96,12 +113,15 @@ def load_on_cpu(
         max_model_len=start.max_model_len,
         vocab_size=config.vocab_size,
     )
+    executor = CpuExecutor(model, sampler, slots, adjuster)
+
     return Loaded(
-        executor=CpuExecutor(model, sampler, slots, adjuster),
+        executor=executor,
         slots=slots,
         num_pages=num_pages,
         device_name=Machine().cpu_name(),
         computing=computing,
+        read_weights=read_again,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,7 +11,8 @@ import torch
 from gpu.attention import CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.torch_model import TorchModel, TorchSampler
-from gpu.loading import OnProgress, of_weights
+from gpu.exchange import ReadWeights
+from gpu.loading import OnProgress, of_weights, unseen
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.sampler import Sampler
@@ -17,7 +20,7 @@ from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelFiles
 from trioserve.wire import Start
 
-__all__ = ["give_cache", "load_decoder", "make_sampler"]
+__all__ = ["give_cache", "load_decoder", "make_sampler", "torch_exchange"]
 
 
 def load_decoder(files: ModelFiles, dtype: str, threads: int, on_progress: OnProgress) -> Decoder:
@@ -51,6 +54,16 @@ def give_cache(
     table = torch.from_numpy(cos_sin)
     attention = TorchCpuAttention(shape, config.num_heads, table, config.windows)
     return TorchModel(decoder, attention)
+
+
+def torch_exchange(model: TorchModel, dtype: str, threads: int) -> ReadWeights:
+    """How ``model``, which has its cache already, comes by other weights."""
+
+    def read(files: ModelFiles) -> Callable[[], None]:
+        decoder = load_decoder(files, dtype, threads, unseen)
+        return lambda: model.replace_decoder(decoder)
+
+    return read
 
 
 def make_sampler(start: Start, vocab_size: int) -> TorchSampler:

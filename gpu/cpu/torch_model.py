@@ -28,6 +28,10 @@ class TorchModel:
         self._decoder = decoder
         self._attention = attention
 
+    def replace_decoder(self, decoder: Decoder) -> None:
+        """Compute with ``decoder``, of the same shape, over the same KV cache."""
+        self._decoder = decoder
+
     @torch.inference_mode()
     def forward(
         self, rows: Sequence[Row], slots: SlotTable

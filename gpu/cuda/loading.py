@@ -25,7 +25,14 @@ from gpu.cuda.graphs import ladder, sharing_ladder
 from gpu.cuda.model_kernels import model_kernels
 from gpu.kernels.attention_tile import PAGE_SIZES, check_attention_arguments
 from gpu.kernels.nvrtc import KernelBuildError
-from gpu.loading import Loaded, OnProgress, choose_num_threads, of_weights, warm_up
+from gpu.loading import (
+    Loaded,
+    OnProgress,
+    choose_num_threads,
+    of_weights,
+    unseen,
+    warm_up,
+)
 from gpu.memory import (
     GRAPHS_DONT_FIT,
     GpuMemory,
@@ -136,7 +143,21 @@ def load_model(
         device_name=gpu.name,
         computing=f"CUDA kernels, weights in {str(dtype).removeprefix('torch.')}",
         free_memory=free,
+        read_weights=lambda files: _read_again(model, files, dtype),
     )
+
+
+def _read_again(model: Decoder, files: ModelFiles, dtype: torch.dtype) -> Callable[[], None]:
+    """Read all weights into the host's memory: on the GPU there is room for one set only."""
+    weights = list(load_weights(files, dtype, of_weights(unseen)))
+
+    def swap() -> None:
+        model.overwrite(weights)
+        # Steps to come are launched from other streams than the copies.
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+
+    return swap
 
 
 def _wait_for_memory(gpu: Gpu, expected: int, on_progress: OnProgress) -> tuple[int, int]:

@@ -10,6 +10,7 @@ K = num_kv_heads, D = head_dim, F = intermediate_size, V = vocab_size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import attrs
@@ -80,6 +81,49 @@ class Decoder:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._embedding.device
+
+    def overwrite(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put ``weights``, all of this model, in place of its own, in the same memory.
+
+        So whoever has noted where the weights lie, as CUDA graphs have, computes with the new ones.
+        Weights that are packed, as bfloat16 is on a CPU, can't be overwritten.
+        """
+        for name, tensor in weights:
+            stem, _, last = name.rpartition(".")
+            match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
+            if match is None:
+                whole = {
+                    "model.embed_tokens": self._embedding,
+                    "model.norm": self._norm,
+                    "lm_head": self._head.weight,
+                }
+                whole[stem].copy_(tensor)
+            else:
+                self._part_of(self._layers[int(match[1])], match[2], last).copy_(tensor)
+
+    def _part_of(self, layer: _Layer, inner: str, last: str) -> torch.Tensor:
+        """Where one tensor of a layer lies: in a product with others, it is some of its rows."""
+        config = self.config
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        heads, size = config.num_heads, config.intermediate_size
+        if inner in ("self_attn.q_norm", "self_attn.k_norm"):
+            assert layer.qk_norm is not None
+            norms = layer.qk_norm.weight
+            return norms[:heads] if inner.endswith("q_norm") else norms[heads:]
+        if inner in ("input_layernorm", "post_attention_layernorm"):
+            return layer.attention_norm if inner == "input_layernorm" else layer.mlp_norm
+        linear, start, stop = {
+            "self_attn.q_proj": (layer.qkv, 0, q_size),
+            "self_attn.k_proj": (layer.qkv, q_size, q_size + kv_size),
+            "self_attn.v_proj": (layer.qkv, q_size + kv_size, q_size + 2 * kv_size),
+            "self_attn.o_proj": (layer.output, 0, config.hidden_size),
+            "mlp.gate_proj": (layer.gate_up, 0, size),
+            "mlp.up_proj": (layer.gate_up, size, 2 * size),
+            "mlp.down_proj": (layer.down, 0, config.hidden_size),
+        }[inner]
+        whole = linear.weight if last == "weight" else linear.bias
+        assert whole is not None
+        return whole[start:stop]
 
     def forward(self, tokens: torch.Tensor, attention: Attention) -> torch.Tensor:
         """The normed hidden states [T, E] of ``tokens`` [T] int64, which the head takes.

@@ -123,6 +123,9 @@ class Host:
                 "resume": self._resume,
                 "abort": self._abort,
                 "flush_cache": self._flush_cache,
+                "update_weights": self._update_weights,
+                "weight_version": self._weight_version,
+                "call_weights": self._call_weights,
             },
         )
         self._homes[home] = None
@@ -214,6 +217,16 @@ class Host:
 
     async def _flush_cache(self, _: Any) -> int:
         return self._control.flush_cache()
+
+    async def _update_weights(self, arguments: Any) -> str:
+        await self._control.update_weights(*arguments)
+        return self._control.weight_version
+
+    async def _weight_version(self, _: Any) -> str:
+        return self._control.weight_version
+
+    async def _call_weights(self, version: Any) -> None:
+        self._control.weight_version = version
 
     # ---- what can be seen
 

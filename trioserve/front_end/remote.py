@@ -77,6 +77,8 @@ class RemoteScheduler:
 
     quiet = None
     """It is the engine process that pauses."""
+    weights = None
+    """And that exchanges weights."""
 
     def __init__(
         self,

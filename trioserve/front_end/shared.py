@@ -122,6 +122,20 @@ class SharedServer:
         num_pages: int = await self._remote.asks.ask("flush_cache")
         return num_pages
 
+    async def update_weights(self, model: str, mode: str, version: str | None) -> str:
+        """As :meth:`trioserve.Engine.update_weights`; what they are called then."""
+        called: str = await self._remote.asks.ask("update_weights", [model, mode, version])
+        return called
+
+    async def weight_version(self) -> str:
+        """As :attr:`trioserve.Engine.weight_version`."""
+        version: str = await self._remote.asks.ask("weight_version")
+        return version
+
+    async def call_weights(self, version: str) -> None:
+        """Call the weights that serve something else."""
+        await self._remote.asks.ask("call_weights", version)
+
     # ---- what the engine process asks
 
     async def count(self, _: Any) -> Counted:

@@ -53,6 +53,15 @@ class Whole(Protocol):
     async def flush_cache(self) -> int:
         """As :meth:`trioserve.Engine.flush_cache`."""
 
+    async def update_weights(self, model: str, mode: str, version: str | None) -> str:
+        """As :meth:`trioserve.Engine.update_weights`; what they are called then."""
+
+    async def weight_version(self) -> str:
+        """As :attr:`trioserve.Engine.weight_version`."""
+
+    async def call_weights(self, version: str) -> None:
+        """Call the weights that serve something else."""
+
 
 def health_word(engine: Engine) -> str:
     """How ``engine`` is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
@@ -106,3 +115,16 @@ class OneProcess:
     async def flush_cache(self) -> int:
         """As :meth:`trioserve.Engine.flush_cache`."""
         return self._engine.flush_cache()
+
+    async def update_weights(self, model: str, mode: str, version: str | None) -> str:
+        """As :meth:`trioserve.Engine.update_weights`; what they are called then."""
+        await self._engine.update_weights(model, mode=mode, weight_version=version)
+        return self._engine.weight_version
+
+    async def weight_version(self) -> str:
+        """As :attr:`trioserve.Engine.weight_version`."""
+        return self._engine.weight_version
+
+    async def call_weights(self, version: str) -> None:
+        """Call the weights that serve something else."""
+        self._engine.weight_version = version

@@ -24,12 +24,13 @@ class Checksum:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def add_folder(self, folder: Path) -> None:
-        """Add the config.json and the safetensors files in ``folder``.
+        """Add the config.json and the safetensors files in ``folder``, or the one that it is.
 
         Raises:
             ModelLoadError: weights are missing or have no header.
         """
-        self._digest.update((folder / "config.json").read_bytes())
+        if folder.is_dir():
+            self._digest.update((folder / "config.json").read_bytes())
         for path in shard_paths(folder):
             self.add_file(path, 8 + len(read_header_bytes(path)))
 

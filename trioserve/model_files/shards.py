@@ -50,9 +50,13 @@ class Shard:
 def shard_paths(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a model's folder, in the order of their names.
 
+    A file stands for itself.
+
     Raises:
         ModelLoadError: there are none, or the index names one that is missing.
     """
+    if folder.is_file():
+        return (folder,)
     index = folder / INDEX_NAME
     if index.exists():
         weight_map = read_object(index).get("weight_map")

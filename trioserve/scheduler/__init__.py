@@ -8,8 +8,9 @@ Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine
 (one sequence) and ``counts`` (how far all of them are), ``siblings`` (several of one request),
 ``memory`` with ``slots``, ``pages`` and ``prefix`` (what sequences hold), ``draft``, ``results``
 and ``intake`` (a plan on its way out and back), ``calls`` (what the worker is asked for besides
-plans), ``gate`` with ``quiet`` (when nobody is to be computed), ``recovery`` with ``blame`` (when
-something fails), ``watchdog`` (when a worker counts as hung), ``integrity`` (what is always true).
+plans), ``gate`` with ``quiet`` (when nobody is to be computed) and ``weights`` (by which weights),
+``recovery`` with ``blame`` (when something fails), ``watchdog`` (when a worker counts as hung),
+``integrity`` (what is always true).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
 from trioserve.scheduler.watchdog import Watchdog
+from trioserve.scheduler.weights import Weights
 from trioserve.worker import Link
 
 __all__ = ["Limits", "Observer", "Scheduler", "SchedulerCore", "SchedulerStatistics"]
@@ -75,6 +77,7 @@ class Scheduler:
         self._calls = Calls(self._send_first, self._watchdog_held)
         self._watchdog = Watchdog(config.watchdog_timeout)
         self.quiet = Quiet(self._existing_core, self._wake)
+        self.weights = Weights(self.call, self.quiet)
         self._overdue = trio.CancelScope()
         """Ends when the worker counts as hung."""
 

@@ -11,11 +11,11 @@ import msgspec
 import trio
 
 from trioserve import wire
-from trioserve.errors import EngineError, WorkerLost
+from trioserve.errors import CallFailed, WorkerLost
 
 __all__ = ["Calls"]
 
-QUICK_CALLS = frozenset({"ping", "prepare", "statistics"})
+QUICK_CALLS = frozenset({"ping", "prepare", "read_weights", "statistics"})
 """Calls that keep the worker from its steps for no time to speak of, or for none."""
 
 
@@ -58,7 +58,7 @@ class Calls:
         if call.reply is None:
             raise WorkerLost(f"the worker was lost before it answered {name!r}")
         if call.reply.error:
-            raise EngineError(f"{name}: {call.reply.error}")
+            raise CallFailed(name, call.reply.error)
         return call.result
 
     def answer(self, reply: wire.Reply) -> None:

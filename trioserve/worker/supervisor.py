@@ -251,17 +251,20 @@ class Workers:
         start: what each is to load.
         start_timeout: seconds it may be silent while it loads.
         on_progress: called with each sign of progress while it loads.
+        weights: tells where the weights are now, as :attr:`~trioserve.wire.Start.weights`.
     """
 
     start: wire.Start
     start_timeout: float
     on_progress: OnProgress
+    weights: Callable[[], str] = lambda: ""
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Link, wire.Ready]]:
         """The life of the next one; see :func:`run_worker`."""
+        start = attrs.evolve(self.start, weights=self.weights())
         async with run_worker(
-            self.start, start_timeout=self.start_timeout, on_progress=self.on_progress
+            start, start_timeout=self.start_timeout, on_progress=self.on_progress
         ) as (link, ready):
             if not self.start.free_memory:
                 self.start = attrs.evolve(self.start, free_memory=ready.free_memory)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import quart
 
+from trioserve.errors import InvalidRequest
 from trioserve.http.control.schemas import (
     AbortManyRequest,
     AbortReply,
@@ -16,7 +17,11 @@ from trioserve.http.control.schemas import (
     FlushRequest,
     PauseReply,
     PauseRequest,
+    UpdateWeightsRequest,
+    UpdateWeightVersionRequest,
+    WeightVersion,
 )
+from trioserve.http.generations import renamed
 from trioserve.http.openai.fields import ID_PREFIXES
 from trioserve.http.service import Service, json_response
 
@@ -61,6 +66,34 @@ class ControlEndpoints:
         request = await self._service.read(AbortManyRequest)
         number = await self._service.whole.abort(_names(request.request_ids), prefix=False)
         return json_response(AbortReply(num_aborted=number))
+
+    async def update_weights_from_disk(self) -> quart.Response:
+        """``POST /update_weights_from_disk``: answered once the new weights serve."""
+        request = await self._service.read(UpdateWeightsRequest)
+        whole = self._service.whole
+        mode = request.mode or ("abort" if request.abort_all_requests else "wait")
+        try:
+            version = await whole.update_weights(request.model_path, mode, request.weight_version)
+        except InvalidRequest as error:
+            raise renamed(error, {"model": "model_path"}) from error
+        if request.keep_pause:
+            await whole.pause("retract", refuse=False)
+        return json_response(Done(message=f"the weights {version} serve"))
+
+    async def weight_version(self) -> quart.Response:
+        """``GET /weight_version`` and ``GET /get_weight_version``."""
+        return json_response(
+            WeightVersion(weight_version=await self._service.whole.weight_version())
+        )
+
+    async def update_weight_version(self) -> quart.Response:
+        """``POST /update_weight_version``."""
+        request = await self._service.read(UpdateWeightVersionRequest)
+        whole = self._service.whole
+        if request.abort_all_requests:
+            await whole.abort([""], prefix=True)
+        await whole.call_weights(request.new_version)
+        return json_response(WeightVersion(weight_version=request.new_version))
 
     async def flush_cache(self) -> quart.Response:
         """``GET`` or ``POST /flush_cache``, and ``POST /reset_prefix_cache``."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from trioserve.http.schemas import about, hint, only
+from trioserve.http.schemas import Exclusive, about, hint, only
 
 __all__ = [
     "AbortManyRequest",
@@ -18,6 +18,9 @@ __all__ = [
     "FlushRequest",
     "PauseReply",
     "PauseRequest",
+    "UpdateWeightVersionRequest",
+    "UpdateWeightsRequest",
+    "WeightVersion",
 ]
 
 _RequestId = Annotated[str, msgspec.Meta(max_length=512)]
@@ -91,6 +94,65 @@ class AbortReply(msgspec.Struct, kw_only=True):
     """How many requests were ended."""
 
     num_aborted: Annotated[int, about("Requests that were ended; 0 if there were none so named.")]
+
+
+class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /update_weights_from_disk``."""
+
+    EXCLUSIVE: ClassVar = (Exclusive(("mode", "abort_all_requests")),)
+
+    model_path: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1, max_length=4096)],
+        about(
+            "A folder, a GGUF file or a Hub id, or a single safetensors file with all tensors; it "
+            "has to stay where it is, for workers to come."
+        ),
+    ]
+    mode: Annotated[
+        Literal["wait", "abort", "retract"] | None,
+        about(
+            "What becomes of the requests there are: `wait` (the default) lets them finish first, "
+            "`abort` ends them with what they have, `retract` has them go on with the new weights."
+        ),
+    ] = None
+    abort_all_requests: Annotated[bool | None, about("SGLang's name of the mode `abort`.")] = None
+    weight_version: Annotated[
+        Annotated[str, msgspec.Meta(max_length=200)] | None,
+        about("What the weights are called from then on; a checksum if it isn't given."),
+    ] = None
+    keep_pause: Annotated[
+        bool | None, about("Pause the engine as soon as the new weights are there.")
+    ] = None
+    flush_cache: Annotated[
+        bool | None, only(True, why="what the old weights have computed is of no use to the new")
+    ] = None
+    load_format: Annotated[
+        str | None, only("auto", "safetensors", "gguf", why="the files tell what they are")
+    ] = None
+    manifest: Annotated[
+        dict[str, Any] | None, only(why="the tensors are checked against the model")
+    ] = None
+    is_async: Annotated[bool | None, hint()] = None
+    torch_empty_cache: Annotated[bool | None, hint()] = None
+    recapture_cuda_graph: Annotated[bool | None, hint()] = None
+    token_step: Annotated[int | None, hint()] = None
+
+
+class UpdateWeightVersionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /update_weight_version``."""
+
+    new_version: Annotated[
+        Annotated[str, msgspec.Meta(max_length=200)], about("What the weights are called.")
+    ]
+    abort_all_requests: Annotated[bool | None, about("End all requests with what they have.")] = (
+        None
+    )
+
+
+class WeightVersion(msgspec.Struct, kw_only=True):
+    """What the weights are called that serve."""
+
+    weight_version: Annotated[str, about("`default` for those that were loaded first.")]
 
 
 class FlushRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

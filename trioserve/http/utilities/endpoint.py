@@ -108,6 +108,7 @@ class UtilityEndpoints:
                 model_path=engine.config.model,
                 tokenizer_path=engine.config.tokenizer or engine.config.model,
                 preferred_sampling_params=engine.generation_defaults,
+                weight_version=await self._service.whole.weight_version(),
                 max_model_len=engine.max_model_len,
                 vocab_size=engine.vocab_size,
             )

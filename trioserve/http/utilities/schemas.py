@@ -235,7 +235,9 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     preferred_sampling_params: Annotated[
         dict[str, Any], about("The model's own defaults of sampling.")
     ]
-    weight_version: Annotated[str, about("Always `default`.")] = "default"
+    weight_version: Annotated[
+        str, about("`default`, or what the weights are called that took the place of the first.")
+    ]
     has_image_understanding: Annotated[bool, about("Always false.")] = False
     has_audio_understanding: Annotated[bool, about("Always false.")] = False
     max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]

@@ -1,0 +1,73 @@
+"""Which weights the workers serve, and how others take their place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve.errors import EngineError, WorkerLost
+from trioserve.scheduler.quiet import Quiet
+
+__all__ = ["Weights"]
+
+_HOLDER = "weights"
+_DISCARD_SECONDS = 5.0
+
+
+@attrs.define(eq=False)
+class Weights:
+    """The weights of one scheduler's workers.
+
+    New ones are read while the old ones serve, and put in place while nobody is computed. Whatever
+    goes wrong before that leaves the old ones in place, for later workers, too.
+
+    Args:
+        call: the scheduler's, of the worker.
+        quiet: the scheduler's pauses.
+    """
+
+    _call: Callable[[str, object], Awaitable[Any]]
+    _quiet: Quiet
+    path: str = attrs.field(init=False, default="")
+    """Where those are that serve; empty for the model's own."""
+    _lock: trio.Lock = attrs.field(init=False, factory=trio.Lock)
+
+    async def exchange(self, path: str, clear: Callable[[str], Awaitable[None]]) -> str:
+        """Serve the weights at ``path``; others that want an exchange wait for their turn.
+
+        Args:
+            path: of a folder or a file.
+            clear: pauses the scheduler in the given name so that nobody holds KV, in whatever way.
+
+        Returns:
+            their checksum.
+
+        Raises:
+            EngineError: the worker says why it can't; the old ones serve.
+            WorkerLost: there is no worker, or it was lost meanwhile; the old ones serve.
+        """
+        async with self._lock:
+            try:
+                checksum: str = await self._call("read_weights", path)
+                await clear(_HOLDER)
+                # It is done or it isn't: nobody may leave before it is known.
+                with trio.CancelScope(shield=True):
+                    await self._call("swap_weights", path)
+                    self.path = path
+                    self._quiet.flush_prefixes()
+            except BaseException:
+                await self._discard()
+                raise
+            finally:
+                self._quiet.resume(_HOLDER)
+            return checksum
+
+    async def _discard(self) -> None:
+        """Have the worker keep nothing but what serves; without one, there is nothing to keep."""
+        with trio.move_on_after(_DISCARD_SECONDS, shield=True):
+            with contextlib.suppress(EngineError, WorkerLost):
+                await self._call("discard_weights", None)
