@@ -9,8 +9,9 @@ namespace {
 
 // Items that every thread gets at least, if need be by splitting: so late ones don't weigh much.
 constexpr int64_t kItemsPerThread = 8;
-// Reading a key and its value takes as long as computing with them for so many rows.
-constexpr int64_t kReadingCost = 4;
+// Reading a key and its value takes as long as computing with them for so many rows: 6 where they are
+// in the cache, 10 where they come from memory.
+constexpr int64_t kReadingCost = 8;
 constexpr int32_t kAllKeys = std::numeric_limits<int32_t>::max();
 
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
