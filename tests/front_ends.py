@@ -82,6 +82,7 @@ async def open_server(
         open_worker=open_worker or (lambda: run_fake_worker(make_worker(), engine_config)),
         max_restarts=engine_config.max_worker_restarts,
         judge=scheduler.judge,
+        switch=scheduler.switch,
         on_loss=metrics.worker_lost,
         on_replaced=metrics.worker_replaced,
     )

@@ -159,3 +159,21 @@ async def test_mistakes_name_the_field() -> None:
         ):
             answer = await control(client, path, body, status=400)
             assert answer["error"]["param"] == param
+
+
+async def test_memory_is_released_and_comes_back() -> None:
+    async with serving() as (engine, client):
+        await control(client, "/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        assert not engine.healthy
+        results: list[Any] = []
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                results.append(await generate(client, "late", 3))
+
+            nursery.start_soon(ask)
+            await trio.sleep(0.05)
+            assert results == []
+            await control(client, "/resume_memory")
+        assert [status for status, _ in results] == [200]
+        assert engine.statistics().worker_restarts == 0

@@ -14,6 +14,7 @@ from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.statistics import SchedulerStatistics
 from trioserve.scheduler.weights import Weights
+from trioserve.worker.switch import Switch
 
 __all__ = ["Backend"]
 
@@ -53,6 +54,10 @@ class Backend(Protocol):
     @property
     def weights(self) -> Weights | None:
         """Which weights its workers serve; None where another process exchanges them."""
+
+    @property
+    def switch(self) -> Switch | None:
+        """What sends its worker away; None where another process does."""
 
     @property
     def idle(self) -> bool:

@@ -15,6 +15,7 @@ from trioserve.logs import get_logger
 from trioserve.model_files import locate
 from trioserve.request import Finish, FinishReason, Request, State
 from trioserve.scheduler.quiet import Quiet
+from trioserve.worker.switch import Switch
 
 __all__ = ["PAUSE_MODES", "UPDATE_MODES", "Control"]
 
@@ -25,6 +26,7 @@ UPDATE_MODES = ("wait", "abort", "retract")
 """The same when weights are exchanged."""
 
 _OPERATOR = "operator"
+_MEMORY = "memory"
 
 _log = get_logger("trioserve.control")
 
@@ -112,9 +114,26 @@ class Control:
         # In somebody else's pause nobody finishes, so that waiting for it would be for ever.
         await quiet.pause(holder, retract=True)
 
+    async def release_memory(self) -> None:
+        """See :meth:`trioserve.engine.Engine.release_memory`."""
+        await self._quiet.pause(_MEMORY, retract=True)
+        await self._switch.turn_off()
+
+    async def resume_memory(self) -> None:
+        """See :meth:`trioserve.engine.Engine.resume_memory`."""
+        self._switch.turn_on()
+        self._quiet.resume(_MEMORY)
+        await self._switch.wait_there()
+
     def flush_cache(self) -> int:
         """See :meth:`trioserve.engine.Engine.flush_cache`."""
         return self._quiet.flush_prefixes()
+
+    @property
+    def _switch(self) -> Switch:
+        switch = self._scheduler.switch
+        assert switch is not None, "it is the engine process that is asked"
+        return switch
 
     @property
     def _quiet(self) -> Quiet:

@@ -353,6 +353,18 @@ class Engine:
     def weight_version(self, version: str) -> None:
         self.control.weight_version = version
 
+    async def release_memory(self) -> None:
+        """Give the worker's memory back, all of it: its process ends. Idempotent.
+
+        Requests keep their tokens and go on after :meth:`resume_memory`; those that come meanwhile
+        wait. Deadlines go on.
+        """
+        await self.control.release_memory()
+
+    async def resume_memory(self) -> None:
+        """Have a worker again; return once it has loaded the model. Idempotent."""
+        await self.control.resume_memory()
+
     def flush_cache(self) -> int:
         """Have no request find what has been computed up to now. What runs goes on with its own.
 

@@ -197,6 +197,7 @@ def open_scheduler(
         ).open,
         max_restarts=config.max_worker_restarts,
         judge=scheduler.judge,
+        switch=scheduler.switch,
         on_loss=metrics.worker_lost,
         on_replaced=metrics.worker_replaced,
     )

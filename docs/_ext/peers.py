@@ -130,6 +130,7 @@ _NAMES = {
         ),
     },
     "UpdateWeightVersionRequest": {"SGLang": "abort_all_requests new_version"},
+    "MemoryRequest": {"SGLang": "tags"},
     "FlushRequest": {"SGLang": "timeout_s"},
     "DetokenizeRequest": {
         "vLLM": ("model tokens"),

@@ -126,6 +126,8 @@ class Host:
                 "update_weights": self._update_weights,
                 "weight_version": self._weight_version,
                 "call_weights": self._call_weights,
+                "release_memory": self._release_memory,
+                "resume_memory": self._resume_memory,
             },
         )
         self._homes[home] = None
@@ -221,6 +223,12 @@ class Host:
     async def _update_weights(self, arguments: Any) -> str:
         await self._control.update_weights(*arguments)
         return self._control.weight_version
+
+    async def _release_memory(self, _: Any) -> None:
+        await self._control.release_memory()
+
+    async def _resume_memory(self, _: Any) -> None:
+        await self._control.resume_memory()
 
     async def _weight_version(self, _: Any) -> str:
         return self._control.weight_version

@@ -79,6 +79,8 @@ class RemoteScheduler:
     """It is the engine process that pauses."""
     weights = None
     """And that exchanges weights."""
+    switch = None
+    """And that has a worker."""
 
     def __init__(
         self,

@@ -136,6 +136,14 @@ class SharedServer:
         """Call the weights that serve something else."""
         await self._remote.asks.ask("call_weights", version)
 
+    async def release_memory(self) -> None:
+        """As :meth:`trioserve.Engine.release_memory`."""
+        await self._remote.asks.ask("release_memory")
+
+    async def resume_memory(self) -> None:
+        """As :meth:`trioserve.Engine.resume_memory`."""
+        await self._remote.asks.ask("resume_memory")
+
     # ---- what the engine process asks
 
     async def count(self, _: Any) -> Counted:

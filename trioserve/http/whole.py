@@ -62,6 +62,12 @@ class Whole(Protocol):
     async def call_weights(self, version: str) -> None:
         """Call the weights that serve something else."""
 
+    async def release_memory(self) -> None:
+        """As :meth:`trioserve.Engine.release_memory`."""
+
+    async def resume_memory(self) -> None:
+        """As :meth:`trioserve.Engine.resume_memory`."""
+
 
 def health_word(engine: Engine) -> str:
     """How ``engine`` is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
@@ -128,3 +134,11 @@ class OneProcess:
     async def call_weights(self, version: str) -> None:
         """Call the weights that serve something else."""
         self._engine.weight_version = version
+
+    async def release_memory(self) -> None:
+        """As :meth:`trioserve.Engine.release_memory`."""
+        await self._engine.release_memory()
+
+    async def resume_memory(self) -> None:
+        """As :meth:`trioserve.Engine.resume_memory`."""
+        await self._engine.resume_memory()

@@ -37,6 +37,7 @@ from trioserve.scheduler.statistics import Observer, SchedulerStatistics
 from trioserve.scheduler.watchdog import Watchdog
 from trioserve.scheduler.weights import Weights
 from trioserve.worker import Link
+from trioserve.worker.switch import Switch
 
 __all__ = ["Limits", "Observer", "Scheduler", "SchedulerCore", "SchedulerStatistics"]
 
@@ -78,6 +79,8 @@ class Scheduler:
         self._watchdog = Watchdog(config.watchdog_timeout)
         self.quiet = Quiet(self._existing_core, self._wake)
         self.weights = Weights(self.call, self.quiet)
+        self.switch = Switch()
+        """Sends the worker away, for whoever supervises workers with it."""
         self._overdue = trio.CancelScope()
         """Ends when the worker counts as hung."""
 

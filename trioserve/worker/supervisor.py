@@ -30,6 +30,7 @@ from trioserve.task_dump import reporting
 from trioserve.worker import Link
 from trioserve.worker.link import NngLink
 from trioserve.worker.socket_folder import SocketFolder
+from trioserve.worker.switch import Switch
 
 __all__ = [
     "Supervisor",
@@ -285,6 +286,7 @@ class Supervisor:
             progress.
         on_loss: is told of every loss, after that.
         on_replaced: is told how many seconds after the loss of a worker the next one is attached.
+        switch: says whether there is to be a worker at all.
     """
 
     open_worker: OpenWorker
@@ -292,6 +294,7 @@ class Supervisor:
     judge: Callable[[WorkerLost], int]
     on_loss: Callable[[WorkerLost], None] = lambda _: None
     on_replaced: Callable[[float], None] = lambda _: None
+    switch: Switch = attrs.field(factory=Switch)
     restarts: int = attrs.field(default=0, init=False)
     """Workers that were replaced since the start."""
     _lost_at: float | None = attrs.field(default=None, init=False)
@@ -313,6 +316,8 @@ class Supervisor:
         started = False
         attempts = 0
         while True:
+            await self.switch.wait_on()
+            serving = trio.CancelScope()
             try:
                 async with self.open_worker() as (link, ready):
                     attempts = 0
@@ -320,7 +325,8 @@ class Supervisor:
                     if not started:
                         started = True
                         task_status.started(ready)
-                    await attach(link, ready)
+                    with self.switch.attached() as serving:
+                        await attach(link, ready)
             except NoRoomForWorker as error:
                 if not started:
                     raise
@@ -330,6 +336,8 @@ class Supervisor:
                 await trio.sleep(_delay(attempts))
                 continue
             except WorkerLost as error:
+                if serving.cancelled_caught:
+                    continue  # It had been sent away.
                 deaths = self._count(error)
                 if deaths > self.max_restarts or not started:
                     raise
@@ -340,7 +348,9 @@ class Supervisor:
                 if (deaths := self._count(WorkerLost(str(error)))) > self.max_restarts:
                     raise
             else:
-                raise AssertionError("a worker was let go that wasn't lost")
+                assert serving.cancelled_caught, "a worker was let go that wasn't lost"
+                _log.info("worker sent away")
+                continue
             self.restarts += 1
             await trio.sleep(_delay(deaths))
 

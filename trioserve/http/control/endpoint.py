@@ -15,6 +15,7 @@ from trioserve.http.control.schemas import (
     Done,
     FlushReply,
     FlushRequest,
+    MemoryRequest,
     PauseReply,
     PauseRequest,
     UpdateWeightsRequest,
@@ -94,6 +95,18 @@ class ControlEndpoints:
             await whole.abort([""], prefix=True)
         await whole.call_weights(request.new_version)
         return json_response(WeightVersion(weight_version=request.new_version))
+
+    async def release_memory_occupation(self) -> quart.Response:
+        """``POST /release_memory_occupation``: answered once the worker's process has ended."""
+        await self._service.read_if_any(MemoryRequest)
+        await self._service.whole.release_memory()
+        return json_response(Done(message="the worker is gone until /resume_memory_occupation"))
+
+    async def resume_memory_occupation(self) -> quart.Response:
+        """``POST /resume_memory_occupation``: answered once a worker has loaded the model."""
+        await self._service.read_if_any(MemoryRequest)
+        await self._service.whole.resume_memory()
+        return json_response(Done(message="a worker is there, and what waits is computed"))
 
     async def flush_cache(self) -> quart.Response:
         """``GET`` or ``POST /flush_cache``, and ``POST /reset_prefix_cache``."""

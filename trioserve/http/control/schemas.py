@@ -16,6 +16,7 @@ __all__ = [
     "Done",
     "FlushReply",
     "FlushRequest",
+    "MemoryRequest",
     "PauseReply",
     "PauseRequest",
     "UpdateWeightVersionRequest",
@@ -153,6 +154,15 @@ class WeightVersion(msgspec.Struct, kw_only=True):
     """What the weights are called that serve."""
 
     weight_version: Annotated[str, about("`default` for those that were loaded first.")]
+
+
+class MemoryRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /release_memory_occupation`` and of its counterpart; it may be empty."""
+
+    tags: Annotated[
+        list[Literal["kv_cache", "weights", "cuda_graph"]] | None,
+        about("What is meant; whichever it is, all of it goes, and all of it comes back."),
+    ] = None
 
 
 class FlushRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
