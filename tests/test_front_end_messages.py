@@ -156,7 +156,9 @@ def test_all_options_reach_a_front_end() -> None:
         api_server_count=4,
         ssl_certfile="certificate.pem",
     )
-    start = Start(index=1, count=4, config=config, path="/x", ready=FakeWorker().ready())
+    start = Start(
+        index=1, count=4, config=config, path="/x", ready=FakeWorker().ready(), sockets=[3, 5]
+    )
     assert decode_from_engine(encode(start)) == start
 
 

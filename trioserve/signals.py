@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import contextvars
 import signal
 from collections.abc import Iterator
 
@@ -29,7 +30,8 @@ def dumping_tasks() -> Iterator[None]:
             tasks = f"there is no dump: {error!r}"
         ask_others()
         # Not in this thread: it may have been interrupted in the middle of a write to the log.
-        _thread.start_new_thread(_dump_log.info, ("task dump",), {"tasks": tasks})
+        context = contextvars.copy_context()
+        _thread.start_new_thread(context.run, (_dump_log.info, "task dump"), {"tasks": tasks})
 
     previous = signal.signal(signal.SIGUSR1, dump)
     try:

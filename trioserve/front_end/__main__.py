@@ -1,4 +1,4 @@
-"""``python -P -m trioserve.front_end --connect URL --listen 3,4``: a front end of a server."""
+"""``python -P -m trioserve.front_end --connect URL --index 0 --listen 3,4`` is a front end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m trioserve.front_end", description=__doc__)
     parser.add_argument("--connect", metavar="URL", required=True, help="where the engine listens")
-    parser.add_argument("--listen", metavar="N,…", required=True, help="descriptors of sockets")
+    parser.add_argument(
+        "--listen", metavar="N,…", required=True, help="descriptors of listening sockets"
+    )
+    parser.add_argument("--index", type=int, required=True, help="which front end this is")
     options = parser.parse_args()
     with importing():
         from trioserve.front_end.main import run
-    run(options.connect, [int(number) for number in options.listen.split(",")])
+    run(options.connect, options.index, [int(number) for number in options.listen.split(",")])
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 import trio
 
@@ -15,6 +13,7 @@ from trioserve.front_end.host import Host
 from trioserve.front_end.messages import Drain, Failed, Start, Stop
 from trioserve.front_end.process import run_front_end
 from trioserve.groups import sole_exception
+from trioserve.http.listeners import SharedListening
 from trioserve.logs import get_logger
 
 __all__ = ["Fleet"]
@@ -36,13 +35,13 @@ class Fleet:
         host: where they are at home.
         config: the server's options, with how many there are to be.
         path: the model's folder or file.
-        descriptors: the sockets that all of them listen on.
+        listening: the sockets that they listen on.
     """
 
     host: Host
     config: ServerConfig
     path: str
-    descriptors: Sequence[int]
+    listening: SharedListening
     restarts: int = attrs.field(default=0, init=False)
     """Front ends that were replaced."""
     _num_listening: int = attrs.field(default=0, init=False)
@@ -92,7 +91,7 @@ class Fleet:
             home: Home | None = None
             try:
                 async with run_front_end(
-                    self._start(index), self.descriptors, last_word=self._last_word
+                    self._start(index), self.listening.descriptors, last_word=self._last_word
                 ) as socket:
                     with self.host.at_home(socket) as home:
                         if not has_listened:
@@ -126,6 +125,7 @@ class Fleet:
             config=self.config,
             path=self.path,
             ready=self.host.ready,
+            sockets=self.listening.by_process[index],
         )
 
     def _last_word(self) -> Stop | Failed:

@@ -43,8 +43,10 @@ EXIT_PARENT_GONE = 3
 _log = get_logger("trioserve.front_end")
 
 
-def run(url: str, descriptors: Sequence[int]) -> None:
-    """Serve the engine process that listens at ``url``, on the sockets with these descriptors."""
+def run(url: str, index: int, descriptors: Sequence[int]) -> None:
+    """Serve the engine process that listens at ``url``, on sockets that were inherited."""
+    # On every line of the log.
+    structlog.contextvars.bind_contextvars(front_end=index)
     front_end = _FrontEnd(descriptors)
     trio.run(front_end.main, url)
     # What a thread was given up with isn't waited for.
@@ -83,7 +85,6 @@ class _FrontEnd:
 
     async def _serve(self, socket: PairSocket, start: Start) -> None:
         setup_logging(start.config.log_level, start.config.log_format)
-        structlog.contextvars.bind_contextvars(front_end=start.index)
         raise_descriptor_limit()
         try:
             with dumping_tasks(), rare_collections() as settle:
@@ -104,6 +105,7 @@ class _FrontEnd:
     async def _run(self, socket: PairSocket, start: Start, settle: Callable[[], None]) -> None:
         config = start.config
         model = await LoadedModel.read(config.engine, Path(start.path))
+        others = [each for each in self._descriptors if each not in start.sockets]
         names = config.served_model_name or (model.name,)
         metrics = Metrics(names[0], config.engine.metrics_prefix)
         handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {}
@@ -135,7 +137,7 @@ class _FrontEnd:
                     engine,
                     create_app(engine, config, whole=whole),
                     config,
-                    listening=inherited(config, self._descriptors),
+                    listening=inherited(config, start.sockets, others),
                     shutdown=self._shutdown,
                     task_status=_Started(functools.partial(remote.tell, Listening()), settle),
                 )

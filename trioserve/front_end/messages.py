@@ -170,6 +170,8 @@ class Start(_Message):
     path: str
     """The model's folder or file: already found, never a name to be looked up."""
     ready: wire.Ready
+    sockets: list[int]
+    """Descriptors of those that it listens on, among those that it has inherited."""
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):

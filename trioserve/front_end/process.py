@@ -52,7 +52,7 @@ async def run_front_end(
 
     Args:
         start: what it is to serve.
-        descriptors: the sockets that it is to listen on.
+        descriptors: listening sockets that it is to inherit, its own among them.
         last_word: gives what it is told at the end.
 
     Raises:
@@ -64,7 +64,7 @@ async def run_front_end(
         contextlib.closing(_make_folder()) as folder,
         contextlib.closing(_listen(folder.url)) as socket,
     ):
-        process = await _start_process(folder.url, descriptors)
+        process = await _start_process(folder.url, start.index, descriptors)
         name = f"front end {start.index} (process {process.pid})"
 
         async def watch(scope: trio.CancelScope) -> None:
@@ -118,9 +118,9 @@ def _listen(url: str) -> PairSocket:
         raise FrontEndLost(f"no socket for a front end at {url}: {error}") from error
 
 
-async def _start_process(url: str, descriptors: Sequence[int]) -> trio.Process:
+async def _start_process(url: str, index: int, descriptors: Sequence[int]) -> trio.Process:
     command = [sys.executable, "-P", "-m", "trioserve.front_end", "--connect", url]
-    command += ["--listen", ",".join(map(str, descriptors))]
+    command += ["--index", str(index), "--listen", ",".join(map(str, descriptors))]
     try:
         return await trio.lowlevel.open_process(
             command,

@@ -13,7 +13,7 @@ from trioserve.config import ServerConfig
 from trioserve.front_end.fleet import Fleet
 from trioserve.front_end.host import open_host
 from trioserve.groups import sole_exception
-from trioserve.http.listeners import open_listening, removing_socket_file
+from trioserve.http.listeners import open_shared_listening, removing_socket_file
 from trioserve.metrics import Metrics, measure_loop_lag
 from trioserve.nursery import locate_model, log_loaded, open_scheduler
 from trioserve.worker.supervisor import OnProgress
@@ -36,13 +36,13 @@ async def serve_with_front_ends(
     scheduler, supervisor = open_scheduler(config.engine, path, metrics, on_progress, mock)
     async with open_host(config, scheduler, supervisor, metrics) as host:
         log_loaded(name, host.ready)
-        listening = await open_listening(config)
+        listening = await open_shared_listening(config, config.api_server_count)
         with removing_socket_file(config), contextlib.closing(listening):
             fleet = Fleet(
                 host=host,
                 config=config,
                 path=str(path.resolve()),
-                descriptors=listening.descriptors,
+                listening=listening,
             )
             failure: BaseException | None = None
             num_cut = 0

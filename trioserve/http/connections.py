@@ -19,6 +19,7 @@ __all__ = [
     "MAX_CONNECTIONS",
     "BoundedListener",
     "Connections",
+    "PatientListener",
     "connection_limit",
     "raise_descriptor_limit",
 ]
@@ -26,6 +27,8 @@ __all__ = [
 MAX_CONNECTIONS = 4096
 MOST_TOGETHER = 64
 """Connections that are accepted in one turn of the event loop, after the first."""
+PATIENCE = 0.1
+"""Seconds that a client may wait for the process that it is for, before another takes it."""
 _RESERVED_DESCRIPTORS = 128
 """For listeners, the worker's sockets, model files and whatever else the process has open."""
 
@@ -158,8 +161,8 @@ class BoundedListener(trio.abc.Listener[trio.SocketStream]):
         Not always a checkpoint: one is followed by at most ``MOST_TOGETHER`` that were there.
         """
         if self._taken:
-            return trio.SocketStream(trio.socket.from_stdlib_socket(self._taken.popleft()))
-        stream = await self._listener.accept()
+            return self._first_taken()
+        stream = await self._next()
         try:
             await self._connections.make_room()
         except BaseException:
@@ -167,6 +170,12 @@ class BoundedListener(trio.abc.Listener[trio.SocketStream]):
             raise
         self._take_more()
         return stream
+
+    async def _next(self) -> trio.SocketStream:
+        return await self._listener.accept()
+
+    def _first_taken(self) -> trio.SocketStream:
+        return trio.SocketStream(trio.socket.from_stdlib_socket(self._taken.popleft()))
 
     def _take_more(self) -> None:
         """Accept whoever waits, as far as there is room."""
@@ -184,3 +193,19 @@ class BoundedListener(trio.abc.Listener[trio.SocketStream]):
         while self._taken:
             self._taken.popleft().close()
         await self._listener.aclose()
+
+
+class PatientListener(BoundedListener):
+    """Another process's listener, whose clients are taken only where that process leaves them.
+
+    It may have died, or be busy, or have as many connections as it may. While it takes them soon,
+    each of its clients costs this process two turns of the event loop.
+    """
+
+    async def _next(self) -> trio.SocketStream:
+        while True:
+            await trio.lowlevel.wait_readable(self._listener.socket)
+            await trio.sleep(PATIENCE)
+            self._take_more()
+            if self._taken:
+                return self._first_taken()

@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 
 import attrs
@@ -19,9 +20,11 @@ from trioserve.http.tls import tls_context
 
 __all__ = [
     "Listening",
+    "SharedListening",
     "check_address",
     "inherited",
     "open_listening",
+    "open_shared_listening",
     "removing_socket_file",
 ]
 
@@ -35,16 +38,36 @@ class Listening:
     listeners: list[trio.SocketListener]
     urls: list[str]
     tls: ssl.SSLContext | None
-
-    @property
-    def descriptors(self) -> list[int]:
-        """The listening sockets' descriptors, for other processes to inherit."""
-        return [listener.socket.fileno() for listener in self.listeners]
+    others: list[trio.SocketListener] = attrs.field(factory=list)
+    """Those of other processes, to be looked after where these don't."""
 
     def close(self) -> None:
         """Close every listener. Idempotent."""
-        for listener in self.listeners:
+        for listener in (*self.listeners, *self.others):
             listener.socket.close()
+
+
+@attrs.frozen
+class SharedListening:
+    """What several processes listen on together: the descriptors of each one's own sockets.
+
+    Where the system hands out connections evenly among sockets of one address, each has its own;
+    else all have the same.
+    """
+
+    by_process: list[list[int]]
+    urls: list[str]
+    _sockets: list[socket.socket]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """All of them, each once."""
+        return [each.fileno() for each in self._sockets]
+
+    def close(self) -> None:
+        """Close every socket in this process. Idempotent."""
+        for each in self._sockets:
+            each.close()
 
 
 async def open_listening(config: ServerConfig) -> Listening:
@@ -65,18 +88,66 @@ async def open_listening(config: ServerConfig) -> Listening:
     return Listening(listeners, [_url(scheme, listener.socket) for listener in listeners], tls)
 
 
-def inherited(config: ServerConfig, descriptors: Iterable[int]) -> Listening:
-    """What another process has opened for this one by :func:`open_listening`.
+async def open_shared_listening(config: ServerConfig, count: int) -> SharedListening:
+    """Listen as ``config`` says, for so many processes to inherit.
+
+    Raises:
+        TrioserveError: as :func:`open_listening`.
+    """
+    # Nobody else may listen there: sockets that share an address don't find out.
+    listening = await open_listening(config)
+    if config.uds is not None or sys.platform != "linux":
+        sockets = [
+            socket.socket(fileno=os.dup(each.socket.fileno())) for each in listening.listeners
+        ]
+        listening.close()
+        own = [each.fileno() for each in sockets]
+        return SharedListening([own] * count, listening.urls, sockets)
+    addresses = [(each.socket.family, each.socket.getsockname()) for each in listening.listeners]
+    listening.close()
+    try:
+        rows = [
+            [_listen_beside_others(family, address) for family, address in addresses]
+            for _ in range(count)
+        ]
+    except OSError as error:
+        place = f"{config.host}:{config.port}"
+        raise TrioserveError(f"can't listen on {place}: {_why(error)}") from error
+    sockets = [each for row in rows for each in row]
+    by_process = [[each.fileno() for each in row] for row in rows]
+    return SharedListening(by_process, listening.urls, sockets)
+
+
+def _listen_beside_others(family: int, address: tuple[object, ...]) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def inherited(config: ServerConfig, own: Iterable[int], others: Iterable[int]) -> Listening:
+    """What another process has opened for this one by :func:`open_shared_listening`.
 
     Raises:
         TrioserveError: TLS can't be set up.
     """
     tls = tls_context(config)
-    listeners = [
+    return Listening(_listeners(own), [], tls, _listeners(others))
+
+
+def _listeners(descriptors: Iterable[int]) -> list[trio.SocketListener]:
+    return [
         trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=descriptor)))
         for descriptor in descriptors
     ]
-    return Listening(listeners, [], tls)
 
 
 async def check_address(config: ServerConfig) -> None:

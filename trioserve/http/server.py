@@ -31,7 +31,12 @@ from hypercorn.utils import LifespanFailureError, LifespanTimeoutError
 from trioserve.config import ServerConfig
 from trioserve.errors import TrioserveError
 from trioserve.http.connection import Connection
-from trioserve.http.connections import BoundedListener, Connections, connection_limit
+from trioserve.http.connections import (
+    BoundedListener,
+    Connections,
+    PatientListener,
+    connection_limit,
+)
 from trioserve.http.listeners import Listening, open_listening, removing_socket_file
 from trioserve.http.settings import ServerSettings, server_settings
 
@@ -211,8 +216,10 @@ class _Server:
         return num_cut
 
     async def _accept(self, handlers: trio.Nursery) -> None:
+        own, others = self._listening.listeners, self._listening.others
         listeners = [
-            BoundedListener(listener, self.connections) for listener in self._listening.listeners
+            *(BoundedListener(listener, self.connections) for listener in own),
+            *(PatientListener(listener, self.connections) for listener in others),
         ]
         await trio.serve_listeners(self._serve_connection, listeners, handler_nursery=handlers)
 

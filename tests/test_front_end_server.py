@@ -1,0 +1,407 @@
+"""A server of several processes: answers as of one, whoever dies, and an end in order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import trio
+from http_stub import connect, http_client, read_to_end, read_until
+
+from tests.test_shutdown_process import (
+    LAST_CHUNK,
+    PATH,
+    Server,
+    _lives,
+    last_event,
+    request,
+    start,
+    tiny,
+)
+from tests.tls_certificates import make_authority
+
+__all__ = ["start", "tiny"]
+
+CHAT = "/v1/chat/completions"
+TWO = ("--api-server-count", "2")
+MOCK = ("--mock-worker", "10ms", *TWO)
+"""Where it doesn't matter what the model says."""
+MESSAGES = [{"role": "user", "content": "the cat and the dog"}]
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (PATH, {"prompt": "hello there", "max_tokens": 12, "temperature": 0}),
+    (PATH, {"prompt": ["hello", "the world"], "max_tokens": 5, "temperature": 0, "n": 2}),
+    (PATH, {"prompt": "on the house", "max_tokens": 6, "temperature": 0, "logprobs": 3}),
+    (PATH, {"prompt": "on the house", "max_tokens": 1, "echo": True, "logprobs": 2, "seed": 1}),
+    (PATH, {"prompt": "is there", "max_tokens": 60, "temperature": 0, "stop": ["e", " "]}),
+    (PATH, {"prompt": "of you", "max_tokens": 9, "seed": 5, "temperature": 0.8, "n": 3}),
+    (
+        PATH,
+        {"prompt": "a", "max_tokens": 9, "seed": 2, "structured_outputs": {"regex": "[xyz]{4}"}},
+    ),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 9, "temperature": 0, "stream": True}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 7, "temperature": 0, "logprobs": True}),
+    (PATH, {"prompt": "x", "max_tokens": 100_000}),
+    (PATH, {"prompt": "x", "structured_outputs": {"regex": "("}}),
+]
+CHANGING = {"id", "created", "cached_tokens", "prompt_tokens_details"}
+
+
+def lasting(value: Any) -> Any:
+    """What of an answer is the same each time, whoever shares a batch with it."""
+    if isinstance(value, float):
+        return pytest.approx(value, abs=1e-3)
+    if isinstance(value, dict):
+        return {name: lasting(each) for name, each in value.items() if name not in CHANGING}
+    return [lasting(each) for each in value] if isinstance(value, list) else value
+
+
+def whole(response: httpx.Response) -> Any:
+    """The answer; the texts of a stream's events together."""
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        return response.status_code, lasting(response.json())
+    *events, done = response.text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    return response.status_code, text, choices[-1]["finish_reason"]
+
+
+async def answers(url: str, **options: Any) -> list[Any]:
+    """What the server answers to ``BODIES``, which come at once, each over a connection."""
+    found: dict[int, Any] = {}
+
+    async def ask(index: int) -> None:
+        path, body = BODIES[index]
+        async with http_client(url, **options) as client:
+            found[index] = whole(await client.post(path, json=body, timeout=60))
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(BODIES)):
+            nursery.start_soon(ask, index)
+    return [found[index] for index in range(len(BODIES))]
+
+
+def front_ends(server: Server) -> list[psutil.Process]:
+    """Those that live, by age."""
+    found = []
+    for child in server.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "trioserve.front_end" in child.cmdline():
+                found.append(child)
+    return sorted(found, key=lambda process: process.create_time())
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within: float = 30) -> None:
+    with trio.fail_after(within):
+        while not await condition():
+            await trio.sleep(0.02)
+
+
+async def values(url: str) -> dict[str, float]:
+    """The metrics that have one value, by their names."""
+    async with http_client(url) as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return {name.partition("{")[0]: float(value) for name, value in pairs}
+
+
+async def load(url: str) -> dict[str, int]:
+    async with http_client(url) as client:
+        found: dict[str, int] = (await client.get("/load")).json()
+    return found
+
+
+async def nothing_runs(url: str) -> bool:
+    found = await load(url)
+    return found["num_reqs"] == found["num_tokens"] == 0
+
+
+async def test_the_answers_are_those_of_one_process(tiny: Path, start: Any) -> None:
+    one = start(tiny, "--dtype", "float32")
+    log = ("--log-level", "info", "--log-format", "json")
+    two = start(tiny, "--dtype", "float32", *TWO, *log)
+    one.wait_until_it_serves()
+    two.wait_until_it_serves()
+    expected = await answers(one.url)
+    assert [each[0] for each in expected] == [200] * 9 + [400] * 2
+    assert await answers(two.url) == expected
+    counted = await values(two.url)
+    # Each answer's outputs, and those of nobody else.
+    assert counted["trioserve:e2e_request_latency_seconds_count"] == 10
+    assert counted["trioserve:request_rejections_total"] == 2
+    for server in (one, two):
+        server.process.send_signal(signal.SIGTERM)
+    await one.ended()
+    code, lines = await two.ended()
+    assert code == 0
+    events = [json.loads(line) for line in lines.splitlines()]
+    requests = [event for event in events if event["event"] == "request"]
+    assert len(requests) == len(BODIES) + 1
+    assert {event["front_end"] for event in requests} <= {0, 1}
+
+
+async def test_tls_over_a_unix_socket_and_a_client_that_leaves(start: Any, tmp_path: Path) -> None:
+    authority = make_authority(tmp_path / "certificates")
+    certificate, key = authority.issue("server")
+    path = tmp_path / "server.sock"
+    server = start(
+        Path("smollm2-135m"),
+        *MOCK,
+        *("--uds", str(path), "--ssl-certfile", certificate, "--ssl-keyfile", key),
+    )
+    server.wait_until_it_serves()
+    context = ssl.create_default_context(cafile=authority.file)
+    for _ in range(4):
+        transport = httpx.AsyncHTTPTransport(uds=str(path), verify=context)
+        async with http_client("https://127.0.0.1", transport=transport) as client:
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            with contextlib.suppress(httpx.ReadTimeout):
+                body = {"prompt": "x", "max_tokens": 5000, "ignore_eos": True}
+                await client.post(PATH, json=body, timeout=0.3)
+    transport = httpx.AsyncHTTPTransport(uds=str(path), verify=context)
+    async with http_client("https://127.0.0.1", transport=transport) as client:
+
+        async def is_idle() -> bool:
+            found = (await client.get("/load")).json()
+            return bool(found["num_reqs"] == found["num_tokens"] == found["server_load"] == 0)
+
+        await until(is_idle)
+    server.process.send_signal(signal.SIGTERM)
+    assert await server.ended() == (0, "")
+    assert not path.exists()
+
+
+async def test_a_front_end_that_is_killed_under_load(start: Any) -> None:
+    server = start(Path("smollm2-135m"), *MOCK, "--log-format", "json")
+    server.wait_until_it_serves()
+    clients = [await server.stream(max_tokens=200) for _ in range(16)]
+    victim, other = front_ends(server)
+    held = await _streams_of(other, clients)
+    assert 0 < held < 16
+    victim.kill()
+    found: list[bytes] = []
+
+    async def read(client: trio.SocketStream) -> None:
+        # The dead one's are closed in the midst of an answer.
+        with contextlib.suppress(trio.BrokenResourceError, AssertionError):
+            found.append(await read_until(client, LAST_CHUNK))
+
+    async with trio.open_nursery() as nursery:
+        for client in clients:
+            nursery.start_soon(read, client)
+
+        async def is_left_alone() -> bool:
+            return (await load(server.url))["num_reqs"] == held
+
+        # The requests of the dead are gone at once, long before they would have ended.
+        await until(is_left_alone, within=1.5)
+    assert len(found) == held
+    for answer in found:
+        assert answer.endswith(b"data: [DONE]\n\n" + LAST_CHUNK)
+        assert b'"finish_reason":"length"' in answer
+    await until(lambda: nothing_runs(server.url))
+
+    async def is_replaced() -> bool:
+        return len(front_ends(server)) == 2
+
+    await until(is_replaced)
+    assert victim not in front_ends(server)
+    await (await server.stream(max_tokens=2)).aclose()
+    dumps = await _dump(server)
+    assert {event.get("front_end") for event in dumps} == {None, 0, 1}
+    assert all("trio tasks" in event["tasks"] for event in dumps)
+    await _end(server, "drain")
+
+
+async def _dump(server: Server) -> list[dict[str, Any]]:
+    """What each process logs when the engine's is asked what all tasks do."""
+    assert server.process.stderr is not None
+    os.set_blocking(server.process.stderr.fileno(), False)
+    server.process.send_signal(signal.SIGUSR1)
+    data = b""
+    with trio.fail_after(20):
+        while data.count(b'"task dump"') < 3 or not data.endswith(b"\n"):
+            data += server.process.stderr.read() or b""
+            await trio.sleep(0.05)
+    os.set_blocking(server.process.stderr.fileno(), True)
+    lines = [line for line in data.splitlines() if line.startswith(b"{")]
+    return [event for line in lines if (event := json.loads(line))["event"] == "task dump"]
+
+
+async def _end(server: Server, how: str) -> None:
+    """End the server with streams that run, in one of several ways."""
+    max_tokens = 60 if how == "drain" else 8000
+    clients = [await server.stream(max_tokens=max_tokens) for _ in range(8)]
+    found: list[bytes] = []
+
+    async def read(client: trio.SocketStream) -> None:
+        found.append(await read_to_end(client))
+
+    async with trio.open_nursery() as nursery:
+        for client in clients:
+            nursery.start_soon(read, client)
+        server.process.send_signal(signal.SIGTERM)
+        if how == "second signal":
+            for _ in range(6):
+                async with http_client(server.url) as client:
+                    while (await client.get("/health")).json() != {"status": "draining"}:
+                        await trio.sleep(0.01)
+                    refused = await client.post(PATH, json={"prompt": "x"})
+                    assert refused.status_code == 503
+            server.process.send_signal(signal.SIGINT)
+        code, _ = await server.ended()
+    assert code == {"drain": 0, "time is over": 3, "second signal": 128 + signal.SIGINT}[how]
+    assert len(found) == 8
+    for answer in found:
+        event = last_event(answer)
+        assert event == {} if how == "drain" else event["error"]["code"] == "shutting_down"
+
+
+async def _streams_of(process: psutil.Process, clients: list[trio.SocketStream]) -> int:
+    """How many of the connections the process has."""
+    ports = {client.socket.getsockname()[1] for client in clients}
+    return sum(
+        bool(each.raddr) and each.raddr.port in ports for each in process.net_connections("tcp")
+    )
+
+
+async def test_a_front_end_that_is_stopped_holds_nobody_else_up(start: Any) -> None:
+    server = start(Path("smollm2-135m"), *MOCK, "--shutdown-timeout", "600")
+    server.wait_until_it_serves()
+    first, second = front_ends(server)
+    first.suspend()
+    # Half of the clients are for the one that is stopped; the other sees to them.
+    for _ in range(8):
+        async with http_client(server.url) as client:
+            body = {"prompt": "x", "max_tokens": 3}
+            assert (await client.post(PATH, json=body)).status_code == 200
+    counted = await values(server.url)
+    assert counted["trioserve:generation_tokens_total"] == 24
+    first.resume()
+    await _end(server, "second signal")
+    assert not _lives(second)
+
+
+async def test_a_worker_that_dies_is_a_pause_for_all(start: Any) -> None:
+    server = start(Path("smollm2-135m"), *MOCK, "--shutdown-timeout", "0.5")
+    server.wait_until_it_serves()
+    clients = [await server.stream(max_tokens=150) for _ in range(6)]
+    (await server.worker()).kill()
+    for client in clients:
+        answer = await read_until(client, LAST_CHUNK)
+        assert answer.endswith(b"data: [DONE]\n\n" + LAST_CHUNK)
+        assert b'"finish_reason":"length"' in answer
+    assert (await values(server.url))["trioserve:worker_restarts_total"] == 1
+    await _end(server, "time is over")
+
+
+async def test_an_engine_process_that_is_killed_takes_all_with_it(start: Any) -> None:
+    server = start(Path("smollm2-135m"), *MOCK)
+    server.wait_until_it_serves()
+    # What service managers send to every process is for the engine's alone.
+    for process in server.children():
+        process.send_signal(signal.SIGTERM)
+    clients = [await server.stream(max_tokens=5000) for _ in range(4)]
+    assert len(server.children()) == 3
+    server.process.kill()
+    with trio.fail_after(10):
+        while server.children():
+            await trio.sleep(0.01)
+        for client in clients:
+            # The last event says that it was cut off.
+            assert last_event(await read_to_end(client))["error"]
+
+
+async def test_an_engine_that_fails_ends_every_stream(start: Any) -> None:
+    server = start(Path("smollm2-135m"), *MOCK, "--max-worker-restarts", "0")
+    server.wait_until_it_serves()
+    clients = [await server.stream() for _ in range(4)]
+    (await server.worker()).kill()
+    found = [last_event(await read_to_end(client)) for client in clients]
+    code, error = await server.ended()
+    assert [event["error"]["code"] for event in found] == ["engine_error"] * 4
+    assert code == 1
+    line = error.splitlines()[-1]
+    assert line.startswith("trioserve: the engine failed: worker ")
+    assert "Traceback" not in error
+
+
+async def test_front_ends_that_die_again_and_again_end_the_server(start: Any) -> None:
+    server = start(Path("smollm2-135m"), *MOCK, "--max-worker-restarts", "1")
+    server.wait_until_it_serves()
+    killed: set[int] = set()
+    with trio.fail_after(30):
+        while server.process.poll() is None:
+            for process in front_ends(server)[-1:]:
+                if process.pid not in killed and len(front_ends(server)) == 2:
+                    killed.add(process.pid)
+                    process.kill()
+            await trio.sleep(0.05)
+    code, error = await server.ended()
+    assert code == 1
+    assert "front ends died 2 times: front end" in error.splitlines()[-1]
+    assert "Traceback" not in error
+
+
+async def test_what_keeps_a_front_end_from_serving_is_one_line(start: Any, tmp_path: Path) -> None:
+    server = start(
+        Path("smollm2-135m"), *MOCK, "--chat-template", str(tmp_path / "there is none.jinja")
+    )
+    code, error = await server.ended()
+    assert code == 1
+    line = error.splitlines()[-1]
+    assert line.startswith("trioserve: the chat template ")
+    assert "Traceback" not in error
+
+
+async def test_bounds_hold_over_all_front_ends(start: Any) -> None:
+    server = start(
+        Path("smollm2-135m"),
+        *MOCK,
+        *("--max-num-seqs", "1", "--max-num-queued-reqs", "4"),
+        *("--api-key", "one", "--api-key", "two", "--max-requests-per-key", "5"),
+    )
+    server.wait_until_it_serves()
+
+    async def open_stream(key: str) -> bytes:
+        """The first line of the answer; the connection stays open."""
+        client = await connect(server.url)
+        whole = request(max_tokens=3000)
+        head = b"\r\nAuthorization: Bearer " + key.encode() + b"\r\n"
+        await client.send_all(whole.replace(b"\r\n", head, 1))
+        answer = await read_until(client, b"\r\n\r\n")
+        opened.append(client)
+        return answer.partition(b"\r\n")[0]
+
+    opened: list[trio.SocketStream] = []
+    with trio.fail_after(40):
+        # One runs and four wait, which is as many as this key may have, too.
+        firsts = [await open_stream("one") for _ in range(5)]
+        assert all(b" 200 " in line for line in firsts)
+        refusals = [await open_stream("one") for _ in range(6)]
+        refusals += [await open_stream("two") for _ in range(6)]
+    assert all(b" 429 " in line for line in refusals)
+    async with http_client(server.url, headers={"Authorization": "Bearer two"}) as client:
+        text = (await client.get("/metrics")).text
+        assert 'trioserve:http_errors_total{code="key_limit"} 6.0' in text
+        assert 'trioserve:http_errors_total{code="queue_full"} 6.0' in text
+        for each in opened:
+            await each.aclose()
+
+        async def is_idle() -> bool:
+            return bool((await client.get("/load")).json()["num_reqs"] == 0)
+
+        await until(is_idle)
+        body = {"prompt": "x", "max_tokens": 2}
+        assert (await client.post(PATH, json=body)).status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert await server.ended() == (0, "")
