@@ -92,16 +92,20 @@ class Control:
             path = await trio.to_thread.run_sync(_locate, model, abandon_on_cancel=True)
         except ModelLoadError as error:
             raise InvalidRequest(str(error), param="model") from error
+        await self.exchange_weights(str(path), mode, version)
+
+    async def exchange_weights(self, path: str, mode: str, version: str | None = None) -> None:
+        """:meth:`update_weights` from what has been found at ``path``."""
         weights = self._scheduler.weights
         assert weights is not None, "it is the engine process that is asked"
         try:
-            checksum = await weights.exchange(str(path), functools.partial(self._clear, mode))
+            checksum = await weights.exchange(path, functools.partial(self._clear, mode))
         except CallFailed as error:
             raise InvalidRequest(
                 f"the weights stay as they are: {error.reason}", param="model"
             ) from error
         self.weight_version = checksum if version is None else version
-        _log.info("weights exchanged", path=str(path), version=self.weight_version)
+        _log.info("weights exchanged", path=path, version=self.weight_version)
 
     async def _clear(self, mode: str, holder: str) -> None:
         """Pause in the name of ``holder`` so that no request has KV of the old weights."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
@@ -123,6 +124,8 @@ class FakeWorker:
     calls: dict[str, Callable[[Any], Any]] = attrs.field(factory=dict)
     call_time: float = 0.0
     num_steps: int = attrs.field(init=False, default=0)
+    weights: str = attrs.field(init=False, default="")
+    """What it was told to compute with. Tokens don't depend on it, but what its pages hold does."""
     slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
     _next_plan: int = attrs.field(init=False, default=1)
     _failed: bool = attrs.field(init=False, default=False)
@@ -232,7 +235,7 @@ class FakeWorker:
         assert stop <= self.max_model_len, "a sequence is longer than the model allows"
         self._check_pages_written(slot, start, stop)
         places = self._places(slot, stop)
-        before = self._digests[places[start - 1]] if start else np.uint64(0)
+        before = self._digests[places[start - 1]] if start else self._of_weights
         tokens = np.array(slot.tokens[start:stop], dtype=np.int32)
         self._tokens[places[start:]] = tokens
         self._digests[places[start:]] = before + _digests(tokens, start)
@@ -273,8 +276,9 @@ class FakeWorker:
     def _read(self, slot: _Slot, places: npt.NDArray[np.int64]) -> list[int]:
         """The context of ``slot`` as its pages hold it."""
         tokens = self._tokens[places]
-        assert np.array_equal(self._digests[places], _digests(tokens, 0)), (
-            "a page was computed after other tokens than those that stand before it"
+        assert np.array_equal(self._digests[places], self._of_weights + _digests(tokens, 0)), (
+            "a page was computed after other tokens than those that stand before it, or with "
+            "other weights"
         )
         context: list[int] = tokens.tolist()
         assert context == slot.tokens, "a page holds other tokens than its sequence"
@@ -316,9 +320,24 @@ class FakeWorker:
         """How long a step is to take."""
         return self.step_time(plan) if callable(self.step_time) else self.step_time
 
+    @property
+    def _of_weights(self) -> np.uint64:
+        return np.uint64(zlib.crc32(self.weights.encode()))
+
+    def swap_weights(self, weights: str) -> None:
+        """Compute with ``weights``, whatever they are, from the next step on."""
+        assert not self.slots, "weights are exchanged under a sequence that is open"
+        self.weights = weights
+
     def answer(self, call: wire.Call) -> wire.Reply:
-        """Answer a call from ``calls``."""
-        function = {"prepare": lambda _: None, **self.calls}.get(call.name)
+        """Answer a call from ``calls``, or one that every worker knows."""
+        known: dict[str, Callable[[Any], Any]] = {
+            "prepare": lambda _: None,
+            "read_weights": lambda path: f"checksum of {path}",
+            "swap_weights": self.swap_weights,
+            "discard_weights": lambda _: None,
+        }
+        function = {**known, **self.calls}.get(call.name)
         if function is None:
             return wire.Reply(number=call.number, error=f"there is no call {call.name!r}")
         try:

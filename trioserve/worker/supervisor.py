@@ -313,6 +313,12 @@ class Supervisor:
             WorkerLost: the first worker never got ready, or workers died ``max_restarts + 1`` times
                 without progress in between.
         """
+        try:
+            await self._run(attach, task_status)
+        finally:
+            self.switch.end()
+
+    async def _run(self, attach: Attach, task_status: trio.TaskStatus[wire.Ready]) -> None:
         started = False
         attempts = 0
         while True:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import attrs
 import trio
 
+from trioserve.errors import WorkerLost
+
 __all__ = ["Switch"]
 
 
@@ -22,6 +24,7 @@ class Switch:
     _there: trio.Event = attrs.field(init=False, factory=trio.Event)
     """Set while a worker serves."""
     _attached: trio.CancelScope | None = attrs.field(init=False, default=None)
+    _ended: bool = attrs.field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         self._wanted = trio.Event()
@@ -34,7 +37,7 @@ class Switch:
 
     async def turn_off(self) -> None:
         """Send the worker away; return once its process has ended. Idempotent."""
-        if self.is_on:
+        if self.is_on and not self._ended:
             self._wanted, self._gone = trio.Event(), trio.Event()
             if self._attached is not None:
                 self._attached.cancel()
@@ -45,9 +48,15 @@ class Switch:
         self._wanted.set()
 
     async def wait_there(self) -> None:
-        """Wait until a worker serves."""
+        """Wait until a worker serves.
+
+        Raises:
+            WorkerLost: there will be none any more.
+        """
         while not self._there.is_set():
             await self._there.wait()
+        if self._ended:
+            raise WorkerLost("there are no workers any more")
 
     # ---- for the supervisor
 
@@ -68,3 +77,9 @@ class Switch:
                 yield scope
             finally:
                 self._attached, self._there = None, trio.Event()
+
+    def end(self) -> None:
+        """There is no worker, and there will be none."""
+        self._ended = True
+        self._gone.set()
+        self._there.set()

@@ -212,7 +212,9 @@ def _pauses(choose: random.Random, span: float) -> tuple[Pause, ...]:
     return tuple(
         Pause(
             at=choose.uniform(0, span + 0.4),
-            mode=choose.choice(("wait", "retract", "in_place")),
+            mode=choose.choice(
+                ("wait", "retract", "in_place", "exchange wait", "exchange retract", "release")
+            ),
             seconds=choose.choice(_SECONDS),
             flushes=choose.random() < 0.5,
         )

@@ -91,12 +91,13 @@ class Fault:
 
 @attrs.frozen(kw_only=True)
 class Pause:
-    """The engine is paused for a while, in a mode that loses nothing."""
+    """Nothing is computed for a while, in a way that loses nothing."""
 
     at: float
     """Seconds after the engine is up."""
     mode: str
-    """``wait``, ``retract`` or ``in_place``."""
+    """``wait``, ``retract`` or ``in_place``; ``exchange wait`` and ``exchange retract``: weights
+    are exchanged in that mode; ``release``: the worker is sent away."""
     seconds: float
     flushes: bool = False
     """Whether the prefix cache is emptied meanwhile."""

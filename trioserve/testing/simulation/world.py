@@ -273,17 +273,35 @@ class _World:
         await trio.sleep(pause.at)
         async with self.pausing:
             self.trace.note(f"pause: {pause.mode}")
-            await engine.pause(pause.mode)
-            self.books.is_quiet = True
-            if pause.flushes:
-                self.trace.note(f"{engine.flush_cache()} pages are flushed")
-                self.books.since_flush = set()
-                self.check()
             # Who lost the slot may come after somebody for whom there was one.
             self.books.turns.accident()
-            await trio.sleep(pause.seconds)
+            try:
+                await self._keep_quiet(engine, pause)
+            except TrioserveError as error:
+                # The worker, or the engine, has come to its end meanwhile.
+                self.trace.note(f"the pause fails: {error!r}")
             self.trace.note("the pause ends")
-            self.books.is_quiet = False
+
+    async def _keep_quiet(self, engine: Engine, pause: Pause) -> None:
+        if pause.mode.startswith("exchange "):
+            weights = f"weights of {trio.current_time()}"
+            await engine.control.exchange_weights(weights, pause.mode.partition(" ")[2])
+            self.books.since_flush = set()
+            return
+        if pause.mode == "release":
+            await engine.release_memory()
+        else:
+            await engine.pause(pause.mode)
+        self.books.is_quiet = True
+        if pause.flushes and pause.mode != "release":
+            self.trace.note(f"{engine.flush_cache()} pages are flushed")
+            self.books.since_flush = set()
+            self.check()
+        await trio.sleep(pause.seconds)
+        self.books.is_quiet = False
+        if pause.mode == "release":
+            await engine.resume_memory()
+        else:
             engine.resume()
 
     async def _end(self, engine: Engine) -> None:
