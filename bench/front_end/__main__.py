@@ -238,8 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "options": {name: str(value) for name, value in vars(options).items()},
         "cores": dict(zip(("servers", "client"), cores(), strict=True)),
         "versions": versions,
-        "table": table(measured),
-        "processes": processes(measured),
+        "table": f"{table(measured)}\n\n{processes(measured)}",
         "verdicts": [attrs.asdict(verdict) for verdict in verdicts(measured)],
     }
     path = save(options.out, "front_end", measured, facts)
