@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import trio
 
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
+from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.statistics import SchedulerStatistics
 from trioserve.scheduler.weights import Weights
@@ -58,6 +59,9 @@ class Backend(Protocol):
     @property
     def switch(self) -> Switch | None:
         """What sends its worker away; None where another process does."""
+
+    def feeds(self) -> Feeds | None:
+        """What it tells whoever listens; None where another process does."""
 
     @property
     def idle(self) -> bool:

@@ -38,6 +38,7 @@ from trioserve.errors import (
     RequestAborted,
     SlowReader,
 )
+from trioserve.feed import DEFAULT_MAX_RECORDS, Subscription
 from trioserve.generation import (
     Completion,
     GenerationStream,
@@ -49,6 +50,8 @@ from trioserve.generation import (
 from trioserve.metrics import Metrics
 from trioserve.request import Finish, FinishReason, Prompt, Request, Sequence, Times
 from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.scheduler.feeds import Feeds
+from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
 from trioserve.stream import Chunk, Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
@@ -389,6 +392,25 @@ class Engine:
             # The detokenizer does the same, but may have been cancelled with the engine's scope.
             request.stream.close(error)
 
+    def iterations(
+        self, max_records: int = DEFAULT_MAX_RECORDS
+    ) -> contextlib.AbstractContextManager[Subscription[Iteration]]:
+        """A record of each step: ``with engine.iterations() as iterations``, then read them.
+
+        Nothing is recorded while nobody reads. A reader that is too slow for what comes loses the
+        oldest records; ``iterations.num_dropped`` tells how many.
+
+        Args:
+            max_records: how many may wait to be read.
+        """
+        return self._feeds.iterations.feed.subscribe(max_records)
+
+    @property
+    def _feeds(self) -> Feeds:
+        feeds = self._scheduler.feeds
+        assert feeds is not None, "it is the engine process that tells"
+        return feeds
+
     async def wait_idle(self) -> None:
         """Wait until no request is open."""
         while self._open:
@@ -469,6 +491,8 @@ class Engine:
         if self._closed is not None:
             return
         self._closed = error
+        if self._scheduler.feeds is not None:
+            self._scheduler.feeds.close(error)
         for request in self._open:
             request.reject(error)
             request.stream.close(error)

@@ -69,7 +69,7 @@ def fields_of(cls: type[msgspec.Struct]) -> list[Field]:
     """The fields of a class, in its order."""
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = [
-        _field(field.name, hints[field.name], field.required)
+        _field(field.encode_name, hints[field.name], field.required)
         for field in msgspec.structs.fields(cls)
     ]
     config = cls.__struct_config__

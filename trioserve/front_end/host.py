@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import attrs
+import msgspec
 import trio
 
 from trioserve import wire
@@ -26,6 +27,7 @@ from trioserve.control import Control
 from trioserve.engine_tasks import open_tasks
 from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
 from trioserve.errors import EngineError, Paused, TrioserveError
+from trioserve.feed import Tail
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Home, Hosting
 from trioserve.front_end.remote import EngineState
@@ -36,6 +38,7 @@ from trioserve.pair_socket import PairSocket
 from trioserve.preparation import Preparation
 from trioserve.request import Request, SequenceOutput
 from trioserve.scheduler import Scheduler
+from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
 from trioserve.task_dump import reporting
 from trioserve.worker.supervisor import Supervisor
@@ -93,6 +96,7 @@ class Host:
             or max(DEFAULT_MAX_TOKENS, ready.max_model_len),
         )
         self._control = Control(scheduler, _Open(self._homes))
+        self._iterations = Tail(scheduler.feeds.iterations.feed.subscribe)
         self._clock = SharedClock.now()
         self._hosting = Hosting(
             scheduler=scheduler,
@@ -128,6 +132,7 @@ class Host:
                 "call_weights": self._call_weights,
                 "release_memory": self._release_memory,
                 "resume_memory": self._resume_memory,
+                "iterations": self._take_iterations,
             },
         )
         self._homes[home] = None
@@ -235,6 +240,12 @@ class Host:
 
     async def _call_weights(self, version: Any) -> None:
         self._control.weight_version = version
+
+    async def _take_iterations(self, _: Any) -> list[Iteration]:
+        return [
+            msgspec.structs.replace(each, time=self._clock.shared(each.time))
+            for each in self._iterations.take()
+        ]
 
     # ---- what can be seen
 

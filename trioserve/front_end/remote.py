@@ -81,6 +81,8 @@ class RemoteScheduler:
     """And that exchanges weights."""
     switch = None
     """And that has a worker."""
+    feeds = None
+    """And that process tells what happens."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.errors import EngineError
+from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Counted
 from trioserve.front_end.host import Collected
 from trioserve.front_end.messages import LeaveSeat
@@ -21,6 +22,7 @@ from trioserve.front_end.remote import RemoteScheduler
 from trioserve.http.auth import Caller, Keys
 from trioserve.http.whole import Seat, health_word
 from trioserve.metrics.snapshot import filled, snapshot_of
+from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
 
 __all__ = ["SharedServer"]
@@ -143,6 +145,12 @@ class SharedServer:
     async def resume_memory(self) -> None:
         """As :meth:`trioserve.Engine.resume_memory`."""
         await self._remote.asks.ask("resume_memory")
+
+    async def iterations(self) -> list[Iteration]:
+        """The steps since this was asked last, by whatever process; the first time none."""
+        told = msgspec.convert(await self._remote.asks.ask("iterations"), list[Iteration])
+        clock = SharedClock.now()
+        return [msgspec.structs.replace(each, time=clock.own(each.time)) for each in told]
 
     # ---- what the engine process asks
 

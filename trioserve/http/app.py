@@ -26,6 +26,7 @@ from trioserve.http.chat.endpoint import ChatEndpoints
 from trioserve.http.completions.endpoint import CompletionEndpoints
 from trioserve.http.control.endpoint import ControlEndpoints
 from trioserve.http.cors import CrossOrigin
+from trioserve.http.feeds.endpoint import FeedEndpoints
 from trioserve.http.native.endpoint import NativeEndpoints
 from trioserve.http.openai.models import ModelEndpoints
 from trioserve.http.routes import ROUTES
@@ -170,6 +171,7 @@ def _add_routes(app: App, service: Service) -> None:
         ChatEndpoints(service),
         CompletionEndpoints(service),
         ControlEndpoints(service),
+        FeedEndpoints(service),
         ModelEndpoints(service),
         NativeEndpoints(service),
         AdminEndpoints(service),

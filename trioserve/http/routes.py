@@ -28,6 +28,7 @@ from trioserve.http.control.schemas import (
     UpdateWeightVersionRequest,
     WeightVersion,
 )
+from trioserve.http.feeds.schemas import IterationStats
 from trioserve.http.native.schemas import GenerateRequest, GenerateResponse
 from trioserve.http.openai.schemas import ModelCard, ModelList
 from trioserve.http.utilities.schemas import (
@@ -244,6 +245,15 @@ ROUTES = (
         group="The server",
         peers="vLLM, SGLang",
         response="text/plain",
+    ),
+    Route(
+        method="GET",
+        rule="/iteration_stats",
+        handler="iteration_stats",
+        summary="What each step did since this was asked last; the first time nothing",
+        group="The server",
+        peers="TensorRT-LLM",
+        response=list[IterationStats],
     ),
     Route(
         method="GET",

@@ -13,7 +13,9 @@ from typing import Protocol
 import attrs
 
 from trioserve.engine import Engine
+from trioserve.feed import Tail
 from trioserve.http.auth import Caller, Keys
+from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
 
 __all__ = ["OneProcess", "Seat", "Whole", "health_word"]
@@ -68,6 +70,9 @@ class Whole(Protocol):
     async def resume_memory(self) -> None:
         """As :meth:`trioserve.Engine.resume_memory`."""
 
+    async def iterations(self) -> list[Iteration]:
+        """The steps since this was asked last, the newest of them; the first time none."""
+
 
 def health_word(engine: Engine) -> str:
     """How ``engine`` is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
@@ -83,6 +88,9 @@ class OneProcess:
     """A server that is one engine in one process."""
 
     _engine: Engine
+    _iterations: Tail[Iteration] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: Tail(self._engine.iterations), True)
+    )
 
     async def health_word(self) -> str:
         """How it is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
@@ -142,3 +150,7 @@ class OneProcess:
     async def resume_memory(self) -> None:
         """As :meth:`trioserve.Engine.resume_memory`."""
         await self._engine.resume_memory()
+
+    async def iterations(self) -> list[Iteration]:
+        """The steps since this was asked last, the newest of them; the first time none."""
+        return self._iterations.take()

@@ -10,7 +10,7 @@ Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine
 and ``intake`` (a plan on its way out and back), ``calls`` (what the worker is asked for besides
 plans), ``gate`` with ``quiet`` (when nobody is to be computed) and ``weights`` (by which weights),
 ``recovery`` with ``blame`` (when something fails), ``watchdog`` (when a worker counts as hung),
-``integrity`` (what is always true).
+``feeds`` with ``iterations`` (what whoever listens is told), ``integrity`` (what is always true).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from trioserve.logs import get_logger
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
@@ -60,6 +61,8 @@ class Scheduler:
         self._observer = observer
         self._core: SchedulerCore | None = None
         """None until the first worker has said what it can hold."""
+        self.feeds = Feeds()
+        """What is told to whoever listens: each step."""
         self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
         self._worker_there = trio.Event()
         """Set while a worker is attached."""
@@ -164,7 +167,7 @@ class Scheduler:
         """
         limits = Limits.of(self._config, ready)
         if self._core is None:
-            self._core = SchedulerCore(limits, self._observer)
+            self._core = SchedulerCore(limits, self._observer, self.feeds)
         else:
             self._deliver(self._core.recovery.restart(limits))
             self.quiet.look()

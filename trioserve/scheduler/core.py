@@ -33,6 +33,7 @@ from trioserve.scheduler import policy
 from trioserve.scheduler.computation import Computation, Line, Running
 from trioserve.scheduler.counts import Ints
 from trioserve.scheduler.draft import Draft, InFlight
+from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.gate import Gate
 from trioserve.scheduler.intake import Intake
 from trioserve.scheduler.integrity import check_core
@@ -42,7 +43,7 @@ from trioserve.scheduler.prefix import Match
 from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.results import Results
 from trioserve.scheduler.siblings import Siblings
-from trioserve.scheduler.statistics import Counters, Observer, SchedulerStatistics
+from trioserve.scheduler.statistics import Observer, SchedulerStatistics
 
 __all__ = ["SchedulerCore"]
 
@@ -53,9 +54,12 @@ MAX_PENDING = 8
 class SchedulerCore:
     """Everything that the scheduler knows and decides. ``now`` is in seconds on trio's clock."""
 
-    def __init__(self, limits: Limits, observer: Observer | None = None) -> None:
+    def __init__(
+        self, limits: Limits, observer: Observer | None = None, feeds: Feeds | None = None
+    ) -> None:
         self.limits = limits
-        self.memory = Memory(limits)
+        self.feeds = feeds or Feeds()
+        self.memory = Memory(limits, self.feeds)
         self.waiting = Line()
         self.siblings = Siblings(self.waiting)
         """Those who wait for the pages of their request's prompt."""
@@ -65,7 +69,7 @@ class SchedulerCore:
         self.in_flight: deque[InFlight] = deque()
         self.gate = Gate()
         """What keeps those who could be computed from it."""
-        self.counters = Counters()
+        self.counters = self.feeds.counters
         self.next_number = 1
         """The number of the next plan."""
         self.num_waiting_tokens = 0
@@ -358,6 +362,8 @@ class SchedulerCore:
         self.recovery.on_step(plan)
         self.rejoin()
         self._has_work = bool(self.running or self.waiting)
+        if self.feeds.iterations.feed.is_wanted:
+            self.feeds.iterations.note(self, plan, result, now)
         return outputs
 
     # ---- what can be seen from outside

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trioserve import wire
 from trioserve.logprobs import PromptLogprobs
-from trioserve.request import Sequence
+from trioserve.request import Sequence, State
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation
 from trioserve.scheduler.counts import Bools, Counts, Ints
 
@@ -74,6 +74,8 @@ class InFlight:
     """Whether the row isn't plain: see :class:`~.counts.Counts`."""
     pieces: dict[int, DuePiece] = attrs.field(factory=dict)
     num_tokens: int = 0
+    num_decodes: int = 0
+    """How many of the rows are of sequences that have got a token in their slot before."""
     size: float = 0.0
 
     @property
@@ -89,6 +91,7 @@ class Draft:
 
     number: int
     budget: int
+    _num_decodes: int = attrs.field(init=False, default=0)
     _size: float = attrs.field(init=False, default=0.0)
     _opened_bytes: int = attrs.field(init=False, default=0)
     _opened: list[wire.OpenSlot] = attrs.field(init=False, factory=list)
@@ -134,12 +137,14 @@ class Draft:
         ``planned`` are the tokens that were given to plans before. To be called once.
         """
         self._decodes, self._decode_slots = computations, slots
+        self._num_decodes += len(slots)
         self.budget -= len(slots)
         self._size += len(slots) + float(planned.sum()) / ATTENTION_SPAN
 
     def add_row(self, computation: Computation, count: int, samples: bool) -> None:
         """``computation`` computes its next ``count`` tokens, and samples one if ``samples``."""
         (self._singles if count == 1 else self._chunks).append((computation, count, samples))
+        self._num_decodes += computation.sequence.state is State.DECODE
         self.budget -= count
         self._size += count * (1 + computation.planned / ATTENTION_SPAN)
         if computation.prompt_logprobs_from != NO_LOGPROBS:
@@ -187,6 +192,7 @@ class Draft:
             wants_more=~counts.plain[slots],
             pieces=self._pieces,
             num_tokens=int(tokens.sum()),
+            num_decodes=self._num_decodes,
             size=self._size,
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation
 from trioserve.scheduler.counts import Counts, Ints
+from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import Match, PrefixCache
@@ -23,8 +24,9 @@ __all__ = ["Memory"]
 class Memory:
     """The memory of one worker, from its start or reset to its end or the next reset."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, feeds: Feeds) -> None:
         self.limits = limits
+        self._counters = feeds.counters
         self.pool = PagePool(limits.num_pages)
         self.prefix = PrefixCache(self.pool, limits.page_size)
         self.slots = SlotTable(limits.max_num_seqs)
@@ -151,4 +153,5 @@ class Memory:
             return False
         if missing > 0:
             self.prefix.evict(missing)
+            self._counters.pages_evicted += missing
         return True

@@ -146,7 +146,7 @@ class Recovery:
         for computation in core.waiting.take_all():
             core.siblings.enter(computation)
         core.rejoin()
-        core.memory = Memory(core.limits)
+        core.memory = Memory(core.limits, core.feeds)
 
 
 def _is_progress(verdict: Verdict) -> bool:

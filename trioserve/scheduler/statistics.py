@@ -46,6 +46,8 @@ class Counters:
     """Tokens that sequences held when they got a slot."""
     prefix_cache_hits: int = 0
     """Those of them that needed no computation, because their pages were cached."""
+    pages_evicted: int = 0
+    """Cached pages that were given to somebody else. Those of an emptied cache aren't counted."""
     step_us: int = 0
     """Microseconds that workers spent in steps."""
     idle_us: int = 0

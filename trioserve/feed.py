@@ -1,0 +1,132 @@
+"""Records of what happens, for whoever listens: bounded for each reader, and free if there is none.
+
+Whoever writes asks :attr:`Feed.is_wanted` first, and makes no record otherwise. Writing never
+blocks: a reader that lags loses the oldest records, and is told how many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import attrs
+import trio
+
+__all__ = ["DEFAULT_MAX_RECORDS", "Feed", "Subscription", "Tail"]
+
+T = TypeVar("T")
+
+DEFAULT_MAX_RECORDS = 1000
+"""Records that wait for one reader, unless it asks for another number."""
+
+
+@attrs.define(eq=False)
+class Subscription(Generic[T]):
+    """One reader's records, in order: an async iterator. One task reads it."""
+
+    _records: deque[T]
+    num_dropped: int = attrs.field(init=False, default=0)
+    """Records that this reader has lost since it began, because it was too slow for them."""
+    _error: Exception | None = attrs.field(init=False, default=None)
+    _there: trio.Event = attrs.field(init=False, factory=trio.Event)
+
+    def put(self, record: T) -> None:
+        """Add ``record``; where there is no room, the oldest one goes."""
+        self.num_dropped += len(self._records) == self._records.maxlen
+        self._records.append(record)
+        self._there.set()
+
+    def end(self, error: Exception) -> None:
+        """Nothing more will come: who has read all gets ``error``."""
+        self._error = error
+        self._there.set()
+
+    def take(self) -> list[T]:
+        """All records that wait, without waiting for more."""
+        records = list(self._records)
+        self._records.clear()
+        return records
+
+    async def receive(self) -> T:
+        """The oldest record that waits, or else the next one. Cancelling it loses nothing.
+
+        Raises:
+            EngineError: the engine is closed, and all records have been read.
+        """
+        await trio.lowlevel.checkpoint()
+        while not self._records:
+            if self._error is not None:
+                raise self._error
+            self._there = trio.Event()
+            await self._there.wait()
+        return self._records.popleft()
+
+    def __aiter__(self) -> Subscription[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        return await self.receive()
+
+
+class Tail(Generic[T]):
+    """A feed's newest records, from the first time that they are asked for until the feed ends."""
+
+    def __init__(
+        self, subscribe: Callable[[], contextlib.AbstractContextManager[Subscription[T]]]
+    ) -> None:
+        self._subscribe = subscribe
+        self._scope = contextlib.ExitStack()
+        self._subscription: Subscription[T] | None = None
+
+    def take(self) -> list[T]:
+        """Those that came since the last call."""
+        if self._subscription is None:
+            self._subscription = self._scope.enter_context(self._subscribe())
+        return self._subscription.take()
+
+
+@attrs.define(eq=False)
+class Feed(Generic[T]):
+    """Where records are written. ``on_wanted`` is called when the first reader comes."""
+
+    on_wanted: Callable[[], None] = lambda: None
+    _readers: list[Subscription[T]] = attrs.field(init=False, factory=list)
+    _error: Exception | None = attrs.field(init=False, default=None)
+    is_wanted: bool = attrs.field(init=False, default=False)
+    """Whether anybody reads. An attribute, because it is asked in every step."""
+
+    def publish(self, record: T) -> None:
+        """Give ``record`` to every reader. Never blocks."""
+        for reader in self._readers:
+            reader.put(record)
+
+    @contextlib.contextmanager
+    def subscribe(self, max_records: int = DEFAULT_MAX_RECORDS) -> Iterator[Subscription[T]]:
+        """What is published while the block lasts, but for what its reader is too slow for.
+
+        Args:
+            max_records: how many may wait for the reader; at least 1.
+        """
+        if max_records < 1:
+            raise ValueError(f"max_records must be at least 1, got {max_records}")
+        reader: Subscription[T] = Subscription(deque(maxlen=max_records))
+        if self._error is not None:
+            reader.end(self._error)
+        if not self._readers:
+            self.on_wanted()
+        self._readers.append(reader)
+        self.is_wanted = True
+        try:
+            yield reader
+        finally:
+            self._readers.remove(reader)
+            self.is_wanted = bool(self._readers)
+
+    def close(self, error: Exception) -> None:
+        """Nothing more is published: readers get ``error`` once they have read all. Idempotent."""
+        if self._error is None:
+            self._error = error
+            for reader in self._readers:
+                reader.end(error)

@@ -1,0 +1,25 @@
+"""What a scheduler tells whoever listens. It outlives workers, and so the memory of each."""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.scheduler.iterations import Iterations
+from trioserve.scheduler.statistics import Counters
+
+__all__ = ["Feeds"]
+
+
+@attrs.define(eq=False)
+class Feeds:
+    """The counters, which always run, and the feeds, which have nothing to do without readers."""
+
+    counters: Counters = attrs.field(init=False, factory=Counters)
+    iterations: Iterations = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.iterations = Iterations(self.counters)
+
+    def close(self, error: Exception) -> None:
+        """Nothing more will be told: readers get ``error``. Idempotent."""
+        self.iterations.feed.close(error)

@@ -1,0 +1,115 @@
+"""What one step was: a record for whoever listens, beside the counters that everybody can read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import msgspec
+
+from trioserve import wire
+from trioserve.feed import Feed
+from trioserve.scheduler.draft import InFlight
+from trioserve.scheduler.statistics import Counters
+
+if TYPE_CHECKING:
+    from trioserve.scheduler.core import SchedulerCore
+
+__all__ = ["Iteration", "Iterations"]
+
+
+class Iteration(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One step: a plan that was computed, and how things stood when its result came.
+
+    Numbers of what *happened* are since the record before, so that they add up to the counters of
+    :meth:`trioserve.Engine.statistics`.
+    """
+
+    number: int
+    """Steps since the engine began, this one included."""
+    time: float
+    """When the result came, in seconds on trio's clock."""
+    num_sequences: int
+    """Sequences that the step computed."""
+    num_prefills: int
+    """Those of them that were still at their prompt."""
+    num_prefill_tokens: int
+    """Tokens that those computed; after a preemption their output's, too."""
+    num_decode_tokens: int
+    """Tokens that the others computed, one for each."""
+    num_tokens_sampled: int
+    """Tokens that were accepted into outputs."""
+    num_finished: int
+    """Sequences of the step that had ended when its result had been taken."""
+    num_running: int
+    """Sequences that hold a slot now."""
+    num_waiting: int
+    """Sequences that wait for one."""
+    num_preempted: int
+    """Sequences that had to give up their pages."""
+    plans_in_flight: int
+    """Plans that have been sent and not been answered."""
+    prefix_cache_queries: int
+    """Tokens of the sequences that got a slot."""
+    prefix_cache_hits: int
+    """Those of them that needed no computation."""
+    pages_evicted: int
+    """Cached pages that were given to somebody else."""
+    pages_free: int
+    pages_cached: int
+    """Pages that nobody holds, and that are kept for what they contain."""
+    pages_held: int
+    pages_total: int
+    step_us: int
+    """Microseconds that the worker spent in the step."""
+    idle_us: int
+    """Microseconds that it waited before, while there was something to compute."""
+
+
+@attrs.define(eq=False)
+class Iterations:
+    """Makes the records of one scheduler, as long as somebody reads ``feed``."""
+
+    _counters: Counters
+    feed: Feed[Iteration] = attrs.field(init=False)
+    _told: Counters = attrs.field(init=False, factory=Counters)
+    """The counters as they were at the last record."""
+
+    def __attrs_post_init__(self) -> None:
+        self.feed = Feed(self._begin)
+
+    def _begin(self) -> None:
+        self._told = attrs.evolve(self._counters)
+
+    def note(
+        self, core: SchedulerCore, plan: InFlight, result: wire.StepResult, now: float
+    ) -> None:
+        """``plan`` has been computed, and ``core`` has taken its ``result``."""
+        was, is_ = self._told, attrs.evolve(self._counters)
+        self._told = is_
+        pool = core.memory.pool
+        self.feed.publish(
+            Iteration(
+                number=is_.num_steps,
+                time=now,
+                num_sequences=len(plan.computations),
+                num_prefills=len(plan.computations) - plan.num_decodes,
+                num_prefill_tokens=plan.num_tokens - plan.num_decodes,
+                num_decode_tokens=plan.num_decodes,
+                num_tokens_sampled=is_.num_tokens_sampled - was.num_tokens_sampled,
+                num_finished=sum(each.sequence.compute is not each for each in plan.computations),
+                num_running=len(core.running),
+                num_waiting=core.num_waiting,
+                num_preempted=is_.num_preemptions - was.num_preemptions,
+                plans_in_flight=len(core.in_flight),
+                prefix_cache_queries=is_.prefix_cache_queries - was.prefix_cache_queries,
+                prefix_cache_hits=is_.prefix_cache_hits - was.prefix_cache_hits,
+                pages_evicted=is_.pages_evicted - was.pages_evicted,
+                pages_free=pool.num_free,
+                pages_cached=pool.num_idle,
+                pages_held=pool.num_held,
+                pages_total=pool.num_pages,
+                step_us=result.step_us,
+                idle_us=is_.idle_us - was.idle_us,
+            )
+        )
