@@ -17,6 +17,7 @@ EXPECTED = {
         ("serving at http://127.0.0.1:",),
         ("France is Paris",),
     ],
+    "from-tensorrt-llm": [("France: Paris", "done: True True True")],
     "observability": [("4 tokens of prompts, 4 of outputs, 0 records lost",)],
     "operating": [("paused with 1 request", "the city of")],
     "shutdown": [("requests that were cut off: 0",)],

@@ -398,6 +398,19 @@ async def test_control_reaches_all(tmp_path: Path) -> None:
         await server.wait_nothing_held()
 
 
+async def test_steps_of_all_are_told(tmp_path: Path) -> None:
+    async with open_server(tmp_path, slow_worker) as server:
+        first, second = server.front_ends
+        assert await first.whole.iterations() == []
+        start = trio.current_time()
+        await second.engine.complete(PROMPT, max_tokens=3)
+        records = await second.whole.iterations()
+        assert sum(each.num_tokens_sampled for each in records) == 3
+        assert all(start <= each.time <= trio.current_time() for each in records)
+        assert sum(each.num_tokens_sampled for each in await first.whole.iterations()) == 0
+        await server.wait_nothing_held()
+
+
 async def test_an_engine_that_fails_ends_every_stream_with_its_error(tmp_path: Path) -> None:
     def dies(_step: int, _plan: Any) -> None:
         raise WorkerDies

@@ -54,6 +54,7 @@ from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
 from trioserve.stream import Chunk, Stream, StreamBudget
+from trioserve.submissions import Submissions, open_submissions
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["Engine"]
@@ -233,6 +234,14 @@ class Engine:
             async for chunk in stream:
                 chunks.append(chunk)
         return completion_of(stream, chunks)
+
+    def submissions(self) -> contextlib.AbstractAsyncContextManager[Submissions]:
+        """An executor: ``async with engine.submissions() as executor``, then ``executor.submit``.
+
+        For requests that are handed in at once and waited for later. Leaving the block, for
+        whatever reason, aborts those that haven't ended; its own exceptions come out as they are.
+        """
+        return open_submissions(self.generate)
 
     def statistics(self) -> EngineStatistics:
         """Counts of this moment."""

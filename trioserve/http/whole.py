@@ -89,7 +89,8 @@ class OneProcess:
 
     _engine: Engine
     _iterations: Tail[Iteration] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: Tail(self._engine.iterations), True)
+        init=False,
+        default=attrs.Factory(lambda self: Tail(self._engine.iterations), takes_self=True),
     )
 
     async def health_word(self) -> str:
