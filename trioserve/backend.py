@@ -60,6 +60,7 @@ class Backend(Protocol):
     def switch(self) -> Switch | None:
         """What sends its worker away; None where another process does."""
 
+    @property
     def feeds(self) -> Feeds | None:
         """What it tells whoever listens; None where another process does."""
 

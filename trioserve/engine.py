@@ -49,6 +49,7 @@ from trioserve.generation import (
 )
 from trioserve.metrics import Metrics
 from trioserve.request import Finish, FinishReason, Prompt, Request, Sequence, Times
+from trioserve.retention import Retention
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.iterations import Iteration
@@ -154,6 +155,7 @@ class Engine:
         timeout: float | None = None,
         arrived: float | None = None,
         cache_salt: str = "",
+        retention: Retention | None = None,
         traceparent: str = "",
         tracestate: str = "",
         **sampling: Any,
@@ -172,6 +174,7 @@ class Engine:
                 (default: the option ``default_timeout``); infinity for never.
             arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
             cache_salt: share cached prefixes only with requests of the same salt.
+            retention: how much its KV is worth in the prefix cache once it has ended.
             traceparent: the caller's W3C trace context; the request's span becomes its child.
             tracestate: what goes with ``traceparent``.
 
@@ -199,6 +202,7 @@ class Engine:
         request = self._make_request(
             as_prompt(prompt), params, request_id or f"req-{uuid.uuid4().hex}", priority, cache_salt
         )
+        request.retention = retention
         request.traceparent, request.tracestate = traceparent, tracestate
         return self._generation(request, Deadline.of(timeout, arrived, self.config))
 
@@ -212,6 +216,7 @@ class Engine:
         timeout: float | None = None,
         arrived: float | None = None,
         cache_salt: str = "",
+        retention: Retention | None = None,
         traceparent: str = "",
         tracestate: str = "",
         **sampling: Any,
@@ -226,6 +231,7 @@ class Engine:
             timeout=timeout,
             arrived=arrived,
             cache_salt=cache_salt,
+            retention=retention,
             traceparent=traceparent,
             tracestate=tracestate,
             **sampling,

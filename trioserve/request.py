@@ -35,6 +35,7 @@ import trio
 
 from trioserve.errors import InvalidRequest
 from trioserve.logprobs import PromptLogprobs
+from trioserve.retention import Retention
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Stream, TokenLogprob
 
@@ -191,6 +192,8 @@ class Request:
     """Smaller runs sooner under the priority policy."""
     cache_salt: str = ""
     """Requests share cached prefixes only with those of the same salt."""
+    retention: Retention | None = None
+    """How much its pages are worth once it has ended."""
     traceparent: str = ""
     """The caller's W3C trace context, for the span of this request."""
     tracestate: str = ""

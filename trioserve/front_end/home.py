@@ -415,6 +415,7 @@ class Home:
             times=Times(arrived=self._hosting.clock.own(message.arrived)),
             priority=message.priority,
             cache_salt=message.cache_salt,
+            retention=message.retention,
             prompt_ids=numbers_of(message.prompt_ids),
             home=self,
             number=message.number,

@@ -25,6 +25,7 @@ from trioserve import wire
 from trioserve.config import ServerConfig
 from trioserve.front_end.faults import Fault
 from trioserve.request import Finish, FinishReason, State
+from trioserve.retention import Retention
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import TokenLogprob
 
@@ -134,6 +135,7 @@ class Submit(_Message):
     arrived: float
     priority: int
     cache_salt: str
+    retention: Retention | None
 
 
 class Abort(_Message):

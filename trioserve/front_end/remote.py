@@ -171,6 +171,7 @@ class RemoteScheduler:
                     arrived=self._clock.shared(request.times.arrived),
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    retention=request.retention,
                 )
             )
         except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -21,6 +21,7 @@ from trioserve.errors import InvalidRequest
 from trioserve.generation import GenerationStream, Usage
 from trioserve.http.bounds import check_prompt_logprobs
 from trioserve.request import Prompt
+from trioserve.retention import Retention
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
 
@@ -39,6 +40,7 @@ class Job:
     arrived: float | None = None
     """The moment on trio's clock from which ``timeout`` counts; None for when it is entered."""
     cache_salt: str = ""
+    retention: Retention | None = None
     traceparent: str = ""
     tracestate: str = ""
     renames: Mapping[str, str] = attrs.field(factory=dict)
@@ -136,6 +138,7 @@ def _generate(engine: Engine, job: Job) -> contextlib.AbstractAsyncContextManage
         timeout=job.timeout,
         arrived=job.arrived,
         cache_salt=job.cache_salt,
+        retention=job.retention,
         traceparent=job.traceparent,
         tracestate=job.tracestate,
     )

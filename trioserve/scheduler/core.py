@@ -140,6 +140,7 @@ class SchedulerCore:
         """What the worker is to do next; None if there is nothing, or enough is in flight."""
         if not self.has_worker or len(self.in_flight) >= self.limits.max_plans_in_flight:
             return None
+        self.memory.advance(now)
         draft = Draft(self.next_number, self.limits.max_num_batched_tokens)
         if self.recovery.blame.restricts:
             self._make_way()

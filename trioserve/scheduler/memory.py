@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from trioserve.retention import Retention
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation
 from trioserve.scheduler.counts import Counts, Ints
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.pages import PagePool
-from trioserve.scheduler.prefix import Match, PrefixCache
+from trioserve.scheduler.prefix import Match, Namespace, Node, PrefixCache
 from trioserve.scheduler.siblings import first_logprob
 from trioserve.scheduler.slots import SlotTable
 
@@ -27,6 +28,7 @@ class Memory:
     def __init__(self, limits: Limits, feeds: Feeds) -> None:
         self.limits = limits
         self._counters = feeds.counters
+        self._now = 0.0
         self.pool = PagePool(limits.num_pages)
         self.prefix = PrefixCache(self.pool, limits.page_size)
         self.slots = SlotTable(limits.max_num_seqs)
@@ -108,16 +110,46 @@ class Memory:
         """Take slot and pages back. Full pages stay in the prefix cache, the output's too."""
         pages = computation.pages
         if computation.namespace is not None:
+            tokens = computation.known_tokens()
+            num_full = computation.computed // self.limits.page_size
             pages = self.prefix.leave(
-                computation.namespace,
-                computation.cursor,
-                computation.known_tokens(),
-                pages,
-                computation.computed // self.limits.page_size,
+                computation.namespace, computation.cursor, tokens, pages, num_full
             )
+            retention = computation.sequence.request.retention
+            # What was flushed is found by nobody: it is worth nothing to anybody.
+            if retention is not None and computation.namespace == computation.own_namespace:
+                path = self.prefix.path(computation.namespace, tokens, num_full)
+                prompt_length = len(computation.sequence.request.prompt_ids)
+                self._retain(retention, path, prompt_length)
         self.pool.release(pages, computation.last_plan)
         self.slots.close(computation.slot, computation.last_plan)
         computation.leave_slot()
+
+    def _retain(self, retention: Retention, path: list[Node], prompt_length: int) -> None:
+        """Have the pages of ``path`` be worth what a request says, the deepest first."""
+        wanted = retention.of_pages(self.limits.page_size, prompt_length, len(path))
+        for node, worth in zip(reversed(path), reversed(wanted), strict=True):
+            if worth is not None:
+                priority, duration = worth
+                self.prefix.priorities.set_own(node, priority, self._now + duration)
+
+    def advance(self, now: float) -> None:
+        """It is ``now``: priorities whose time is over are the usual ones again."""
+        self._now = now
+        if self.prefix.priorities.next_expiry <= now:
+            self.prefix.priorities.expire(now)
+
+    def hold(self, name: str, namespace: Namespace, tokens: list[int], priority: int) -> None:
+        """Keep what is cached of ``tokens``, by a hold of that name, until :meth:`let_go`."""
+        path = self.prefix.path(namespace, tokens, len(tokens) // self.limits.page_size)
+        if path:
+            self.prefix.priorities.hold(name, path[-1], priority)
+        else:
+            self.prefix.priorities.let_go(name)
+
+    def let_go(self, name: str) -> None:
+        """End the hold of that name, if there is one."""
+        self.prefix.priorities.let_go(name)
 
     def flush(self, running: Iterable[Computation]) -> int:
         """Have nobody find what is cached now; those in the running keep their pages.

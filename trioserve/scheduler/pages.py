@@ -20,9 +20,9 @@ An *epoch* is the number of a plan. A page is released with the epoch of the las
 its holder, and is out of reach until that plan has been acknowledged. A kept page may be shared
 again at any time: it is full, and no plan in flight writes to a full page.
 
-``idle`` is ordered by when pages came there, which is the order in which they are evicted. Whoever
-releases a path of the prefix tree names the deepest page first, so a child always goes before its
-parent.
+Idle pages are evicted by their *level* (:mod:`~trioserve.scheduler.priorities`), and within one by
+when they came there. Whoever releases a path of the prefix tree names the deepest page first, so a
+child always goes before a parent on the same level.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 
 import attrs
+
+from trioserve.retention import DEFAULT_PRIORITY
+from trioserve.scheduler.idle import IdlePages
 
 __all__ = ["PagePool"]
 
@@ -44,7 +47,8 @@ class PagePool:
     _kept: set[int] = attrs.field(init=False)
     _free: list[int] = attrs.field(init=False)
     _retiring: dict[int, None] = attrs.field(init=False)
-    _idle: dict[int, None] = attrs.field(init=False)
+    _idle: IdlePages = attrs.field(init=False)
+    _levels: list[int] = attrs.field(init=False)
     _acknowledged: int = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -53,7 +57,8 @@ class PagePool:
         self._kept = set()
         self._free = list(range(self.num_pages - 1, -1, -1))
         self._retiring = {}
-        self._idle = {}
+        self._idle = IdlePages()
+        self._levels = [DEFAULT_PRIORITY] * self.num_pages
         self._acknowledged = 0
 
     @property
@@ -96,6 +101,15 @@ class PagePool:
         """Whether the prefix cache keeps ``page``."""
         return page in self._kept
 
+    def level(self, page: int) -> int:
+        """How much ``page`` is worth keeping."""
+        return self._levels[page]
+
+    def set_level(self, page: int, level: int) -> None:
+        """How much ``page`` is worth keeping. If it is idle, it is so from now on."""
+        self._levels[page] = level
+        self._idle.move(page, level)
+
     def count_idle(self, pages: Iterable[int]) -> int:
         """How many of ``pages`` are idle: sharing them takes as many from what can be evicted."""
         return sum(page in self._idle for page in pages)
@@ -114,7 +128,7 @@ class PagePool:
         for page in pages:
             assert page in self._kept, f"page {page} is shared but not kept"
             if self._holders[page] == 0:
-                self._idle.pop(page, None)
+                self._idle.discard(page)
                 self._retiring.pop(page, None)
             self._holders[page] += 1
 
@@ -150,9 +164,15 @@ class PagePool:
         self._kept.remove(page)
 
     def evict(self) -> int:
-        """Free the page that has been idle longest, and say which it was. There must be one."""
-        page = next(iter(self._idle))
-        del self._idle[page]
+        """Free the idle page of the lowest level, and of them the one that has been there longest.
+
+        There must be one.
+
+        Returns:
+            which it was.
+        """
+        page = self._idle.first()
+        self._idle.discard(page)
         self._kept.remove(page)
         self._free.append(page)
         return page
@@ -160,7 +180,7 @@ class PagePool:
     def _settle(self, page: int) -> None:
         del self._retiring[page]
         if page in self._kept:
-            self._idle[page] = None
+            self._idle.add(page, self._levels[page])
         else:
             self._free.append(page)
 
@@ -172,3 +192,6 @@ class PagePool:
         assert self._kept >= places[3], "an idle page is not kept"
         assert not self._kept & places[0], "a free page is kept"
         assert all(self._epochs[page] > self._acknowledged for page in self._retiring)
+        usual = {page for page, level in enumerate(self._levels) if level == DEFAULT_PRIORITY}
+        assert places[0] <= usual, "a free page is worth something"
+        self._idle.check(self._levels)

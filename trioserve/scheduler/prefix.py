@@ -15,8 +15,9 @@ Rules, and what follows from them:
    where there are any; it takes hold of them first and then releases the whole path, deepest page
    first.
 4. So whoever holds a node's page holds its ancestors' pages as long or longer. A page that is idle
-   has only idle pages below it, all of them idle at least as long: the page that has been idle
-   longest is always a leaf. Eviction just takes it, and all idle pages can be evicted.
+   has only idle pages below it, all of them idle at least as long and worth no more
+   (:mod:`~trioserve.scheduler.priorities`): of those that are worth the least, the page that has
+   been idle longest is always a leaf. Eviction just takes it, and all idle pages can be evicted.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Hashable, Sequence
 import attrs
 
 from trioserve.scheduler.pages import PagePool
+from trioserve.scheduler.priorities import Priorities
 
 __all__ = ["Match", "Namespace", "Node", "PrefixCache"]
 
@@ -70,9 +72,14 @@ class PrefixCache:
 
     pool: PagePool
     page_size: int
+    priorities: Priorities = attrs.field(init=False)
+    """How much each page is worth keeping."""
     _roots: dict[Namespace, Node] = attrs.field(init=False, factory=dict)
     _node_of: dict[int, Node] = attrs.field(init=False, factory=dict)
     _num_flushes: int = attrs.field(init=False, default=0)
+
+    def __attrs_post_init__(self) -> None:
+        self.priorities = Priorities(self.pool)
 
     def match(
         self, namespace: Namespace, tokens: Sequence[int], plan: int, most: int | None = None
@@ -153,8 +160,7 @@ class PrefixCache:
         for each in retracted:
             del self._node_of[each.page]
             self.pool.unkeep(each.page)
-        if retracted:
-            self._remove(retracted[-1])
+            self._remove(each)
         return True, node if node is not None and node.parent is not None else None
 
     def leave(
@@ -186,8 +192,19 @@ class PrefixCache:
         held.reverse()
         return held
 
+    def path(self, namespace: Namespace, tokens: Sequence[int], num_pages: int) -> list[Node]:
+        """The nodes of the first ``num_pages`` pages of ``tokens``, as far as there are any."""
+        found: list[Node] = []
+        node = self._roots.get(namespace)
+        for index in range(num_pages):
+            node = None if node is None else node.children.get(self._key(tokens, index))
+            if node is None:
+                break
+            found.append(node)
+        return found
+
     def evict(self, count: int) -> None:
-        """Free the ``count`` pages that have been idle longest. There must be as many."""
+        """Free ``count`` idle pages, in the order of rule 4. There must be as many."""
         for _ in range(count):
             node = self._node_of.pop(self.pool.evict())
             assert not node.children, "a page was evicted from under its children"
@@ -209,6 +226,7 @@ class PrefixCache:
         for root in roots.values():
             root.key = self.flushed(root.key)
             self._roots[root.key] = root
+        self.priorities.reset(self._node_of.values())
         return freed
 
     def flushed(self, namespace: Namespace) -> Namespace:
@@ -234,6 +252,7 @@ class PrefixCache:
                 assert parents >= mine, f"page {node.page} is held without its parent"
         assert seen == self._node_of.keys()
         assert seen == self.pool.kept(), "a page is kept that isn't published"
+        self.priorities.check(self._node_of.values())
 
     def _key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
@@ -245,10 +264,11 @@ class PrefixCache:
         return root
 
     def _remove(self, node: Node) -> None:
-        """Take ``node`` and what is below it out of the tree."""
+        """Take ``node``, which has nothing below it, out of the tree."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
+        self.priorities.on_removed(node)
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
 
@@ -256,4 +276,5 @@ class PrefixCache:
         self.pool.keep(page)
         node = parent.children[key] = Node(parent, key, page, plan, parent.depth + 1)
         self._node_of[page] = node
+        self.priorities.on_added(node)
         return node

@@ -1,0 +1,227 @@
+"""How much each page of the prefix cache is worth keeping, and what that is made of.
+
+A page has a priority of its own, the usual one unless a request said otherwise
+(:mod:`trioserve.retention`), for ever or for a time. What counts is its **level**: the highest of
+its own priority, of the levels of the pages right below it, and of the **holds** on it. A hold is
+somebody's interest in a whole path, such as that of a session in its conversation; it stands at the
+deepest page of the path, and if that page is evicted nevertheless, it moves up to the one above.
+
+So a page's level is at least that of what is below it, and who evicts the lowest level first never
+comes to a page before its children (rule 4 of :mod:`~trioserve.scheduler.prefix`). The same has to
+hold within a level: whatever raises a page puts those of its ancestors behind it that are on the
+same level. A page whose level changes counts as idle from then on.
+
+Pages of which nobody said anything cost nothing here: only what isn't as usual is kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import attrs
+
+from trioserve.retention import DEFAULT_PRIORITY
+from trioserve.scheduler.pages import PagePool
+
+if TYPE_CHECKING:
+    from trioserve.scheduler.prefix import Node
+
+__all__ = ["Priorities"]
+
+_SPARE_EXPIRIES = 64
+
+
+@attrs.define(eq=False, repr=False)
+class Priorities:
+    """The levels of the pages of ``pool``. Times are in seconds."""
+
+    pool: PagePool
+    next_expiry: float = attrs.field(init=False, default=math.inf)
+    """Before that moment, :meth:`expire` has nothing to do."""
+    _own: dict[Node, tuple[int, float]] = attrs.field(init=False, factory=dict)
+    """Priorities of their own, and until when they have them."""
+    _below: dict[Node, dict[int, int]] = attrs.field(init=False, factory=dict)
+    """How many children of a node are on each level, those on the usual one left out."""
+    _holds: dict[str, Node] = attrs.field(init=False, factory=dict)
+    """Where the hold of each name stands."""
+    _held: dict[Node, dict[str, int]] = attrs.field(init=False, factory=dict)
+    """The holds on each node, and the priorities that they ask for."""
+    _expiries: list[tuple[float, int, Node]] = attrs.field(init=False, factory=list)
+    """A heap, of which some entries may be out of date: what ``_own`` says counts."""
+    _numbers: itertools.count[int] = attrs.field(init=False, factory=itertools.count)
+
+    # ---- what becomes of the tree
+
+    def on_added(self, node: Node) -> None:
+        """``node`` is in the tree now, with nothing below it and nothing said of it."""
+        parent = node.parent
+        assert parent is not None
+        if parent.parent is not None and self.pool.level(parent.page) < DEFAULT_PRIORITY:
+            self._look(parent)
+
+    def on_removed(self, node: Node) -> None:
+        """``node``, with nothing below it, is in the tree no more."""
+        parent = node.parent
+        assert parent is not None
+        level = self.pool.level(node.page)
+        if level != DEFAULT_PRIORITY:
+            self.pool.set_level(node.page, DEFAULT_PRIORITY)
+            self._count(parent, level, DEFAULT_PRIORITY)
+        self._own.pop(node, None)
+        for name, priority in self._held.pop(node, {}).items():
+            if parent.parent is None:
+                del self._holds[name]
+            else:
+                self._holds[name] = parent
+                self._held.setdefault(parent, {})[name] = priority
+        if parent.parent is not None and (
+            self.pool.level(parent.page) != DEFAULT_PRIORITY
+            or parent in self._own
+            or parent in self._held
+        ):
+            self._look(parent)
+
+    def reset(self, nodes: Iterable[Node]) -> None:
+        """Of ``nodes``, which are all that are in the tree, nobody has said anything; no holds."""
+        self._own.clear()
+        self._below.clear()
+        self._holds.clear()
+        self._held.clear()
+        self._expiries.clear()
+        self.next_expiry = math.inf
+        for node in nodes:
+            if self.pool.level(node.page) != DEFAULT_PRIORITY:
+                self.pool.set_level(node.page, DEFAULT_PRIORITY)
+
+    # ---- what is asked for
+
+    def set_own(self, node: Node, priority: int, expires: float = math.inf) -> None:
+        """Give ``node`` a priority of its own, until the moment ``expires``."""
+        if priority == DEFAULT_PRIORITY:
+            self._own.pop(node, None)
+        else:
+            self._own[node] = priority, expires
+            if expires < math.inf:
+                self._expect(expires, node)
+        self._look(node)
+
+    def _expect(self, expires: float, node: Node) -> None:
+        if len(self._expiries) > 2 * self.pool.num_pages + _SPARE_EXPIRIES:
+            self._expiries = [
+                (until, next(self._numbers), each)
+                for each, (_, until) in self._own.items()
+                if until < math.inf and each is not node
+            ]
+            heapq.heapify(self._expiries)
+        heapq.heappush(self._expiries, (expires, next(self._numbers), node))
+        self.next_expiry = self._expiries[0][0]
+
+    def expire(self, now: float) -> None:
+        """Whose time is over by ``now`` has the usual priority again."""
+        while self._expiries and self._expiries[0][0] <= now:
+            _, _, node = heapq.heappop(self._expiries)
+            own = self._own.get(node)
+            if own is not None and own[1] <= now:
+                del self._own[node]
+                self._look(node)
+        self.next_expiry = self._expiries[0][0] if self._expiries else math.inf
+
+    def hold(self, name: str, node: Node, priority: int) -> None:
+        """Keep the path to ``node`` on the level ``priority`` at least, until :meth:`let_go`.
+
+        There is one hold of each name: a former one ends.
+        """
+        former = self._holds.get(name)
+        self._holds[name] = node
+        self._held.setdefault(node, {})[name] = priority
+        self._look(node)
+        # Only now: what both have in common stays where it is.
+        if former is not None and former is not node:
+            self._end_hold(name, former)
+
+    def let_go(self, name: str) -> None:
+        """End the hold of that name, if there is one."""
+        node = self._holds.pop(name, None)
+        if node is not None:
+            self._end_hold(name, node)
+
+    def _end_hold(self, name: str, node: Node) -> None:
+        held = self._held[node]
+        del held[name]
+        if not held:
+            del self._held[node]
+        self._look(node)
+
+    # ---- levels
+
+    def level_of(self, node: Node) -> int:
+        """What the level of ``node`` has to be, given those below it."""
+        own, _ = self._own.get(node, (DEFAULT_PRIORITY, math.inf))
+        below = self._below.get(node)
+        num_unusual = 0
+        level = own
+        if below is not None:
+            level = max(level, *below)
+            num_unusual = sum(below.values())
+        if level < DEFAULT_PRIORITY and len(node.children) > num_unusual:
+            level = DEFAULT_PRIORITY
+        held = self._held.get(node)
+        return level if held is None else max(level, *held.values())
+
+    def _look(self, node: Node) -> None:
+        """Something was said of ``node``, or changed below it: see to its level and those above."""
+        raised_to = -1
+        while node.parent is not None:
+            old, new = self.pool.level(node.page), self.level_of(node)
+            if new == old and new != raised_to:
+                return
+            if new > old:
+                raised_to = new
+            self.pool.set_level(node.page, new)
+            if new != old:
+                self._count(node.parent, old, new)
+            node = node.parent
+
+    def _count(self, parent: Node, old: int, new: int) -> None:
+        """A child of ``parent`` went from one level to another, or was removed from it."""
+        if parent.parent is None:
+            return
+        below = self._below.setdefault(parent, {})
+        if old != DEFAULT_PRIORITY:
+            below[old] -= 1
+            if not below[old]:
+                del below[old]
+        if new != DEFAULT_PRIORITY:
+            below[new] = below.get(new, 0) + 1
+        if not below:
+            del self._below[parent]
+
+    # ---- what has to be true
+
+    def check(self, nodes: Iterable[Node]) -> None:
+        """Assert that all levels are as they have to be; ``nodes`` are all that are in the tree."""
+        known = set(nodes)
+        for kept in (self._own, self._below, self._held):
+            assert kept.keys() <= known, "something is kept of a page that has gone"
+        for node in known:
+            level = self.pool.level(node.page)
+            assert level == self.level_of(node), f"page {node.page} is on a wrong level"
+            below: dict[int, int] = {}
+            for child in node.children.values():
+                of_child = self.pool.level(child.page)
+                assert of_child <= level, f"page {child.page} is worth more than its parent"
+                if of_child != DEFAULT_PRIORITY:
+                    below[of_child] = below.get(of_child, 0) + 1
+            assert below == self._below.get(node, {}), "levels below a page are miscounted"
+        holds = {name: node for node, held in self._held.items() for name in held}
+        assert holds == self._holds, "a hold stands at two pages, or at none"
+        assert all(self._held.values()), "an empty set of holds was left behind"
+        waits = {node for _, _, node in self._expiries}
+        expiring = {node for node, (_, until) in self._own.items() if until < math.inf}
+        assert expiring <= waits, "a priority will never expire"
+        if self._expiries:
+            assert self.next_expiry == self._expiries[0][0]
