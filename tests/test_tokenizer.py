@@ -418,3 +418,25 @@ async def test_the_task_cuts_prompts(tokenizer: Tokenizer, text: str) -> None:
     request.max_prompt_tokens = 3
     assert await prepare(tokenizer, request) == [request]
     assert request.prompt_ids == tokenizer.encode(text)[:3]
+
+
+async def test_a_crowd_of_every_kind_is_encoded_as_each_alone(tokenizer: Tokenizer) -> None:
+    """A batch leaves out what it can't do, and one that is refused spoils nobody else's."""
+    prompts: list[Prompt] = []
+    for number in range(30):
+        text = f"prompt number {number} " * 40
+        prompts += [
+            TextPrompt(text),
+            TextPrompt(text, add_special_tokens=False),
+            user(text),
+            TokensPrompt((number + 1, 2)),
+        ]
+    refused = [TextPrompt("\ud800" * 500), ChatPrompt(messages=({"content": "no role" * 100},))]
+    requests = [make_request(prompt) for prompt in (*prompts, *refused)]
+    cut = make_request(TextPrompt("cut off " * 200))
+    cut.max_prompt_tokens = 7
+    await prepare(tokenizer, *requests, cut)
+    for request, prompt in zip(requests, prompts, strict=False):
+        assert request.prompt_ids == tokenizer.prompt_ids(prompt)
+    assert isinstance(requests[-2].rejection, InvalidRequest)
+    assert cut.prompt_ids == tokenizer.prompt_ids(cut.prompt, keep=7)

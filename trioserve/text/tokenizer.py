@@ -5,11 +5,13 @@ of a millisecond for 1,000 characters, and ``encode_batch_fast`` lets other thre
 a thread costs 60 µs by itself, and milliseconds when the loop is busy. So short prompts are
 encoded on the spot, as many as ``INLINE_CHARACTERS`` allow of those that were taken together;
 short ones beyond that share a thread, and each long prompt has one to itself. Threads belong to
-children of the task: a long prompt holds nobody up.
+children of the task: a long prompt holds nobody up. Those that share a thread are encoded as a
+batch, which ``tokenizers`` spreads over the cores (``python -m bench.tokenizing`` measures it).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -28,6 +30,8 @@ from trioserve.text.prompt_size import characters_of, characters_of_contents
 __all__ = ["Tokenizer"]
 
 INLINE_CHARACTERS = 2000
+BATCH_CHARACTERS = 100_000
+"""About 20 ms on one core: those who wait together have their tokens no later than that."""
 MAX_THREADS = 2
 """Few, because a batch is spread over the cores anyway, and the worker wants them too."""
 _MOST_CHARACTERS_MADE_ONE = 4
@@ -291,7 +295,29 @@ class Tokenizer:
             await _hand_on(request, result, submit)
 
     def _all_ids_or_errors(self, requests: Sequence[Request]) -> list[IdsOrError]:
-        return [self._ids_or_error(request) for request in requests]
+        together = self._ids_of_batch(requests) if len(requests) > 1 else {}
+        return [together.get(request) or self._ids_or_error(request) for request in requests]
+
+    def _ids_of_batch(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
+        """The ids of those that can be encoded in one go, which the library spreads over the cores.
+
+        What is to be cut, and what is refused, isn't among them.
+        """
+        texts: dict[bool, dict[Request, str]] = {False: {}, True: {}}
+        for request in requests:
+            if request.max_prompt_tokens is None and not isinstance(request.prompt, TokensPrompt):
+                with contextlib.suppress(InvalidRequest):
+                    text, add_special_tokens = self._text(request.prompt)
+                    texts[add_special_tokens][request] = text
+        found: dict[Request, list[int]] = {}
+        for add_special_tokens, own in texts.items():
+            with contextlib.suppress(Exception):  # It is one text's, and nobody says which.
+                encodings = self.backend.encode_batch_fast(
+                    list(own.values()), add_special_tokens=add_special_tokens
+                )
+                ids = [encoding.ids for encoding in encodings]
+                found.update(zip(own, ids, strict=True))
+        return found
 
     def _ids_or_error(self, request: Request) -> IdsOrError:
         keep, side = request.max_prompt_tokens, request.params.truncation_side
@@ -352,4 +378,18 @@ def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:
             together.append(request)
         else:
             alone.append([request])
-    return here, [together, *alone] if together else alone
+    return here, [*_batches(together), *alone]
+
+
+def _batches(requests: list[Request]) -> list[list[Request]]:
+    """``requests`` in parts that take no longer than a few of them should wait for the others."""
+    batches: list[list[Request]] = []
+    room = 0
+    for request in requests:
+        weight = characters_of(request.prompt)
+        if weight > room:
+            batches.append([])
+            room = BATCH_CHARACTERS
+        batches[-1].append(request)
+        room -= weight
+    return batches
