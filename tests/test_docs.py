@@ -18,6 +18,7 @@ EXPECTED = {
         ("France is Paris",),
     ],
     "from-tensorrt-llm": [("France: Paris", "done: True True True")],
+    "kv-cache": [("found 2", "pages given away:")],
     "observability": [("4 tokens of prompts, 4 of outputs, 0 records lost",)],
     "operating": [("paused with 1 request", "the city of")],
     "shutdown": [("requests that were cut off: 0",)],

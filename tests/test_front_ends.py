@@ -31,6 +31,7 @@ from trioserve.http.auth import Caller, Keys
 from trioserve.http.errors import KeyLimit
 from trioserve.http.whole import Seat
 from trioserve.request import State, Times
+from trioserve.retention import Retention, RetentionRange
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies
 
@@ -408,6 +409,12 @@ async def test_steps_of_all_are_told(tmp_path: Path) -> None:
         assert sum(each.num_tokens_sampled for each in records) == 3
         assert all(start <= each.time <= trio.current_time() for each in records)
         assert sum(each.num_tokens_sampled for each in await first.whole.iterations()) == 0
+        assert await first.whole.cache_events() == []
+        retention = Retention([RetentionRange(0, None, 90, 60_000)], output_priority=80)
+        await second.engine.complete("a" * 40, max_tokens=3, retention=retention)
+        assert {each.kind for each in await second.whole.cache_events()} == {"stored"}
+        pool = server.host._scheduler._core.memory.pool  # type: ignore[union-attr]
+        assert 90 in {pool.level(page) for page in pool.kept()}
         await server.wait_nothing_held()
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 from http_stub import server_config
 from quart_trio.testing import TrioClient
 
@@ -23,8 +24,9 @@ async def serving() -> AsyncIterator[tuple[Engine, TrioClient]]:
         yield engine, create_app(engine, config).test_client()
 
 
-async def asked(client: TrioClient, path: str) -> Any:
-    response = await client.get(path, headers={"Authorization": "Bearer the-admin-key"})
+async def asked(client: TrioClient, path: str, method: str = "GET") -> Any:
+    headers = {"Authorization": "Bearer the-admin-key"}
+    response = await client.open(path, method=method, headers=headers)
     data = json.loads(await response.get_data(True))
     assert response.status_code == 200, data
     return data
@@ -58,3 +60,81 @@ async def test_iteration_stats() -> None:
         assert cache["freeNumBlocks"] + cache["usedNumBlocks"] == cache["maxNumBlocks"]
         assert engine.statistics().scheduler.num_steps >= third["iter"]
         assert await asked(client, "/iteration_stats") == []
+
+
+async def generate(client: TrioClient, path: str, body: Any) -> Any:
+    response = await client.post(path, json=body)
+    return response.status_code, json.loads(await response.get_data(True))
+
+
+PROMPTS = {
+    "/generate": {"text": "a" * 40, "sampling_params": {"max_new_tokens": 1}},
+    "/v1/completions": {"prompt": "a" * 40, "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_kv_cache_retention_config(path: str) -> None:
+    config = {
+        "token_range_retention_configs": [
+            {"token_start": 0, "token_end": 20, "priority": 80, "duration_ms": 60_000},
+            {"token_start": 20, "priority": 10},
+        ],
+        "decode_retention_priority": 0,
+        "decode_duration_ms": 5,
+    }
+    async with serving() as (engine, client):
+        with engine.cache_events() as events:
+            status, answer = await generate(
+                client, path, {**PROMPTS[path], "kv_cache_retention_config": config}
+            )
+            assert status == 200, answer
+            assert len(events.take()) >= 1
+        pool = engine._scheduler._core.memory.pool  # type: ignore[attr-defined]
+        assert 80 in {pool.level(page) for page in pool.kept()}
+        engine.check_integrity()
+
+
+RANGES = "token_range_retention_configs"
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize(
+    ("config", "param"),
+    [
+        ({RANGES: [{"priority": 101}]}, f"{RANGES}[0].priority"),
+        ({RANGES: [{"token_start": 0}]}, f"{RANGES}[0].priority"),
+        ({RANGES: [{"token_start": -1, "priority": 1}]}, f"{RANGES}[0].token_start"),
+        ({RANGES: [{"token_start": 4, "token_end": 4, "priority": 1}]}, f"{RANGES}[0].token_end"),
+        ({RANGES: [{"priority": 1}, {"priority": 1}]}, f"{RANGES}[1].token_start"),
+        ({RANGES: [{"priority": 1, "secondary": 2}]}, f"{RANGES}[0].secondary"),
+        ({"decode_retention_priority": "35"}, "decode_retention_priority"),
+        ({"decode_duration_ms": 10}, "decode_duration_ms"),
+    ],
+)
+async def test_a_wrong_retention_is_named(path: str, config: Any, param: str) -> None:
+    async with serving() as (_, client):
+        body = {**PROMPTS[path], "kv_cache_retention_config": config}
+        status, answer = await generate(client, path, body)
+        assert status == 400
+        assert answer["error"]["param"] == f"kv_cache_retention_config.{param}"
+
+
+async def test_kv_cache_events() -> None:
+    async with serving() as (engine, client):
+        assert (await client.post("/kv_cache_events")).status_code in (401, 403)
+        assert await asked(client, "/kv_cache_events", "POST") == []
+        await engine.complete("a" * 40, max_tokens=1)
+        first, second = await asked(client, "/kv_cache_events", "POST")
+        (block,) = first["data"]["blocks"]
+        assert first["data"]["type"] == "stored"
+        assert first["data"]["parent_hash"] is None
+        assert block["type"] == "stored_block"
+        assert block["num_tokens"] == 16
+        assert second["data"]["parent_hash"] == block["block_hash"]
+        assert second["event_id"] == first["event_id"] + 1
+        engine.flush_cache()
+        events = await asked(client, "/kv_cache_events", "POST")
+        kinds = [event["data"]["type"] for event in events]
+        assert kinds == ["removed", "removed", "cleared"]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trioserve.nursery import open_engine
     from trioserve.offline import LLM
     from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
+    from trioserve.retention import Retention, RetentionRange
     from trioserve.sampling import SamplingParams
     from trioserve.serving import serve
     from trioserve.stream import Chunk, TokenLogprob
@@ -64,6 +65,8 @@ _HOME = {
     "ChatPrompt": "request",
     "TextPrompt": "request",
     "TokensPrompt": "request",
+    "Retention": "retention",
+    "RetentionRange": "retention",
     "SamplingParams": "sampling",
     "serve": "serving",
     "Chunk": "stream",
@@ -91,6 +94,8 @@ __all__ = [
     "PromptLogprobs",
     "QueueFull",
     "RequestAborted",
+    "Retention",
+    "RetentionRange",
     "SamplingParams",
     "ServerConfig",
     "ShuttingDown",

@@ -51,6 +51,7 @@ from trioserve.metrics import Metrics
 from trioserve.request import Finish, FinishReason, Prompt, Request, Sequence, Times
 from trioserve.retention import Retention
 from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
@@ -419,6 +420,15 @@ class Engine:
             max_records: how many may wait to be read.
         """
         return self._feeds.iterations.feed.subscribe(max_records)
+
+    def cache_events(
+        self, max_records: int = DEFAULT_MAX_RECORDS
+    ) -> contextlib.AbstractContextManager[Subscription[CacheEvent]]:
+        """What comes into the prefix cache and goes out of it, as :meth:`iterations` tells steps.
+
+        A page is told of when a plan is made that computes it.
+        """
+        return self._feeds.cache.feed.subscribe(max_records)
 
     @property
     def _feeds(self) -> Feeds:

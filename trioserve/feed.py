@@ -89,9 +89,15 @@ class Tail(Generic[T]):
 
 @attrs.define(eq=False)
 class Feed(Generic[T]):
-    """Where records are written. ``on_wanted`` is called when the first reader comes."""
+    """Where records are written.
+
+    Args:
+        on_wanted: called when the first reader comes.
+        on_unwanted: called when the last one leaves.
+    """
 
     on_wanted: Callable[[], None] = lambda: None
+    on_unwanted: Callable[[], None] = lambda: None
     _readers: list[Subscription[T]] = attrs.field(init=False, factory=list)
     _error: Exception | None = attrs.field(init=False, default=None)
     is_wanted: bool = attrs.field(init=False, default=False)
@@ -123,6 +129,8 @@ class Feed(Generic[T]):
         finally:
             self._readers.remove(reader)
             self.is_wanted = bool(self._readers)
+            if not self.is_wanted:
+                self.on_unwanted()
 
     def close(self, error: Exception) -> None:
         """Nothing more is published: readers get ``error`` once they have read all. Idempotent."""

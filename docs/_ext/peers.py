@@ -1,7 +1,8 @@
 """Which fields of requests the other servers have, by the names of our classes.
 
 OpenAI's are those of its reference; vLLM's and SGLang's were read from their sources of July and
-August 2026, together with those that vLLM had before (``guided_json`` and others).
+August 2026, together with those that vLLM had before (``guided_json`` and others). Of TensorRT-LLM
+there is what its requests have and no other server's do.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _NAMES = {
             "stop_token_ids stream stream_options stream_reasoning task temperature tool_choice "
             "tools top_k top_logprobs top_p use_audio_in_video user"
         ),
+        "TensorRT-LLM": "kv_cache_retention_config",
     },
     "CompletionRequest": {
         "OpenAI": (
@@ -82,6 +84,7 @@ _NAMES = {
             "skip_special_tokens stop stop_regex stop_token_ids stream stream_options suffix "
             "temperature top_k top_p user"
         ),
+        "TensorRT-LLM": "kv_cache_retention_config",
     },
     "GenerateRequest": {
         "SGLang": (
@@ -98,6 +101,7 @@ _NAMES = {
             "session_params stream text token_ids_logprob top_logprobs_num use_audio_in_video "
             "video_data video_max_dynamic_patch"
         ),
+        "TensorRT-LLM": "kv_cache_retention_config",
     },
     "NativeSampling": {
         "SGLang": (
@@ -132,6 +136,12 @@ _NAMES = {
     "UpdateWeightVersionRequest": {"SGLang": "abort_all_requests new_version"},
     "MemoryRequest": {"SGLang": "tags"},
     "FlushRequest": {"SGLang": "timeout_s"},
+    "KvCacheRetentionConfig": {
+        "TensorRT-LLM": (
+            "token_range_retention_configs decode_retention_priority decode_duration_ms"
+        ),
+    },
+    "TokenRangeRetentionConfig": {"TensorRT-LLM": "token_start token_end priority duration_ms"},
     "DetokenizeRequest": {
         "vLLM": ("model tokens"),
         "SGLang": ("model skip_special_tokens tokens"),
@@ -143,7 +153,7 @@ _NAMES = {
 def peers_of(class_names: tuple[str, ...], field: str) -> list[str]:
     """The servers whose requests, of one of the classes, have ``field``."""
     found = []
-    for server in ("OpenAI", "vLLM", "SGLang"):
+    for server in ("OpenAI", "vLLM", "SGLang", "TensorRT-LLM"):
         names = (_NAMES.get(name, {}).get(server, "") for name in class_names)
         if any(field in text.split() for text in names):
             found.append(server)

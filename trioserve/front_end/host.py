@@ -38,6 +38,7 @@ from trioserve.pair_socket import PairSocket
 from trioserve.preparation import Preparation
 from trioserve.request import Request, SequenceOutput
 from trioserve.scheduler import Scheduler
+from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
 from trioserve.task_dump import reporting
@@ -97,6 +98,7 @@ class Host:
         )
         self._control = Control(scheduler, _Open(self._homes))
         self._iterations = Tail(scheduler.feeds.iterations.feed.subscribe)
+        self._cache_events = Tail(scheduler.feeds.cache.feed.subscribe)
         self._clock = SharedClock.now()
         self._hosting = Hosting(
             scheduler=scheduler,
@@ -133,6 +135,7 @@ class Host:
                 "release_memory": self._release_memory,
                 "resume_memory": self._resume_memory,
                 "iterations": self._take_iterations,
+                "cache_events": self._take_cache_events,
             },
         )
         self._homes[home] = None
@@ -240,6 +243,9 @@ class Host:
 
     async def _call_weights(self, version: Any) -> None:
         self._control.weight_version = version
+
+    async def _take_cache_events(self, _: Any) -> list[CacheEvent]:
+        return self._cache_events.take()
 
     async def _take_iterations(self, _: Any) -> list[Iteration]:
         return [

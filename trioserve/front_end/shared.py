@@ -22,6 +22,7 @@ from trioserve.front_end.remote import RemoteScheduler
 from trioserve.http.auth import Caller, Keys
 from trioserve.http.whole import Seat, health_word
 from trioserve.metrics.snapshot import filled, snapshot_of
+from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
 
@@ -145,6 +146,10 @@ class SharedServer:
     async def resume_memory(self) -> None:
         """As :meth:`trioserve.Engine.resume_memory`."""
         await self._remote.asks.ask("resume_memory")
+
+    async def cache_events(self) -> list[CacheEvent]:
+        """The prefix cache's events since this was asked last, by whatever process."""
+        return msgspec.convert(await self._remote.asks.ask("cache_events"), list[CacheEvent])
 
     async def iterations(self) -> list[Iteration]:
         """The steps since this was asked last, by whatever process; the first time none."""

@@ -28,7 +28,7 @@ from trioserve.http.control.schemas import (
     UpdateWeightVersionRequest,
     WeightVersion,
 )
-from trioserve.http.feeds.schemas import IterationStats
+from trioserve.http.feeds.schemas import IterationStats, KvCacheEvent
 from trioserve.http.native.schemas import GenerateRequest, GenerateResponse
 from trioserve.http.openai.schemas import ModelCard, ModelList
 from trioserve.http.utilities.schemas import (
@@ -254,6 +254,16 @@ ROUTES = (
         group="The server",
         peers="TensorRT-LLM",
         response=list[IterationStats],
+    ),
+    Route(
+        method="POST",
+        rule="/kv_cache_events",
+        handler="kv_cache_events",
+        summary="What came into the prefix cache or went out since this was asked last",
+        group="The server",
+        peers="TensorRT-LLM",
+        response=list[KvCacheEvent],
+        control=True,
     ),
     Route(
         method="GET",

@@ -15,6 +15,7 @@ import attrs
 from trioserve.engine import Engine
 from trioserve.feed import Tail
 from trioserve.http.auth import Caller, Keys
+from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
 
@@ -73,6 +74,9 @@ class Whole(Protocol):
     async def iterations(self) -> list[Iteration]:
         """The steps since this was asked last, the newest of them; the first time none."""
 
+    async def cache_events(self) -> list[CacheEvent]:
+        """The same of the prefix cache's events."""
+
 
 def health_word(engine: Engine) -> str:
     """How ``engine`` is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
@@ -90,7 +94,15 @@ class OneProcess:
     _engine: Engine
     _iterations: Tail[Iteration] = attrs.field(
         init=False,
-        default=attrs.Factory(lambda self: Tail(self._engine.iterations), takes_self=True),
+        default=attrs.Factory(
+            lambda self: Tail(lambda: self._engine.iterations()), takes_self=True
+        ),
+    )
+    _cache_events: Tail[CacheEvent] = attrs.field(
+        init=False,
+        default=attrs.Factory(
+            lambda self: Tail(lambda: self._engine.cache_events()), takes_self=True
+        ),
     )
 
     async def health_word(self) -> str:
@@ -155,3 +167,7 @@ class OneProcess:
     async def iterations(self) -> list[Iteration]:
         """The steps since this was asked last, the newest of them; the first time none."""
         return self._iterations.take()
+
+    async def cache_events(self) -> list[CacheEvent]:
+        """The same of the prefix cache's events."""
+        return self._cache_events.take()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from trioserve.scheduler.cache_events import CacheEvents
 from trioserve.scheduler.iterations import Iterations
 from trioserve.scheduler.statistics import Counters
 
@@ -17,9 +18,12 @@ class Feeds:
     counters: Counters = attrs.field(init=False, factory=Counters)
     iterations: Iterations = attrs.field(init=False)
 
+    cache: CacheEvents = attrs.field(init=False, factory=CacheEvents)
+
     def __attrs_post_init__(self) -> None:
         self.iterations = Iterations(self.counters)
 
     def close(self, error: Exception) -> None:
         """Nothing more will be told: readers get ``error``. Idempotent."""
         self.iterations.feed.close(error)
+        self.cache.feed.close(error)

@@ -30,7 +30,7 @@ class Memory:
         self._counters = feeds.counters
         self._now = 0.0
         self.pool = PagePool(limits.num_pages)
-        self.prefix = PrefixCache(self.pool, limits.page_size)
+        self.prefix = PrefixCache(self.pool, limits.page_size, feeds.cache)
         self.slots = SlotTable(limits.max_num_seqs)
         self.counts = Counts(limits.max_num_seqs, limits.vocab_size)
 

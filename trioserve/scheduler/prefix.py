@@ -26,6 +26,7 @@ from collections.abc import Hashable, Sequence
 
 import attrs
 
+from trioserve.scheduler.cache_events import FLUSHED, CacheEvents
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.priorities import Priorities
 
@@ -72,6 +73,8 @@ class PrefixCache:
 
     pool: PagePool
     page_size: int
+    events: CacheEvents = attrs.field(factory=CacheEvents)
+    """Is told what comes and goes."""
     priorities: Priorities = attrs.field(init=False)
     """How much each page is worth keeping."""
     _roots: dict[Namespace, Node] = attrs.field(init=False, factory=dict)
@@ -221,6 +224,7 @@ class PrefixCache:
         """
         freed = self.pool.num_idle
         self.evict(freed)
+        self.events.on_cleared()
         self._num_flushes += 1
         roots, self._roots = self._roots, {}
         for root in roots.values():
@@ -231,7 +235,7 @@ class PrefixCache:
 
     def flushed(self, namespace: Namespace) -> Namespace:
         """Where the pages of ``namespace`` are since the last :meth:`flush`."""
-        return (*namespace, "flushed", self._num_flushes)
+        return (*namespace, FLUSHED, self._num_flushes)
 
     def check(self) -> None:
         """Assert that the tree and the pool agree, and that rule 4 holds."""
@@ -269,6 +273,8 @@ class PrefixCache:
         assert parent is not None
         del parent.children[node.key]
         self.priorities.on_removed(node)
+        if self.events.feed.is_wanted:
+            self.events.on_removed(node)
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
 
@@ -277,4 +283,6 @@ class PrefixCache:
         node = parent.children[key] = Node(parent, key, page, plan, parent.depth + 1)
         self._node_of[page] = node
         self.priorities.on_added(node)
+        if self.events.feed.is_wanted:
+            self.events.on_stored(node)
         return node

@@ -147,6 +147,7 @@ class Recovery:
             core.siblings.enter(computation)
         core.rejoin()
         core.memory = Memory(core.limits, core.feeds)
+        core.feeds.cache.on_cleared()
 
 
 def _is_progress(verdict: Verdict) -> bool:

@@ -1,4 +1,4 @@
-"""``/iteration_stats``: what has happened since it was asked last.
+"""``/iteration_stats`` and ``/kv_cache_events``: what has happened since they were asked last.
 
 The first request begins to collect, and gets nothing; until then nothing is collected.
 """
@@ -10,8 +10,18 @@ import datetime
 import quart
 import trio
 
-from trioserve.http.feeds.schemas import BatchStats, IterationStats, KvCacheStats
+from trioserve.http.feeds.schemas import (
+    BatchStats,
+    CacheCleared,
+    CacheRemoved,
+    CacheStored,
+    IterationStats,
+    KvCacheEvent,
+    KvCacheStats,
+    StoredBlock,
+)
 from trioserve.http.service import Service, json_response
+from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
 __all__ = ["FeedEndpoints"]
@@ -40,6 +50,23 @@ class FeedEndpoints:
                 for each in await self._service.whole.iterations()
             ]
         )
+
+    async def kv_cache_events(self) -> quart.Response:
+        """``POST /kv_cache_events``: since the last call, at most the newest 1,000."""
+        return json_response([_event(each) for each in await self._service.whole.cache_events()])
+
+
+def _event(event: CacheEvent) -> KvCacheEvent:
+    data: CacheStored | CacheRemoved | CacheCleared
+    match event.kind:
+        case "stored":
+            block = StoredBlock(block_hash=event.hash, num_tokens=event.num_tokens)
+            data = CacheStored(parent_hash=event.parent_hash, blocks=[block])
+        case "removed":
+            data = CacheRemoved(block_hashes=[event.hash])
+        case "cleared":
+            data = CacheCleared()
+    return KvCacheEvent(event_id=event.number, data=data)
 
 
 def _stats(

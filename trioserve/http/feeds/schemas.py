@@ -8,7 +8,16 @@ import msgspec
 
 from trioserve.http.schemas import about
 
-__all__ = ["BatchStats", "IterationStats", "KvCacheStats"]
+__all__ = [
+    "BatchStats",
+    "CacheCleared",
+    "CacheRemoved",
+    "CacheStored",
+    "IterationStats",
+    "KvCacheEvent",
+    "KvCacheStats",
+    "StoredBlock",
+]
 
 
 class BatchStats(msgspec.Struct, kw_only=True, rename="camel"):
@@ -73,3 +82,38 @@ class IterationStats(msgspec.Struct, kw_only=True):
     kv_cache_stats: Annotated[KvCacheStats, about("The KV cache after it.")] = msgspec.field(
         name="kvCacheStats"
     )
+
+
+class StoredBlock(msgspec.Struct, kw_only=True):
+    """A page that came into the prefix cache."""
+
+    type: Annotated[str, about("Always `stored_block`.")] = "stored_block"
+    block_hash: Annotated[int, about("It stands for all tokens up to the page's end.")]
+    num_tokens: Annotated[int, about("Tokens that the page holds.")]
+    cache_level: Annotated[int, about("Always 0: the worker's memory.")] = 0
+
+
+class CacheStored(msgspec.Struct, kw_only=True, tag_field="type", tag="stored"):
+    """A page came in."""
+
+    parent_hash: Annotated[
+        int | None, about("The hash of the page before it; null for a prompt's first one.")
+    ]
+    blocks: Annotated[list[StoredBlock], about("The page.")]
+
+
+class CacheRemoved(msgspec.Struct, kw_only=True, tag_field="type", tag="removed"):
+    """A page went out."""
+
+    block_hashes: Annotated[list[int], about("Its hash.")]
+
+
+class CacheCleared(msgspec.Struct, kw_only=True, tag_field="type", tag="cleared"):
+    """Nothing is found any more of what came in before."""
+
+
+class KvCacheEvent(msgspec.Struct, kw_only=True):
+    """Something that happened to the prefix cache."""
+
+    event_id: Annotated[int, about("Counts up by one; a gap tells of events that were lost.")]
+    data: Annotated[CacheStored | CacheRemoved | CacheCleared, about("What it was.")]

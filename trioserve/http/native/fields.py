@@ -16,6 +16,7 @@ from trioserve.http.native.schemas import (
     NativeSampling,
 )
 from trioserve.http.openai.structured import grammar_field
+from trioserve.http.retention import retention_of
 from trioserve.http.sampling_fields import SHARED_NAMES
 from trioserve.http.schemas import one_or_several
 from trioserve.http.service import Service
@@ -120,6 +121,7 @@ class _Reader:
             priority=-(self._request.priority or 0),
             timeout=self._request.timeout,
             cache_salt=self._salts[index] or "",
+            retention=retention_of(self._request.kv_cache_retention_config),
             renames=names,
         )
 

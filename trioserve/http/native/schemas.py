@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from trioserve.http.retention import KvCacheRetentionConfig
 from trioserve.http.sampling_fields import SamplingFields
 from trioserve.http.schemas import (
     Count,
@@ -173,6 +174,10 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "Share cached prefixes only with requests of the same key; a list has one for each "
             "prompt."
         ),
+    ] = None
+    kv_cache_retention_config: Annotated[
+        KvCacheRetentionConfig | None,
+        about("How much its KV is worth in the prefix cache once it has ended."),
     ] = None
     timeout: Annotated[
         Seconds | None, about("Seconds after which the request is ended with a 504.")

@@ -8,6 +8,7 @@ from trioserve.errors import InvalidRequest
 from trioserve.http.generations import Job
 from trioserve.http.openai.schemas import GenerationRequest
 from trioserve.http.openai.structured import grammar_field
+from trioserve.http.retention import retention_of
 from trioserve.http.sampling_fields import SHARED_NAMES
 from trioserve.http.service import Service
 from trioserve.request import Prompt
@@ -93,6 +94,7 @@ def make_job(
         priority=request.priority or 0,
         timeout=request.timeout,
         cache_salt=request.cache_salt or request.extra_key or "",
+        retention=retention_of(request.kv_cache_retention_config),
         renames=renames,
     )
 

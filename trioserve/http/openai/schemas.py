@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from trioserve.http.openai.structured_schemas import JsonText, ResponseFormat, StructuredOutputs
+from trioserve.http.retention import KvCacheRetentionConfig
 from trioserve.http.sampling_fields import SamplingFields
 from trioserve.http.schemas import (
     Count,
@@ -205,6 +206,10 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         str | None, about("Cached prompts are shared among requests of the same salt only.")
     ] = None
     extra_key: Annotated[str | None, about("SGLang's name of `cache_salt`.")] = None
+    kv_cache_retention_config: Annotated[
+        KvCacheRetentionConfig | None,
+        about("How much its KV is worth in the prefix cache once it has ended."),
+    ] = None
     timeout: Annotated[
         Seconds | None, about("Seconds after which the request ends with an error.")
     ] = None

@@ -1,0 +1,113 @@
+"""Which pages come into the prefix cache and go out of it, for whoever follows it from outside.
+
+A page is known by a hash: BLAKE2b with 8 bytes over the hash of the page before it (of the first
+page: over its namespace) and its tokens as 64-bit integers, little-endian. So it stands for all
+tokens from the start, and is the same in every process. Hashes are made only while somebody
+listens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+import attrs
+import msgspec
+
+from trioserve.feed import Feed
+
+if TYPE_CHECKING:
+    from trioserve.scheduler.prefix import Node
+
+__all__ = ["FLUSHED", "CacheEvent", "CacheEvents", "page_hash"]
+
+FLUSHED = object()
+"""Is in the namespaces of what nobody finds any more. No caller's salt can be equal to it."""
+
+
+class CacheEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Something that happened to the prefix cache."""
+
+    number: int
+    """Counts up by one, whoever listens, since the first reader came."""
+    kind: Literal["stored", "removed", "cleared"]
+    """A page came in; a page went out; or nothing of what came in is found any more."""
+    hash: int = 0
+    """The page's, unless all are gone."""
+    parent_hash: int | None = None
+    """That of the page before one that came in; None for the first page of a prompt."""
+    num_tokens: int = 0
+    """Tokens that a page which came in holds."""
+
+
+def page_hash(parent_hash: int, tokens: Sequence[int]) -> int:
+    """The hash of a page that holds ``tokens``, after the page with ``parent_hash``."""
+    content = parent_hash.to_bytes(8, "little") + array("q", tokens).tobytes()
+    return _digest(content)
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+@attrs.define(eq=False)
+class CacheEvents:
+    """Makes the events of one scheduler, as long as somebody reads ``feed``."""
+
+    feed: Feed[CacheEvent] = attrs.field(init=False)
+    _hashes: dict[Node, int] = attrs.field(init=False, factory=dict)
+    _number: int = attrs.field(init=False, default=0)
+
+    def __attrs_post_init__(self) -> None:
+        self.feed = Feed(on_unwanted=self._hashes.clear)
+
+    def on_stored(self, node: Node) -> None:
+        """``node`` has come into the tree."""
+        assert node.parent is not None
+        hash = self._hash_of(node)
+        if hash is not None:
+            is_first = node.parent.parent is None
+            self._tell(
+                CacheEvent(
+                    number=self._number,
+                    kind="stored",
+                    hash=hash,
+                    parent_hash=None if is_first else self._hash_of(node.parent),
+                    num_tokens=len(node.key),
+                )
+            )
+
+    def on_removed(self, node: Node) -> None:
+        """``node`` has gone out of the tree."""
+        hash = self._hash_of(node)
+        if hash is not None:
+            del self._hashes[node]
+            self._tell(CacheEvent(number=self._number, kind="removed", hash=hash))
+
+    def on_cleared(self) -> None:
+        """Nothing is found any more of what there was."""
+        if self.feed.is_wanted:
+            self._hashes.clear()
+            self._tell(CacheEvent(number=self._number, kind="cleared"))
+
+    def _tell(self, event: CacheEvent) -> None:
+        self._number += 1
+        self.feed.publish(event)
+
+    def _hash_of(self, node: Node) -> int | None:
+        """Its hash; None if it belongs to what was cleared."""
+        path: list[Node] = []
+        while node.parent is not None and node not in self._hashes:
+            path.append(node)
+            node = node.parent
+        if node.parent is None:
+            if FLUSHED in node.key:
+                return None
+            value = _digest("\0".join(map(str, node.key)).encode())
+        else:
+            value = self._hashes[node]
+        for each in reversed(path):
+            value = self._hashes[each] = page_hash(value, cast(tuple[int, ...], each.key))
+        return value
