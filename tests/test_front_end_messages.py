@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import msgspec
 import pytest
 import trio
@@ -47,7 +48,8 @@ from trioserve.front_end.messages import (
 from trioserve.logprobs import PromptLogprobs
 from trioserve.metrics import Metrics
 from trioserve.metrics.snapshot import Snapshot, add_up, filled, snapshot_of
-from trioserve.request import Finish, FinishReason
+from trioserve.request import Finish, FinishReason, Request
+from trioserve.retention import Retention, RetentionRange
 from trioserve.sampling import SamplerParams
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_model import prompt_piece
@@ -141,12 +143,24 @@ def test_a_request_survives(params: SamplingParams, prompt_ids: list[int], numbe
         arrived=1.25,
         priority=-(2**40),
         cache_salt="salt",
+        retention=Retention(ranges=(RetentionRange(0, 8, 90, 5),), output_priority=3),
     )
     there = decode_from_front_end(encode(submit))
     assert there == submit
     assert isinstance(there, Submit)
     assert isinstance(there.params.stop, tuple)
     assert numbers_of(there.prompt_ids) == prompt_ids
+
+
+def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> None:
+    """A field that is new is to be sent, or to be named here."""
+    stays = {
+        *("prompt", "stream", "times", "traceparent", "tracestate", "max_prompt_tokens"),
+        *("fewest_tokens", "sequences", "admitted", "on_tokenized", "on_admitted", "rejection"),
+        *("prompt_logprobs", "num_cached_tokens"),
+    }
+    travels = {*Submit.__struct_fields__} - {"number", "sampler", "arrived"}
+    assert {field.name for field in attrs.fields(Request)} - stays == travels
 
 
 def test_all_options_reach_a_front_end() -> None:

@@ -21,6 +21,8 @@ __all__ = ["Fleet"]
 FIRST_DELAY = 0.05
 MAX_DELAY = 5.0
 """Seconds before a front end is replaced: the first time, and at most."""
+END_GRACE = 10.0
+"""Seconds for last events, and spans that wait for a collector, behind ``shutdown_timeout``."""
 CALM_LIFE = 60.0
 """Seconds after which a front end has proved that it can live."""
 
@@ -76,6 +78,9 @@ class Fleet:
                 self._is_draining = True
                 for home in self.host.homes:
                     home.tell(Drain())
+                # They keep the time themselves; one that is stopped doesn't.
+                patience = self.config.shutdown_timeout + END_GRACE
+                nursery.cancel_scope.deadline = trio.current_time() + patience
         except BaseExceptionGroup as group:
             failure = sole_exception(group)
         if failure is not None:
@@ -101,6 +106,9 @@ class Fleet:
                             home.tell(Drain())
                         self._num_cut += await home.run()
                 return
+            except trio.Cancelled:
+                self._num_cut += 0 if home is None else home.num_lost
+                raise
             except TrioserveError as loss:
                 if not has_listened:
                     raise

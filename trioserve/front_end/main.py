@@ -19,7 +19,7 @@ from trioserve import wire
 from trioserve.engine_tasks import EngineTasks
 from trioserve.errors import EngineError, TrioserveError
 from trioserve.front_end.faults import fault_of
-from trioserve.front_end.messages import Drained, Failed, Hello, Listening, Start, encode
+from trioserve.front_end.messages import Drained, Failed, Hello, Listening, Start, Stop, encode
 from trioserve.front_end.process import package_folder
 from trioserve.front_end.remote import RemoteScheduler, receive_from_engine
 from trioserve.front_end.shared import SharedServer
@@ -58,6 +58,7 @@ def run(url: str, index: int, descriptors: Sequence[int]) -> None:
 class _FrontEnd:
     _descriptors: Sequence[int]
     exit_code: int = 0
+    _remote: RemoteScheduler | None = None
     _shutdown: trio.Event = attrs.field(factory=trio.Event)
     """Set when it is to drain."""
     _serving: trio.CancelScope = attrs.field(factory=trio.CancelScope)
@@ -67,14 +68,18 @@ class _FrontEnd:
         """Talk to the engine process from beginning to end."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_parent)
-            with contextlib.closing(PairSocket.dial(url)) as socket:
+            with contextlib.closing(PairSocket.dial(url)) as socket, self._serving:
                 hello = Hello(package_folder(), trioserve.__version__, os.getpid())
                 await socket.send(encode(hello))
                 start = await receive_from_engine(socket)
                 if not isinstance(start, Start):
                     raise EngineError(f"{type(start).__name__} came where Start was due")
-                with self._serving:
-                    await self._serve(socket, start)
+                last_word = await self._serve(socket, start)
+                if last_word is not None:
+                    await socket.send(encode(last_word))
+                    # A message is lost if its socket closes too soon: stay until it was heard.
+                    while not isinstance(await receive_from_engine(socket), (Stop, Failed)):
+                        pass
             nursery.cancel_scope.cancel()
 
     async def _watch_parent(self) -> None:
@@ -83,33 +88,36 @@ class _FrontEnd:
         self.exit_code = EXIT_PARENT_GONE
         self._serving.cancel()
 
-    async def _serve(self, socket: PairSocket, start: Start) -> None:
+    async def _serve(self, socket: PairSocket, start: Start) -> Drained | Failed | None:
+        """Serve until drained, or until it fails; what the engine process is to be told then.
+
+        Nothing, if it is the engine process that has failed.
+        """
         setup_logging(start.config.log_level, start.config.log_format)
         raise_descriptor_limit()
         try:
             with dumping_tasks(), rare_collections() as settle:
-                await self._run(socket, start, settle)
-        except TrioserveError as error:
-            # The engine process logs it, unless it is its own.
-            await self._say_failed(socket, error)
+                return Drained(await self._run(socket, start, settle))
         except Exception as error:
-            _log.exception("front end failed")
-            await self._say_failed(socket, error)
+            self.exit_code = EXIT_FAILED
+            if not isinstance(error, TrioserveError):
+                # What is ours, the engine process tells.
+                _log.exception("front end failed")
+            return None if self._is_dismissed else Failed(fault_of(error))
 
-    async def _say_failed(self, socket: PairSocket, error: Exception) -> None:
-        self.exit_code = EXIT_FAILED
-        await socket.send(encode(Failed(fault_of(error))))
-        # A message is lost if its socket closes too soon: stay until the engine has heard.
-        await trio.sleep_forever()
+    @property
+    def _is_dismissed(self) -> bool:
+        return self._remote is not None and self._remote.is_dismissed
 
-    async def _run(self, socket: PairSocket, start: Start, settle: Callable[[], None]) -> None:
+    async def _run(self, socket: PairSocket, start: Start, settle: Callable[[], None]) -> int:
+        """Serve until drained; how many requests were cut off."""
         config = start.config
         model = await LoadedModel.read(config.engine, Path(start.path))
         others = [each for each in self._descriptors if each not in start.sockets]
         names = config.served_model_name or (model.name,)
         metrics = Metrics(names[0], config.engine.metrics_prefix)
         handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {}
-        remote = RemoteScheduler(
+        remote = self._remote = RemoteScheduler(
             socket, handlers, on_drain=self._shutdown.set, on_stop=self._serving.cancel
         )
 
@@ -133,7 +141,7 @@ class _FrontEnd:
                 engine.on_request_end = tracing.request_ended
                 whole = SharedServer(engine, remote)
                 handlers |= {"count": whole.count, "abort": whole.abort_own}
-                num_cut = await serve_engine(
+                return await serve_engine(
                     engine,
                     create_app(engine, config, whole=whole),
                     config,
@@ -141,9 +149,6 @@ class _FrontEnd:
                     shutdown=self._shutdown,
                     task_status=_Started(functools.partial(remote.tell, Listening()), settle),
                 )
-                remote.tell(Drained(num_cut))
-                # Until it is told to stop: a message is lost if its socket closes too soon.
-                await trio.sleep_forever()
 
 
 @attrs.frozen

@@ -94,6 +94,8 @@ class RemoteScheduler:
     ) -> None:
         self._socket = socket
         self._on_drain, self._on_stop = on_drain, on_stop
+        self.is_dismissed = False
+        """Whether the engine process has failed, and said its last word."""
         self._clock = SharedClock.now()
         self._undelivered: deque[list[SequenceOutput] | None] = deque()
         """What the detokenizer is to have; None behind all that came in one update."""
@@ -286,6 +288,7 @@ class RemoteScheduler:
             case Withdraw():
                 self.asks.on_withdraw(message)
             case Failed():
+                self.is_dismissed = True
                 raise error_of(message.fault)
             case Drain():
                 self._on_drain()
