@@ -96,7 +96,7 @@ class _FrontEnd:
         setup_logging(start.config.log_level, start.config.log_format)
         raise_descriptor_limit()
         try:
-            with dumping_tasks(), rare_collections() as settle:
+            with dumping_tasks(1 + start.index), rare_collections() as settle:
                 return Drained(await self._run(socket, start, settle))
         except Exception as error:
             self.exit_code = EXIT_FAILED
