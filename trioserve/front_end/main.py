@@ -30,7 +30,7 @@ from trioserve.http.listeners import inherited
 from trioserve.logs import get_logger, setup_logging
 from trioserve.metrics import Metrics
 from trioserve.nursery import LoadedModel, Place, run_tasks
-from trioserve.pair_socket import PairSocket
+from trioserve.pair_socket import PairSocket, SocketFailed
 from trioserve.serving import serve_engine
 from trioserve.signals import dumping_tasks
 from trioserve.tracing import open_tracing
@@ -68,19 +68,26 @@ class _FrontEnd:
         """Talk to the engine process from beginning to end."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_parent)
-            with contextlib.closing(PairSocket.dial(url)) as socket, self._serving:
-                hello = Hello(package_folder(), trioserve.__version__, os.getpid())
-                await socket.send(encode(hello))
-                start = await receive_from_engine(socket)
-                if not isinstance(start, Start):
-                    raise EngineError(f"{type(start).__name__} came where Start was due")
-                last_word = await self._serve(socket, start)
-                if last_word is not None:
-                    await socket.send(encode(last_word))
-                    # A message is lost if its socket closes too soon: stay until it was heard.
-                    while not isinstance(await receive_from_engine(socket), (Stop, Failed)):
-                        pass
+            try:
+                with contextlib.closing(PairSocket.dial(url)) as socket, self._serving:
+                    await self._talk(socket)
+            except (EngineError, SocketFailed):
+                # The engine process has given this one up, and knows why.
+                self.exit_code = EXIT_FAILED
             nursery.cancel_scope.cancel()
+
+    async def _talk(self, socket: PairSocket) -> None:
+        hello = Hello(package_folder(), trioserve.__version__, os.getpid())
+        await socket.send(encode(hello))
+        start = await receive_from_engine(socket)
+        if not isinstance(start, Start):
+            return
+        last_word = await self._serve(socket, start)
+        if last_word is not None:
+            await socket.send(encode(last_word))
+            # A message is lost if its socket closes too soon: stay until it was heard.
+            while not isinstance(await receive_from_engine(socket), (Stop, Failed)):
+                pass
 
     async def _watch_parent(self) -> None:
         """Leave when standard input ends: whoever started this process holds the other end."""

@@ -252,23 +252,27 @@ class RemoteScheduler:
 
     def tell(self, message: FromFrontEnd) -> None:
         """Send a message behind those that wait to be sent."""
+        # Who is told of aborts mustn't hear of them before they have come.
+        self._put_aborts()
         self._outbox.append(encode(message))
         self._work.set()
+
+    def _put_aborts(self) -> None:
+        if self._aborted:
+            self._outbox.append(encode(Abort(self._aborted)))
+            self._aborted = []
 
     @trio.lowlevel.enable_ki_protection
     async def _send(self) -> None:
         while True:
-            if self._outbox:
-                data = self._outbox.popleft()
-            elif self._aborted:
-                data = encode(Abort(self._aborted))
-                self._aborted = []
-            else:
+            if not self._outbox:
+                self._put_aborts()
+            if not self._outbox:
                 self._work = trio.Event()
                 await self._work.wait()
                 continue
             try:
-                await self._socket.send(data)
+                await self._socket.send(self._outbox.popleft())
             except SocketFailed as error:
                 raise EngineError(f"the engine process can't be reached: {error}") from error
 
