@@ -69,8 +69,9 @@ __all__ = [
     "receive_from_front_end",
 ]
 
-MAX_UNTAKEN = 2
-"""Updates on their way to a front end: one that it works on, and the next."""
+MAX_UNTAKEN = 3
+"""Updates on their way to a front end: one that it works on, the next, and one that was taken and
+not told of (:data:`~trioserve.front_end.remote.TAKEN_TOGETHER`)."""
 
 _NO_PROMPT = TokensPrompt(())
 """The ids are all that comes here of a prompt."""
@@ -390,7 +391,7 @@ class Home:
                 case Abort():
                     self._abort(message.numbers)
                 case Taken():
-                    self._num_untaken -= 1
+                    self._num_untaken -= message.count
                     self.wake()
                 case Ask():
                     self.asks.on_ask(message, nursery)

@@ -145,7 +145,9 @@ class Abort(_Message):
 
 
 class Taken(_Message):
-    """The detokenizer has taken all that an update's steps gave: the next may come."""
+    """The detokenizer has taken what so many more updates gave: others may come."""
+
+    count: int
 
 
 class LeaveSeat(_Message):

@@ -51,7 +51,12 @@ from trioserve.pair_socket import PairSocket, SocketFailed
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.statistics import SchedulerStatistics
 
-__all__ = ["EngineState", "RemoteScheduler"]
+__all__ = ["TAKEN_TOGETHER", "EngineState", "RemoteScheduler"]
+
+
+TAKEN_TOGETHER = 2
+"""Updates that are taken before the engine process is told: a message costs both sides more than
+what it says."""
 
 
 @attrs.frozen(kw_only=True)
@@ -101,6 +106,8 @@ class RemoteScheduler:
         """What the detokenizer is to have; None behind all that came in one update."""
         self._delivery = trio.Event()
         """There may be something for it."""
+        self._num_taken = 0
+        """Updates that it has taken, and the engine process hasn't been told of."""
         self._outbox: deque[bytes] = deque()
         self._aborted: list[int] = []
         """Sequences to be aborted over there, once the outbox is empty."""
@@ -153,7 +160,10 @@ class RemoteScheduler:
             while self._undelivered:
                 batch = self._undelivered.popleft()
                 if batch is None:
-                    self.tell(Taken())
+                    self._num_taken += 1
+                    if self._num_taken == TAKEN_TOGETHER:
+                        self._num_taken = 0
+                        self.tell(Taken(TAKEN_TOGETHER))
                 else:
                     await outputs.send(batch)
             self._delivery = trio.Event()
