@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -21,7 +22,7 @@ from gpu.weights.replacement import weights_for
 from trioserve.errors import ModelLoadError
 from trioserve.logits_processors import ProcessorContext
 from trioserve.machine import Machine
-from trioserve.model_files import ModelConfig, ModelFiles, open_model
+from trioserve.model_files import ModelConfig, ModelFiles, open_model, task_of
 from trioserve.sampling import SamplerParams
 from trioserve.wire import MockSteps, OpenSlot, Plan, Ready, Start, from_ints
 
@@ -76,9 +77,13 @@ class Serving:
     """A loaded model that is ready for plans, and what the engine is told of it."""
 
     runner: Runner
-    weights: ModelWeights
-    constraints: Constraints
+    weights: ModelWeights | None
+    """None where they can't be exchanged."""
+    constraints: Constraints | None
+    """None where nothing is drawn."""
     ready: Ready
+    calls: Mapping[str, Callable[[Any], Any]] = attrs.field(factory=dict)
+    """What this model can be called for, by name: functions of the arguments."""
 
 
 def load(start: Start, on_progress: OnProgress) -> Serving:
@@ -89,6 +94,10 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     Raises:
         ModelLoadError: the model can't be loaded or served so; one line says why and what to do.
     """
+    if task_of(Path(start.model)) != "generate":
+        from gpu.encoder.serving import load_encoder_to_serve  # needs torch
+
+        return load_encoder_to_serve(start, on_progress)
     device = choose_device(start.device)
     dtype = choose_dtype(start.dtype, device)
     kind = "mock" if start.mock is not None else device.partition(":")[0]

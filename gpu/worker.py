@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -98,7 +98,7 @@ class Worker:
                 raise wire.WireError(f"{type(start).__name__} came where Start was due")
             serving = self._load(start)
             self._weights = serving.weights
-            self.serve(serving.runner, serving.constraints)
+            self.serve(serving.runner, serving.constraints, serving.calls)
         except Quit:
             return
         finally:
@@ -128,13 +128,20 @@ class Worker:
             self._last_progress = now
             self._send(wire.Progress(stage=stage, done=done, total=total))
 
-    def serve(self, runner: Runner, constraints: Constraints | None = None) -> NoReturn:
+    def serve(
+        self,
+        runner: Runner,
+        constraints: Constraints | None = None,
+        calls: Mapping[str, Callable[[Any], Any]] | None = None,
+    ) -> NoReturn:
         """Take messages and results as they come; a message first, since it may be the next plan.
 
         A plan that reaches the device before the one in front of it ends leaves no gap between
-        the two. Without ``constraints`` there is nothing to prepare.
+        the two. Without ``constraints`` there is nothing to prepare; ``calls`` are the model's own.
         """
         self._constraints = constraints
+        for name, function in (calls or {}).items():
+            self._calls[name] = functools.partial(_with_arguments, function)
         idle, waiting = select.poll(), select.poll()
         for poll in (idle, waiting):
             poll.register(self._socket.recv_fd, select.POLLIN)
@@ -174,7 +181,7 @@ class Worker:
             case wire.Call(name="read_weights"):
                 self._read_weights(message)
             case wire.Call():
-                self._send(self._answer(runner, message))
+                self._call(runner, message)
             case _:
                 raise wire.WireError(f"{type(message).__name__} came while serving")
 
@@ -230,11 +237,18 @@ class Worker:
         else:
             self._send(result)
 
-    def _answer(self, runner: Runner, call: wire.Call) -> wire.Reply:
+    def _call(self, runner: Runner, call: wire.Call) -> None:
         function = self._calls.get(call.name)
         if function is None:
-            return wire.Reply(number=call.number, error=f"this worker knows no call {call.name!r}")
-        return _reply(call, functools.partial(function, runner))
+            error = f"this worker knows no call {call.name!r}"
+            self._send(wire.Reply(number=call.number, error=error))
+            return
+        failures: list[Exception] = []
+        reply = _reply(call, functools.partial(function, runner), failures.append)
+        if any(map(_is_fatal, failures)):
+            self._send(wire.Failure(number=0, message=reply.error, fatal=True))
+        else:
+            self._send(reply)
 
     def _send_prepared(self) -> None:
         for reply in self._background.take():
@@ -251,7 +265,16 @@ class Worker:
         return message
 
 
-def _reply(call: wire.Call, function: Callable[[Any], Any]) -> wire.Reply:
+def _with_arguments(function: Callable[[Any], Any], _: Runner, arguments: Any) -> Any:
+    """What ``function`` answers, which does without the runner."""
+    return function(arguments)
+
+
+def _reply(
+    call: wire.Call,
+    function: Callable[[Any], Any],
+    on_failure: Callable[[Exception], None] = lambda _: None,
+) -> wire.Reply:
     """The answer of ``function`` to the call's arguments, or how it failed."""
     try:
         arguments = msgspec.msgpack.decode(call.arguments) if call.arguments else None
@@ -260,6 +283,7 @@ def _reply(call: wire.Call, function: Callable[[Any], Any]) -> wire.Reply:
         return wire.Reply(number=call.number, error=str(error))
     except Exception as error:
         _log.exception("the call %r failed", call.name)
+        on_failure(error)
         return wire.Reply(number=call.number, error=described(error))
     return wire.Reply(number=call.number, result=result)
 

@@ -20,6 +20,11 @@ EXPECTED = {
     "from-tensorrt-llm": [("France: Paris", "done: True True True")],
     "kv-cache": [("found 2", "pages given away:")],
     "observability": [("4 tokens of prompts, 4 of outputs, 0 records lost",)],
+    "embeddings": [
+        ("(3, 384)", "0.7"),
+        ("France is a country",),
+        ("[(0,",),
+    ],
     "operating": [("paused with 1 request", "the city of")],
     "shutdown": [("requests that were cut off: 0",)],
 }

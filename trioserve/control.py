@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -16,6 +17,9 @@ from trioserve.model_files import locate
 from trioserve.request import Finish, FinishReason, Request, State
 from trioserve.scheduler.quiet import Quiet
 from trioserve.worker.switch import Switch
+
+if TYPE_CHECKING:
+    from trioserve.pooling.batcher import Batcher
 
 __all__ = ["PAUSE_MODES", "UPDATE_MODES", "Control"]
 
@@ -38,10 +42,12 @@ class Control:
     Args:
         scheduler: the engine's.
         open_requests: those whose caller's scope is open, at any moment.
+        batcher: what has texts computed as a whole, for a model that is for that.
     """
 
     _scheduler: Backend
     _open_requests: Iterable[Request]
+    _batcher: Batcher | None = None
     refuses: bool = attrs.field(init=False, default=False)
     """Whether requests that come are to be refused for a pause."""
     weight_version: str = attrs.field(init=False, default="default")
@@ -56,15 +62,23 @@ class Control:
         quiet = self._quiet
         if mode == "wait":
             await quiet.pause_when_done(_OPERATOR)
+            if self._batcher is not None:
+                await self._batcher.pause_when_done(_OPERATOR)
             return
         if mode == "abort":
             self.abort("", prefix=True)
+            if self._batcher is not None:
+                self._batcher.abort_all()
         await quiet.pause(_OPERATOR, retract=mode == "retract")
+        if self._batcher is not None:
+            await self._batcher.pause(_OPERATOR)
 
     def resume(self) -> None:
         """See :meth:`trioserve.engine.Engine.resume`."""
         self.refuses = False
         self._quiet.resume(_OPERATOR)
+        if self._batcher is not None:
+            self._batcher.resume(_OPERATOR)
 
     def abort(self, request_id: str, *, prefix: bool) -> int:
         """See :meth:`trioserve.engine.Engine.abort`."""
@@ -96,6 +110,8 @@ class Control:
 
     async def exchange_weights(self, path: str, mode: str, version: str | None = None) -> None:
         """:meth:`update_weights` from what has been found at ``path``."""
+        if self._batcher is not None:
+            raise InvalidRequest("the weights of an encoder aren't exchanged", param="model")
         weights = self._scheduler.weights
         assert weights is not None, "it is the engine process that is asked"
         try:
@@ -121,12 +137,16 @@ class Control:
     async def release_memory(self) -> None:
         """See :meth:`trioserve.engine.Engine.release_memory`."""
         await self._quiet.pause(_MEMORY, retract=True)
+        if self._batcher is not None:
+            await self._batcher.pause(_MEMORY)
         await self._switch.turn_off()
 
     async def resume_memory(self) -> None:
         """See :meth:`trioserve.engine.Engine.resume_memory`."""
         self._switch.turn_on()
         self._quiet.resume(_MEMORY)
+        if self._batcher is not None:
+            self._batcher.resume(_MEMORY)
         await self._switch.wait_there()
 
     def flush_cache(self) -> int:

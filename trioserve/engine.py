@@ -12,6 +12,7 @@ import functools
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import attrs
@@ -48,6 +49,11 @@ from trioserve.generation import (
     sampling_params,
 )
 from trioserve.metrics import Metrics
+from trioserve.model_files.encoder_files import ModelTask
+from trioserve.pooling.inputs import Inputs
+from trioserve.pooling.open_requests import OpenRequests
+from trioserve.pooling.requests import Encoding, Pooling
+from trioserve.pooling.results import Classifications, Embeddings, Scores
 from trioserve.request import Finish, FinishReason, Prompt, Request, Sequence, Times
 from trioserve.retention import Retention
 from trioserve.sampling import SamplerParams, SamplingParams
@@ -73,6 +79,10 @@ class Engine:
     ready: wire.Ready
     """What the first worker said of itself: device, page pool, limits."""
     generation_defaults: dict[str, Any]
+    task: ModelTask = "generate"
+    """What the model is for: ``generate``, ``embed`` or ``classify``."""
+    _encoding: Encoding | None = None
+    """How texts are computed as a whole, if the model is an encoder."""
     _eos_token_ids: tuple[int, ...]
     _scheduler: Backend
     _to_tokenizer: trio.MemorySendChannel[Request]
@@ -87,6 +97,8 @@ class Engine:
     """The requests whose caller's scope is open, in the order of their arrival."""
     control: Control = attrs.field(init=False)
     """Pauses, aborts by name, and the like: what operators do."""
+    pooling: Pooling = attrs.field(init=False)
+    """Vectors, scores and labels of texts as a whole."""
     _entrance: Entrance = attrs.field(init=False)
     _draining: bool = False
     _closed: EngineError | None = None
@@ -94,7 +106,17 @@ class Engine:
 
     def __attrs_post_init__(self) -> None:
         config = self.config
-        self.control = Control(self._scheduler, self._open)
+        batcher = None if self._encoding is None else self._encoding.batcher
+        self.control = Control(self._scheduler, self._open, batcher)
+        self.pooling = Pooling(
+            task=self.task,
+            model_name=self.model_name,
+            config=config,
+            metrics=self.metrics,
+            check_open=self._check_open,
+            encoding=self._encoding,
+            open=OpenRequests(self._on_left),
+        )
         self._entrance = Entrance(
             line=self._scheduler,
             max_requests=config.max_num_queued_reqs,
@@ -139,7 +161,13 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether no request is open, and nothing is computed any more for those that were."""
-        return not self._open and self._scheduler.idle
+        batcher = None if self._encoding is None else self._encoding.batcher
+        return (
+            not self._open
+            and not self.pooling.open
+            and self._scheduler.idle
+            and (batcher is None or batcher.idle)
+        )
 
     @property
     def draining(self) -> bool:
@@ -180,13 +208,16 @@ class Engine:
             tracestate: what goes with ``traceparent``.
 
         Raises:
-            InvalidRequest: an argument that can't be served; ``param`` names it.
+            InvalidRequest: an argument that can't be served, or the model is for something else;
+                ``param`` names it.
             ContextTooLong: prompt and output don't fit the model or the page pool.
             QueueFull: too many requests wait, or too many tokens in their prompts.
             Draining: the engine is shutting down.
             Paused: it is paused, and refuses what comes.
             DeadlineExceeded: the timeout ran out.
         """
+        if self.task != "generate":
+            raise self.pooling.refusal("generate")
         if params is None:
             params = sampling_params({**self.generation_defaults, **sampling})
         elif sampling:
@@ -250,12 +281,116 @@ class Engine:
         """
         return open_submissions(self.generate)
 
+    async def embed(
+        self,
+        inputs: Inputs,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        arrived: float | None = None,
+    ) -> Embeddings:
+        """The embeddings of texts. Leaving the call, for whatever reason, aborts it.
+
+        Args:
+            inputs: a text, the token ids of one, or a list of either. Ids are taken as they are,
+                special tokens included.
+            dimensions: keep as many of each vector, and make it as long as 1 again: for models that
+                were trained so (Matryoshka).
+            normalize: whether vectors are as long as 1 (default: as the model's files say).
+            truncate_prompt_tokens: cut longer texts to as many tokens, -1 for as many as the model
+                takes (default: refuse what is longer than that).
+            request_id: a name for :meth:`abort` (default: a random one).
+            timeout: seconds after which :exc:`~trioserve.errors.DeadlineExceeded` is raised
+                (default: the option ``default_timeout``); infinity for never.
+            arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
+
+        Raises:
+            InvalidRequest: the model is for something else, or an argument can't be served.
+            ContextTooLong: a text is longer than the model takes.
+            QueueFull: too many texts wait, or too many tokens in them.
+            Draining: the engine is shutting down.
+            Paused: it is paused, and refuses what comes.
+            DeadlineExceeded: the timeout ran out.
+            RequestAborted: somebody has ended the request.
+            EngineError: the worker can't compute one of the texts, or the engine failed.
+        """
+        return await self.pooling.embed(
+            inputs,
+            dimensions=dimensions,
+            normalize=normalize,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            request_id=request_id,
+            timeout=timeout,
+            arrived=arrived,
+        )
+
+    async def score(
+        self,
+        queries: str | Seq[str],
+        documents: str | Seq[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        arrived: float | None = None,
+    ) -> Scores:
+        """How well queries and documents go together: a score for each pair, larger for better.
+
+        A model that scores pairs (a cross-encoder) reads each pair as one; of a model that embeds
+        it is the cosine between the two embeddings.
+
+        Args:
+            queries: one for all documents, or one for each.
+            documents: one or several.
+            truncate_prompt_tokens: as for :meth:`embed`, as all else; of a pair, the longer text is
+                cut first.
+
+        Raises:
+            InvalidRequest: the model is for something else, or an argument can't be served; and
+                whatever :meth:`embed` raises.
+        """
+        return await self.pooling.score(
+            queries,
+            documents,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            request_id=request_id,
+            timeout=timeout,
+            arrived=arrived,
+        )
+
+    async def classify(
+        self,
+        inputs: Inputs,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        arrived: float | None = None,
+    ) -> Classifications:
+        """How probable each label is for texts, or for pairs of texts given as tuples.
+
+        Arguments and errors are those of :meth:`embed`.
+        """
+        return await self.pooling.classify(
+            inputs,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            request_id=request_id,
+            timeout=timeout,
+            arrived=arrived,
+        )
+
     def statistics(self) -> EngineStatistics:
         """Counts of this moment."""
+        scheduler = self._scheduler.statistics()
+        if self._encoding is not None and self._encoding.batcher is not None:
+            scheduler = self._encoding.batcher.counted_in(scheduler)
         return EngineStatistics(
-            scheduler=self._scheduler.statistics(),
+            scheduler=scheduler,
             num_tokenizing=self._entrance.num_entering,
-            num_streams=len(self._open),
+            num_streams=len(self._open) + len(self.pooling.open),
             stream_bytes=self._stream_budget.waiting,
             worker_restarts=self._worker_restarts(),
         )
@@ -268,6 +403,8 @@ class Engine:
         """
         self._scheduler.check_integrity()
         self._entrance.check_integrity()
+        if self._encoding is not None and self._encoding.batcher is not None:
+            self._encoding.batcher.check_integrity()
         num_open = sum(len(request.sequences) for request in self._open)
         assert self._entrance.num_entering <= num_open
         if not self._open:
@@ -337,7 +474,8 @@ class Engine:
         Returns:
             how many were ended.
         """
-        return self.control.abort(request_id, prefix=prefix)
+        num_aborted = self.control.abort(request_id, prefix=prefix)
+        return num_aborted + self.pooling.open.abort(request_id, prefix=prefix)
 
     async def update_weights(
         self, model: str, *, mode: str = "wait", weight_version: str | None = None
@@ -407,6 +545,7 @@ class Engine:
                     self._scheduler.abort(sequence, finish)
             # The detokenizer does the same, but may have been cancelled with the engine's scope.
             request.stream.close(error)
+        self.pooling.open.end_all(error)
 
     def iterations(
         self, max_records: int = DEFAULT_MAX_RECORDS
@@ -438,7 +577,7 @@ class Engine:
 
     async def wait_idle(self) -> None:
         """Wait until no request is open."""
-        while self._open:
+        while self._open or self.pooling.open:
             if self._idle.is_set():
                 self._idle = trio.Event()
             await self._idle.wait()
@@ -521,6 +660,7 @@ class Engine:
         for request in self._open:
             request.reject(error)
             request.stream.close(error)
+        self.pooling.open.end_all(error)
 
     def _evict(self, request: Request, error: SlowReader) -> None:
         """The request's stream was cut off for the sake of others. Never blocks."""
@@ -543,7 +683,11 @@ class Engine:
         request.stream.discard()
         self._entrance.forget(request)
         del self._open[request]
-        if not self._open:
+        self._on_left()
+
+    def _on_left(self) -> None:
+        """A caller's scope has been left."""
+        if not self._open and not self.pooling.open:
             self._idle.set()
             self.on_none_open()
 

@@ -32,7 +32,20 @@ from trioserve.errors import EngineError, ModelLoadError
 from trioserve.idle_check import IdleCheck
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
-from trioserve.model_files import ModelFiles, load_tokenizer_from, locate, open_model
+from trioserve.model_files import (
+    EncoderFiles,
+    ModelFiles,
+    load_tokenizer_from,
+    locate,
+    open_encoder,
+    open_model,
+    task_of,
+)
+from trioserve.model_files.encoder_files import ModelTask
+from trioserve.options import flag_name
+from trioserve.pooling.batcher import supervised_batcher
+from trioserve.pooling.inputs import TextEncoder
+from trioserve.pooling.requests import Encoding
 from trioserve.preparation import Preparation
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.sampling import SamplingParams
@@ -41,6 +54,7 @@ from trioserve.stream import StreamBudget
 from trioserve.task_dump import reporting
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.detokenizer import Detokenizer
+from trioserve.text.encoder_tokenizer import EncoderTokenizer
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.tracing import open_tracing
 from trioserve.worker.socket_folder import sweep_socket_folders
@@ -71,12 +85,46 @@ class LoadedModel:
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, Any]
+    task: ModelTask = "generate"
+    encoder: TextEncoder | None = None
+    """What turns texts into ids for an encoder."""
 
     @classmethod
     async def read(cls, config: EngineConfig, path: Path) -> LoadedModel:
-        """:meth:`load` from ``path``, in a thread."""
-        # A GGUF file's header holds its vocabulary, which nobody needs any more after this.
-        return await _in_thread(lambda: cls.load(config, open_model(path)))
+        """:meth:`load` or :meth:`load_encoder` from ``path``, in a thread."""
+
+        def load() -> LoadedModel:
+            if task_of(path) != "generate":
+                return cls.load_encoder(config, open_encoder(path))
+            # A GGUF file's header holds its vocabulary, which nobody needs any more after this.
+            return cls.load(config, open_model(path))
+
+        return await _in_thread(load)
+
+    @classmethod
+    def load_encoder(cls, config: EngineConfig, files: EncoderFiles) -> LoadedModel:
+        """Read an encoder's tokenizer. Blocks on the disk.
+
+        Raises:
+            ModelLoadError: it can't be read, or an option isn't for encoders.
+        """
+        for option in ("tokenizer", "chat_template"):
+            if getattr(config, option) is not None:
+                raise ModelLoadError(f"{flag_name(option)} isn't for an encoder: leave it out")
+        backend = files.load_tokenizer()
+        longest = files.config.max_length
+        return cls(
+            name=files.name if Path(config.model).exists() else config.model,
+            tokenizer=Tokenizer(backend),
+            eos_token_ids=(),
+            generation_defaults={},
+            task=files.config.task,
+            encoder=TextEncoder(
+                files.config,
+                EncoderTokenizer(backend, files.config),
+                min(config.max_model_len or longest, longest),
+            ),
+        )
 
     @classmethod
     def load(cls, config: EngineConfig, files: ModelFiles) -> LoadedModel:
@@ -265,8 +313,16 @@ async def run_engine(
     ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
     """
 
+    encoding: Encoding | None = None
+    if model.encoder is not None:
+        batcher = supervised_batcher(config, scheduler, supervisor, metrics)
+        encoding = Encoding(encoder=model.encoder, compute=batcher.compute, batcher=batcher)
+
     async def start_worker(tasks: EngineTasks) -> wire.Ready:
         ready: wire.Ready = await tasks.start(supervisor.run, scheduler.attach)
+        if encoding is not None and encoding.batcher is not None:
+            encoding.batcher.set_limits(ready)
+            tasks.start_soon(encoding.batcher.run)
         return ready
 
     async with run_tasks(
@@ -279,6 +335,7 @@ async def run_engine(
             scheduler, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
         ),
         worker_restarts=lambda: supervisor.restarts,
+        encoding=encoding,
         asks_idle_worker=asks_idle_worker,
     ) as engine:
         scheduler.on_idle = engine.on_none_open
@@ -314,6 +371,7 @@ async def run_tasks(
     *,
     preparation: Preparation | None,
     worker_restarts: Callable[[], int],
+    encoding: Encoding | None = None,
     asks_idle_worker: bool = False,
     output_buffer: float = math.inf,
     place: Place = Place(),
@@ -328,6 +386,7 @@ async def run_tasks(
         open_backend: starts the tasks that the backend needs, and says what its worker can hold.
         preparation: the task between tokenizer and backend, where there is one here.
         worker_restarts: tells how many workers were replaced.
+        encoding: how texts are computed as a whole, if the model is an encoder.
         asks_idle_worker: whether a worker with nothing to do is asked if it holds nothing.
         output_buffer: batches of outputs that may wait for the detokenizer.
         place: which process of a server this is.
@@ -365,6 +424,8 @@ async def run_tasks(
             metrics=metrics,
             ready=ready,
             generation_defaults=model.generation_defaults,
+            task=model.task,
+            encoding=encoding,
             eos_token_ids=model.eos_token_ids,
             scheduler=backend,
             to_tokenizer=to_tokenizer,

@@ -28,15 +28,27 @@ from trioserve.engine import Engine
 from trioserve.errors import WorkerLost
 from trioserve.groups import sole_exception
 from trioserve.metrics import Metrics
+from trioserve.model_files import EncoderConfig
+from trioserve.model_files.encoder_files import ModelTask
 from trioserve.nursery import LoadedModel, run_engine
+from trioserve.pooling.inputs import TextEncoder
 from trioserve.scheduler import Scheduler
 from trioserve.testing import FakeWorker, memory_link_pair, serve_fake
+from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
 from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.encoder_tokenizer import EncoderTokenizer
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.worker import Link
 from trioserve.worker.supervisor import OpenWorker, Supervisor
 
-__all__ = ["FAKE_CHAT_TEMPLATE", "byte_tokenizer", "open_fake_engine", "run_fake_worker"]
+__all__ = [
+    "FAKE_CHAT_TEMPLATE",
+    "byte_tokenizer",
+    "fake_encoder_model",
+    "open_fake_encoder",
+    "open_fake_engine",
+    "run_fake_worker",
+]
 
 FAKE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -97,6 +109,55 @@ async def open_fake_engine(
     )
     async with run_engine(config, model, scheduler, metrics, supervisor) as engine:
         yield engine
+
+
+@contextlib.asynccontextmanager
+async def open_fake_encoder(
+    task: ModelTask = "embed",
+    *,
+    make_worker: Callable[[], FakeWorker] | None = None,
+    encoder_config: EncoderConfig | None = None,
+    open_worker: OpenWorker | None = None,
+    **options: Any,
+) -> AsyncIterator[Engine]:
+    """An engine that embeds or classifies, called ``fake``, for as long as the block lasts.
+
+    Args:
+        task: what it does with texts.
+        make_worker: makes workers (default: :func:`~trioserve.testing.fake_encoder.fake_encoder`).
+        encoder_config: of the model (default: of
+            :func:`~trioserve.testing.fake_encoder.fake_encoder_config`).
+        open_worker: as for :func:`open_fake_engine`.
+        options: fields of :class:`~trioserve.EngineConfig`.
+    """
+    shape = encoder_config or fake_encoder_config(task)
+    config = EngineConfig("fake", **options)
+    make = make_worker or (lambda: fake_encoder(shape))
+    metrics = Metrics("fake", config.metrics_prefix)
+    scheduler = Scheduler(config, metrics)
+    supervisor = Supervisor(
+        open_worker=open_worker or (lambda: run_fake_worker(make(), config)),
+        max_restarts=config.max_worker_restarts,
+        judge=scheduler.judge,
+        on_loss=metrics.worker_lost,
+        on_replaced=metrics.worker_replaced,
+    )
+    model = fake_encoder_model(shape)
+    async with run_engine(config, model, scheduler, metrics, supervisor) as engine:
+        yield engine
+
+
+def fake_encoder_model(shape: EncoderConfig) -> LoadedModel:
+    """What an engine needs of an encoder of that ``shape``."""
+    backend = byte_tokenizer()
+    return LoadedModel(
+        name="fake",
+        tokenizer=Tokenizer(backend),
+        eos_token_ids=(),
+        generation_defaults={},
+        task=shape.task,
+        encoder=TextEncoder(shape, EncoderTokenizer(backend, shape), shape.max_length),
+    )
 
 
 @contextlib.asynccontextmanager

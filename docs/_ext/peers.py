@@ -123,6 +123,53 @@ _NAMES = {
             "prompt reasoning_effort tool_choice tools"
         ),
     },
+    "EmbeddingRequest": {
+        "OpenAI": "dimensions encoding_format input model user",
+        "vLLM": (
+            "add_special_tokens cache_salt dimensions embed_dtype encoding_format endianness input "
+            "messages mm_processor_kwargs model normalize padding priority request_id "
+            "truncate_prompt_tokens truncation_side use_activation user"
+        ),
+        "SGLang": (
+            "dimensions embed_override_token_id embed_overrides encoding_format input lora_path "
+            "model priority rid user"
+        ),
+    },
+    "EncodeRequest": {
+        "SGLang": (
+            "audio_data dimensions embed_override_token_id embed_overrides image_data "
+            "input_embeds input_ids is_cross_encoder_request log_metrics lora_id lora_path "
+            "modalities multi_item_delimiter_indices positional_embed_overrides priority "
+            "return_pooled_hidden_states return_prompt_token_ids rid sampling_params text "
+            "video_data"
+        ),
+    },
+    "ScoreRequest": {
+        "vLLM": (
+            "cache_salt data_1 data_2 documents items mm_processor_kwargs model padding priority "
+            "queries request_id text_1 text_2 truncate_prompt_tokens truncation_side "
+            "use_activation user"
+        ),
+        "SGLang": (
+            "apply_softmax embed_override_token_id item_embed_overrides item_first items "
+            "label_token_ids model query query_embed_overrides return_pooled_hidden_states"
+        ),
+    },
+    "RerankRequest": {
+        "vLLM": (
+            "cache_salt documents max_tokens_per_doc mm_processor_kwargs model padding priority "
+            "query request_id top_n truncate_prompt_tokens truncation_side use_activation user"
+        ),
+        "SGLang": "documents instruct query return_documents top_n",
+    },
+    "ClassifyRequest": {
+        "vLLM": (
+            "activation add_special_tokens cache_salt input messages mm_processor_kwargs model "
+            "padding priority request_id softmax truncate_prompt_tokens truncation_side "
+            "use_activation user"
+        ),
+        "SGLang": "input model priority rid text user",
+    },
     "PauseRequest": {"SGLang": "mode"},
     "ContinueRequest": {"SGLang": "torch_empty_cache"},
     "AbortRequest": {"SGLang": "abort_all abort_message finished_reason rid"},

@@ -26,7 +26,7 @@ from trioserve.config import EngineConfig, ServerConfig
 from trioserve.control import Control
 from trioserve.engine_tasks import open_tasks
 from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
-from trioserve.errors import EngineError, Paused, TrioserveError
+from trioserve.errors import EngineError, InvalidRequest, Paused, TrioserveError
 from trioserve.feed import Tail
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Home, Hosting
@@ -34,12 +34,16 @@ from trioserve.front_end.remote import EngineState
 from trioserve.idle_check import IdleCheck
 from trioserve.metrics import Metrics
 from trioserve.metrics.snapshot import Snapshot, add_up, snapshot_of
+from trioserve.model_files.encoder_files import ModelTask
 from trioserve.pair_socket import PairSocket
+from trioserve.pooling.batcher import Batcher, supervised_batcher
+from trioserve.pooling.columns import Columns
 from trioserve.preparation import Preparation
 from trioserve.request import Request, SequenceOutput
 from trioserve.scheduler import Scheduler
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
+from trioserve.scheduler.statistics import SchedulerStatistics
 from trioserve.statistics import EngineStatistics
 from trioserve.task_dump import reporting
 from trioserve.worker.supervisor import Supervisor
@@ -69,6 +73,7 @@ class Host:
         supervisor: keeps its worker alive.
         metrics: this process's own.
         submit: takes a request in for preparation.
+        batcher: has texts computed as a whole, if the model is an encoder.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Host:
         supervisor: Supervisor,
         metrics: Metrics,
         submit: Callable[[Request], None],
+        batcher: Batcher | None = None,
     ) -> None:
         self.config: EngineConfig = config.engine
         self.ready = ready
@@ -87,6 +93,7 @@ class Host:
         """Why everything is ending, once it is."""
         self._scheduler = scheduler
         self._supervisor = supervisor
+        self._batcher = batcher
         self._homes: dict[Home, None] = {}
         self._departed = Snapshot()
         """What front ends had counted that are gone."""
@@ -96,7 +103,7 @@ class Host:
             max_tokens=self.config.max_num_queued_tokens
             or max(DEFAULT_MAX_TOKENS, ready.max_model_len),
         )
-        self._control = Control(scheduler, _Open(self._homes))
+        self._control = Control(scheduler, _Open(self._homes), batcher)
         self._iterations = Tail(scheduler.feeds.iterations.feed.subscribe)
         self._cache_events = Tail(scheduler.feeds.cache.feed.subscribe)
         self._clock = SharedClock.now()
@@ -123,6 +130,7 @@ class Host:
             self._hosting,
             {
                 "call": self._call,
+                "encode": self._encode,
                 "state": self._state,
                 "collect": self._collect,
                 "pause": self._pause,
@@ -151,9 +159,12 @@ class Host:
         return list(self._homes)
 
     def _enter(self, request: Request) -> None:
+        self._check_pause()
+        self._entrance.enter(request, trio.current_time())
+
+    def _check_pause(self) -> None:
         if self._control.refuses:
             raise Paused("the engine is paused, and takes no requests meanwhile")
-        self._entrance.enter(request, trio.current_time())
 
     def _forget(self, request: Request) -> None:
         self._entrance.forget(request)
@@ -191,13 +202,19 @@ class Host:
         name, given = arguments
         return await self._scheduler.call(name, given)
 
+    async def _encode(self, message: Any) -> bytes:
+        if self._batcher is None:
+            raise InvalidRequest("the model is no encoder")
+        self._check_pause()
+        return wire.from_floats(await self._batcher.compute(Columns.from_message(message)))
+
     async def _state(self, _: Any) -> EngineState:
         return EngineState(
             attached=self._scheduler.attached,
             stalled=self._scheduler.stalled,
             paused=self._scheduler.paused,
             worker_restarts=self._supervisor.restarts,
-            scheduler=self._scheduler.statistics(),
+            scheduler=self._scheduler_statistics(),
         )
 
     async def _collect(self, _: Any) -> Collected:
@@ -258,13 +275,21 @@ class Host:
     @property
     def idle(self) -> bool:
         """Whether no request is open, and nothing is computed any more for those that were."""
-        return not any(home.requests for home in self._homes) and self._scheduler.idle
+        return (
+            not any(home.requests for home in self._homes)
+            and self._scheduler.idle
+            and (self._batcher is None or self._batcher.idle)
+        )
+
+    def _scheduler_statistics(self) -> SchedulerStatistics:
+        statistics = self._scheduler.statistics()
+        return statistics if self._batcher is None else self._batcher.counted_in(statistics)
 
     def statistics(self) -> EngineStatistics:
         """Counts of this moment; of what goes on in front ends, as they told when asked last."""
         counted = [home.counted for home in self._homes]
         return EngineStatistics(
-            scheduler=self._scheduler.statistics(),
+            scheduler=self._scheduler_statistics(),
             num_tokenizing=sum(each.num_tokenizing for each in counted),
             num_streams=sum(each.num_streams for each in counted),
             stream_bytes=sum(each.stream_bytes for each in counted),
@@ -279,6 +304,8 @@ class Host:
         """
         self._scheduler.check_integrity()
         self._entrance.check_integrity()
+        if self._batcher is not None:
+            self._batcher.check_integrity()
         num_open = sum(len(each.sequences) for home in self._homes for each in home.requests)
         assert self._entrance.num_entering <= num_open
 
@@ -321,9 +348,14 @@ async def _ask_in_time(
 
 @contextlib.asynccontextmanager
 async def open_host(
-    config: ServerConfig, scheduler: Scheduler, supervisor: Supervisor, metrics: Metrics
+    config: ServerConfig,
+    scheduler: Scheduler,
+    supervisor: Supervisor,
+    metrics: Metrics,
+    *,
+    task: ModelTask = "generate",
 ) -> AsyncIterator[Host]:
-    """The engine process's nursery; no front end is started yet.
+    """The engine process's nursery; no front end is started yet. ``task`` is the model's.
 
     Raises:
         ModelLoadError: the model can't be loaded.
@@ -333,6 +365,9 @@ async def open_host(
     to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
     to_routing, routing_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
     host: Host | None = None
+    batcher: Batcher | None = None
+    if task != "generate":
+        batcher = supervised_batcher(config.engine, scheduler, supervisor, metrics)
     preparation = Preparation(
         scheduler, timeout=config.engine.grammar_timeout, observe_grammar=metrics.observe_grammar
     )
@@ -345,7 +380,11 @@ async def open_host(
         tasks.start_soon(preparation.run, preparation_inbox, to_scheduler)
         tasks.start_soon(scheduler.run, scheduler_inbox, to_routing)
         ready: wire.Ready = await tasks.start(supervisor.run, scheduler.attach)
-        host = Host(config, ready, scheduler, supervisor, metrics, to_preparation.send_nowait)
+        if batcher is not None:
+            batcher.set_limits(ready)
+            tasks.start_soon(batcher.run)
+        submit = to_preparation.send_nowait
+        host = Host(config, ready, scheduler, supervisor, metrics, submit, batcher)
         tasks.is_ready = True
         tasks.start_soon(host.route, routing_inbox)
         metrics.watch(host)

@@ -18,6 +18,7 @@ import trioserve
 from trioserve import wire
 from trioserve.engine_tasks import EngineTasks
 from trioserve.errors import EngineError, TrioserveError
+from trioserve.front_end.encoding import remote_encoding
 from trioserve.front_end.faults import fault_of
 from trioserve.front_end.messages import Drained, Failed, Hello, Listening, Start, Stop, encode
 from trioserve.front_end.process import package_folder
@@ -142,6 +143,7 @@ class _FrontEnd:
                 preparation=None,
                 output_buffer=0,
                 worker_restarts=lambda: remote.state.worker_restarts,
+                encoding=remote_encoding(model, remote.asks),
                 place=Place(index=start.index, count=start.count),
             ) as engine:
                 tracing.model_name = engine.model_name

@@ -15,6 +15,7 @@ from trioserve.front_end.host import open_host
 from trioserve.groups import sole_exception
 from trioserve.http.listeners import open_shared_listening, removing_socket_file
 from trioserve.metrics import Metrics, measure_loop_lag
+from trioserve.model_files import task_of
 from trioserve.nursery import locate_model, log_loaded, open_scheduler
 from trioserve.worker.supervisor import OnProgress
 
@@ -31,10 +32,11 @@ async def serve_with_front_ends(
 ) -> int:
     """:func:`trioserve.serving.serve` with ``api_server_count`` front-end processes."""
     path = await locate_model(config.engine)
+    task = await trio.to_thread.run_sync(task_of, path)
     name = (config.served_model_name or (_name_of(config, path),))[0]
     metrics = Metrics(name, config.engine.metrics_prefix)
     scheduler, supervisor = open_scheduler(config.engine, path, metrics, on_progress, mock)
-    async with open_host(config, scheduler, supervisor, metrics) as host:
+    async with open_host(config, scheduler, supervisor, metrics, task=task) as host:
         log_loaded(name, host.ready)
         listening = await open_shared_listening(config, config.api_server_count)
         with removing_socket_file(config), contextlib.closing(listening):

@@ -102,6 +102,11 @@ class AccessRecord:
             (each.first_token for each in times if each.first_token is not None), default=None
         )
 
+    def note_texts(self, count: int, usage: Usage) -> None:
+        """Keep how many texts were computed as a whole, and the tokens that took."""
+        self._num_outputs += count
+        self.usage = usage
+
     def note_error(self, reason: str) -> None:
         """Keep why the request failed."""
         self.reason = self.error = reason

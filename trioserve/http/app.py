@@ -29,6 +29,8 @@ from trioserve.http.cors import CrossOrigin
 from trioserve.http.feeds.endpoint import FeedEndpoints
 from trioserve.http.native.endpoint import NativeEndpoints
 from trioserve.http.openai.models import ModelEndpoints
+from trioserve.http.pooling.embeddings import EmbeddingEndpoints
+from trioserve.http.pooling.scores import ScoreEndpoints
 from trioserve.http.routes import ROUTES
 from trioserve.http.service import Service
 from trioserve.http.utilities.endpoint import UtilityEndpoints
@@ -171,10 +173,12 @@ def _add_routes(app: App, service: Service) -> None:
         ChatEndpoints(service),
         CompletionEndpoints(service),
         ControlEndpoints(service),
+        EmbeddingEndpoints(service),
         FeedEndpoints(service),
         ModelEndpoints(service),
         NativeEndpoints(service),
         AdminEndpoints(service),
+        ScoreEndpoints(service),
         TokenEndpoints(service),
         UtilityEndpoints(service),
     ]

@@ -31,6 +31,18 @@ from trioserve.http.control.schemas import (
 from trioserve.http.feeds.schemas import IterationStats, KvCacheEvent
 from trioserve.http.native.schemas import GenerateRequest, GenerateResponse
 from trioserve.http.openai.schemas import ModelCard, ModelList
+from trioserve.http.pooling.schemas import (
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    EncodeRequest,
+    EncodeResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from trioserve.http.utilities.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -48,7 +60,15 @@ from trioserve.http.utilities.schemas import (
 
 __all__ = ["GROUPS", "ROUTES", "Route"]
 
-GROUPS = ("Generation", "Tokens", "Models", "The server", "Control", "Health")
+GROUPS = (
+    "Generation",
+    "Embeddings and scores",
+    "Tokens",
+    "Models",
+    "The server",
+    "Control",
+    "Health",
+)
 """What routes belong to, in the order in which the documentation shows them."""
 
 _GENERATING = (429, 503, 504)
@@ -128,6 +148,65 @@ ROUTES = (
         events=GenerateResponse,
         batch=True,
         errors=_GENERATING,
+    ),
+    Route(
+        method="POST",
+        rule="/v1/embeddings",
+        handler="embeddings",
+        summary="The embeddings of texts",
+        group="Embeddings and scores",
+        peers="OpenAI, vLLM, SGLang",
+        request=EmbeddingRequest,
+        response=EmbeddingResponse,
+        errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/encode",
+        handler="encode",
+        summary="The embeddings of texts, with SGLang's fields",
+        group="Embeddings and scores",
+        peers="SGLang",
+        request=EncodeRequest,
+        response=EncodeResponse,
+        batch=True,
+        errors=_GENERATING,
+    ),
+    Route(
+        method="POST",
+        rule="/score",
+        aliases=("/v1/score",),
+        handler="score",
+        summary="How well pairs of texts go together, or how probable labels are after items",
+        group="Embeddings and scores",
+        peers="vLLM, SGLang",
+        request=ScoreRequest,
+        response=ScoreResponse,
+        errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/rerank",
+        aliases=("/v1/rerank", "/v2/rerank"),
+        handler="rerank",
+        summary="Documents by how well they go with a query, as Jina and Cohere have it",
+        group="Embeddings and scores",
+        peers="vLLM, SGLang",
+        request=RerankRequest,
+        response=RerankResponse,
+        errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/classify",
+        aliases=("/v1/classify",),
+        handler="classify",
+        summary="The labels of texts",
+        group="Embeddings and scores",
+        peers="vLLM, SGLang",
+        request=ClassifyRequest,
+        response=ClassifyResponse,
+        errors=(404, *_GENERATING),
     ),
     Route(
         method="POST",

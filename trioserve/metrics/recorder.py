@@ -191,6 +191,22 @@ class Metrics:
         self.decode_time.observe_span(times.first_token, times.last_token)
         self.inference_time.observe_span(times.first_scheduled, times.last_token)
 
+    def observe_texts(self, count: int, num_tokens: int, reason: str, seconds: float) -> None:
+        """A request for the vectors of ``count`` texts has ended.
+
+        Args:
+            count: each counts as an output.
+            num_tokens: of all texts together.
+            reason: why it ended: ``stop`` if all vectors are there, ``abort`` or ``error``.
+            seconds: since it came.
+        """
+        self.finished[reason] += count
+        self.e2e_latency.observe(seconds)
+        self.request_n.observe(count)
+        if reason == FinishReason.STOP.value:
+            self.prompt_tokens += num_tokens
+            self.request_prompt_tokens.observe(num_tokens)
+
     def observe_grammar(self, kind: str, outcome: str, seconds: float) -> None:
         """The worker has tried to compile a grammar, or had it already.
 

@@ -65,6 +65,8 @@ class EncoderConfig:
     """Whether embeddings are made as long as 1."""
     labels: tuple[str, ...] = ()
     """The names of the labels, in the order of the logits."""
+    independent_labels: bool = False
+    """Whether a text may have any number of the labels, each with a probability of its own."""
     head_activation: Activation = "tanh"
     """Between the two layers that make logits of the first token."""
     score_activation: Activation = "identity"

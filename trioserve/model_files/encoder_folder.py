@@ -126,6 +126,7 @@ def read_encoder_config(folder: Path) -> EncoderConfig:
         dense=steps.dense,
         normalize=steps.normalize,
         labels=labels,
+        independent_labels=fields.get("problem_type") == "multi_label_classification",
         head_activation="relu" if family == "distilbert" else "tanh",
         score_activation=_score_activation(folder, fields, len(labels)),
         lower_case=sentence.flag("do_lower_case"),

@@ -107,6 +107,8 @@ class FakeWorker:
         calls: what it answers to a call, by name: functions of the arguments. ``prepare``, which
             asks whether it can serve a grammar, is answered with "yes" unless it is given here.
         call_time: seconds that :func:`serve_fake` takes for a call; steps go on meanwhile.
+        calls_in_turn: whether they don't, nor do other calls. A call may then be the worker's death
+            (:class:`WorkerDies`).
     """
 
     num_pages: int = 256
@@ -123,6 +125,7 @@ class FakeWorker:
     script: Script = lambda _step, _plan: None
     calls: dict[str, Callable[[Any], Any]] = attrs.field(factory=dict)
     call_time: float = 0.0
+    calls_in_turn: bool = False
     num_steps: int = attrs.field(init=False, default=0)
     weights: str = attrs.field(init=False, default="")
     """What it was told to compute with. Tokens don't depend on it, but what its pages hold does."""
@@ -342,6 +345,8 @@ class FakeWorker:
             return wire.Reply(number=call.number, error=f"there is no call {call.name!r}")
         try:
             result = function(msgspec.msgpack.decode(call.arguments))
+        except WorkerDies:
+            raise
         except Exception as error:
             return wire.Reply(number=call.number, error=str(error))
         return wire.Reply(number=call.number, result=msgspec.msgpack.encode(result))
@@ -400,6 +405,9 @@ async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.N
                 worker.drop(drop)
             case wire.Reset() as reset:
                 worker.reset(reset)
+            case wire.Call() as call if worker.calls_in_turn:
+                await trio.sleep(worker.call_time)
+                await link.send(worker.answer(call))
             case wire.Call() as call if worker.call_time:
                 nursery.start_soon(_answer_late, worker, link, call)
             case wire.Call() as call:

@@ -52,8 +52,14 @@ class EncoderTokenizer:
         (encoded,) = self.encode_batch([text if second is None else (text, second)])
         return encoded
 
-    def encode_batch(self, inputs: Sequence[str | tuple[str, str]]) -> list[EncodedText]:
+    def encode_batch(
+        self, inputs: Sequence[str | tuple[str, str]], keep: int | None = None
+    ) -> list[EncodedText]:
         """The same for texts and pairs, in their order; other threads run meanwhile.
+
+        Args:
+            inputs: the texts and pairs.
+            keep: the most tokens of each, if these are to be fewer than the model takes.
 
         Raises:
             InvalidRequest: one of them is to be refused.
@@ -63,7 +69,11 @@ class EncoderTokenizer:
             texts += [item] if isinstance(item, str) else item
         encodings = iter(self._encodings(texts))
         return [
-            self._assemble(next(encodings), None if isinstance(item, str) else next(encodings))
+            self._assemble(
+                next(encodings),
+                None if isinstance(item, str) else next(encodings),
+                min(keep or self.max_length, self.max_length),
+            )
             for item in inputs
         ]
 
@@ -78,11 +88,15 @@ class EncoderTokenizer:
         return [self._encodings([text])[0] for text in texts]
 
     def _assemble(
-        self, first: tokenizers.Encoding, second: tokenizers.Encoding | None
+        self, first: tokenizers.Encoding, second: tokenizers.Encoding | None, keep: int
     ) -> EncodedText:
         num_added = self.backend.num_special_tokens_to_add(second is not None)
         lengths = len(first), 0 if second is None else len(second)
-        kept = longest_first(*lengths, self.max_length - num_added)
+        if keep < num_added:
+            raise InvalidRequest(
+                f"{keep} tokens are to be kept, and the tokenizer adds {num_added} by itself"
+            )
+        kept = longest_first(*lengths, keep - num_added)
         first.truncate(kept[0])
         if second is not None:
             second.truncate(kept[1])

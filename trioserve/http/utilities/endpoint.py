@@ -115,7 +115,7 @@ class UtilityEndpoints:
         )
 
     async def health_generate(self) -> quart.Response:
-        """``GET /health_generate``: 200 once a token has been computed, else 503."""
+        """``GET /health_generate``: 200 once something has been computed, else 503."""
         word = await self._generate_one_token()
         return json_response(HealthReply(word), 200 if word == "ok" else 503)
 
@@ -125,13 +125,16 @@ class UtilityEndpoints:
         if word != "ok":
             return word
         try:
-            await engine.complete(
-                TokensPrompt((0,)),
-                SamplingParams(max_tokens=1, temperature=0.0),
-                request_id=f"health-{self._service.record.request_id}",
-                priority=_BEFORE_ALL,
-                timeout=HEALTH_TIMEOUT,
-            )
+            if engine.task != "generate":
+                await engine.pooling.compute_one(timeout=HEALTH_TIMEOUT)
+            else:
+                await engine.complete(
+                    TokensPrompt((0,)),
+                    SamplingParams(max_tokens=1, temperature=0.0),
+                    request_id=f"health-{self._service.record.request_id}",
+                    priority=_BEFORE_ALL,
+                    timeout=HEALTH_TIMEOUT,
+                )
         except DeadlineExceeded:
             return "timeout"
         except QueueFull:

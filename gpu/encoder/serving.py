@@ -1,0 +1,144 @@
+"""An encoder that is ready to be called: it takes no plans, only the call ``encode``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import attrs
+import numpy as np
+import torch
+
+from gpu.devices import choose_device
+from gpu.encoder.loading import load_encoder
+from gpu.encoder.model import Encoder
+from gpu.executor import Submission
+from gpu.loading import Serving, choose_num_threads, of_weights
+from gpu.runner import Runner
+from gpu.slots import PlanError, Row, Slot, SlotTable
+from trioserve.errors import ModelLoadError
+from trioserve.machine import Machine
+from trioserve.model_files import EncoderConfig, open_encoder
+from trioserve.wire import Ready, Start, from_floats, ints
+
+__all__ = ["load_encoder_to_serve"]
+
+DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""On a CPU about a tenth of a second of a small model, for which who comes next has to wait."""
+
+_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float16", "bfloat16", "float32")}
+"""On each device; ``auto`` is the first."""
+
+
+def load_encoder_to_serve(start: Start, on_progress: Callable[[str, int, int], None]) -> Serving:
+    """Load an encoder as ``start`` says, and run a text through it.
+
+    Raises:
+        ModelLoadError: the model can't be loaded or served so; one line says why and what to do.
+    """
+    _check_options(start)
+    device = choose_device(start.device)
+    kind = device.partition(":")[0]
+    dtype = _choose_dtype(start.dtype, kind)
+    files = open_encoder(Path(start.model))
+    max_length = _choose_max_length(start.max_model_len, files.config)
+    threads = choose_num_threads(start.num_threads)
+    if kind == "cpu":
+        torch.set_num_threads(threads)
+    encoder = load_encoder(files, getattr(torch, dtype), device, of_weights(on_progress))
+    on_progress("warm-up", 0, 1)
+    encoder.run([np.zeros(1, dtype=np.int32)], [np.zeros(1, dtype=np.int32)])
+    on_progress("warm-up", 1, 1)
+    ready = Ready(
+        model_checksum=files.checksum(),
+        device=kind,
+        device_name=Machine().cpu_name() if kind == "cpu" else torch.cuda.get_device_name(device),
+        computing=f"torch, {threads} threads" if kind == "cpu" else "torch",
+        dtype=dtype,
+        num_pages=0,
+        page_size=start.page_size,
+        vocab_size=files.config.vocab_size,
+        max_model_len=max_length,
+        max_num_seqs=start.max_num_seqs,
+        max_num_batched_tokens=start.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[kind],
+    )
+    slots = SlotTable(
+        num_pages=0,
+        page_size=start.page_size,
+        max_model_len=max_length,
+        vocab_size=files.config.vocab_size,
+    )
+    runner = Runner(_NoSteps(), slots, max_num_batched_tokens=ready.max_num_batched_tokens)
+    return Serving(
+        runner=runner,
+        weights=None,
+        constraints=None,
+        ready=ready,
+        calls={"encode": _Encode(encoder)},
+    )
+
+
+def _check_options(start: Start) -> None:
+    if start.mock is not None:
+        raise ModelLoadError("a mock worker has outputs only: it is for models that generate")
+    if start.quantization not in ("auto", "none"):
+        raise ModelLoadError(
+            f"--quantization {start.quantization} isn't served for an encoder: leave it out"
+        )
+    if start.logits_processors:
+        raise ModelLoadError("--logits-processors are for models that generate: leave them out")
+
+
+def _choose_dtype(name: str, kind: str) -> str:
+    served = _DTYPES[kind]
+    if name == "auto":
+        return served[0]
+    if name not in served:
+        raise ModelLoadError(
+            f"{name} isn't served for an encoder on this device: use one of {', '.join(served)}"
+        )
+    return name
+
+
+def _choose_max_length(asked: int, config: EncoderConfig) -> int:
+    if asked > config.max_length:
+        raise ModelLoadError(
+            f"--max-model-len {asked} is more than this model's {config.max_length} tokens: "
+            "lower it"
+        )
+    return asked or config.max_length
+
+
+@attrs.frozen
+class _Encode:
+    """The call ``encode``.
+
+    Its arguments are int32 columns: ``ids`` and ``type_ids`` of N texts, one after the other, and
+    their ``lengths``. The answer is a float32 column [N, num_outputs].
+    """
+
+    _encoder: Encoder
+
+    def __call__(self, arguments: Any) -> bytes:
+        ends = np.cumsum(ints(arguments["lengths"]))[:-1]
+        ids = np.split(ints(arguments["ids"]), ends)
+        type_ids = np.split(ints(arguments["type_ids"]), ends)
+        return from_floats(self._encoder.run(ids, type_ids))
+
+
+class _NoSteps:
+    """An executor for what isn't computed in steps: nobody opens a slot."""
+
+    completions = None
+
+    def open(self, slot: Slot) -> NoReturn:
+        """Refuse it."""
+        raise PlanError("an encoder generates nothing", slot.number)
+
+    def close(self, number: int) -> None:
+        """There is nothing to be closed."""
+
+    def submit(self, rows: Sequence[Row]) -> Submission:
+        """Refuse them."""
+        raise PlanError("an encoder generates nothing")

@@ -1,0 +1,30 @@
+"""Texts of a front end that are computed as a whole: it tokenizes them, and does nothing else.
+
+The queue is in the engine process, one for all front ends: their texts share the worker's calls.
+"""
+
+from __future__ import annotations
+
+from trioserve.front_end.asks import Asks
+from trioserve.nursery import LoadedModel
+from trioserve.pooling.columns import Columns, Floats, vectors_of
+from trioserve.pooling.requests import Encoding
+
+__all__ = ["remote_encoding"]
+
+
+def remote_encoding(model: LoadedModel, asks: Asks) -> Encoding | None:
+    """How a front end has texts computed; None if its model is no encoder.
+
+    Args:
+        model: what the front end serves.
+        asks: its questions to the engine process.
+    """
+    if model.encoder is None:
+        return None
+
+    async def compute(columns: Columns) -> Floats:
+        answer = await asks.ask("encode", columns.message())
+        return vectors_of(answer, len(columns))
+
+    return Encoding(encoder=model.encoder, compute=compute)

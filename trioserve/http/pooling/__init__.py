@@ -1,0 +1,1 @@
+"""Endpoints for texts as a whole: embeddings, scores, ranks and labels."""

@@ -1,0 +1,245 @@
+"""The task that has texts computed: everything that waits goes into the worker's next call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+import trio
+
+from trioserve import wire
+from trioserve.config import EngineConfig
+from trioserve.entrance import DEFAULT_MAX_TOKENS, Departures, seconds_until_room
+from trioserve.errors import EngineError, QueueFull, RequestAborted, WorkerLost
+from trioserve.metrics import Metrics
+from trioserve.pooling.columns import Columns, Floats, vectors_of
+from trioserve.pooling.core import Batch, Job, PoolingCore
+from trioserve.scheduler.statistics import SchedulerStatistics
+
+if TYPE_CHECKING:
+    from trioserve.scheduler import Scheduler
+    from trioserve.worker.supervisor import Supervisor
+
+__all__ = ["Batcher", "Caller", "supervised_batcher"]
+
+
+class Caller(Protocol):
+    """What is needed of the :class:`~trioserve.scheduler.Scheduler`."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether a worker is there."""
+
+    async def wait_attached(self) -> None:
+        """Wait until one is."""
+
+    async def call(self, name: str, arguments: object = None) -> Any:
+        """Have the worker do something by name; raises ``EngineError`` or ``WorkerLost``."""
+
+
+class Batcher:
+    """Computes the jobs of all requests, whatever becomes of the workers.
+
+    Args:
+        caller: has the worker.
+        metrics: counts calls, and the time that requests wait for theirs.
+        max_waiting: texts that may wait.
+        max_waiting_tokens: tokens that they may have.
+    """
+
+    def __init__(
+        self, caller: Caller, metrics: Metrics, *, max_waiting: int, max_waiting_tokens: int
+    ) -> None:
+        self._caller = caller
+        self._metrics = metrics
+        self._max_waiting = max_waiting
+        self._max_waiting_tokens = max_waiting_tokens
+        self.core = PoolingCore(max_texts=1, max_tokens=1)
+        self._work = trio.Event()
+        """There may be something to call the worker for."""
+        self._awaited: dict[trio.Event, Callable[[], bool]] = {}
+        """What somebody waits for, and what tells whether it has happened."""
+        self._departures = Departures()
+        self._num_texts = 0
+        """Of all answers, as the following."""
+        self._num_calls = 0
+        self._num_tokens = 0
+
+    def set_limits(self, ready: wire.Ready) -> None:
+        """Keep to what a worker says that it takes in one call."""
+        self.core.max_texts = ready.max_num_seqs
+        self.core.max_tokens = ready.max_num_batched_tokens
+
+    async def run(self) -> None:
+        """The task: call workers until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                await self._caller.wait_attached()
+                while self._caller.attached:
+                    batch = self.core.next_batch(trio.current_time())
+                    if batch is None:
+                        break
+                    nursery.start_soon(self._call, batch)
+                self._work = trio.Event()
+                await self._work.wait()
+
+    async def _call(self, batch: Batch) -> None:
+        if not self.core.is_under_way(batch):
+            return
+        if not self._caller.attached:
+            self.core.put_back(batch)
+            self._look()
+            return
+        try:
+            answer = await self._caller.call("encode", batch.columns().message())
+            vectors = vectors_of(answer, len(batch.texts))
+        except WorkerLost:
+            return  # It is judged with whatever else was under way.
+        except EngineError as error:
+            self.core.on_error(batch, error)
+        else:
+            self._num_texts += len(batch.texts)
+            self._num_calls += 1
+            self._num_tokens += batch.num_tokens
+            self._metrics.observe_step(batch.num_tokens)
+            self.core.on_vectors(batch, vectors)
+        self._look()
+
+    async def compute(self, columns: Columns) -> Floats:
+        """The vectors [N, dim] float32 of N texts. Leaving takes out of the queue what waits.
+
+        Raises:
+            QueueFull: too much waits already.
+            RequestAborted: somebody has ended all requests.
+            EngineError: the worker can't compute one of them.
+        """
+        now = trio.current_time()
+        self._check_room(len(columns), len(columns.ids), now)
+        ended = trio.Event()
+        job = Job(columns, now, ended.set)
+        self.core.submit(job)
+        self._look()
+        try:
+            await ended.wait()
+        finally:
+            self.core.withdraw(job)
+            self._metrics.queue_time.observe_span(job.came, job.first_called)
+            self._look()
+        if job.error is not None:
+            raise job.error
+        assert job.vectors is not None
+        return job.vectors
+
+    def _check_room(self, count: int, num_tokens: int, now: float) -> None:
+        waiting, tokens = self.core.num_waiting, self.core.num_waiting_tokens
+        recently = self._departures.note(self._num_texts, now)
+        if waiting == 0:
+            return  # However large it is, it finds nobody before it.
+        too_many = waiting + count - self._max_waiting
+        if too_many > 0:
+            raise QueueFull(
+                f"{waiting} texts are waiting, and this request has {count}; the limit is "
+                f"{self._max_waiting} (--max-num-queued-reqs)",
+                retry_after=seconds_until_room(min(too_many, waiting), *recently),
+            )
+        too_large = tokens + num_tokens - self._max_waiting_tokens
+        if too_large > 0:
+            raise QueueFull(
+                f"{waiting} texts with {tokens} tokens are waiting, and this request has "
+                f"{num_tokens}; the limit is {self._max_waiting_tokens} "
+                "(--max-num-queued-tokens)",
+                retry_after=seconds_until_room(
+                    min(too_large * waiting / tokens, waiting), *recently
+                ),
+            )
+
+    def judge(self, loss: WorkerLost) -> int:
+        """Why the worker was lost; see :meth:`PoolingCore.on_worker_lost`."""
+        num_deaths = self.core.on_worker_lost(loss)
+        self._look()
+        return num_deaths
+
+    # ---- control
+
+    async def pause(self, holder: str) -> None:
+        """Have nothing computed until :meth:`resume`; return once nothing is."""
+        self.core.gate.close(holder)
+        await self._until(lambda: self.core.is_quiet)
+
+    async def pause_when_done(self, holder: str) -> None:
+        """:meth:`pause` once all that came before this is computed. What comes after it waits.
+
+        Cancelling it before that lets everything in again.
+        """
+        last = self.core.num_arrivals
+        self.core.gate.close_behind(holder, last)
+        try:
+            await self._until(lambda: self.core.num_open_until(last) == 0)
+        except BaseException:
+            self.resume(holder)
+            raise
+        await self.pause(holder)
+
+    def resume(self, holder: str) -> None:
+        """``holder`` needs no pause any more. Idempotent."""
+        self.core.gate.release(holder)
+        self._look()
+
+    def abort_all(self) -> None:
+        """End every request there is."""
+        self.core.fail_all(RequestAborted("the request was aborted"))
+        self._look()
+
+    def _look(self) -> None:
+        """Something has happened."""
+        self._work.set()
+        for event, happened in list(self._awaited.items()):
+            if happened():
+                event.set()
+
+    async def _until(self, happened: Callable[[], bool]) -> None:
+        event = trio.Event()
+        self._awaited[event] = happened
+        try:
+            self._look()
+            await event.wait()
+        finally:
+            del self._awaited[event]
+
+    # ---- what can be seen from outside
+
+    def counted_in(self, statistics: SchedulerStatistics) -> SchedulerStatistics:
+        """``statistics`` and what is done here: texts are sequences, calls are steps."""
+        return attrs.evolve(
+            statistics,
+            num_waiting=statistics.num_waiting + self.core.num_waiting,
+            num_running=statistics.num_running + self.core.num_running,
+            num_steps=statistics.num_steps + self._num_calls,
+            num_tokens_computed=statistics.num_tokens_computed + self._num_tokens,
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is computed."""
+        return self.core.is_empty
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of the core."""
+        self.core.check_integrity()
+
+
+def supervised_batcher(
+    config: EngineConfig, scheduler: Scheduler, supervisor: Supervisor, metrics: Metrics
+) -> Batcher:
+    """A batcher over the workers of ``supervisor``, which asks it, too, why one was lost."""
+    batcher = Batcher(
+        scheduler,
+        metrics,
+        max_waiting=config.max_num_queued_reqs,
+        max_waiting_tokens=config.max_num_queued_tokens or DEFAULT_MAX_TOKENS,
+    )
+    judge = supervisor.judge
+    # Each counts the deaths since a progress of its own kind; whichever came last counts.
+    supervisor.judge = lambda loss: min(judge(loss), batcher.judge(loss))
+    return batcher

@@ -1,0 +1,249 @@
+"""What an engine offers of texts as a whole: embeddings, scores and labels."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from trioserve.admission import check_arguments
+from trioserve.config import EngineConfig
+from trioserve.deadline import Deadline
+from trioserve.errors import InvalidRequest, TrioserveError
+from trioserve.generation import Usage
+from trioserve.metrics import Metrics
+from trioserve.model_files.encoder_config import EncoderConfig
+from trioserve.model_files.encoder_files import ModelTask
+from trioserve.pooling.batcher import Batcher
+from trioserve.pooling.columns import Columns
+from trioserve.pooling.inputs import Inputs, Item, TextEncoder, as_items
+from trioserve.pooling.open_requests import OpenRequests
+from trioserve.pooling.results import (
+    Classifications,
+    Embeddings,
+    Scores,
+    Shape,
+    activated,
+    probabilities_of,
+    similarities,
+)
+from trioserve.request import TokensPrompt
+
+__all__ = ["Compute", "Pooling"]
+
+Pair = tuple[str, str]
+Floats = npt.NDArray[np.float32]
+Compute = Callable[[Columns], Awaitable[Floats]]
+"""Has texts computed: :meth:`trioserve.pooling.batcher.Batcher.compute`, here or elsewhere."""
+
+_PURPOSES: dict[ModelTask, str] = {
+    "generate": "generates text (Engine.generate, /v1/chat/completions)",
+    "embed": "embeds texts (Engine.embed, /v1/embeddings)",
+    "classify": "classifies texts (Engine.classify, /classify)",
+}
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Encoding:
+    """How texts are computed: ``encoder`` turns them into ids, and ``compute`` those into vectors.
+
+    ``batcher`` is what does so, if it is in this process.
+    """
+
+    encoder: TextEncoder
+    compute: Compute
+    batcher: Batcher | None = None
+
+
+@attrs.define(eq=False, kw_only=True)
+class Pooling:
+    """The requests of one engine for vectors, scores and labels.
+
+    Args:
+        task: what the model is for.
+        model_name: its name.
+        config: has the default timeout.
+        metrics: counts.
+        check_open: raises where nobody is to be let in.
+        encoding: how texts are computed, where the model is an encoder.
+        open: the requests whose caller's scope is open.
+    """
+
+    task: ModelTask
+    model_name: str
+    config: EngineConfig
+    metrics: Metrics
+    check_open: Callable[[], None]
+    encoding: Encoding | None
+    open: OpenRequests
+
+    @property
+    def purpose(self) -> str:
+        """What the model is for, and how it is asked, to follow its name."""
+        labels = () if self.encoding is None else self.encoding.encoder.config.labels
+        if self.task == "classify" and len(labels) == 1:
+            return "scores pairs of texts (Engine.score, /score, /rerank)"
+        return _PURPOSES[self.task]
+
+    def refusal(self, wanted: str) -> InvalidRequest:
+        """Why the model doesn't do what was ``wanted``, such as ``give embeddings``."""
+        message = f"the model {self.model_name} doesn't {wanted}: it {self.purpose}"
+        return InvalidRequest(message, param="model", code="unsupported_task")
+
+    async def embed(
+        self,
+        inputs: Inputs,
+        *,
+        dimensions: int | None,
+        normalize: bool | None,
+        truncate_prompt_tokens: int | None,
+        request_id: str | None,
+        timeout: float | None,
+        arrived: float | None,
+    ) -> Embeddings:
+        """See :meth:`trioserve.engine.Engine.embed`."""
+        config = self._config("embed", "give embeddings")
+        items = as_items(inputs)
+        if any(isinstance(item, tuple) for item in items):
+            raise InvalidRequest("an embedding is one text's, not a pair's", param="input")
+        wanted = Shape(dimensions, normalize, config.normalize)
+        wanted.check(config.num_outputs)
+        vectors, usage = await self._vectors(
+            items, truncate_prompt_tokens, request_id, timeout, arrived
+        )
+        return Embeddings(wanted.of(vectors), usage)
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None,
+        request_id: str | None,
+        timeout: float | None,
+        arrived: float | None,
+    ) -> Scores:
+        """See :meth:`trioserve.engine.Engine.score`."""
+        pairs = _pairs(queries, documents)
+        config = self._config(self.task, "score pairs of texts")
+        if len(config.labels) > 1:
+            raise self.refusal("score pairs of texts")
+        is_cross_encoder = self.task == "classify"
+        place = {query: index for index, query in enumerate(dict.fromkeys(q for q, _ in pairs))}
+        items = pairs if is_cross_encoder else [*place, *(document for _, document in pairs)]
+        vectors, usage = await self._vectors(
+            items, truncate_prompt_tokens, request_id, timeout, arrived
+        )
+        if is_cross_encoder:
+            return Scores(activated(vectors, config.score_activation)[:, 0], usage)
+        of_queries = vectors[[place[query] for query, _ in pairs]]
+        return Scores(similarities(of_queries, vectors[len(place) :]), usage)
+
+    async def classify(
+        self,
+        inputs: Inputs,
+        *,
+        truncate_prompt_tokens: int | None,
+        request_id: str | None,
+        timeout: float | None,
+        arrived: float | None,
+    ) -> Classifications:
+        """See :meth:`trioserve.engine.Engine.classify`."""
+        config = self._config("classify", "classify texts")
+        logits, usage = await self._vectors(
+            as_items(inputs), truncate_prompt_tokens, request_id, timeout, arrived
+        )
+        probabilities = probabilities_of(logits, independent=config.independent_labels)
+        return Classifications(config.labels, logits, probabilities, usage)
+
+    async def compute_one(self, timeout: float) -> None:
+        """Have one token computed, to see whether that can be done; errors are those of embed."""
+        await self._vectors([TokensPrompt((0,))], None, None, timeout, None)
+
+    def _config(self, task: ModelTask, wanted: str) -> EncoderConfig:
+        """The encoder's, which is for that ``task``.
+
+        Raises:
+            InvalidRequest: it isn't, and so doesn't do what was ``wanted``.
+        """
+        if self.task != task or self.encoding is None:
+            raise self.refusal(wanted)
+        return self.encoding.encoder.config
+
+    async def _vectors(
+        self,
+        items: Sequence[Item],
+        truncate: int | None,
+        request_id: str | None,
+        timeout: float | None,
+        arrived: float | None,
+    ) -> tuple[Floats, Usage]:
+        """What the encoder says of each item: [N, num_outputs]; and the tokens that took."""
+        assert self.encoding is not None
+        check_arguments(0, timeout, arrived, request_id=request_id or "")
+        _check_truncation(truncate)
+        if len(items) > self.config.max_num_queued_reqs:
+            raise InvalidRequest(
+                f"input has {len(items)} texts; at most {self.config.max_num_queued_reqs} can wait "
+                "(--max-num-queued-reqs)",
+                param="input",
+            )
+        self.check_open()
+        began = trio.current_time()
+        deadline = Deadline.of(timeout, arrived, self.config)
+        num_tokens = 0
+        reason = "abort"
+        try:
+            with self.open.opened(request_id or f"req-{uuid.uuid4().hex}"), deadline.enforced():
+                texts = await self.encoding.encoder.encode(items, truncate)
+                num_tokens = sum(len(text.ids) for text in texts)
+                vectors = await self.encoding.compute(Columns.of(texts))
+                reason = "stop"
+        except TrioserveError:
+            reason = "error"
+            raise
+        finally:
+            self.metrics.observe_texts(len(items), num_tokens, reason, trio.current_time() - began)
+        return vectors, Usage(prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
+
+
+def _check_truncation(truncate: int | None) -> None:
+    is_number = isinstance(truncate, int) and not isinstance(truncate, bool)
+    if truncate is not None and not (is_number and (truncate == -1 or truncate >= 1)):
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes; "
+            f"got {truncate!r}",
+            param="truncate_prompt_tokens",
+        )
+
+
+def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[Pair]:
+    """Each query with its document; a single query goes with all documents.
+
+    Raises:
+        InvalidRequest: there are none, or as many of the one as don't go with the other.
+    """
+    firsts, seconds = _texts(queries, "queries"), _texts(documents, "documents")
+    if len(firsts) == 1:
+        firsts *= len(seconds)
+    if len(firsts) != len(seconds):
+        raise InvalidRequest(
+            f"there are {len(firsts)} queries and {len(seconds)} documents: give one query for "
+            "all documents, or one for each",
+            param="documents",
+        )
+    return list(zip(firsts, seconds, strict=True))
+
+
+def _texts(texts: str | Sequence[str], param: str) -> list[str]:
+    if isinstance(texts, str):
+        return [texts]
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"{param} is a text or a list of texts", param=param)
+    if not texts:
+        raise InvalidRequest(f"{param} is empty", param=param)
+    return list(texts)
