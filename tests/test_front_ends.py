@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -25,6 +25,7 @@ from trioserve import (
     QueueFull,
 )
 from trioserve.errors import Paused
+from trioserve.front_end import host, shared
 from trioserve.front_end.home import MAX_UNTAKEN
 from trioserve.generation import completion_of
 from trioserve.http.auth import Caller, Keys
@@ -341,6 +342,38 @@ async def test_health_is_the_engine_processs(tmp_path: Path) -> None:
         assert statistics.num_streams == 0
         async with second.engine.generate(PROMPT, max_tokens=1000):
             assert (await second.whole.statistics()).num_streams == 1
+
+
+async def _says_nothing(*_: object) -> None:
+    await trio.sleep_forever()
+
+
+async def test_an_engine_process_that_says_nothing_is_stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "HEALTH_SECONDS", 0.05)
+    async with open_server(tmp_path) as server:
+        (first, _) = server.front_ends
+        monkeypatch.setattr(first.remote, "look", _says_nothing)
+        assert await first.whole.health_word() == "stalled"
+        monkeypatch.undo()
+        assert await first.whole.health_word() == "ok"
+
+
+async def test_a_front_end_that_says_nothing_is_counted_as_it_last_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "ANSWER_SECONDS", 0.05)
+    async with open_server(tmp_path) as server:
+        first, second = server.front_ends
+        await first.engine.complete(PROMPT, max_tokens=3)
+        name = 'request_success_total{engine="0",finished_reason="length",model_name="fake"}'
+        assert f"trioserve:{name} 1.0" in (await second.whole.metrics()).decode()
+        await first.engine.complete(PROMPT, max_tokens=3)
+        monkeypatch.setitem(cast(Any, first.remote.asks._handlers), "count", _says_nothing)
+        assert f"trioserve:{name} 1.0" in (await second.whole.metrics()).decode()
+        monkeypatch.undo()
+        assert f"trioserve:{name} 2.0" in (await second.whole.metrics()).decode()
 
 
 async def test_seats_of_a_key_are_those_of_all(tmp_path: Path) -> None:

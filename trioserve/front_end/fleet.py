@@ -99,7 +99,9 @@ class Fleet:
                     self._start(index), self.listening.descriptors, last_word=self._last_word
                 ) as socket:
                     with self.host.at_home(socket) as home:
-                        if not has_listened:
+                        if has_listened:
+                            _log.info("front end replaced", front_end=index)
+                        else:
                             has_listened = True
                             self._note_listening()
                         if self._is_draining:

@@ -454,6 +454,8 @@ class RemoteScheduler:
     def check_integrity(self) -> None:
         """Assert that those are known here, and only those, who are to be computed over there."""
         assert self._sequences == {number: each for each, number in self._numbers.items()}
+        sent = {number - sequence.index for number, sequence in self._sequences.items()}
+        assert self._requests.keys() <= sent
         for number, sequence in self._sequences.items():
             assert sequence.state is not State.FINISHED
             is_admitted = sequence.request.admitted.is_set()
