@@ -15,6 +15,7 @@ from gpu.constraints.processors import Processors, load_processors
 from gpu.devices import choose_device, choose_dtype
 from gpu.exchange import ModelWeights, ReadWeights
 from gpu.executor import Executor
+from gpu.lora.store import AdapterStore
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable
@@ -68,6 +69,8 @@ class Loaded:
     computing: str
     """What computes, and with which weights: a few words for the log."""
     read_weights: ReadWeights
+    adapters: AdapterStore[Any] | None = None
+    """Those that sequences may have; None where no adapters can be served."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before."""
 
@@ -82,6 +85,8 @@ class Serving:
     constraints: Constraints | None
     """None where nothing is drawn."""
     ready: Ready
+    adapters: AdapterStore[Any] | None = None
+    """None where none can be served."""
     calls: Mapping[str, Callable[[Any], Any]] = attrs.field(factory=dict)
     """What this model can be called for, by name: functions of the arguments."""
 
@@ -149,7 +154,13 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         free_memory=loaded.free_memory,
     )
     weights = ModelWeights(files, loaded.read_weights)
-    return Serving(runner=runner, weights=weights, constraints=constraints, ready=ready)
+    return Serving(
+        runner=runner,
+        weights=weights,
+        constraints=constraints,
+        adapters=loaded.adapters,
+        ready=ready,
+    )
 
 
 def _load_constraints(start: Start, files: ModelFiles, device: str) -> Constraints:

@@ -7,7 +7,7 @@ again with its tokens so far. Nothing here touches a tensor or a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import attrs
 import msgspec
@@ -49,6 +49,8 @@ class Slot:
     prompt_length: int
     computed: int
     sampler: SamplerParams
+    adapter: int = 0
+    """The number of its adapter; 0 for none."""
     prompt_logprobs_from: int = -1
     """Position of the first prompt token whose log-probability is wanted; -1 if none is."""
     num_pages: int = 0
@@ -118,6 +120,8 @@ class SlotTable:
     def __init__(
         self, *, num_pages: int, page_size: int, max_model_len: int, vocab_size: int
     ) -> None:
+        self.adapters: Container[int] = ()
+        """The numbers of the adapters that sequences may have."""
         self._num_pages = num_pages
         self._page_size = page_size
         self._max_model_len = max_model_len
@@ -182,6 +186,8 @@ class SlotTable:
             raise PlanError(f"slot {number} is opened with lengths that don't fit", number)
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             raise PlanError(f"slot {number} has a token outside the vocabulary", number)
+        if opened.adapter and opened.adapter not in self.adapters:
+            raise PlanError(f"slot {number} has adapter {opened.adapter}, which isn't here", number)
         if 0 <= opened.prompt_logprobs_from <= opened.computed:
             raise PlanError(f"slot {number} wants log-probabilities of what is computed", number)
         if number >= len(self.block_tables):
@@ -195,6 +201,7 @@ class SlotTable:
             prompt_length=opened.prompt_length,
             computed=opened.computed,
             sampler=opened.sampler,
+            adapter=opened.adapter,
             prompt_logprobs_from=opened.prompt_logprobs_from,
             stopped=(number, opened.generation) in self._dropped,
             buffer=buffer,

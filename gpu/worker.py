@@ -5,8 +5,8 @@ when it is told to quit, or when its standard input ends: whoever started it hol
 and its death closes it. Signals that ask it to end are ignored, because service managers send them
 to every process at once, and the engine still needs its worker while it drains.
 
-``prepare`` and ``read_weights`` are answered by a thread when they are ready, all other calls in
-their turn.
+``prepare``, ``read_weights`` and ``load_adapter`` are answered by threads when they are ready, all
+other calls in their turn.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
 from gpu.exchange import ModelWeights
 from gpu.logs import set_up_logging
+from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
 from gpu.slots import PlanError, described
 from trioserve import wire
@@ -71,9 +72,11 @@ class Worker:
             "discard_weights": lambda *_: self._all_weights.discard(),
         }
         self._last_progress = -PROGRESS_INTERVAL
-        self._background = Background[wire.Reply](PREPARING_THREADS, "prepare")
+        # One more for an adapter, which isn't to wait for grammars.
+        self._background = Background[wire.Reply](PREPARING_THREADS + 1, "background")
         self._constraints: Constraints | None = None
         self._weights: ModelWeights | None = None
+        self._adapters: AdapterStore[Any] | None = None
         self._ahead: deque[wire.Message] = deque()
         """Messages that were taken from the socket and are to be handled in their turn."""
 
@@ -98,6 +101,7 @@ class Worker:
                 raise wire.WireError(f"{type(start).__name__} came where Start was due")
             serving = self._load(start)
             self._weights = serving.weights
+            self._adapters = serving.adapters
             self.serve(serving.runner, serving.constraints, serving.calls)
         except Quit:
             return
@@ -180,6 +184,11 @@ class Worker:
                 self._prepare(message, self._constraints)
             case wire.Call(name="read_weights"):
                 self._read_weights(message)
+            case wire.Call(name="load_adapter") if self._adapters is not None:
+                # One at a time: the engine waits for the answer before it asks for the next.
+                self._background.start(functools.partial(_reply, message, self._adapters.load))
+            case wire.Call(name="unload_adapter") if self._adapters is not None:
+                self._send(_reply(message, self._adapters.unload))
             case wire.Call():
                 self._call(runner, message)
             case _:

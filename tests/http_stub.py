@@ -15,6 +15,7 @@ import msgspec
 import trio
 from quart_trio.testing import TrioClient
 
+from trioserve.adapters import Adapter
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine import Engine
 from trioserve.errors import Draining, RequestAborted, ShuttingDown
@@ -155,6 +156,7 @@ class StubEngine:
     metrics: Metrics = attrs.field(factory=lambda: Metrics("stub"))
     eos_token_ids: tuple[int, ...] = (0,)
     generation_defaults: dict[str, Any] = attrs.field(factory=dict)
+    adapters: tuple[Adapter, ...] = ()
     prompt_logprobs: Callable[[Call], PromptLogprobs | None] = lambda call: None
     calls: list[Call] = attrs.field(factory=list)
     healthy: bool = True

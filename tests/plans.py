@@ -127,6 +127,7 @@ class PlanMaker:
         prompt_length: int | None = None,
         shared_pages: Sequence[int] = (),
         prompt_logprobs_from: int = -1,
+        adapter: int = 0,
     ) -> None:
         """Open ``slot`` in the next plan; ``shared_pages`` hold its first tokens already."""
         computed = len(shared_pages) * self._page_size
@@ -141,6 +142,7 @@ class PlanMaker:
             pages=from_ints(shared_pages),
             sampler=params,
             prompt_logprobs_from=prompt_logprobs_from,
+            adapter=adapter,
         )
         self._opened.append(opened)
 

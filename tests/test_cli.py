@@ -60,6 +60,7 @@ def test_a_flag_gives_what_the_variable_gives(option: Any) -> None:
         text = option.choices[-1] if option.choices else "x" if option.kind is str else "1024"
         text = "1" if option.high == 1 else text
         text = "http://x" if option.metavar in ("URL", "ORIGIN") else text
+        text = "a=/b" if option.metavar == "NAME=PATH" else text
         flag = [option.flag, text]
     needed = NEEDED.get(option.name, {})
     by_flag = served(*flag, **needed)

@@ -25,6 +25,13 @@ EXPECTED = {
         ("France is a country",),
         ("[(0,",),
     ],
+    "lora": [
+        (
+            "an untrained adapter says the same: True",
+            "a wild one says the same: False",
+            "loaded: ['untrained']",
+        )
+    ],
     "operating": [("paused with 1 request", "the city of")],
     "shutdown": [("requests that were cut off: 0",)],
 }

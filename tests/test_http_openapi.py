@@ -108,7 +108,7 @@ async def test_every_operation_has_a_name_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("path", "statuses"),
     [
-        ("/generate", [400, 401, 408, 413, 415, 429, 500, 503, 504]),
+        ("/generate", [400, 401, 404, 408, 413, 415, 429, 500, 503, 504]),
         ("/v1/completions", [400, 401, 404, 408, 413, 415, 429, 500, 503, 504]),
         ("/tokenize", [400, 401, 404, 408, 413, 415, 429, 500]),
         ("/v1/models/<path:name>", [401, 404, 429, 500]),

@@ -95,6 +95,8 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "enforce_eager": True,
         "deterministic": True,
         "quantization": "int8",
+        "max_loras": 3,
+        "max_lora_rank": 24,
     }
     config = EngineConfig(
         "m",
@@ -102,6 +104,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         num_gpu_blocks_override=12,
         tokenizer="/tokenizers/t",
         logits_processors=("m:A", "m:B"),
+        enable_lora=True,
         **options,
     )
     start = start_message(config, Path("/models/m"))
@@ -112,9 +115,11 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "num_pages": 12,
         "tokenizer": "/tokenizers/t",
         "logits_processors": ["m:A", "m:B"],
+        "weights": "",
         "free_memory": 0,
         "mock": None,
     }
+    assert start_message(EngineConfig("m", max_lora_rank=24), Path("/m")).max_lora_rank == 0
 
 
 class FakeTerminal(io.StringIO):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trioserve.config import EngineConfig, ServerConfig
     from trioserve.engine import Engine
     from trioserve.errors import (
+        AdapterNotFound,
         ContextTooLong,
         DeadlineExceeded,
         Draining,
@@ -52,6 +53,7 @@ _HOME = {
     "ContextTooLong": "errors",
     "DeadlineExceeded": "errors",
     "Draining": "errors",
+    "AdapterNotFound": "errors",
     "EngineError": "errors",
     "InvalidRequest": "errors",
     "ModelLoadError": "errors",
@@ -76,6 +78,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AdapterNotFound",
     "ChatPrompt",
     "Chunk",
     "Completion",

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import trio
 
+from trioserve.adapters import Adapters
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.quiet import Quiet
@@ -63,6 +64,10 @@ class Backend(Protocol):
     @property
     def feeds(self) -> Feeds | None:
         """What it tells whoever listens; None where another process does."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that requests may name."""
 
     @property
     def idle(self) -> bool:

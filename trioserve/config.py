@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from trioserve.adapters import named_paths
 from trioserve.errors import InvalidRequest
 from trioserve.options import option
 
@@ -29,6 +30,7 @@ LOG_FORMATS = ("auto", "console", "json")
 
 GROUPS = {
     "model": "Model",
+    "adapters": "Adapters",
     "scheduling": "Scheduling",
     "memory": "Memory",
     "worker": "Worker process",
@@ -113,6 +115,43 @@ class EngineConfig:
         group="model",
         kind=float,
         above=0,
+    )
+
+    enable_lora: bool = option(
+        False,
+        "serve LoRA adapters, also such as are loaded while the server runs; lora_modules do so by "
+        "themselves",
+        group="adapters",
+        kind=bool,
+    )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "adapter to load at the start, from a folder as PEFT writes it, and the name that requests "
+        "give it; may be given several times",
+        group="adapters",
+        metavar="NAME=PATH",
+        repeatable=True,
+        form=(r"[^=]+=.+", "a name and a folder, as in mine=/adapters/mine"),
+    )
+    max_loras: int = option(
+        8,
+        "most different adapters among the sequences that are computed together",
+        group="adapters",
+        kind=int,
+        low=1,
+        high=1024,
+    )
+    max_lora_rank: int = option(
+        64, "largest rank of an adapter", group="adapters", kind=int, low=1, high=4096
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        "most adapters in the worker's memory; of more that are loaded, those not used for the "
+        "longest time are read again when they are wanted (default: 32, or max_loras where that "
+        "is more)",
+        group="adapters",
+        kind=int,
+        low=1,
     )
 
     max_num_seqs: int = option(
@@ -289,6 +328,20 @@ class EngineConfig:
         metavar="URL",
         form=(r"https?://[^\s/]\S*", "a URL that begins with http:// or https://"),
     )
+
+    def __attrs_post_init__(self) -> None:
+        named_paths(self.lora_modules)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise InvalidRequest(
+                f"max_cpu_loras must be at least max_loras ({self.max_loras}); "
+                f"got {self.max_cpu_loras}",
+                param="max_cpu_loras",
+            )
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return self.enable_lora or bool(self.lora_modules)
 
     @classmethod
     def of(cls, model: str | EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
@@ -474,6 +527,11 @@ class ServerConfig:
                 "max_requests_per_key needs keys to count by (--api-key)",
                 param="max_requests_per_key",
             )
+        for name, _ in named_paths(self.engine.lora_modules):
+            if name in self.served_model_name:
+                raise InvalidRequest(
+                    f"lora_modules: {name!r} is a served_model_name, too", param="lora_modules"
+                )
         for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise InvalidRequest(f"{name} needs a certificate (--ssl-certfile)", param=name)

@@ -13,12 +13,14 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
+from os import PathLike
 from typing import Any
 
 import attrs
 import trio
 
 from trioserve import wire
+from trioserve.adapters import NO_ADAPTER, Adapter, absolute, check_name
 from trioserve.admission import (
     check_arguments,
     check_params,
@@ -185,6 +187,7 @@ class Engine:
         arrived: float | None = None,
         cache_salt: str = "",
         retention: Retention | None = None,
+        adapter: str = "",
         traceparent: str = "",
         tracestate: str = "",
         **sampling: Any,
@@ -204,12 +207,14 @@ class Engine:
             arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
             cache_salt: share cached prefixes only with requests of the same salt.
             retention: how much its KV is worth in the prefix cache once it has ended.
+            adapter: the name of a loaded adapter (default: the model as it is).
             traceparent: the caller's W3C trace context; the request's span becomes its child.
             tracestate: what goes with ``traceparent``.
 
         Raises:
             InvalidRequest: an argument that can't be served, or the model is for something else;
                 ``param`` names it.
+            AdapterNotFound: no adapter of that name is loaded.
             ContextTooLong: prompt and output don't fit the model or the page pool.
             QueueFull: too many requests wait, or too many tokens in their prompts.
             Draining: the engine is shutting down.
@@ -228,13 +233,17 @@ class Engine:
             arrived,
             request_id=request_id or "",
             cache_salt=cache_salt,
+            adapter=adapter,
             traceparent=traceparent,
             tracestate=tracestate,
         )
+        catalogue = self._scheduler.adapters.catalogue
+        number = catalogue.find(adapter).number if adapter else NO_ADAPTER
         request = self._make_request(
             as_prompt(prompt), params, request_id or f"req-{uuid.uuid4().hex}", priority, cache_salt
         )
         request.retention = retention
+        request.adapter = number
         request.traceparent, request.tracestate = traceparent, tracestate
         return self._generation(request, Deadline.of(timeout, arrived, self.config))
 
@@ -249,6 +258,7 @@ class Engine:
         arrived: float | None = None,
         cache_salt: str = "",
         retention: Retention | None = None,
+        adapter: str = "",
         traceparent: str = "",
         tracestate: str = "",
         **sampling: Any,
@@ -264,6 +274,7 @@ class Engine:
             arrived=arrived,
             cache_salt=cache_salt,
             retention=retention,
+            adapter=adapter,
             traceparent=traceparent,
             tracestate=tracestate,
             **sampling,
@@ -529,6 +540,41 @@ class Engine:
             how many pages of the KV cache were freed.
         """
         return self.control.flush_cache()
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The adapters that requests may name, in the order in which they were loaded."""
+        return tuple(self._scheduler.adapters.catalogue)
+
+    async def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
+        """Load a LoRA adapter that requests may then name; what runs goes on meanwhile.
+
+        Args:
+            name: for requests; of no adapter that is loaded, nor the model's own.
+            path: a folder with PEFT's adapter_config.json and adapter_model.safetensors.
+
+        Raises:
+            InvalidRequest: the files can't be served, and why; or the name is taken, or adapters
+                aren't served (``enable_lora``).
+            WorkerLost: the worker was lost while it loaded it.
+            EngineError: it couldn't.
+        """
+        if not self.config.serves_adapters:
+            raise InvalidRequest("adapters aren't served: start with --enable-lora")
+        check_name(name)
+        if name == self.model_name:
+            raise InvalidRequest(f"{name!r} is the model's own name", param="name")
+        await self._scheduler.adapters.load(name, absolute(path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let no request name an adapter any more, and return once those have ended that use it.
+
+        A request that isn't in the queue yet is refused. Cancelling this only ends the wait.
+
+        Raises:
+            AdapterNotFound: there is none of that name.
+        """
+        await self._scheduler.adapters.unload(name)
 
     def abort_all(self, error: RequestAborted) -> None:
         """End every open request with ``error``, whatever its stage; never blocks.

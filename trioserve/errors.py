@@ -6,6 +6,7 @@ The HTTP status of each is decided in one place, :mod:`trioserve.http.errors`.
 from __future__ import annotations
 
 __all__ = [
+    "AdapterNotFound",
     "ContextTooLong",
     "DeadlineExceeded",
     "Draining",
@@ -41,6 +42,13 @@ class InvalidRequest(TrioserveError, ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class AdapterNotFound(InvalidRequest):
+    """The request names an adapter that isn't loaded, or isn't any more."""
+
+    def __init__(self, message: str, *, param: str | None = "adapter") -> None:
+        super().__init__(message, param=param, code="model_not_found")
 
 
 class ContextTooLong(InvalidRequest):

@@ -24,6 +24,7 @@ import attrs
 import trio
 
 from trioserve import wire
+from trioserve.adapters import named_paths
 from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
@@ -294,6 +295,8 @@ def start_message(
         quantization=config.quantization,
         tokenizer="" if config.tokenizer is None else str(Path(config.tokenizer).resolve()),
         logits_processors=list(config.logits_processors),
+        max_lora_rank=config.max_lora_rank if config.serves_adapters else 0,
+        max_loras=config.max_loras,
         mock=mock,
     )
 
@@ -323,6 +326,7 @@ async def run_engine(
         if encoding is not None and encoding.batcher is not None:
             encoding.batcher.set_limits(ready)
             tasks.start_soon(encoding.batcher.run)
+        await scheduler.adapters.load_first(named_paths(config.lora_modules))
         return ready
 
     async with run_tasks(

@@ -33,6 +33,7 @@ import attrs
 import msgspec
 import trio
 
+from trioserve.adapters import NO_ADAPTER
 from trioserve.errors import InvalidRequest
 from trioserve.logprobs import PromptLogprobs
 from trioserve.retention import Retention
@@ -194,6 +195,8 @@ class Request:
     """Requests share cached prefixes only with those of the same salt."""
     retention: Retention | None = None
     """How much its pages are worth once it has ended."""
+    adapter: int = NO_ADAPTER
+    """The number of its adapter."""
     traceparent: str = ""
     """The caller's W3C trace context, for the span of this request."""
     tracestate: str = ""

@@ -139,6 +139,10 @@ class Start:
     """``module:Class`` of each, in the order in which they are applied."""
     weights: str = ""
     """Where the weights are if they aren't the model's own any more: a folder or a file."""
+    max_lora_rank: int = 0
+    """The largest rank of adapters; 0 if none are to be served."""
+    max_loras: int = 0
+    """The most adapters that one plan's sequences have."""
     free_memory: int = 0
     """:attr:`Ready.free_memory` of the first worker, which this one replaces; 0 if it is the first.
 
@@ -184,7 +188,8 @@ class OpenSlot:
     ``tokens`` is an int32 column: the prompt and whatever has been produced so far. The first
     ``computed`` of them already have their KV in the first pages of ``pages`` (a prefix hit).
     ``prompt_logprobs_from`` is the position of the first prompt token whose log-probability is
-    wanted, above ``computed``; -1 if none is (any more).
+    wanted, above ``computed``; -1 if none is (any more). ``adapter`` is the number of an
+    adapter that the call ``load_adapter`` has brought, 0 for none.
     """
 
     slot: int
@@ -195,6 +200,7 @@ class OpenSlot:
     pages: bytes
     sampler: SamplerParams
     prompt_logprobs_from: int = -1
+    adapter: int = 0
 
 
 @attrs.frozen(kw_only=True)

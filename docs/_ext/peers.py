@@ -189,6 +189,14 @@ _NAMES = {
         ),
     },
     "TokenRangeRetentionConfig": {"TensorRT-LLM": "token_start token_end priority duration_ms"},
+    "LoadAdapterRequest": {
+        "vLLM": "is_3d_lora_weight load_inplace lora_name lora_path",
+        "SGLang": "added_tokens_config lora_name lora_path pinned",
+    },
+    "UnloadAdapterRequest": {
+        "vLLM": "lora_int_id lora_name",
+        "SGLang": "lora_id lora_name",
+    },
     "DetokenizeRequest": {
         "vLLM": ("model tokens"),
         "SGLang": ("model skip_special_tokens tokens"),

@@ -15,8 +15,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from gpu.cpu.adapters import CompiledAdapter, Step, pack_adapter, step_of
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
+from gpu.lora.groups import tokens_by_adapter
+from gpu.lora.store import AdapterStore
 from gpu.slots import Row, SlotTable
 from gpu.weights import BFLOAT16, FLOAT32, Blocks, Numbers, Weight
 from trioserve.errors import ModelLoadError
@@ -91,7 +94,8 @@ class _Shape(ctypes.Structure):
 
 class _Limits(ctypes.Structure):
     _fields_ = tuple(
-        (name, c_int64) for name in ("page_size", "num_pages", "max_tokens", "num_positions")
+        (name, c_int64)
+        for name in ("page_size", "num_pages", "max_tokens", "num_positions", "max_rank")
     )
 
 
@@ -137,15 +141,25 @@ class CompiledModel:
     Args:
         quantization: one of ``auto``, ``none``, ``int8``, ``int4`` and ``w8a8``.
         threads: how many compute.
+        max_rank: of adapters; 0 if there are to be none.
 
     Raises:
         ModelLoadError: there is no room for so many threads.
     """
 
     def __init__(
-        self, library: Library, config: ModelConfig, quantization: str, threads: int
+        self,
+        library: Library,
+        config: ModelConfig,
+        quantization: str,
+        threads: int,
+        *,
+        max_rank: int = 0,
     ) -> None:
         self.config = config
+        self._adapters = AdapterStore[CompiledAdapter](
+            config, max_rank, lambda adapter: pack_adapter(adapter, config)
+        )
         self.num_weights: Counter[Format] = Counter()
         """How many numbers of matrices are stored in each format."""
         self.quantization = quantization
@@ -168,6 +182,11 @@ class CompiledModel:
         self._tokens = 0
         self._hidden: Numbers = np.empty((0, config.hidden_size), dtype=BFLOAT16)
         self._logits: Floats = np.empty((0, config.vocab_size), dtype=np.float32)
+
+    @property
+    def adapters(self) -> AdapterStore[CompiledAdapter]:
+        """See :attr:`gpu.cpu.model.CpuModel.adapters`."""
+        return self._adapters
 
     def describe_weights(self) -> str:
         """The formats of its matrices, that of most numbers first: ``Q4_1, Q8_0``."""
@@ -192,7 +211,8 @@ class CompiledModel:
         Raises:
             ModelLoadError: there is no memory for them.
         """
-        limits = _Limits(page_size, num_pages, max_tokens, len(cos_sin))
+        max_rank = self._adapters.max_rank
+        limits = _Limits(page_size, num_pages, max_tokens, len(cos_sin), max_rank)
         table = np.ascontiguousarray(cos_sin, dtype=np.float32)
         finish = self._library.decoder_finish
         _check_memory(finish(self._decoder, ctypes.byref(limits), table.ctypes.data))
@@ -227,7 +247,14 @@ class CompiledModel:
         step.num_rows, step.table_stride = count, width
         step.query_start = query_start.ctypes.data
         step.block_tables = tables.ctypes.data
-        self._library.decoder_forward(self._decoder, self._tokens, self._step_pointer)
+        tokens_of = tokens_by_adapter(rows) if self._adapters else None
+        adapters = step_of(self._adapters, tokens_of) if tokens_of else None
+        self._library.decoder_forward(
+            self._decoder,
+            self._tokens,
+            self._step_pointer,
+            None if adapters is None else ctypes.byref(adapters.step),
+        )
         return self._hidden[:num_tokens], query_start[1 : count + 1] - 1
 
     def logits(self, hidden: Numbers, rows: npt.NDArray[np.integer] | None = None) -> Floats:
@@ -364,7 +391,7 @@ def _declare(library: Library) -> Library:
         "decoder_set_layer": (None, [pointer, count, count, number]),
         "decoder_finish": (number, [pointer, POINTER(_Limits), pointer]),
         "decoder_hidden": (pointer, [pointer]),
-        "decoder_forward": (None, [pointer, pointer, POINTER(_Step)]),
+        "decoder_forward": (None, [pointer, pointer, POINTER(_Step), POINTER(Step)]),
         "decoder_logits": (None, [pointer, pointer, pointer, count, pointer]),
         "decoder_most_probable": (None, [pointer, pointer, pointer, count, pointer]),
     }

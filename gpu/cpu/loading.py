@@ -83,7 +83,9 @@ def load_on_cpu(
         decoder = load_decoder(files, dtype, threads, on_progress)
         num_pages = _num_pages(start, config, dtype)
         table = _cos_sin_table(start, config, num_pages)
-        model = torch_model = give_cache(decoder, start.page_size, num_pages, table)
+        model = torch_model = give_cache(
+            decoder, start.page_size, num_pages, table, max_rank=start.max_lora_rank
+        )
         read_again = torch_exchange(torch_model, dtype, threads)
         sampler = make_sampler(start, config.vocab_size)
         computing = f"torch ({reason})"
@@ -113,6 +115,7 @@ def load_on_cpu(
         max_model_len=start.max_model_len,
         vocab_size=config.vocab_size,
     )
+    slots.adapters = model.adapters
     executor = CpuExecutor(model, sampler, slots, adjuster)
 
     return Loaded(
@@ -122,6 +125,7 @@ def load_on_cpu(
         device_name=Machine().cpu_name(),
         computing=computing,
         read_weights=read_again,
+        adapters=model.adapters,
     )
 
 
@@ -149,7 +153,7 @@ def _compiled(
     quantization = start.quantization
     if quantization == "auto" and start.dtype != "auto":
         quantization = "none"
-    return CompiledModel(library, config, quantization, threads)
+    return CompiledModel(library, config, quantization, threads, max_rank=start.max_lora_rank)
 
 
 def _check_torch_will_do(start: Start, reason: str) -> None:

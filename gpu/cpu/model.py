@@ -14,6 +14,7 @@ import numpy.typing as npt
 from gpu.adjustments import Adjustment
 from gpu.draws import SamplerRow
 from gpu.executor import Drawn
+from gpu.lora.store import AdapterStore
 from gpu.slots import Row, SlotTable
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ class CpuModel(Protocol):
 
     What a method returns is valid until the next call of the same method.
     """
+
+    @property
+    def adapters(self) -> AdapterStore[Any]:
+        """Those that rows may have; empty if none are served."""
 
     def forward(self, rows: Sequence[Row], slots: SlotTable) -> tuple[Any, npt.NDArray[np.integer]]:
         """Compute the hidden states of the tokens of ``rows``, at least one, and fill the KV cache.

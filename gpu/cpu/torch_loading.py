@@ -38,9 +38,17 @@ def load_decoder(files: ModelFiles, dtype: str, threads: int, on_progress: OnPro
 
 
 def give_cache(
-    decoder: Decoder, page_size: int, num_pages: int, cos_sin: npt.NDArray[np.float32]
+    decoder: Decoder,
+    page_size: int,
+    num_pages: int,
+    cos_sin: npt.NDArray[np.float32],
+    *,
+    max_rank: int = 0,
 ) -> TorchModel:
-    """The model with a KV cache; ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`."""
+    """The model with a KV cache; ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`.
+
+    ``max_rank`` is the largest of the adapters that are served, 0 for none.
+    """
     config = decoder.config
     shape = CacheShape(
         num_layers=config.num_layers,
@@ -53,7 +61,7 @@ def give_cache(
     )
     table = torch.from_numpy(cos_sin)
     attention = TorchCpuAttention(shape, config.num_heads, table, config.windows)
-    return TorchModel(decoder, attention)
+    return TorchModel(decoder, attention, max_rank=max_rank)
 
 
 def torch_exchange(model: TorchModel, dtype: str, threads: int) -> ReadWeights:

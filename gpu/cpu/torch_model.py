@@ -14,6 +14,8 @@ from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cpu.model import Floats
 from gpu.draws import SamplerRow
 from gpu.executor import Drawn
+from gpu.lora.store import AdapterStore
+from gpu.lora.torch_adapters import TorchAdapter, TorchAdapters
 from gpu.models.decoder import Decoder
 from gpu.sampler import Sampler
 from gpu.slots import Row, SlotTable
@@ -22,11 +24,21 @@ __all__ = ["TorchModel", "TorchSampler"]
 
 
 class TorchModel:
-    """:class:`gpu.cpu.model.CpuModel` over a decoder in any dtype."""
+    """:class:`gpu.cpu.model.CpuModel` over a decoder in any dtype.
 
-    def __init__(self, decoder: Decoder, attention: Attention) -> None:
+    ``max_rank`` is the largest of the adapters that are served, 0 for none.
+    """
+
+    def __init__(self, decoder: Decoder, attention: Attention, *, max_rank: int = 0) -> None:
         self._decoder = decoder
         self._attention = attention
+        config, dtype, device = decoder.config, decoder.dtype, decoder.device
+        self._adapters = TorchAdapters(config, max_rank, dtype, device, most=0)
+
+    @property
+    def adapters(self) -> AdapterStore[TorchAdapter]:
+        """See :attr:`gpu.cpu.model.CpuModel.adapters`."""
+        return self._adapters.store
 
     def replace_decoder(self, decoder: Decoder) -> None:
         """Compute with ``decoder``, of the same shape, over the same KV cache."""
@@ -41,7 +53,11 @@ class TorchModel:
         layout = step_layout(ordered, slots)
         tokens = np.concatenate([row.slot.tokens[row.start : row.end] for row in ordered])
         self._attention.begin(layout)
-        hidden = self._decoder.forward(torch.from_numpy(tokens.astype(np.int64)), self._attention)
+        hidden = self._decoder.forward(
+            torch.from_numpy(tokens.astype(np.int64)),
+            self._attention,
+            self._adapters.groups(ordered),
+        )
         ends = zip(ordered, layout.query_start[1:].tolist(), strict=True)
         last = {row.slot.number: end - 1 for row, end in ends}
         return hidden, np.array([last[row.slot.number] for row in rows])

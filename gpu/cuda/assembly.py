@@ -16,6 +16,7 @@ from gpu.cuda.state import DeviceState
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import Timeline
 from gpu.kernels import KernelLoader
+from gpu.lora.torch_adapters import TorchAdapters
 from gpu.models.decoder import Decoder
 from gpu.rope import cos_sin_table
 from gpu.slots import SlotTable
@@ -77,10 +78,12 @@ def assemble(
     limits: ServingLimits,
     timeline: Timeline,
     adjuster: Adjuster | None = None,
+    adapters: TorchAdapters | None = None,
 ) -> tuple[CudaExecutor, SlotTable]:
     """An executor for ``model``, and the slots whose block tables it reads.
 
     ``adjuster`` says what is done to logits before a token is drawn; nothing if it is None.
+    ``adapters`` are those that sequences may have; none if it is None.
 
     Raises:
         ValueError: the kernels aren't made for the model's shape.
@@ -125,6 +128,8 @@ def assemble(
         max_model_len=limits.max_model_len,
         vocab_size=config.vocab_size,
     )
+    if adapters is not None:
+        slots.adapters = adapters.store
     executor = CudaExecutor(
         loader,
         model=model,
@@ -137,5 +142,6 @@ def assemble(
         max_rows=max_rows,
         max_tokens=max_tokens,
         adjuster=adjuster,
+        adapters=adapters,
     )
     return executor, slots

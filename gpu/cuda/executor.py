@@ -3,7 +3,8 @@
 A step is one upload, the forward pass, the sampler, and a copy of what was drawn. The host reads
 none of its results: the next step's input tokens are gathered from the device's own history, so it
 can be queued before this one has ended. Steps of rows of one token replay CUDA graphs, forward and
-sampling apart; steps with longer rows are launched one kernel after the other.
+sampling apart; steps with longer rows, and those with adapters, are launched one kernel after the
+other.
 
 Where logits are adjusted before the draw, the sampler is launched behind the graph of the forward
 pass: it is four launches, queued while the device computes, and a graph of its own for them would
@@ -33,6 +34,7 @@ from gpu.executor import Submission
 from gpu.extras import SlotExtras
 from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
+from gpu.lora.torch_adapters import TokenGroup, TorchAdapters
 from gpu.models.decoder import Decoder
 from gpu.prompt_logprobs import PromptSpan
 from gpu.prompt_scores import logprobs_of, score_prompt
@@ -81,6 +83,7 @@ class CudaExecutor:
         max_rows: int,
         max_tokens: int,
         adjuster: Adjuster | None = None,
+        adapters: TorchAdapters | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -91,6 +94,7 @@ class CudaExecutor:
         self._timeline = timeline
         self._gather = GatherTokens(loader, history=state.history)
         self._extras = SlotExtras(adjuster or NoAdjuster())
+        self._adapters = adapters
         self._tokens = torch.zeros(max_tokens, dtype=torch.int64, device=loader.device)
         # Of the step that is being computed; a graph leaves them where others find them.
         self._logits = torch.empty(
@@ -170,8 +174,10 @@ class CudaExecutor:
         layout = step_layout(ordered, self._slots)
         spans = self._extras.prompt_spans(ordered, layout.query_start[1:] - 1)
         adjusted = self._extras.adjusts(sampling)
-        # A graph gives no hidden states, and no logits side by side if some rows don't sample.
-        replayable = not spans and not (adjusted and len(sampling) < len(rows))
+        adapted = [] if self._adapters is None else self._adapters.groups(ordered)
+        # A graph gives no hidden states, no logits side by side if some rows don't sample, and
+        # knows nothing of adapters.
+        replayable = not spans and not adapted and not (adjusted and len(sampling) < len(rows))
         with torch.inference_mode():
             replay = self._pack_attention(layout, replayable)
             place_of = self._pack_rows(ordered, layout, replay)
@@ -184,7 +190,7 @@ class CudaExecutor:
             if replay is not None:
                 replay.graphs.replay_forward(replay.size)
             else:
-                hidden = self._forward(len(layout.positions))
+                hidden = self._forward(len(layout.positions), adapted)
                 reports += self._score(spans, hidden)
                 if sampling:
                     last = self._buffer["sampled_from"][: len(sampling)]
@@ -249,12 +255,12 @@ class CudaExecutor:
         put("sampled_from", last)
         return {slot: place for place, slot in enumerate(numbers.tolist()) if slot >= 0}
 
-    def _forward(self, num_tokens: int) -> torch.Tensor:
+    def _forward(self, num_tokens: int, adapted: Sequence[TokenGroup] = ()) -> torch.Tensor:
         """The hidden states of a step's tokens, whose launches attention has been set for."""
         self._state.scatter()
         tokens = self._tokens[:num_tokens]
         self._gather.launch(self._buffer["token_slots"], self._buffer["positions"], tokens)
-        return self._model.forward(tokens, self._attention)
+        return self._model.forward(tokens, self._attention, adapted)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits that follow from ``hidden`` [R, E], in the first R rows of all there are."""

@@ -33,6 +33,7 @@ from gpu.loading import (
     unseen,
     warm_up,
 )
+from gpu.lora.torch_adapters import TorchAdapters
 from gpu.memory import (
     GRAPHS_DONT_FIT,
     GpuMemory,
@@ -119,6 +120,10 @@ def load_model(
         in_use, activations = _measure(gpu, model, limits, free, on_progress)
     if not start.enforce_eager:
         in_use += _graph_bytes(config, limits, activations)
+    adapters = TorchAdapters(
+        config, start.max_lora_rank, dtype, gpu.loader.device, most=start.max_loras
+    )
+    in_use += adapters.device_bytes(limits.max_num_batched_tokens)
     num_pages = choose_num_gpu_pages(
         start,
         memory,
@@ -128,7 +133,7 @@ def load_model(
     )
     limits = attrs.evolve(limits, num_pages=num_pages)
     with _explaining(lambda: cache_doesnt_fit(num_pages)):
-        executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster)
+        executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster, adapters)
     if not start.enforce_eager:
         with _explaining(lambda: GRAPHS_DONT_FIT):
             executor.capture(
@@ -144,6 +149,7 @@ def load_model(
         computing=f"CUDA kernels, weights in {str(dtype).removeprefix('torch.')}",
         free_memory=free,
         read_weights=lambda files: _read_again(model, files, dtype),
+        adapters=adapters.store,
     )
 
 

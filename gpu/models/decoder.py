@@ -11,7 +11,7 @@ K = num_kv_heads, D = head_dim, F = intermediate_size, V = vocab_size.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import attrs
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from gpu.attention import Attention, QkNorm
 from gpu.linear import Linear
+from gpu.lora.torch_adapters import TokenGroup
 from gpu.operations import Operations
 from gpu.operations.torch_ops import TorchOperations
 from gpu.weights.named import NamedTensors
@@ -125,11 +126,21 @@ class Decoder:
         assert whole is not None
         return whole[start:stop]
 
-    def forward(self, tokens: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, attention: Attention, adapted: Sequence[TokenGroup] = ()
+    ) -> torch.Tensor:
         """The normed hidden states [T, E] of ``tokens`` [T] int64, which the head takes.
 
-        ``attention`` knows the rows: its ``begin`` was called with the step's layout.
+        ``attention`` knows the rows: its ``begin`` was called with the step's layout. ``adapted``
+        are the tokens that have adapters.
         """
+
+        def project(index: int, name: str, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+            y = linear(x)
+            for group in adapted:
+                group.update(index, name, x, y)
+            return y
+
         config, operations = self.config, self._operations
         eps = config.rms_norm_eps
         heads = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
@@ -138,12 +149,14 @@ class Decoder:
         norms = [layer.attention_norm for layer in self._layers] + [self._norm]
         h = operations.rms_norm(residual, norms[0], eps)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(h).view(-1, *heads)
+            qkv = project(index, "qkv", layer.qkv, h).view(-1, *heads)
             q = attention.rope_and_write(index, qkv, layer.rotate, layer.qk_norm)
-            attended = layer.output(attention.attend(index, q, layer.window).flatten(1))
-            h = operations.add_rms_norm(attended, residual, layer.mlp_norm, eps)
-            gated = operations.silu_mul(layer.gate_up(h))
-            h = operations.add_rms_norm(layer.down(gated), residual, norms[index + 1], eps)
+            attended = attention.attend(index, q, layer.window).flatten(1)
+            output = project(index, "output", layer.output, attended)
+            h = operations.add_rms_norm(output, residual, layer.mlp_norm, eps)
+            gated = operations.silu_mul(project(index, "gate_up", layer.gate_up, h))
+            down = project(index, "down", layer.down, gated)
+            h = operations.add_rms_norm(down, residual, norms[index + 1], eps)
         return h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -136,6 +136,7 @@ class Fleet:
             path=self.path,
             ready=self.host.ready,
             sockets=self.listening.by_process[index],
+            adapters=self.host.adapters,
         )
 
     def _last_word(self) -> Stop | Failed:

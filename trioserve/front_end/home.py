@@ -417,6 +417,7 @@ class Home:
             priority=message.priority,
             cache_salt=message.cache_salt,
             retention=message.retention,
+            adapter=message.adapter,
             prompt_ids=numbers_of(message.prompt_ids),
             home=self,
             number=message.number,

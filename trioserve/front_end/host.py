@@ -21,6 +21,7 @@ import msgspec
 import trio
 
 from trioserve import wire
+from trioserve.adapters import Adapter, named_paths
 from trioserve.channels import all_waiting
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.control import Control
@@ -30,6 +31,7 @@ from trioserve.errors import EngineError, InvalidRequest, Paused, TrioserveError
 from trioserve.feed import Tail
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Home, Hosting
+from trioserve.front_end.messages import Offered
 from trioserve.front_end.remote import EngineState
 from trioserve.idle_check import IdleCheck
 from trioserve.metrics import Metrics
@@ -95,6 +97,7 @@ class Host:
         self._supervisor = supervisor
         self._batcher = batcher
         self._homes: dict[Home, None] = {}
+        scheduler.adapters.on_change = self._tell_adapters
         self._departed = Snapshot()
         """What front ends had counted that are gone."""
         self._entrance = Entrance(
@@ -144,14 +147,23 @@ class Host:
                 "resume_memory": self._resume_memory,
                 "iterations": self._take_iterations,
                 "cache_events": self._take_cache_events,
+                "load_adapter": self._load_adapter,
+                "unload_adapter": self._unload_adapter,
             },
         )
         self._homes[home] = None
+        # There may be others than when it was told to start.
+        home.tell(Offered(self.adapters))
         try:
             yield home
         finally:
             del self._homes[home]
             self._departed = add_up([self._departed, home.counted.snapshot.lasting])
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """Those that requests may name."""
+        return list(self._scheduler.adapters.catalogue)
 
     @property
     def homes(self) -> list[Home]:
@@ -270,6 +282,16 @@ class Host:
             for each in self._iterations.take()
         ]
 
+    async def _load_adapter(self, arguments: Any) -> None:
+        await self._scheduler.adapters.load(*arguments)
+
+    async def _unload_adapter(self, name: Any) -> None:
+        await self._scheduler.adapters.unload(name)
+
+    def _tell_adapters(self) -> None:
+        for home in self._homes:
+            home.tell(Offered(self.adapters))
+
     # ---- what can be seen
 
     @property
@@ -384,6 +406,7 @@ async def open_host(
             batcher.set_limits(ready)
             tasks.start_soon(batcher.run)
         submit = to_preparation.send_nowait
+        await scheduler.adapters.load_first(named_paths(config.engine.lora_modules))
         host = Host(config, ready, scheduler, supervisor, metrics, submit, batcher)
         tasks.is_ready = True
         tasks.start_soon(host.route, routing_inbox)

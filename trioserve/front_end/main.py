@@ -129,6 +129,8 @@ class _FrontEnd:
             socket, handlers, on_drain=self._shutdown.set, on_stop=self._serving.cancel
         )
 
+        remote.adapters.catalogue.replace(start.adapters)
+
         async def open_remote(tasks: EngineTasks) -> wire.Ready:
             tasks.start_soon(remote.attach)
             return start.ready

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from trioserve import wire
+from trioserve.adapters import Adapter
 from trioserve.config import ServerConfig
 from trioserve.front_end.faults import Fault
 from trioserve.request import Finish, FinishReason, State
@@ -43,6 +44,7 @@ __all__ = [
     "Hello",
     "LeaveSeat",
     "Listening",
+    "Offered",
     "Prompt",
     "Row",
     "Start",
@@ -136,6 +138,7 @@ class Submit(_Message):
     priority: int
     cache_salt: str
     retention: Retention | None
+    adapter: int
 
 
 class Abort(_Message):
@@ -176,6 +179,13 @@ class Start(_Message):
     ready: wire.Ready
     sockets: list[int]
     """Descriptors of those that it listens on, among those that it has inherited."""
+    adapters: list[Adapter]
+
+
+class Offered(_Message):
+    """The adapters that requests may name from now on."""
+
+    adapters: list[Adapter]
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
@@ -276,7 +286,7 @@ FromFrontEnd = (
     | LeaveSeat
     | Drained
 )
-FromEngine = Start | Update | Ask | Answer | Withdraw | Failed | Drain | Stop
+FromEngine = Start | Offered | Update | Ask | Answer | Withdraw | Failed | Drain | Stop
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_FRONT_END: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)

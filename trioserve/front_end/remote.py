@@ -16,6 +16,7 @@ import attrs
 import msgspec
 import trio
 
+from trioserve.adapters import Catalogue
 from trioserve.channels import all_waiting
 from trioserve.errors import EngineError, InvalidRequest, RequestAborted
 from trioserve.front_end.asks import Asks, Handlers
@@ -30,6 +31,7 @@ from trioserve.front_end.messages import (
     Failed,
     FromEngine,
     FromFrontEnd,
+    Offered,
     Prompt,
     Row,
     Step,
@@ -68,6 +70,22 @@ class EngineState:
     paused: bool
     worker_restarts: int
     scheduler: SchedulerStatistics
+
+
+@attrs.define(eq=False)
+class RemoteAdapters:
+    """:class:`~trioserve.adapters.Adapters` that the engine process keeps, and tells of."""
+
+    _asks: Asks
+    catalogue: Catalogue = attrs.field(init=False, factory=Catalogue)
+
+    async def load(self, name: str, path: str) -> None:
+        """Have the engine process load one."""
+        await self._asks.ask("load_adapter", [name, path])
+
+    async def unload(self, name: str) -> None:
+        """Have it unload one."""
+        await self._asks.ask("unload_adapter", name)
 
 
 class RemoteScheduler:
@@ -132,6 +150,7 @@ class RemoteScheduler:
         gone = EngineError("the engine process is gone")
         self.asks = Asks(self.tell, handlers, gone)
         """What this process asks of the engine process."""
+        self.adapters = RemoteAdapters(self.asks)
 
     # ---- requests
 
@@ -184,6 +203,7 @@ class RemoteScheduler:
                     priority=request.priority,
                     cache_salt=request.cache_salt,
                     retention=request.retention,
+                    adapter=request.adapter,
                 )
             )
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -304,6 +324,8 @@ class RemoteScheduler:
             case Failed():
                 self.is_dismissed = True
                 raise error_of(message.fault)
+            case Offered():
+                self.adapters.catalogue.replace(message.adapters)
             case Drain():
                 self._on_drain()
             case Stop():

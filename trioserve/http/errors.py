@@ -16,6 +16,7 @@ import msgspec
 from werkzeug.exceptions import HTTPException
 
 from trioserve.errors import (
+    AdapterNotFound,
     DeadlineExceeded,
     Draining,
     EngineError,
@@ -97,6 +98,7 @@ class _Kind:
 
 
 _KINDS: dict[type[Exception], _Kind] = {
+    AdapterNotFound: _Kind(404, "invalid_request_error"),
     InvalidRequest: _Kind(400, "invalid_request_error"),
     Unauthorized: _Kind(401, "authentication_error", "invalid_api_key"),
     Forbidden: _Kind(403, "permission_error", "forbidden"),

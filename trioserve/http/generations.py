@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from trioserve.engine import Engine
-from trioserve.errors import InvalidRequest
+from trioserve.errors import AdapterNotFound, InvalidRequest
 from trioserve.generation import GenerationStream, Usage
 from trioserve.http.bounds import check_prompt_logprobs
 from trioserve.request import Prompt
@@ -41,6 +41,8 @@ class Job:
     """The moment on trio's clock from which ``timeout`` counts; None for when it is entered."""
     cache_salt: str = ""
     retention: Retention | None = None
+    adapter: str = ""
+    """The name of its adapter, empty for none."""
     traceparent: str = ""
     tracestate: str = ""
     renames: Mapping[str, str] = attrs.field(factory=dict)
@@ -125,6 +127,8 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     if error.param is None or error.param not in names:
         return error
     name = names[error.param]
+    if isinstance(error, AdapterNotFound):  # its text speaks of adapters, not of the field
+        return AdapterNotFound(str(error), param=name)
     message = re.sub(rf"\b{error.param}\b", lambda _: name, str(error), count=1)
     return InvalidRequest(message, param=name, code=error.code)
 
@@ -139,6 +143,7 @@ def _generate(engine: Engine, job: Job) -> contextlib.AbstractAsyncContextManage
         arrived=job.arrived,
         cache_salt=job.cache_salt,
         retention=job.retention,
+        adapter=job.adapter,
         traceparent=job.traceparent,
         tracestate=job.tracestate,
     )

@@ -95,10 +95,25 @@ class Service:
         """
         if name is None:
             return self.model_names[0]
-        if name not in self.model_names:
-            served = ", ".join(self.model_names)
+        adapters = [adapter.name for adapter in self.engine.adapters]
+        if name not in self.model_names and name not in adapters:
+            served = ", ".join((*self.model_names, *adapters))
             raise ModelNotFound(f"the model {name!r} isn't served here; it is one of {served}")
         return name
+
+    def adapter(self, model: str | None, lora_path: str | None) -> tuple[str, str]:
+        """The adapter that a request means by these fields, empty for none; and which field it is.
+
+        Raises:
+            InvalidRequest: they name two.
+        """
+        named = model if model is not None and model not in self.model_names else ""
+        if named and lora_path and lora_path != named:
+            raise InvalidRequest(
+                f"lora_path names another adapter than model, which is {named!r}: give one of them",
+                param="lora_path",
+            )
+        return (named, "model") if named else (lora_path or "", "lora_path")
 
     def sampling(
         self, fields: Mapping[str, Any], renames: Mapping[str, str] | None = None

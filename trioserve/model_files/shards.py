@@ -18,7 +18,7 @@ import attrs
 from trioserve.errors import ModelLoadError
 from trioserve.model_files.jsonfile import parse_object, read_object
 
-__all__ = ["Shard", "read_shards", "shard_paths"]
+__all__ = ["Shard", "read_shard", "read_shards", "shard_paths"]
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 INDEX_NAME = "model.safetensors.index.json"
@@ -94,7 +94,7 @@ def read_shards(folder: Path) -> tuple[Shard, ...]:
     Raises:
         ModelLoadError: a file is missing, damaged or truncated, or holds a tensor twice.
     """
-    shards = tuple(_read_shard(path) for path in shard_paths(folder))
+    shards = tuple(read_shard(path) for path in shard_paths(folder))
     seen: dict[str, Path] = {}
     for shard in shards:
         for name in shard.shapes:
@@ -126,7 +126,12 @@ def read_header_bytes(path: Path) -> bytes:
     return header
 
 
-def _read_shard(path: Path) -> Shard:
+def read_shard(path: Path) -> Shard:
+    """The header of one safetensors file, checked against the file's size.
+
+    Raises:
+        ModelLoadError: it can't be read, is damaged or truncated.
+    """
     header = read_header_bytes(path)
     entries: dict[str, Any] = parse_object(header, path)
     entries.pop("__metadata__", None)

@@ -8,9 +8,10 @@ Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine
 (one sequence) and ``counts`` (how far all of them are), ``siblings`` (several of one request),
 ``memory`` with ``slots``, ``pages`` and ``prefix`` (what sequences hold), ``draft``, ``results``
 and ``intake`` (a plan on its way out and back), ``calls`` (what the worker is asked for besides
-plans), ``gate`` with ``quiet`` (when nobody is to be computed) and ``weights`` (by which weights),
-``recovery`` with ``blame`` (when something fails), ``watchdog`` (when a worker counts as hung),
-``feeds`` with ``iterations`` (what whoever listens is told), ``integrity`` (what is always true).
+plans), ``residency`` with ``adapters`` (which adapters the worker holds), ``gate`` with ``quiet``
+(when nobody is to be computed) and ``weights`` (by which weights), ``recovery`` with ``blame``
+(when something fails), ``watchdog`` (when a worker counts as hung), ``feeds`` with ``iterations``
+(what whoever listens is told), ``integrity`` (what is always true).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from trioserve.errors import InvalidRequest, RequestAborted, WorkerLost
 from trioserve.groups import sole_exception
 from trioserve.logs import get_logger
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.scheduler.adapters import HeldAdapters
 from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.feeds import Feeds
@@ -84,6 +86,9 @@ class Scheduler:
         self.weights = Weights(self.call, self.quiet)
         self.switch = Switch()
         """Sends the worker away, for whoever supervises workers with it."""
+        self.adapters = HeldAdapters(
+            self._existing_core, self._calls.call, self._wake, self._deliver
+        )
         self._overdue = trio.CancelScope()
         """Ends when the worker counts as hung."""
 
@@ -146,7 +151,7 @@ class Scheduler:
         if output is not None:
             self._deliver([output])
         self._wake()
-        self.quiet.look()
+        self._look()
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         if not outputs or self._outputs is None:
@@ -170,7 +175,7 @@ class Scheduler:
             self._core = SchedulerCore(limits, self._observer, self.feeds)
         else:
             self._deliver(self._core.recovery.restart(limits))
-            self.quiet.look()
+            self._look()
         self._num_attached += 1
         self._attached_at = trio.current_time()
         self._worker_there.set()
@@ -182,6 +187,7 @@ class Scheduler:
                 nursery.start_soon(self._send, link, self._core)
                 nursery.start_soon(self._receive, link, self._core, first_plan)
                 nursery.start_soon(self._watch)
+                nursery.start_soon(self.adapters.serve)
         except BaseExceptionGroup as group:
             error = sole_exception(group)
         finally:
@@ -191,7 +197,8 @@ class Scheduler:
             self._follow(self._core)
             self._outbox.clear()
             self._calls.on_worker_lost()
-            self.quiet.look()
+            self.adapters.on_worker_lost()
+            self._look()
         raise error
 
     def judge(self, loss: WorkerLost) -> int:
@@ -217,7 +224,7 @@ class Scheduler:
         for request in dict.fromkeys(output.sequence.request for output in outputs):
             _log.error("request blamed", request_id=request.id, reason=reason)
         self._deliver(outputs)
-        self.quiet.look()
+        self._look()
         assert self._core is not None
         blame = self._core.recovery.blame
         if blame.restricts:
@@ -235,6 +242,7 @@ class Scheduler:
             else:
                 message = core.next_plan(trio.current_time())
                 self._follow(core)
+                self.adapters.look()
             if message is None:
                 self._look_around(core)
                 self._work = trio.Event()
@@ -250,7 +258,12 @@ class Scheduler:
     def _look_around(self, core: SchedulerCore) -> None:
         """There is nothing to send: is that because nobody wants anything?"""
         was_stuck = self._is_stuck
-        self._is_stuck = not core.in_flight and core.num_unfinished > 0 and core.gate.is_open
+        self._is_stuck = (
+            not core.in_flight
+            and core.num_unfinished > 0
+            and core.gate.is_open
+            and not core.residency.wants_change
+        )
         if self._is_stuck and not was_stuck:
             _log.error(
                 "stuck: no plan is made for anybody, and none is in flight",
@@ -288,7 +301,7 @@ class Scheduler:
                     raise WorkerLost(f"the worker sent {type(message).__name__} while serving")
             self._follow(core)
             self._wake()
-            self.quiet.look()
+            self._look()
 
     async def _watch(self) -> None:
         """Wait until the worker counts as hung."""
@@ -306,6 +319,11 @@ class Scheduler:
         """Plans may have come or gone: move the watchdog's deadline."""
         self._watchdog.follow(core.in_flight[0] if core.in_flight else None, trio.current_time())
         self._overdue.deadline = self._watchdog.deadline
+
+    def _look(self) -> None:
+        """Something has happened that somebody may wait for."""
+        self.quiet.look()
+        self.adapters.look()
 
     def _wake(self) -> None:
         """There may be something to send."""

@@ -15,7 +15,9 @@ from trioserve.errors import CallFailed, WorkerLost
 
 __all__ = ["Calls"]
 
-QUICK_CALLS = frozenset({"ping", "prepare", "read_weights", "statistics"})
+QUICK_CALLS = frozenset(
+    {"load_adapter", "ping", "prepare", "read_weights", "statistics", "unload_adapter"}
+)
 """Calls that keep the worker from its steps for no time to speak of, or for none."""
 
 

@@ -36,6 +36,8 @@ class Computation:
     """Smaller is admitted earlier and preempted later. No two are equal."""
     arrival: int
     """Its request's place in the order of arrival."""
+    adapter: int
+    """The number of its adapter; 0 for none."""
     namespace: Namespace | None
     """Whose cached prefixes it shares; None for nobody's, and none of its own are kept."""
     own_namespace: Namespace | None
@@ -63,10 +65,11 @@ class Computation:
         """The record of a sequence whose ``max_tokens`` is known; ``arrival`` is its request's."""
         request = sequence.request
         namespace: Namespace | None = None
+        own = (request.cache_salt, request.adapter) if request.adapter else (request.cache_salt,)
         if limits.enable_prefix_caching:
-            namespace = (request.cache_salt,)
+            namespace = own
         elif len(request.sequences) > 1:  # They share their prompt, and with nobody else.
-            namespace = (request.cache_salt, arrival)
+            namespace = (*own, arrival)
         return cls(
             sequence=sequence,
             order=queue_order(
@@ -76,6 +79,7 @@ class Computation:
                 index=sequence.index,
             ),
             arrival=arrival,
+            adapter=request.adapter,
             namespace=namespace,
             own_namespace=namespace,
             limit=len(request.prompt_ids) + max(sequence.max_tokens, 1),

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
 
 import attrs
 
 from trioserve import wire
-from trioserve.errors import WorkerLost
+from trioserve.errors import AdapterNotFound, WorkerLost
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import Computation, Line, Running
@@ -41,6 +42,7 @@ from trioserve.scheduler.limits import Limits, prompt_logprobs_for, resolve_max_
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.prefix import Match
 from trioserve.scheduler.recovery import Recovery
+from trioserve.scheduler.residency import Residency
 from trioserve.scheduler.results import Results
 from trioserve.scheduler.siblings import Siblings
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
@@ -67,6 +69,8 @@ class SchedulerCore:
         self.preempted: list[Computation] = []
         """Those that plans in flight still name; the others are back in line."""
         self.in_flight: deque[InFlight] = deque()
+        self.residency = Residency(limits.max_cpu_loras, limits.max_loras)
+        """Which adapters the worker holds."""
         self.gate = Gate()
         """What keeps those who could be computed from it."""
         self.counters = self.feeds.counters
@@ -91,8 +95,11 @@ class SchedulerCore:
 
         Raises:
             InvalidRequest: it can't be served.
+            AdapterNotFound: its adapter has left meanwhile.
             ContextTooLong: it can never fit; the message says by how much.
         """
+        if request.adapter and request.adapter not in self.residency.known:
+            raise AdapterNotFound("the request's adapter was unloaded")
         max_tokens = resolve_max_tokens(self.limits, request)
         request.prompt_logprobs = prompt_logprobs_for(self.limits, request)
         self.num_arrivals += 1
@@ -225,21 +232,28 @@ class SchedulerCore:
         """Let the waiting in, in order, until somebody doesn't fit.
 
         Who waits for a prefix that this very plan computes is put off and costs nobody else a turn:
-        it can have those pages in the next plan instead of computing them again. Nobody comes in
-        before those who have just been preempted are back in line, in front.
+        it can have those pages in the next plan instead of computing them again. Who waits for an
+        adapter costs only those a turn who have one, too. Nobody comes in before those who have
+        just been preempted are back in line, in front.
         """
-        if not self.waiting or self.preempted or not self._has_seat(draft):
+        if not self.waiting:
+            self.residency.clear_places()
+            return
+        if self.preempted or not self._has_seat(draft):
             return
         num_pending = 0
         candidates = [each for each in self.waiting if self.gate.lets_in(each.arrival)]
         blame = self.recovery.blame
         if blame.restricts:
             candidates = [each for each in candidates if blame.may_run(each.sequence.request)]
+        adapters = self.residency.begin_pass(self.running_adapters)
         for computation in policy.admission_order(
             self.limits.scheduling_policy,
             candidates,
             lambda waiting: len(self.memory.match(waiting, draft.number).nodes),
         ):
+            if not adapters.lets_in(computation.adapter):
+                continue
             match = self.memory.match(computation, draft.number)
             if match.pending:
                 num_pending += 1
@@ -386,8 +400,19 @@ class SchedulerCore:
 
     def num_unfinished_until(self, arrival: int) -> int:
         """How many of those who came no later than ``arrival`` are still to be computed."""
+        return sum(each.arrival <= arrival for each in self._unfinished())
+
+    def has_adapter_users(self, number: int) -> bool:
+        """Whether anybody is still to be computed with that adapter."""
+        return any(each.adapter == number for each in self._unfinished())
+
+    def running_adapters(self) -> set[int]:
+        """The adapters of those who hold slots, and 0 if any of them has none."""
+        return {each.adapter for each in self.running}
+
+    def _unfinished(self) -> Iterator[Computation]:
         lines = (self.waiting, self.siblings, self.running, self.preempted)
-        return sum(each.arrival <= arrival for each in itertools.chain.from_iterable(lines))
+        return itertools.chain.from_iterable(lines)
 
     def statistics(self) -> SchedulerStatistics:
         """A snapshot."""

@@ -123,6 +123,7 @@ class Draft:
                 pages=wire.from_ints(computation.pages),
                 sampler=sequence.sampler,
                 prompt_logprobs_from=computation.prompt_logprobs_from,
+                adapter=computation.adapter,
             )
         )
 

@@ -12,6 +12,7 @@ from trioserve.request import Request
 
 __all__ = ["MAX_PROMPT_LOGPROBS", "Limits", "prompt_logprobs_for", "resolve_max_tokens"]
 
+DEFAULT_CPU_LORAS = 32
 MAX_PROMPT_LOGPROBS = 1 << 20
 """Log-probabilities of prompt tokens in one answer, which may repeat them with each output.
 
@@ -33,6 +34,8 @@ class Limits:
     enable_prefix_caching: bool
     scheduling_policy: str
     capacity_policy: str
+    max_loras: int = 1
+    max_cpu_loras: int = 1
     max_prompt_tokens_beside_decodes: int = attrs.field(
         default=attrs.Factory(lambda self: self.max_num_batched_tokens, takes_self=True)
     )
@@ -54,6 +57,8 @@ class Limits:
             enable_prefix_caching=config.enable_prefix_caching,
             scheduling_policy=config.scheduling_policy,
             capacity_policy=config.capacity_policy,
+            max_loras=config.max_loras,
+            max_cpu_loras=config.max_cpu_loras or max(config.max_loras, DEFAULT_CPU_LORAS),
             # On a CPU a token costs as much in a long chunk as in a short one, which is sooner
             # over: bench/long_prompts.py.
             max_prompt_tokens_beside_decodes=max(budget // 6, 1) if on_cpu else budget,

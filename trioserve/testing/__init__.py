@@ -52,6 +52,7 @@ __all__ = [
     "MemoryLink",
     "StepFails",
     "WorkerDies",
+    "adapter_shift",
     "fake_logprob",
     "fake_logprobs",
     "hashed_token",
@@ -86,6 +87,7 @@ class _Slot:
     computed: int
     pages: list[int]
     sampler: SamplerParams
+    adapter: int
     prompt_logprobs_from: int
     stopped: bool = False
     """It drew a stop id, there was nothing to draw, or nobody wants it any more."""
@@ -104,6 +106,9 @@ class FakeWorker:
         computes_past_stop: whether a row that comes after a stop id is computed for nothing and
             gives a token, or gives none. A worker may do either.
         script: called before each step; raises :class:`WorkerDies` or :class:`StepFails`.
+        max_loras, max_cpu_loras: the adapters that it computes together, and holds. An adapter is
+            any path whose last part doesn't begin with ``bad``; it adds :func:`adapter_shift` to
+            each token.
         calls: what it answers to a call, by name: functions of the arguments. ``prepare``, which
             asks whether it can serve a grammar, is answered with "yes" unless it is given here.
         call_time: seconds that :func:`serve_fake` takes for a call; steps go on meanwhile.
@@ -117,6 +122,8 @@ class FakeWorker:
     max_model_len: int = 2048
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_loras: int = 8
+    max_cpu_loras: int = 32
     token: TokenFunction = attrs.field(
         default=attrs.Factory(lambda self: hashed_token(self.vocab_size), takes_self=True)
     )
@@ -130,6 +137,8 @@ class FakeWorker:
     weights: str = attrs.field(init=False, default="")
     """What it was told to compute with. Tokens don't depend on it, but what its pages hold does."""
     slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
+    adapters: dict[int, str] = attrs.field(init=False, factory=dict)
+    """The folders of those that are loaded, by number."""
     _next_plan: int = attrs.field(init=False, default=1)
     _failed: bool = attrs.field(init=False, default=False)
     _dropped: set[tuple[int, int]] = attrs.field(init=False, factory=set)
@@ -217,14 +226,18 @@ class FakeWorker:
                 computed=opened.computed,
                 pages=_list(opened.pages),
                 sampler=opened.sampler,
+                adapter=opened.adapter,
                 prompt_logprobs_from=opened.prompt_logprobs_from,
                 stopped=(opened.slot, opened.generation) in self._dropped,
             )
+            assert slot.adapter == 0 or slot.adapter in self.adapters, "there is no such adapter"
             assert 0 <= slot.computed < len(slot.tokens), "nothing is left to compute"
             assert 0 < slot.prompt_length <= len(slot.tokens)
             if slot.prompt_logprobs_from != -1:
                 assert opened.sampler.prompt_logprobs >= 0, "nobody asked for log-probabilities"
                 assert slot.computed < slot.prompt_logprobs_from < slot.prompt_length
+        used = {slot.adapter for slot in self.slots.values()} - {0}
+        assert len(used) <= self.max_loras, "too many adapters are computed together"
         for number, page in zip(_list(plan.page_slots), _list(plan.page_ids), strict=True):
             self.slots[number].pages.append(page)
 
@@ -238,7 +251,7 @@ class FakeWorker:
         assert stop <= self.max_model_len, "a sequence is longer than the model allows"
         self._check_pages_written(slot, start, stop)
         places = self._places(slot, stop)
-        before = self._digests[places[start - 1]] if start else self._of_weights
+        before = self._digests[places[start - 1]] if start else self._origin(slot)
         tokens = np.array(slot.tokens[start:stop], dtype=np.int32)
         self._tokens[places[start:]] = tokens
         self._digests[places[start:]] = before + _digests(tokens, start)
@@ -246,6 +259,8 @@ class FakeWorker:
         if stop < len(slot.tokens):
             return []
         token = draw(self.token, self._read(slot, places), slot.sampler)
+        if slot.adapter and token >= 0:
+            token = (token + adapter_shift(self.adapters[slot.adapter])) % self.vocab_size
         slot.tokens.append(token)
         num_output = len(slot.tokens) - slot.prompt_length
         slot.stopped = slot.stopped or token < 0 or slot.sampler.is_stop(token, num_output)
@@ -279,9 +294,9 @@ class FakeWorker:
     def _read(self, slot: _Slot, places: npt.NDArray[np.int64]) -> list[int]:
         """The context of ``slot`` as its pages hold it."""
         tokens = self._tokens[places]
-        assert np.array_equal(self._digests[places], self._of_weights + _digests(tokens, 0)), (
+        assert np.array_equal(self._digests[places], self._origin(slot) + _digests(tokens, 0)), (
             "a page was computed after other tokens than those that stand before it, or with "
-            "other weights"
+            "other weights or another adapter"
         )
         context: list[int] = tokens.tolist()
         assert context == slot.tokens, "a page holds other tokens than its sequence"
@@ -323,14 +338,22 @@ class FakeWorker:
         """How long a step is to take."""
         return self.step_time(plan) if callable(self.step_time) else self.step_time
 
-    @property
-    def _of_weights(self) -> np.uint64:
-        return np.uint64(zlib.crc32(self.weights.encode()))
+    def _origin(self, slot: _Slot) -> np.uint64:
+        """What the digests of a sequence begin with: by weights, and by adapter."""
+        return np.uint64(zlib.crc32(self.weights.encode()) | slot.adapter << 48)
 
     def swap_weights(self, weights: str) -> None:
         """Compute with ``weights``, whatever they are, from the next step on."""
         assert not self.slots, "weights are exchanged under a sequence that is open"
         self.weights = weights
+
+    def _load_adapter(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        path, name = arguments["path"], arguments["path"].rpartition("/")[2]
+        if name.startswith("bad"):
+            return {"error": f"{path} is bad"}
+        assert len(self.adapters) < self.max_cpu_loras, "too many adapters are held"
+        self.adapters[arguments["number"]] = path
+        return {"checksum": name, "rank": 8}
 
     def answer(self, call: wire.Call) -> wire.Reply:
         """Answer a call from ``calls``, or one that every worker knows."""
@@ -339,6 +362,8 @@ class FakeWorker:
             "read_weights": lambda path: f"checksum of {path}",
             "swap_weights": self.swap_weights,
             "discard_weights": lambda _: None,
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self.adapters.pop,
         }
         function = {**known, **self.calls}.get(call.name)
         if function is None:
@@ -350,6 +375,11 @@ class FakeWorker:
         except Exception as error:
             return wire.Reply(number=call.number, error=str(error))
         return wire.Reply(number=call.number, result=msgspec.msgpack.encode(result))
+
+
+def adapter_shift(path: str) -> int:
+    """What an adapter from the folder at ``path`` adds to each token that is drawn."""
+    return zlib.crc32(path.encode()) % 97 + 1
 
 
 def _offsets(rows: Sequence[Sized]) -> bytes:

@@ -43,6 +43,7 @@ void Decoder::finish(const DecoderLimits& limits, const float* cos_sin) {
     layer.keys = cache_.take<bf16>(limits.num_pages * attention_.page_stride());
     layer.values = cache_.take<bf16>(limits.num_pages * attention_.page_stride());
   }
+  low_rank_width_ = adapter_width(limits.max_rank);
   make_room(limits.max_tokens);
 }
 
@@ -54,6 +55,7 @@ void Decoder::make_room(int64_t tokens) {
   wide_ = scratch_.take<bf16>(tokens *
                               std::max(attention_.qkv_width(), 2 * shape.intermediate_size));
   narrow_ = scratch_.take<bf16>(tokens * std::max(query_width, shape.intermediate_size));
+  low_rank_ = scratch_.take<float>(tokens * low_rank_width_);
   some_logits_ = scratch_.take<float>(std::min(tokens, kRowsAtOnce) * shape.vocab_size);
 
   size_t needed = multiply_scratch_bytes(head, tokens, shape.threads);
@@ -70,7 +72,8 @@ void Decoder::make_room(int64_t tokens) {
   }
 }
 
-void Decoder::forward(const int32_t* tokens, const AttentionStep& step) {
+void Decoder::forward(const int32_t* tokens, const AttentionStep& step,
+                      const AdapterStep* adapters) {
   const int64_t count = step.num_tokens();
   pool_.run([&](const Team& team) {
     gather_rows(team, embedding, tokens, count, residual_);
@@ -81,37 +84,44 @@ void Decoder::forward(const int32_t* tokens, const AttentionStep& step) {
     rms_norm(team, residual_, layers[0].attention_norm, shape.rms_norm_eps, count,
              shape.hidden_size, h_);
     team.barrier();
-    for (size_t i = 0; i < layers.size(); ++i) {
-      // A norm comes with the addition before it, so each layer ends with the norm of the next.
-      const bf16* next = i + 1 < layers.size() ? layers[i + 1].attention_norm : norm;
-      compute_layer(team, layers[i], next, step);
-    }
+    for (int64_t i = 0; i < shape.num_layers; ++i) compute_layer(team, i, step, adapters);
   });
 }
 
-void Decoder::compute_layer(const Team& team, const Layer& layer, const bf16* next_norm,
-                            const AttentionStep& step) {
+void Decoder::compute_layer(const Team& team, int64_t index, const AttentionStep& step,
+                            const AdapterStep* adapters) {
+  const Layer& layer = layers[index];
+  // A norm comes with the addition before it, so each layer ends with the norm of the next.
+  const bf16* next_norm = index + 1 < shape.num_layers ? layers[index + 1].attention_norm : norm;
   const int64_t count = step.num_tokens(), width = shape.hidden_size;
   const float eps = shape.rms_norm_eps;
-  multiply(team, layer.qkv, h_, count, wide_, multiply_scratch_);
-  team.barrier();
+  project(team, index, {layer.qkv, &AdapterLayer::qkv, h_, wide_}, count, adapters);
   rope_and_write(team, attention_, step, layer.rotate ? cos_sin_ : nullptr, layer.qk_norm, wide_,
                  layer.keys, layer.values);
   team.barrier();
   attend(team, attention_, step, *plan_of(layer).plan, layer.keys, layer.values, wide_,
          attention_.qkv_width(), narrow_, attention_scratch_);
   team.barrier();
-  multiply(team, layer.output, narrow_, count, delta_, multiply_scratch_);
-  team.barrier();
+  project(team, index, {layer.output, &AdapterLayer::output, narrow_, delta_}, count, adapters);
   add_rms_norm(team, delta_, residual_, layer.mlp_norm, eps, count, width, h_);
   team.barrier();
-  multiply(team, layer.gate_up, h_, count, wide_, multiply_scratch_);
-  team.barrier();
+  project(team, index, {layer.gate_up, &AdapterLayer::gate_up, h_, wide_}, count, adapters);
   silu_mul(team, wide_, count, shape.intermediate_size, narrow_);
   team.barrier();
-  multiply(team, layer.down, narrow_, count, delta_, multiply_scratch_);
-  team.barrier();
+  project(team, index, {layer.down, &AdapterLayer::down, narrow_, delta_}, count, adapters);
   add_rms_norm(team, delta_, residual_, next_norm, eps, count, width, h_);
+  team.barrier();
+}
+
+void Decoder::project(const Team& team, int64_t layer, const Projection& projection, int64_t count,
+                      const AdapterStep* adapters) {
+  const auto& [product, updates, x, y] = projection;
+  multiply(team, product, x, count, y, multiply_scratch_);
+  if (adapters != nullptr)
+    shrink(team, *adapters, layer, updates, x, product.inputs, low_rank_, low_rank_width_);
+  team.barrier();
+  if (adapters == nullptr) return;
+  expand(team, *adapters, layer, updates, low_rank_, low_rank_width_, y, product.outputs);
   team.barrier();
 }
 

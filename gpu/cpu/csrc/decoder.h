@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "bf16.h"
 #include "kv_cache.h"
@@ -30,6 +31,7 @@ struct DecoderLimits {
   int64_t page_size, num_pages;
   int64_t max_tokens;     // of a step
   int64_t num_positions;  // rows of the table of rotary angles
+  int64_t max_rank;       // of adapters; 0: there are none
 };
 
 struct Layer {
@@ -54,8 +56,9 @@ class Decoder {
   // Of the tokens that forward() computed: [tokens, hidden_size].
   const bf16* hidden() const { return h_; }
 
-  // Computes the hidden states of `tokens`, which stand as `step` says, and fills the cache.
-  void forward(const int32_t* tokens, const AttentionStep& step);
+  // Computes the hidden states of `tokens`, which stand as `step` says, and fills the cache. Some of
+  // them may have adapters; `adapters` is null where none has.
+  void forward(const int32_t* tokens, const AttentionStep& step, const AdapterStep* adapters);
 
   // logits[i] = those of hidden state rows[i], or i where `rows` is null: [count, vocab_size].
   void logits(const bf16* hidden, const int32_t* rows, int64_t count, float* logits);
@@ -82,8 +85,18 @@ class Decoder {
   };
 
   void make_room(int64_t tokens);
-  void compute_layer(const Team& team, const Layer& layer, const bf16* next_norm,
-                     const AttentionStep& step);
+  void compute_layer(const Team& team, int64_t index, const AttentionStep& step,
+                     const AdapterStep* adapters);
+
+  // One of a layer's products, with the adapters' updates, complete after this.
+  struct Projection {
+    const Product& product;
+    AdapterProduct AdapterLayer::*updates;
+    const bf16* x;
+    bf16* y;
+  };
+  void project(const Team& team, int64_t layer, const Projection& projection, int64_t count,
+               const AdapterStep* adapters);
   Plan& plan_of(const Layer& layer);
 
   AttentionShape attention_{};
@@ -95,6 +108,8 @@ class Decoder {
   bf16 *delta_ = nullptr, *chosen_ = nullptr;     // the same
   bf16 *wide_ = nullptr, *narrow_ = nullptr;      // what a layer's first and second products make
   float* some_logits_ = nullptr;                  // [kRowsAtOnce, vocab_size]
+  float* low_rank_ = nullptr;                     // [max_tokens, low_rank_width_], for adapters
+  int64_t low_rank_width_ = 0;
   void *multiply_scratch_ = nullptr, *attention_scratch_ = nullptr;
 };
 

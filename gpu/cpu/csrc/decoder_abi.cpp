@@ -117,8 +117,9 @@ int32_t decoder_finish(Decoder* decoder, const DecoderLimits* limits, const floa
 
 const bf16* decoder_hidden(const Decoder* decoder) { return decoder->hidden(); }
 
-void decoder_forward(Decoder* decoder, const int32_t* tokens, const AttentionStep* step) {
-  decoder->forward(tokens, *step);
+void decoder_forward(Decoder* decoder, const int32_t* tokens, const AttentionStep* step,
+                     const AdapterStep* adapters) {
+  decoder->forward(tokens, *step, adapters);
 }
 
 void decoder_logits(Decoder* decoder, const bf16* hidden, const int32_t* rows, int64_t count,

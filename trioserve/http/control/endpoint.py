@@ -15,9 +15,12 @@ from trioserve.http.control.schemas import (
     Done,
     FlushReply,
     FlushRequest,
+    LoadAdapterRequest,
+    LoadedAdapters,
     MemoryRequest,
     PauseReply,
     PauseRequest,
+    UnloadAdapterRequest,
     UpdateWeightsRequest,
     UpdateWeightVersionRequest,
     WeightVersion,
@@ -27,6 +30,10 @@ from trioserve.http.openai.fields import ID_PREFIXES
 from trioserve.http.service import Service, json_response
 
 __all__ = ["ControlEndpoints"]
+
+
+_ADAPTER_NAMES = {"name": "lora_name", "path": "lora_path", "adapter": "lora_name"}
+"""The engine's names of arguments, and those of the fields that they come from."""
 
 
 class ControlEndpoints:
@@ -107,6 +114,31 @@ class ControlEndpoints:
         await self._service.read_if_any(MemoryRequest)
         await self._service.whole.resume_memory()
         return json_response(Done(message="a worker is there, and what waits is computed"))
+
+    async def load_adapter(self) -> quart.Response:
+        """``POST /v1/load_lora_adapter`` and ``POST /load_lora_adapter``."""
+        request = await self._service.read(LoadAdapterRequest)
+        name = request.lora_name
+        if name in self._service.model_names:
+            raise InvalidRequest(f"{name!r} is the model's own name", param="lora_name")
+        try:
+            await self._service.engine.load_adapter(name, request.lora_path)
+        except InvalidRequest as error:
+            raise renamed(error, _ADAPTER_NAMES) from error
+        return self._adapters()
+
+    async def unload_adapter(self) -> quart.Response:
+        """``POST /v1/unload_lora_adapter``: answered once no request uses it any more."""
+        request = await self._service.read(UnloadAdapterRequest)
+        try:
+            await self._service.engine.unload_adapter(request.lora_name)
+        except InvalidRequest as error:
+            raise renamed(error, _ADAPTER_NAMES) from error
+        return self._adapters()
+
+    def _adapters(self) -> quart.Response:
+        adapters = self._service.engine.adapters
+        return json_response(LoadedAdapters(loaded_adapters={a.name: a.path for a in adapters}))
 
     async def flush_cache(self) -> quart.Response:
         """``GET`` or ``POST /flush_cache``, and ``POST /reset_prefix_cache``."""

@@ -16,9 +16,12 @@ __all__ = [
     "Done",
     "FlushReply",
     "FlushRequest",
+    "LoadAdapterRequest",
+    "LoadedAdapters",
     "MemoryRequest",
     "PauseReply",
     "PauseRequest",
+    "UnloadAdapterRequest",
     "UpdateWeightVersionRequest",
     "UpdateWeightsRequest",
     "WeightVersion",
@@ -163,6 +166,44 @@ class MemoryRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         list[Literal["kv_cache", "weights", "cuda_graph"]] | None,
         about("What is meant; whichever it is, all of it goes, and all of it comes back."),
     ] = None
+
+
+class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/load_lora_adapter``."""
+
+    lora_name: Annotated[str, about("What requests will call the adapter.")]
+    lora_path: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1, max_length=4096)],
+        about(
+            "The folder on the server's machine with its `adapter_config.json` and "
+            "`adapter_model.safetensors`."
+        ),
+    ]
+    load_inplace: Annotated[
+        bool | None, only(False, why="unload the one that has the name, first")
+    ] = None
+    is_3d_lora_weight: Annotated[Any, only(False, why="no model with experts is served")] = None
+    pinned: Annotated[
+        bool | None, only(False, why="see --max-cpu-loras, by which all of them may be held")
+    ] = None
+    added_tokens_config: Annotated[Any, only({}, why="the vocabulary is the model's")] = None
+
+
+class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/unload_lora_adapter``."""
+
+    lora_name: Annotated[str, about("What requests call the adapter.")]
+    lora_int_id: Annotated[Any, only(why="adapters are told by their names")] = None
+    lora_id: Annotated[Any, only(why="adapters are told by their names")] = None
+
+
+class LoadedAdapters(msgspec.Struct, kw_only=True):
+    """It is done."""
+
+    success: Annotated[bool, about("Always true.")] = True
+    loaded_adapters: Annotated[
+        dict[str, str], about("The folders of the adapters that requests may name, by name.")
+    ]
 
 
 class FlushRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

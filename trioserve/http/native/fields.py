@@ -97,6 +97,7 @@ class _Reader:
         self._top = _per_prompt(request.top_logprobs_num, count, "top_logprobs_num")
         self._asked = _asked_ids(request.token_ids_logprob, count)
         self._salts = _per_prompt(request.extra_key, count, "extra_key")
+        self._adapters = _per_prompt(request.lora_path, count, "lora_path")
         if isinstance(request.rid, list):
             _check_length(request.rid, count, "rid")
 
@@ -105,7 +106,7 @@ class _Reader:
         path = "sampling_params"
         if isinstance(self._request.sampling_params, list):
             path += f"[{index}]"
-        names = {"prompt": _prompt_field(self._request), **_LOGPROB_NAMES}
+        names = {"prompt": _prompt_field(self._request), **_LOGPROB_NAMES, "adapter": "lora_path"}
         names |= {own: f"{path}.{theirs}" for own, theirs in _SAMPLING_NAMES.items()}
         fields = _fields(sampling, path)
         grammar, name = _grammar(sampling, path)
@@ -122,6 +123,7 @@ class _Reader:
             timeout=self._request.timeout,
             cache_salt=self._salts[index] or "",
             retention=retention_of(self._request.kv_cache_retention_config),
+            adapter=self._adapters[index] or "",
             renames=names,
         )
 
@@ -184,7 +186,9 @@ def _asked_ids(given: Sequence[int | list[int]] | None, count: int) -> Sequence[
     return lists
 
 
-def _per_prompt(value: Value | list[Value] | None, count: int, name: str) -> list[Value | None]:
+def _per_prompt(
+    value: Value | list[Value] | list[Value | None] | None, count: int, name: str
+) -> list[Value | None]:
     """``value`` for each prompt: one for all of them, or a list with one for each."""
     if not isinstance(value, list):
         return [value] * count

@@ -100,6 +100,7 @@ _PromptIds = Annotated[
     ),
 ]
 """Ids, or lists of ids."""
+_AdapterName = Annotated[str, msgspec.Meta(max_length=512)]
 _AskedIds = Annotated[
     list[TokenId | Annotated[list[TokenId], msgspec.Meta(max_length=MAX_LOGPROB_TOKEN_IDS)]],
     msgspec.Meta(
@@ -213,8 +214,11 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     session_params: Annotated[
         Any, only({}, why="the prefix cache finds earlier turns by itself")
     ] = None
-    lora_path: Annotated[Any, only(why="adapters aren't served")] = None
-    lora_id: Annotated[Any, only(why="adapters aren't served")] = None
+    lora_path: Annotated[
+        _AdapterName | list[_AdapterName | None] | None,
+        about("The name of a loaded adapter, for all prompts or for each."),
+    ] = None
+    lora_id: Annotated[Any, only(why="adapters are chosen by name; see lora_path")] = None
     custom_logit_processor: Annotated[
         Any,
         only(why="it is code, and nothing of a client's is executed; see --logits-processors"),

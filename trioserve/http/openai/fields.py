@@ -87,6 +87,7 @@ def make_job(
     Raises:
         InvalidRequest: a field is out of its range; ``param`` is the name it has in ``request``.
     """
+    adapter, field = service.adapter(request.model, request.lora_path)
     return Job(
         prompt=prompt,
         params=service.sampling(fields, renames),
@@ -95,7 +96,8 @@ def make_job(
         timeout=request.timeout,
         cache_salt=request.cache_salt or request.extra_key or "",
         retention=retention_of(request.kv_cache_retention_config),
-        renames=renames,
+        adapter=adapter,
+        renames={**renames, "adapter": field},
     )
 
 

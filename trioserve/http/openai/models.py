@@ -18,16 +18,20 @@ class ModelEndpoints:
 
     async def models(self) -> quart.Response:
         """``GET /v1/models``."""
-        return json_response(ModelList([self._card(name) for name in self._service.model_names]))
+        adapters = [adapter.name for adapter in self._service.engine.adapters]
+        names = (*self._service.model_names, *adapters)
+        return json_response(ModelList([self._card(name) for name in names]))
 
     async def model(self, name: str) -> quart.Response:
         """``GET /v1/models/{name}``."""
         return json_response(self._card(self._service.model(name)))
 
     def _card(self, name: str) -> ModelCard:
+        own_names = self._service.model_names
         return ModelCard(
             id=name,
             created=self._service.started,
             root=self._service.engine.model_name,
+            parent=None if name in own_names else own_names[0],
             max_model_len=self._service.engine.max_model_len,
         )

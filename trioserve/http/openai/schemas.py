@@ -253,7 +253,10 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     return_routed_experts: Annotated[Any, _no_experts(False)] = None
     routed_experts_start_len: Annotated[Any, _no_experts(0)] = None
     routed_experts_prompt_start: Annotated[Any, _no_experts(0)] = None
-    lora_path: Annotated[Any, only(why="adapters aren't served")] = None
+    lora_path: Annotated[
+        Annotated[str, msgspec.Meta(max_length=512)] | None,
+        about("The name of a loaded adapter; `model` may name it, too."),
+    ] = None
     session_params: Annotated[Any, only({}, why="prompts are given whole")] = None
     images_config: Annotated[Any, only({}, why="the models that are served read text only")] = None
     kv_transfer_params: Annotated[Any, one_worker()] = None
@@ -299,7 +302,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: Annotated[int, about("When the server began, in Unix seconds.")]
     owned_by: Annotated[str, about("Always `trioserve`.")] = "trioserve"
     root: Annotated[str, about("The model that has the name.")]
-    parent: Annotated[str | None, about("Always null.")] = None
+    parent: Annotated[str | None, about("The model that the adapter is for.")] = None
     max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
 
 

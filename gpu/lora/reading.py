@@ -1,0 +1,166 @@
+"""PEFT adapters on disk: adapter_config.json and adapter_model.safetensors, checked and read.
+
+The names and shapes of all tensors are known from the model and the configuration, so nothing is
+allocated that they don't account for, whatever a file says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+
+from gpu.lora.config import LoraConfig
+from gpu.lora.products import PRODUCTS
+from gpu.weights import BFLOAT16, FLOAT16, FLOAT32, Numbers, expected_tensors
+from gpu.weights.reading import read_bytes
+from trioserve.errors import ModelLoadError
+from trioserve.model_files import ModelConfig
+from trioserve.model_files.jsonfile import read_file
+from trioserve.model_files.shards import Shard, read_shard
+
+__all__ = ["Adapter", "Update", "read_adapter"]
+
+_NAME = re.compile(
+    r"base_model\.model\.(model\.layers\.(\d{1,6})\.(self_attn\.[qkvo]_proj|"
+    r"mlp\.(?:gate|up|down)_proj))\.lora_([AB])\.weight",
+    re.ASCII,
+)
+_SERVED = tuple(part.rpartition(".")[2] for parts in PRODUCTS.values() for part in parts)
+_DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+@attrs.frozen(eq=False)
+class Update:
+    """What one projection W gets added: ``scale * b @ a``. Both are bfloat16 or float32."""
+
+    a: Numbers  # [rank, inputs]
+    b: Numbers  # [outputs, rank]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The rank of its matrices."""
+        return len(self.a)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Adapter:
+    """The updates of an adapter, by layer and part, such as ``mlp.up_proj``."""
+
+    updates: Mapping[tuple[int, str], Update]
+    checksum: str
+    """Of both files, in hexadecimal."""
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its updates."""
+        return max(update.rank for update in self.updates.values())
+
+
+def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> Adapter:
+    """Read the adapter in ``folder`` for a model of this shape.
+
+    Raises:
+        ModelLoadError: the files are missing, damaged, another model's, or hold what isn't served;
+            one line says what and names it.
+    """
+    path = folder / "adapter_config.json"
+    data = _read_config(path)
+    lora = LoraConfig.parse(data, path, max_rank)
+    weights = folder / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise ModelLoadError(_no_weights(folder))
+    shard = read_shard(weights)
+    parts = _check(shard, lora, config)
+    digest = hashlib.blake2b(data, digest_size=16)
+    found: dict[tuple[int, str], dict[str, Numbers]] = {}
+    for (layer, part, letter), numbers in _read(shard, parts, digest.update):
+        found.setdefault((layer, part), {})[letter] = numbers
+    updates = {
+        (layer, part): Update(both["A"], both["B"], lora.scale_of(f"model.layers.{layer}.{part}"))
+        for (layer, part), both in sorted(found.items())
+    }
+    return Adapter(updates=updates, checksum=digest.hexdigest())
+
+
+def _read_config(path: Path) -> bytes:
+    if not path.is_file():
+        raise ModelLoadError(f"{path} is missing: that is no PEFT adapter's folder")
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise ModelLoadError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes: it can't be right")
+    return read_file(path)
+
+
+def _no_weights(folder: Path) -> str:
+    if (folder / "adapter_model.bin").exists():
+        return (
+            f"{folder} holds its weights as adapter_model.bin, which can run code when it is read: "
+            "convert it to safetensors"
+        )
+    return f"{folder} has no adapter_model.safetensors: that is no PEFT adapter's folder"
+
+
+_Key = tuple[int, str, str]
+
+
+def _check(shard: Shard, lora: LoraConfig, config: ModelConfig) -> dict[str, _Key]:
+    """Layer, part and letter of each tensor by name; all of them are as the model wants them."""
+    model = expected_tensors(config)
+    keys: dict[str, _Key] = {}
+    for name, shape in shard.shapes.items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ModelLoadError(
+                f"{shard.path} holds {name}, which isn't served: only lora_A and lora_B of "
+                f"{', '.join(_SERVED)} are"
+            )
+        module, layer, part, letter = match.groups()
+        if f"{module}.weight" not in model:
+            raise ModelLoadError(
+                f"{shard.path} holds {name}, but the model has {config.num_layers} layers: "
+                "they don't belong together"
+            )
+        outputs, inputs = model[f"{module}.weight"]
+        rank = lora.rank_of(module)
+        expected = (rank, inputs) if letter == "A" else (outputs, rank)
+        if shape != expected:
+            raise ModelLoadError(
+                f"{shard.path}: tensor {name} is {list(shape)}, and the model with a rank of "
+                f"{rank} asks for {list(expected)}: they don't belong together"
+            )
+        if shard.dtypes[name] not in _DTYPES:
+            raise ModelLoadError(
+                f"{shard.path}: tensor {name} has the type {shard.dtypes[name]}, which isn't "
+                f"read; {', '.join(_DTYPES)} are"
+            )
+        keys[name] = (int(layer), part, letter)
+    if not keys:
+        raise ModelLoadError(f"{shard.path} holds no tensors: the adapter changes nothing")
+    whole = set(keys.values())
+    for name, (layer_number, part, letter) in keys.items():
+        other = "B" if letter == "A" else "A"
+        if (layer_number, part, other) not in whole:
+            raise ModelLoadError(f"{shard.path} holds {name} without its lora_{other}")
+    return keys
+
+
+def _read(
+    shard: Shard, keys: Mapping[str, _Key], digest: Callable[[bytes | memoryview], None]
+) -> Iterator[tuple[_Key, Numbers]]:
+    """The tensors, none of them rounded."""
+    try:
+        with shard.path.open("rb", buffering=0) as file:
+            for name, key in keys.items():
+                raw = read_bytes(shard.path, file, shard.offsets[name], shard.num_bytes[name])
+                digest(name.encode())
+                digest(raw.data)
+                tensor = raw.view(_DTYPES[shard.dtypes[name]]).reshape(shard.shapes[name])
+                as_read = BFLOAT16 if tensor.dtype == BFLOAT16 else FLOAT32
+                yield key, tensor.astype(as_read, copy=False)
+    except OSError as error:
+        raise ModelLoadError(f"{shard.path} can't be read: {error.strerror}") from error

@@ -1,0 +1,178 @@
+"""Adapters over HTTP: named by requests, listed, loaded and unloaded by admins."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import trio
+from quart_trio.testing import TrioClient
+
+from trioserve import Engine, EngineConfig, ServerConfig
+from trioserve.http import create_app
+from trioserve.simulation import open_fake_engine
+from trioserve.testing import FakeWorker
+
+ADMIN = {"Authorization": "Bearer the-admin-key"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+TEXT: dict[str, Any] = {"prompt": "hello", "max_tokens": 8}
+
+
+@contextlib.asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[tuple[Engine, TrioClient]]:
+    config = ServerConfig(
+        engine=EngineConfig("fake"),
+        admin_api_key=["the-admin-key"],
+        served_model_name=["base", "also-base"],
+    )
+    options = {"lora_modules": ["pirate=/adapters/pirate", "poet=/adapters/poet"], **options}
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.001), **options) as engine:
+        yield engine, create_app(engine, config).test_client()
+
+
+async def post(client: TrioClient, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    response = await client.post(path, json=body, headers=headers)
+    return response.status_code, json.loads(await response.get_data(True))
+
+
+async def get(client: TrioClient, path: str) -> Any:
+    response = await client.get(path, headers=ADMIN)
+    return json.loads(await response.get_data(True))
+
+
+async def test_models_are_listed_with_their_parents() -> None:
+    async with serving() as (_, client):
+        cards = (await get(client, "/v1/models"))["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [
+            ("base", None),
+            ("also-base", None),
+            ("pirate", "base"),
+            ("poet", "base"),
+        ]
+        assert (await get(client, "/v1/models/poet"))["root"] == "fake"
+        assert "/adapters" not in json.dumps(cards)  # the server's folders are nobody's business
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
+)
+async def test_the_model_s_name_chooses(path: str, body: dict[str, Any]) -> None:
+    async with serving() as (_, client):
+
+        async def text(**fields: Any) -> str:
+            status, answer = await post(client, path, {**body, "seed": 1, **fields})
+            assert status == 200, answer
+            assert answer["model"] == fields.get("model", "base")
+            choice = answer["choices"][0]
+            words: str = choice["message"]["content"] if "message" in choice else choice["text"]
+            return words
+
+        plain, pirate, poet = [await text(model=name) for name in ("base", "pirate", "poet")]
+        assert len({plain, pirate, poet}) == 3
+        assert await text() == await text(model="also-base") == plain
+        assert await text(lora_path="poet") == await text(model="base", lora_path="poet") == poet
+        assert await text(model="poet", lora_path="poet") == poet
+        assert await text(lora_path="") == await text(lora_path=None) == plain
+
+
+async def test_refusals_name_the_field() -> None:
+    async with serving() as (_, client):
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+            for stream in (False, True):
+                fields = {**body, "stream": stream}
+                status, answer = await post(client, path, {**fields, "model": "nobody"})
+                error = answer["error"]
+                assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+                assert "base, also-base, pirate, poet" in error["message"]
+                status, answer = await post(client, path, {**fields, "lora_path": "nobody"})
+                error = answer["error"]
+                assert (status, error["code"]) == (404, "model_not_found")
+                assert error["param"] == "lora_path"
+                assert "'nobody'" in error["message"]
+            both = {**body, "model": "poet", "lora_path": "pirate"}
+            status, answer = await post(client, path, both)
+            assert (status, answer["error"]["param"]) == (400, "lora_path")
+
+
+async def test_generate_takes_one_or_one_for_each_prompt() -> None:
+    async with serving() as (_, client):
+
+        async def texts(**fields: Any) -> list[str]:
+            sampling = {"max_new_tokens": 8, "sampling_seed": 1}
+            status, answer = await post(
+                client, "/generate", {"sampling_params": sampling, **fields}
+            )
+            assert status == 200, answer
+            return [each["text"] for each in (answer if isinstance(answer, list) else [answer])]
+
+        (plain,), (poet,) = await texts(text="a"), await texts(text="a", lora_path="poet")
+        assert plain != poet
+        assert await texts(text=["a", "a"], lora_path="poet") == [poet, poet]
+        assert await texts(text=["a"] * 3, lora_path=["poet", None, ""]) == [poet, plain, plain]
+        status, answer = await post(client, "/generate", {"text": "a", "lora_path": "nobody"})
+        assert (status, answer["error"]["param"]) == (404, "lora_path")
+        body = {"text": ["a", "b"], "lora_path": ["poet"]}
+        status, answer = await post(client, "/generate", body)
+        assert (status, answer["error"]["param"]) == (400, "lora_path")
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_load_and_unload(prefix: str) -> None:
+    async with serving(lora_modules=[], enable_lora=True) as (engine, client):
+
+        async def control(verb: str, **body: Any) -> tuple[int, Any]:
+            return await post(client, f"{prefix}/{verb}_lora_adapter", body, **ADMIN)
+
+        status, answer = await control("load", lora_name="a", lora_path="/adapters/a")
+        assert (status, answer) == (200, {"success": True, "loaded_adapters": {"a": "/adapters/a"}})
+        status, answer = await control("load", lora_name="a", lora_path="/adapters/b")
+        assert (status, answer["error"]["param"]) == (400, "lora_name")
+        for name in ("base", "also-base", "fake", ""):
+            status, answer = await control("load", lora_name=name, lora_path="/adapters/b")
+            assert (status, answer["error"]["param"]) == (400, "lora_name")
+        status, answer = await control("load", lora_name="b", lora_path="/adapters/bad")
+        assert (status, answer["error"]["param"]) == (400, "lora_path")
+        assert answer["error"]["message"].startswith("lora_path: /adapters/bad is bad")
+        status, answer = await control("load", lora_name="b", lora_path="/a", load_inplace=True)
+        assert (status, answer["error"]["code"]) == (400, "unsupported_parameter")
+        status, answer = await control("unload", lora_name="b")
+        assert (status, answer["error"]["param"]) == (404, "lora_name")
+
+        async with trio.open_nursery() as nursery:
+            results: list[tuple[int, Any]] = []
+
+            async def ask() -> None:
+                body = {**TEXT, "model": "a", "max_tokens": 300}
+                results.append(await post(client, "/v1/completions", body))
+
+            nursery.start_soon(ask)
+            while engine.statistics().scheduler.num_running == 0:
+                await trio.sleep(0.001)
+            status, answer = await control("unload", lora_name="a")
+            assert (status, answer["loaded_adapters"]) == (200, {})
+        ((status, answer),) = results
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 300)
+        status, answer = await post(client, "/v1/completions", {**TEXT, "model": "a"})
+        assert (status, answer["error"]["param"]) == (404, "model")
+
+
+async def test_admins_only() -> None:
+    async with serving() as (engine, client):
+        for path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+            status, _ = await post(client, path, {"lora_name": "x", "lora_path": "/x"})
+            assert status == 401
+        for path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
+            status, _ = await post(client, path, {"lora_name": "poet"})
+            assert status == 401
+        assert len(engine.adapters) == 2
+
+
+async def test_a_server_that_serves_none() -> None:
+    async with serving(lora_modules=[]) as (_, client):
+        body = {"lora_name": "x", "lora_path": "/x"}
+        status, answer = await post(client, "/load_lora_adapter", body, **ADMIN)
+        assert status == 400
+        assert "--enable-lora" in answer["error"]["message"]

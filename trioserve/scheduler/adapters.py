@@ -1,0 +1,197 @@
+"""The adapters of one scheduler: loaded and unloaded by name, and brought to each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve.adapters import Adapter, Catalogue
+from trioserve.errors import EngineError, InvalidRequest, ModelLoadError, WorkerLost
+from trioserve.logs import get_logger
+from trioserve.request import Finish, FinishReason, Request, SequenceOutput
+from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.residency import Bring, Take
+
+__all__ = ["HeldAdapters"]
+
+_log = get_logger("trioserve.scheduler")
+
+
+@attrs.define(eq=False)
+class _Held:
+    """An adapter from its load until the worker is to know nothing of it any more."""
+
+    adapter: Adapter
+    checksum: str = ""
+    """Of its files; empty until they were read once."""
+    settled: trio.Event = attrs.field(factory=trio.Event)
+    """Set when it was read for the first time, or couldn't be: ``error``."""
+    error: Exception | None = None
+    is_leaving: bool = False
+    gone: trio.Event = attrs.field(factory=trio.Event)
+    """Set when no sequence has it any more and none will."""
+
+
+@attrs.define(eq=False)
+class HeldAdapters:
+    """:class:`~trioserve.adapters.Adapters` in the process that has the scheduler.
+
+    Args:
+        core: gives the scheduler's core, which is there as soon as anybody can ask.
+        call: has the worker do something by name.
+        wake: is called when there may be something to plan.
+        deliver: takes the ends of sequences.
+    """
+
+    _core: Callable[[], SchedulerCore]
+    _call: Callable[[str, object], Awaitable[Any]]
+    _wake: Callable[[], None]
+    _deliver: Callable[[list[SequenceOutput]], None]
+    catalogue: Catalogue = attrs.field(init=False, factory=Catalogue)
+    on_change: Callable[[], None] = attrs.field(init=False, default=lambda: None)
+    """Called when the catalogue has changed."""
+    _held: dict[int, _Held] = attrs.field(init=False, factory=dict)
+    """By number: those of the catalogue, those that are being loaded, and those that leave."""
+    _last_number: int = attrs.field(init=False, default=0)
+    _bringing: int = attrs.field(init=False, default=0)
+    """The number of the one that the worker is loading."""
+    _looked: trio.Event = attrs.field(init=False, factory=trio.Event)
+
+    async def load(self, name: str, path: str) -> None:
+        """See :meth:`trioserve.engine.Engine.load_adapter`. Cancelled, it leaves nothing behind."""
+        names = [each.adapter.name for each in self._held.values() if not each.is_leaving]
+        if name in names:
+            raise InvalidRequest(
+                f"the adapter {name!r} is loaded already: unload it first", param="name"
+            )
+        self._last_number += 1
+        adapter = Adapter(number=self._last_number, name=name, path=path)
+        held = self._held[adapter.number] = _Held(adapter)
+        self._core().residency.ask(adapter.number)
+        self._look_again()
+        try:
+            await held.settled.wait()
+            if held.error is not None:
+                raise held.error
+        except BaseException:
+            self._forget(held)
+            raise
+        self.catalogue.add(adapter)
+        self.on_change()
+
+    async def load_first(self, named_paths: Sequence[tuple[str, str]]) -> None:
+        """Load those that are there from the start, by name and folder.
+
+        Raises:
+            ModelLoadError: one can't be served; the message says why and what to do.
+        """
+        for name, path in named_paths:
+            try:
+                await self.load(name, path)
+            except (InvalidRequest, EngineError, WorkerLost) as error:
+                raise ModelLoadError(f"the adapter {name!r} can't be loaded: {error}") from error
+
+    async def unload(self, name: str) -> None:
+        """See :meth:`trioserve.engine.Engine.unload_adapter`. It goes on if this is cancelled."""
+        held = self._held[self.catalogue.remove(name).number]
+        held.is_leaving = True
+        self.on_change()
+        self._let_leave()
+        await held.gone.wait()
+
+    def look(self) -> None:
+        """Something has happened: a plan, a result, an abort, the loss of a worker."""
+        if self._held:
+            self._let_leave()
+            if self._core().residency.wants_change:
+                self._look_again()
+
+    def _look_again(self) -> None:
+        self._looked.set()
+
+    def _let_leave(self) -> None:
+        """Forget those that leave and that no sequence has any more."""
+        for held in [each for each in self._held.values() if each.is_leaving]:
+            if not self._core().has_adapter_users(held.adapter.number):
+                self._forget(held)
+
+    def _forget(self, held: _Held) -> None:
+        number = held.adapter.number
+        self._core().residency.forget(number)
+        del self._held[number]
+        held.gone.set()
+        self._look_again()
+
+    async def serve(self) -> None:
+        """The task, for one worker's life: have it hold what it is to hold, one change at a time.
+
+        Raises:
+            WorkerLost: it is lost.
+        """
+        while True:
+            core = self._core()
+            match core.residency.next_change(core.running_adapters):
+                case Take(number):
+                    core.residency.on_taken(number)
+                    await self._call("unload_adapter", number)
+                case Bring(number):
+                    self._bringing = number
+                    await self._bring(self._held[number])
+                    self._bringing = 0
+                    self._wake()
+                case None:
+                    self._looked = trio.Event()
+                    await self._looked.wait()
+
+    async def _bring(self, held: _Held) -> None:
+        adapter = held.adapter
+        arguments = {
+            "number": adapter.number,
+            "path": adapter.path,
+            "checksum": held.checksum,
+        }
+        residency = self._core().residency
+        try:
+            match await self._call("load_adapter", arguments):
+                case {"error": str(message)}:
+                    error: Exception = InvalidRequest(message, param="path")
+                case {"checksum": str(checksum), "rank": int(rank)}:
+                    residency.on_brought(adapter.number)
+                    if not held.checksum:
+                        _log.info("adapter loaded", name=adapter.name, rank=rank)
+                    held.checksum = checksum
+                    held.settled.set()
+                    return
+                case answer:
+                    error = EngineError(f"load_adapter: the worker answered {answer!r}")
+        except EngineError as failure:
+            error = failure
+        residency.on_failed(adapter.number)
+        self._fail(held, error)
+
+    def _fail(self, held: _Held, error: Exception) -> None:
+        """An adapter can't be had: say so to who loads it, or who waits for it."""
+        if not held.settled.is_set():
+            held.error = error
+            held.settled.set()
+            return
+        name = held.adapter.name
+        _log.error("adapter not loaded again", name=name, reason=str(error))
+        failure = EngineError(f"the adapter {name!r} can't be loaded again: {error}")
+        core = self._core()
+        requests: dict[Request, None] = dict.fromkeys(
+            each.sequence.request for each in core.waiting if each.adapter == held.adapter.number
+        )
+        for request in requests:
+            self._deliver(core.finish_all(request, Finish(FinishReason.ERROR, error=failure)))
+
+    def on_worker_lost(self) -> None:
+        """All adapters are to be brought to the next worker, but one that may be to blame."""
+        self._core().residency.on_worker_lost()
+        held = self._held.get(self._bringing)
+        self._bringing = 0
+        if held is not None and not held.settled.is_set():
+            self._fail(held, WorkerLost("the worker was lost while it loaded the adapter"))
