@@ -33,6 +33,7 @@ EXPECTED = {
         )
     ],
     "operating": [("paused with 1 request", "the city of")],
+    "sessions": [("3 turns, ",)],
     "shutdown": [("requests that were cut off: 0",)],
 }
 """What each program of a page prints, in parts."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Paused,
         QueueFull,
         RequestAborted,
+        SessionLimit,
         ShuttingDown,
         SlowReader,
         TrioserveError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from trioserve.retention import Retention, RetentionRange
     from trioserve.sampling import SamplingParams
     from trioserve.serving import serve
+    from trioserve.sessions import Continuation, Session
     from trioserve.stream import Chunk, TokenLogprob
 
 __version__ = "0.1.0"
@@ -60,6 +62,7 @@ _HOME = {
     "Paused": "errors",
     "QueueFull": "errors",
     "RequestAborted": "errors",
+    "SessionLimit": "errors",
     "ShuttingDown": "errors",
     "SlowReader": "errors",
     "TrioserveError": "errors",
@@ -71,6 +74,8 @@ _HOME = {
     "RetentionRange": "retention",
     "SamplingParams": "sampling",
     "serve": "serving",
+    "Continuation": "sessions",
+    "Session": "sessions",
     "Chunk": "stream",
     "TokenLogprob": "stream",
     "Usage": "generation",
@@ -83,6 +88,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "ContextTooLong",
+    "Continuation",
     "DeadlineExceeded",
     "Draining",
     "Engine",
@@ -101,6 +107,8 @@ __all__ = [
     "RetentionRange",
     "SamplingParams",
     "ServerConfig",
+    "Session",
+    "SessionLimit",
     "ShuttingDown",
     "SlowReader",
     "TextPrompt",

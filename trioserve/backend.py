@@ -13,6 +13,7 @@ import trio
 from trioserve.adapters import Adapters
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.feeds import Feeds
+from trioserve.scheduler.holds import Holds
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.statistics import SchedulerStatistics
 from trioserve.scheduler.weights import Weights
@@ -68,6 +69,10 @@ class Backend(Protocol):
     @property
     def adapters(self) -> Adapters:
         """The adapters that requests may name."""
+
+    @property
+    def holds(self) -> Holds | None:
+        """What keeps cached prefixes; None where another process does."""
 
     @property
     def idle(self) -> bool:

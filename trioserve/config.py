@@ -249,6 +249,14 @@ class EngineConfig:
         group="memory",
         kind=bool,
     )
+    max_sessions: int = option(
+        256,
+        "sessions that may be open, with the turns that they remember",
+        group="memory",
+        kind=int,
+        low=0,
+        high=100_000,
+    )
     max_stream_bytes: int = option(
         1 << 20,
         "output that may wait for one slow reader before it is aborted",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Seq
 from os import PathLike
 from typing import Any
@@ -56,12 +57,21 @@ from trioserve.pooling.inputs import Inputs
 from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.requests import Encoding, Pooling
 from trioserve.pooling.results import Classifications, Embeddings, Scores
-from trioserve.request import Finish, FinishReason, Prompt, Request, Sequence, Times
+from trioserve.request import (
+    Finish,
+    FinishReason,
+    Prompt,
+    Request,
+    Sequence,
+    Times,
+    TokensPrompt,
+)
 from trioserve.retention import Retention
 from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.iterations import Iteration
+from trioserve.sessions import MAX_CAPACITY, Session, Sessions
 from trioserve.statistics import EngineStatistics
 from trioserve.stream import Chunk, Stream, StreamBudget
 from trioserve.submissions import Submissions, open_submissions
@@ -97,6 +107,8 @@ class Engine:
     """Called whenever the last open request has ended."""
     _open: dict[Request, None] = attrs.field(factory=dict)
     """The requests whose caller's scope is open, in the order of their arrival."""
+    sessions: Sessions = attrs.field(init=False)
+    """Those that are open."""
     control: Control = attrs.field(init=False)
     """Pauses, aborts by name, and the like: what operators do."""
     pooling: Pooling = attrs.field(init=False)
@@ -118,6 +130,9 @@ class Engine:
             check_open=self._check_open,
             encoding=self._encoding,
             open=OpenRequests(self._on_left),
+        )
+        self.sessions = Sessions(
+            self.generate, self._end, self._scheduler.holds, config.max_sessions
         )
         self._entrance = Entrance(
             line=self._scheduler,
@@ -188,6 +203,7 @@ class Engine:
         cache_salt: str = "",
         retention: Retention | None = None,
         adapter: str = "",
+        prefix_ids: Seq[int] = (),
         traceparent: str = "",
         tracestate: str = "",
         **sampling: Any,
@@ -208,6 +224,7 @@ class Engine:
             cache_salt: share cached prefixes only with requests of the same salt.
             retention: how much its KV is worth in the prefix cache once it has ended.
             adapter: the name of a loaded adapter (default: the model as it is).
+            prefix_ids: tokens that come before those of the prompt.
             traceparent: the caller's W3C trace context; the request's span becomes its child.
             tracestate: what goes with ``traceparent``.
 
@@ -239,11 +256,25 @@ class Engine:
         )
         catalogue = self._scheduler.adapters.catalogue
         number = catalogue.find(adapter).number if adapter else NO_ADAPTER
+        if retention is not None and not isinstance(retention, Retention):
+            raise InvalidRequest(
+                f"retention must be a Retention, got {retention!r}", param="retention"
+            )
         request = self._make_request(
             as_prompt(prompt), params, request_id or f"req-{uuid.uuid4().hex}", priority, cache_salt
         )
         request.retention = retention
         request.adapter = number
+        if prefix_ids:
+            check_prompt(
+                TokensPrompt(tuple(prefix_ids)),
+                self.tokenizer,
+                max_model_len=self.max_model_len,
+                vocab_size=self.vocab_size,
+                keep=None,
+            )
+            request.prefix_ids = tuple(prefix_ids)
+            request.fewest_tokens += len(prefix_ids)
         request.traceparent, request.tracestate = traceparent, tracestate
         return self._generation(request, Deadline.of(timeout, arrived, self.config))
 
@@ -393,6 +424,33 @@ class Engine:
             arrived=arrived,
         )
 
+    @contextlib.contextmanager
+    def open_session(
+        self,
+        session_id: str | None = None,
+        *,
+        capacity: int = MAX_CAPACITY,
+        timeout: float = math.inf,
+    ) -> Iterator[Session]:
+        """A conversation whose turns are remembered: ``with engine.open_session() as session``.
+
+        Leaving the block forgets it, and ends the turns that still run.
+
+        Args:
+            session_id: a name for it (default: a random one).
+            capacity: tokens that its history may hold before it takes no more turns.
+            timeout: seconds without a turn after which it is closed.
+
+        Raises:
+            InvalidRequest: an argument is wrong, or there is a session of that id.
+            SessionLimit: as many sessions are open as may be (``max_sessions``).
+        """
+        session = self.sessions.open(session_id, capacity=capacity, timeout=timeout)
+        try:
+            yield session
+        finally:
+            session.close()
+
     def statistics(self) -> EngineStatistics:
         """Counts of this moment."""
         scheduler = self._scheduler.statistics()
@@ -404,6 +462,7 @@ class Engine:
             num_streams=len(self._open) + len(self.pooling.open),
             stream_bytes=self._stream_budget.waiting,
             worker_restarts=self._worker_restarts(),
+            num_sessions=len(self.sessions),
         )
 
     def check_integrity(self) -> None:
@@ -416,6 +475,7 @@ class Engine:
         self._entrance.check_integrity()
         if self._encoding is not None and self._encoding.batcher is not None:
             self._encoding.batcher.check_integrity()
+        self.sessions.check_integrity()
         num_open = sum(len(request.sequences) for request in self._open)
         assert self._entrance.num_entering <= num_open
         if not self._open:
@@ -584,14 +644,17 @@ class Engine:
         """
         if self._closed is not None:
             return
-        finish = Finish(FinishReason.ABORT, error=error)
         for request in self._open:
-            for sequence in reversed(request.sequences):
-                if not sequence.delivered:
-                    self._scheduler.abort(sequence, finish)
-            # The detokenizer does the same, but may have been cancelled with the engine's scope.
-            request.stream.close(error)
+            self._end(request, error)
         self.pooling.open.end_all(error)
+
+    def _end(self, request: Request, error: RequestAborted) -> None:
+        finish = Finish(FinishReason.ABORT, error=error)
+        for sequence in reversed(request.sequences):
+            if not sequence.delivered:
+                self._scheduler.abort(sequence, finish)
+        # The detokenizer does the same, but may have been cancelled with the engine's scope.
+        request.stream.close(error)
 
     def iterations(
         self, max_records: int = DEFAULT_MAX_RECORDS

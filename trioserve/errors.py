@@ -17,6 +17,7 @@ __all__ = [
     "Paused",
     "QueueFull",
     "RequestAborted",
+    "SessionLimit",
     "ShuttingDown",
     "SlowReader",
     "TrioserveError",
@@ -85,6 +86,10 @@ def _printable(text: str) -> str:
     return "".join(
         character if character.isprintable() else ascii(character)[1:-1] for character in text
     )
+
+
+class SessionLimit(TrioserveError):
+    """As many sessions are open as may be."""
 
 
 class Draining(TrioserveError):

@@ -10,11 +10,21 @@ import trio
 
 from trioserve.errors import InvalidRequest
 from trioserve.logprobs import PromptLogprobs
-from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, Times, TokensPrompt
+from trioserve.request import (
+    ChatPrompt,
+    FinishReason,
+    Prompt,
+    Request,
+    TextPrompt,
+    Times,
+    TokensPrompt,
+)
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, TokenLogprob
 
 __all__ = ["Completion", "GenerationStream", "Output", "PromptLike", "Usage"]
+
+_WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
 
@@ -94,6 +104,18 @@ class GenerationStream:
     _request: Request
     _taken: list[Chunk] = attrs.field(factory=list)
     _completion_tokens: int = 0
+    is_complete: bool = attrs.field(init=False, default=False)
+    """Whether all of a single output has been handed out, and nobody ended it early."""
+
+    @property
+    def request(self) -> Request:
+        """What it is the output of."""
+        return self._request
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens of the first output that have been handed out."""
+        return self._request.sequences[0].output_ids[: self._completion_tokens]
 
     @property
     def request_id(self) -> str:
@@ -167,6 +189,7 @@ class GenerationStream:
             await trio.lowlevel.checkpoint()
         chunk = self._taken.pop(0)
         self._completion_tokens += len(chunk.token_ids)
+        self.is_complete = chunk.finish_reason in _WHOLE
         return chunk
 
 

@@ -438,6 +438,7 @@ async def run_tasks(
             seeds=place.seeds(config),
         )
         tasks.is_ready = True
+        engine.sessions.start_task = tasks.start_soon
         metrics.watch(engine)
         idle_check = IdleCheck(engine, asks_worker=asks_idle_worker)
         engine.on_none_open = idle_check.note

@@ -205,6 +205,8 @@ class Request:
     """Cut a longer prompt to this many tokens, on the side that the parameters name."""
     fewest_tokens: int = 0
     """A number of tokens that the prompt has at least, known before it is tokenized."""
+    prefix_ids: tuple[int, ...] = ()
+    """Tokens that come before those of ``prompt``."""
     prompt_ids: list[int] = attrs.field(factory=list)
     sequences: list[Sequence] = attrs.field(factory=list)
     admitted: trio.Event = attrs.field(factory=trio.Event)
@@ -224,12 +226,12 @@ class Request:
         return all(sequence.state is State.FINISHED for sequence in self.sequences)
 
     def tokenized(self, prompt_ids: list[int]) -> None:
-        """The prompt's ids are known.
+        """The prompt's ids are known; those of the prefix come before them.
 
         Raises:
             QueueFull: there is no room for so many; the request is to be rejected.
         """
-        self.prompt_ids = prompt_ids
+        self.prompt_ids = [*self.prefix_ids, *prompt_ids] if self.prefix_ids else prompt_ids
         if self.on_tokenized is not None:
             self.on_tokenized()
 

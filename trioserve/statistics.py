@@ -14,7 +14,8 @@ class EngineStatistics:
     """What an engine is doing at this moment.
 
     ``num_tokenizing`` outputs are asked for by requests that are not yet in the queue;
-    ``num_streams`` scopes are open; ``stream_bytes`` of output wait for slow readers.
+    ``num_streams`` scopes are open; ``stream_bytes`` of output wait for slow readers;
+    ``num_sessions`` are open.
     """
 
     scheduler: SchedulerStatistics
@@ -22,6 +23,7 @@ class EngineStatistics:
     num_streams: int
     stream_bytes: int
     worker_restarts: int
+    num_sessions: int = 0
 
     def summary(self) -> str:
         """The numbers in a few lines, for people."""

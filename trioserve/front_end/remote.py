@@ -106,6 +106,8 @@ class RemoteScheduler:
     """And that has a worker."""
     feeds = None
     """And that process tells what happens."""
+    holds = None
+    """And keeps prefixes."""
 
     def __init__(
         self,

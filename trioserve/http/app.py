@@ -33,6 +33,7 @@ from trioserve.http.pooling.embeddings import EmbeddingEndpoints
 from trioserve.http.pooling.scores import ScoreEndpoints
 from trioserve.http.routes import ROUTES
 from trioserve.http.service import Service
+from trioserve.http.sessions.endpoint import SessionEndpoints
 from trioserve.http.utilities.endpoint import UtilityEndpoints
 from trioserve.http.utilities.tokens import TokenEndpoints
 from trioserve.http.whole import OneProcess, Whole
@@ -177,6 +178,7 @@ def _add_routes(app: App, service: Service) -> None:
         FeedEndpoints(service),
         ModelEndpoints(service),
         NativeEndpoints(service),
+        SessionEndpoints(service),
         AdminEndpoints(service),
         ScoreEndpoints(service),
         TokenEndpoints(service),

@@ -24,6 +24,7 @@ from trioserve.errors import (
     Paused,
     QueueFull,
     RequestAborted,
+    SessionLimit,
     ShuttingDown,
     SlowReader,
     TrioserveError,
@@ -105,6 +106,7 @@ _KINDS: dict[type[Exception], _Kind] = {
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
     KeyLimit: _Kind(429, "rate_limit_error", "key_limit"),
+    SessionLimit: _Kind(429, "rate_limit_error", "session_limit"),
     SlowReader: _Kind(500, "slow_reader_error", "slow_reader"),
     RequestAborted: _Kind(500, "server_error", "request_aborted"),
     EngineError: _Kind(500, "server_error", "engine_error"),
@@ -135,7 +137,8 @@ ERROR_STATUSES = {
     413: "The body is larger than `--max-body-size`",
     415: "The body isn't sent as `application/json`, or is compressed",
     429: "Too much waits already (`--max-num-queued-reqs`, `--max-num-queued-tokens`), or too many "
-    "requests with this key are open (`--max-requests-per-key`)",
+    "requests with this key are open (`--max-requests-per-key`), or too many sessions "
+    "(`--max-sessions`)",
     500: "The server failed, or ended the request",
     503: "The server is shutting down, is paused, or has lost its worker",
     504: "The request's own `timeout`, or `--default-timeout`, ran out",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -23,9 +24,18 @@ from trioserve.http.bounds import check_prompt_logprobs
 from trioserve.request import Prompt
 from trioserve.retention import Retention
 from trioserve.sampling import SamplingParams
+from trioserve.sessions import Continuation, Generate, Session
 from trioserve.stream import Chunk
 
-__all__ = ["Generations", "Job", "open_generations", "renamed", "total_usage"]
+__all__ = ["Generations", "Job", "SessionTurn", "open_generations", "renamed", "total_usage"]
+
+
+@attrs.frozen
+class SessionTurn:
+    """Whose turn a job is, and where it goes on from."""
+
+    session: Session
+    continuation: Continuation
 
 
 @attrs.frozen(kw_only=True)
@@ -43,6 +53,7 @@ class Job:
     retention: Retention | None = None
     adapter: str = ""
     """The name of its adapter, empty for none."""
+    turn: SessionTurn | None = None
     traceparent: str = ""
     tracestate: str = ""
     renames: Mapping[str, str] = attrs.field(factory=dict)
@@ -134,7 +145,10 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
 
 
 def _generate(engine: Engine, job: Job) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
-    return engine.generate(
+    generate: Generate = engine.generate
+    if job.turn is not None:
+        generate = functools.partial(job.turn.session.generate, continuation=job.turn.continuation)
+    return generate(
         job.prompt,
         job.params,
         request_id=job.request_id,

@@ -46,6 +46,7 @@ from trioserve.http.pooling.schemas import (
     ScoreRequest,
     ScoreResponse,
 )
+from trioserve.http.sessions.schemas import CloseSessionRequest, OpenSessionRequest
 from trioserve.http.utilities.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -210,6 +211,27 @@ ROUTES = (
         request=ClassifyRequest,
         response=ClassifyResponse,
         errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/open_session",
+        handler="open_session",
+        summary="Begin a conversation whose turns the server remembers; the answer is its id",
+        group="Generation",
+        peers="SGLang",
+        request=OpenSessionRequest,
+        response=str,
+        errors=(429,),
+    ),
+    Route(
+        method="POST",
+        rule="/close_session",
+        handler="close_session",
+        summary="End it, and the turns of it that run",
+        group="Generation",
+        peers="SGLang",
+        request=CloseSessionRequest,
+        response=Done,
     ),
     Route(
         method="POST",

@@ -6,7 +6,8 @@ loop sends plans while another receives results.
 
 Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
 (one sequence) and ``counts`` (how far all of them are), ``siblings`` (several of one request),
-``memory`` with ``slots``, ``pages`` and ``prefix`` (what sequences hold), ``draft``, ``results``
+``memory`` with ``slots``, ``pages`` and ``prefix`` (what sequences hold), ``priorities`` with
+``holds`` and ``idle`` (what cached pages are worth), ``draft``, ``results``
 and ``intake`` (a plan on its way out and back), ``calls`` (what the worker is asked for besides
 plans), ``residency`` with ``adapters`` (which adapters the worker holds), ``gate`` with ``quiet``
 (when nobody is to be computed) and ``weights`` (by which weights), ``recovery`` with ``blame``
@@ -34,6 +35,7 @@ from trioserve.scheduler.adapters import HeldAdapters
 from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.feeds import Feeds
+from trioserve.scheduler.holds import Holds
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
@@ -83,6 +85,7 @@ class Scheduler:
         self._calls = Calls(self._send_first, self._watchdog_held)
         self._watchdog = Watchdog(config.watchdog_timeout)
         self.quiet = Quiet(self._existing_core, self._wake)
+        self.holds = Holds(lambda: self._core)
         self.weights = Weights(self.call, self.quiet)
         self.switch = Switch()
         """Sends the worker away, for whoever supervises workers with it."""

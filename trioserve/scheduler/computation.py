@@ -15,10 +15,17 @@ from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.policy import Order, queue_order
 from trioserve.scheduler.prefix import Namespace, Node
 
-__all__ = ["NO_LOGPROBS", "Computation", "Line", "Running"]
+__all__ = ["NO_LOGPROBS", "Computation", "Line", "Running", "namespace_of"]
 
 NO_SLOT = -1
 NO_LOGPROBS = -1
+
+
+def namespace_of(salt: str, adapter: int) -> Namespace:
+    """Whose cached prefixes requests with that salt and adapter share."""
+    return (salt, adapter) if adapter else (salt,)
+
+
 _get_order = operator.attrgetter("order")
 
 
@@ -65,7 +72,7 @@ class Computation:
         """The record of a sequence whose ``max_tokens`` is known; ``arrival`` is its request's."""
         request = sequence.request
         namespace: Namespace | None = None
-        own = (request.cache_salt, request.adapter) if request.adapter else (request.cache_salt,)
+        own = namespace_of(request.cache_salt, request.adapter)
         if limits.enable_prefix_caching:
             namespace = own
         elif len(request.sequences) > 1:  # They share their prompt, and with nobody else.

@@ -7,6 +7,7 @@ The one place where :mod:`~trioserve.scheduler.slots`, :mod:`~trioserve.schedule
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from trioserve.retention import Retention
 from trioserve.scheduler import policy
@@ -139,7 +140,7 @@ class Memory:
         if self.prefix.priorities.next_expiry <= now:
             self.prefix.priorities.expire(now)
 
-    def hold(self, name: str, namespace: Namespace, tokens: list[int], priority: int) -> None:
+    def hold(self, name: str, namespace: Namespace, tokens: Seq[int], priority: int) -> None:
         """Keep what is cached of ``tokens``, by a hold of that name, until :meth:`let_go`."""
         path = self.prefix.path(namespace, tokens, len(tokens) // self.limits.page_size)
         if path:

@@ -156,6 +156,10 @@ class Priorities:
             del self._held[node]
         self._look(node)
 
+    def hold_names(self) -> set[str]:
+        """The names of all holds."""
+        return set(self._holds)
+
     # ---- levels
 
     def level_of(self, node: Node) -> int:

@@ -114,6 +114,9 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         bool | None, about("Tell the prompt as the chat template has written it.")
     ] = None
 
+    session_params: Annotated[
+        Any, only({}, why="a chat is given whole, and the prefix cache finds its beginning")
+    ] = None
     store: Annotated[Any, only(False, why="nothing is stored")] = None
     modalities: Annotated[Any, only(["text"], why=_TEXT_ONLY)] = None
     audio: Annotated[Any, only(why=_TEXT_ONLY)] = None

@@ -24,6 +24,7 @@ from trioserve.http.openai.fields import (
     sampling_fields,
 )
 from trioserve.http.service import Service, json_response
+from trioserve.http.sessions.turns import as_turn
 from trioserve.http.threads import num_logprobs, run_if_long
 from trioserve.request import Prompt, TextPrompt, TokensPrompt
 
@@ -49,7 +50,9 @@ class CompletionEndpoints:
         service = self._service
         model = service.model(request.model)
         check_stream_options(request)
-        jobs = self._jobs(request)
+        jobs = as_turn(service, request.session_params, self._jobs(request))
+        if request.echo and jobs[0].turn is not None:
+            raise InvalidRequest("echo isn't served in a session", param="echo")
         wanted = _wanted(request, jobs[0], service)
         prompts = [job.prompt for job in jobs]
         created = int(time.time())

@@ -13,6 +13,7 @@ from trioserve.http.openai.schemas import (
     UsageReply,
 )
 from trioserve.http.schemas import Count, NumOutputs, TokenId, about, only
+from trioserve.http.sessions.schemas import SessionParams
 
 __all__ = ["CompletionChoice", "CompletionLogprobs", "CompletionRequest", "CompletionResponse"]
 
@@ -40,6 +41,9 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     max_tokens: Annotated[
         Count | None,
         about("Most tokens to produce; 16 if it isn't given. 0 only computes the prompt."),
+    ] = None
+    session_params: Annotated[
+        SessionParams | None, about("Make the request a turn of a session.")
     ] = None
     best_of: Annotated[
         NumOutputs | None,

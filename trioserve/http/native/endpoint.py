@@ -12,6 +12,7 @@ from trioserve.http.native.fields import read_batch
 from trioserve.http.native.schemas import GenerateRequest, GenerateResponse
 from trioserve.http.native.writer import NativeWriter
 from trioserve.http.service import Service, json_response
+from trioserve.http.sessions.turns import as_turn
 from trioserve.http.threads import num_logprobs, run_if_long
 
 __all__ = ["NativeEndpoints"]
@@ -32,6 +33,7 @@ class NativeEndpoints:
     async def _answer(self, request: GenerateRequest) -> quart.Response:
         service = self._service
         batch = read_batch(request, service)
+        jobs = as_turn(service, request.session_params, batch.jobs)
         writer = NativeWriter(
             batch=batch,
             tokenizer=service.engine.tokenizer,
@@ -40,8 +42,8 @@ class NativeEndpoints:
             with_prompt_ids=bool(request.return_prompt_token_ids),
         )
         if request.stream:
-            return service.stream(batch.jobs, writer)
-        completions = await service.complete(batch.jobs)
+            return service.stream(jobs, writer)
+        completions = await service.complete(jobs)
 
         def all_replies() -> list[GenerateResponse]:
             return [

@@ -27,6 +27,7 @@ from trioserve.http.schemas import (
     one_worker,
     only,
 )
+from trioserve.http.sessions.schemas import SessionParams
 from trioserve.sampling import MAX_EXTRA_ARGS, MAX_LOGPROB_TOKEN_IDS
 
 __all__ = ["DEFAULT_NEW_TOKENS", "GenerateRequest", "GenerateResponse", "NativeSampling"]
@@ -180,6 +181,9 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         KvCacheRetentionConfig | None,
         about("How much its KV is worth in the prefix cache once it has ended."),
     ] = None
+    session_params: Annotated[
+        SessionParams | None, about("Make the request a turn of a session.")
+    ] = None
     timeout: Annotated[
         Seconds | None, about("Seconds after which the request is ended with a 504.")
     ] = None
@@ -211,9 +215,6 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     video_max_dynamic_patch: Annotated[Any, _text_only()] = None
     images_config: Annotated[Any, _text_only()] = None
     encoder_urls: Annotated[Any, _text_only()] = None
-    session_params: Annotated[
-        Any, only({}, why="the prefix cache finds earlier turns by itself")
-    ] = None
     lora_path: Annotated[
         _AdapterName | list[_AdapterName | None] | None,
         about("The name of a loaded adapter, for all prompts or for each."),

@@ -257,7 +257,6 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         Annotated[str, msgspec.Meta(max_length=512)] | None,
         about("The name of a loaded adapter; `model` may name it, too."),
     ] = None
-    session_params: Annotated[Any, only({}, why="prompts are given whole")] = None
     images_config: Annotated[Any, only({}, why="the models that are served read text only")] = None
     kv_transfer_params: Annotated[Any, one_worker()] = None
     ec_transfer_params: Annotated[Any, one_worker()] = None

@@ -1,0 +1,46 @@
+"""``/open_session`` and ``/close_session``. A session belongs to the key that opened it."""
+
+from __future__ import annotations
+
+import quart
+
+from trioserve.errors import InvalidRequest
+from trioserve.http.control.schemas import Done
+from trioserve.http.generations import renamed
+from trioserve.http.service import Service, json_response
+from trioserve.http.sessions.schemas import (
+    DEFAULT_TIMEOUT,
+    CloseSessionRequest,
+    OpenSessionRequest,
+)
+from trioserve.sessions import MAX_CAPACITY
+
+__all__ = ["SessionEndpoints"]
+
+
+class SessionEndpoints:
+    """The handlers, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def open_session(self) -> quart.Response:
+        """``POST /open_session``: the session's id, as a JSON string."""
+        request = await self._service.read(OpenSessionRequest)
+        try:
+            session = self._service.engine.sessions.open(
+                request.session_id,
+                capacity=min(request.capacity_of_str_len, MAX_CAPACITY),
+                timeout=request.timeout or DEFAULT_TIMEOUT,
+                owner=self._service.record.key,
+                goes_on=bool(request.streaming),
+            )
+        except InvalidRequest as error:
+            raise renamed(error, {"capacity": "capacity_of_str_len"}) from None
+        return json_response(session.id)
+
+    async def close_session(self) -> quart.Response:
+        """``POST /close_session``: turns that run are ended."""
+        request = await self._service.read(CloseSessionRequest)
+        self._service.engine.sessions.find(request.session_id, self._service.record.key).close()
+        return json_response(Done(message="the session is closed"))

@@ -1,0 +1,52 @@
+"""From a request's ``session_params`` to the session that it is a turn of."""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.errors import InvalidRequest
+from trioserve.http.generations import Job, SessionTurn, renamed
+from trioserve.http.service import Service
+from trioserve.http.sessions.schemas import SessionParams
+from trioserve.sessions import Continuation
+
+__all__ = ["as_turn"]
+
+_FIELD = "session_params"
+_RENAMES = {
+    "session": f"{_FIELD}.id",
+    "session_id": f"{_FIELD}.id",
+    "after": f"{_FIELD}.rid",
+    "request_id": "rid",
+}
+
+
+def as_turn(service: Service, params: SessionParams | None, jobs: list[Job]) -> list[Job]:
+    """``jobs`` as they are, or the one that there has to be as a turn of the session.
+
+    Raises:
+        InvalidRequest: there is no such session of this client's, or there are several prompts.
+    """
+    if params is None or params == SessionParams():
+        return jobs
+    if params.id is None:
+        raise InvalidRequest(f"{_FIELD} needs id", param=f"{_FIELD}.id")
+    if len(jobs) != 1:
+        raise InvalidRequest(
+            f"a turn of a session has one prompt, got {len(jobs)}", param=f"{_FIELD}.id"
+        )
+    try:
+        session = service.engine.sessions.find(params.id, service.record.key)
+    except InvalidRequest as error:
+        raise renamed(error, _RENAMES) from None
+    turn = SessionTurn(
+        session,
+        Continuation(
+            after=params.rid,
+            anew=not session.goes_on,
+            offset=params.offset or None,
+            replace=bool(params.replace),
+            drop_previous_output=bool(params.drop_previous_output),
+        ),
+    )
+    return [attrs.evolve(jobs[0], turn=turn, renames={**jobs[0].renames, **_RENAMES})]

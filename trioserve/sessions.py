@@ -1,0 +1,464 @@
+"""Sessions: conversations whose earlier turns the server remembers, and whose KV it keeps.
+
+A turn is a request like any other: its prompt is what came before, as tokens, and what is new. It
+becomes part of the session's history when it has ended as it should and its reader has got all of
+it; one that was cut off leaves no trace, and the next turn goes on from before it. What has been
+computed is found by the prefix cache. It is kept by a hold on each end of the history, which raises
+what the cached pages are worth: so a session owns no page, and nothing can leak.
+
+Turns that run at the same time are branches: each goes on from what had ended when it began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import uuid
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Protocol
+
+import attrs
+import trio
+
+from trioserve.errors import InvalidRequest, RequestAborted, SessionLimit
+from trioserve.generation import (
+    Completion,
+    GenerationStream,
+    PromptLike,
+    as_prompt,
+    completion_of,
+)
+from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt
+from trioserve.sampling import SamplingParams
+from trioserve.scheduler.holds import Holds
+from trioserve.turns import Turn, Turns
+
+__all__ = ["MAX_CAPACITY", "SESSION_PRIORITY", "Continuation", "Session", "Sessions"]
+
+SESSION_PRIORITY = 60
+"""What the pages of an open session are worth, of 100, where 35 is usual."""
+MAX_CAPACITY = 1 << 20
+"""Most tokens that a session may hold."""
+MAX_TURNS = 10_000
+MAX_ID_CHARACTERS = 256
+
+Generation = contextlib.AbstractAsyncContextManager[GenerationStream]
+
+
+class Generate(Protocol):
+    """:meth:`trioserve.Engine.generate`."""
+
+    def __call__(
+        self, prompt: PromptLike, params: SamplingParams | None = None, **options: Any
+    ) -> Generation: ...
+
+
+@attrs.frozen(kw_only=True)
+class Continuation:
+    """Where a turn goes on from.
+
+    Args:
+        after: the id of a turn; None for the last one.
+        anew: go on from nothing, without forgetting anything.
+        offset: keep only so many tokens of what came before; negative ones count from its end.
+        replace: once this turn has ended, forget all others that went on from the same one; with
+            no ``after``, forget everything, and go on from nothing.
+        drop_previous_output: leave out the output of the turn before.
+    """
+
+    after: str | None = None
+    anew: bool = False
+    offset: int | None = None
+    replace: bool = False
+    drop_previous_output: bool = False
+
+
+@attrs.frozen
+class _Start:
+    """What is settled when a turn begins."""
+
+    id: str
+    parent: Turn | None
+    prefix: list[int]
+    replace: bool
+
+
+@attrs.define(eq=False)
+class Session:
+    """One conversation, for as long as it is open: see :meth:`trioserve.Engine.open_session`."""
+
+    id: str
+    capacity: int
+    """Tokens in its history past which no turn begins."""
+    timeout: float
+    """Seconds without a turn after which it is closed; infinity for never."""
+    owner: str | None
+    """Whose it is: nobody else finds it."""
+    goes_on: bool
+    """Whether a turn that names no other one goes on from the last, for whoever leaves it open."""
+    _name: str
+    _sessions: Sessions = attrs.field(repr=False)
+    _turns: Turns = attrs.field(init=False, factory=Turns, repr=False)
+    _running: dict[str, GenerationStream | None] = attrs.field(init=False, factory=dict)
+    """Turns by their ids, and their streams as soon as they are admitted."""
+    is_closed: bool = attrs.field(init=False, default=False)
+    deadline: float = attrs.field(init=False, default=math.inf)
+    """When it will be closed, in seconds on trio's clock."""
+
+    @property
+    def turns(self) -> list[str]:
+        """The ids of the turns in its history, in the order in which they ended."""
+        return [turn.id for turn in self._turns]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that its history holds; what several turns go on from counts once."""
+        return self._turns.num_tokens
+
+    def tokens(self, turn: str | None = None) -> list[int]:
+        """All tokens up to the end of a turn; of the last one, if none is named.
+
+        Raises:
+            InvalidRequest: there is no such turn.
+        """
+        found = self._turns.last if turn is None else self._find(turn)
+        return [] if found is None else found.tokens()
+
+    def generate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        continuation: Continuation = Continuation(),
+        request_id: str | None = None,
+        **options: Any,
+    ) -> Generation:
+        """A turn: ``async with session.generate(...) as stream``.
+
+        What isn't said here is as in :meth:`trioserve.Engine.generate`.
+
+        Args:
+            prompt: what is new: text or token ids.
+            params: how to sample; or give its fields as keyword arguments. There is one output.
+            continuation: where to go on from (default: the last turn).
+            request_id: the turn's id (default: a random one).
+
+        Raises:
+            InvalidRequest: the session is closed or full, there is no such turn, or an argument
+                can't be served; ``param`` names it.
+        """
+        self._check_open()
+        id = request_id or f"req-{uuid.uuid4().hex}"
+        self._check_id(id)
+        _check_sampling(params, options)
+        start = self._start(id, continuation)
+        generation = self._sessions.generate(
+            _own_prompt(prompt, start),
+            params,
+            request_id=id,
+            prefix_ids=start.prefix,
+            **options,
+        )
+        return self._turn(start, generation)
+
+    async def complete(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> Completion:
+        """The whole output of a turn at once; as :meth:`generate`."""
+        async with self.generate(prompt, params, **options) as stream:
+            chunks = [chunk async for chunk in stream]
+        return completion_of(stream, chunks)
+
+    def close(self) -> None:
+        """Forget everything, and end the turns that run. Never blocks; idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for stream in self._running.values():
+            if stream is not None:
+                self._sessions.end(stream.request, RequestAborted("the session was closed"))
+        self._forget(list(self._turns))
+        self._sessions.on_closed(self)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise InvalidRequest("the session is closed", param="session", code="session_closed")
+        if self._turns.num_tokens >= self.capacity or len(self._turns) >= MAX_TURNS:
+            raise InvalidRequest(
+                f"the session is full: its turns hold {self._turns.num_tokens} tokens, and its "
+                f"capacity is {self.capacity}",
+                param="session",
+                code="session_full",
+            )
+
+    def _check_id(self, id: str) -> None:
+        if id in self._turns or id in self._running:
+            raise InvalidRequest(f"the session has a turn {id!r} already", param="request_id")
+
+    def _find(self, id: str) -> Turn:
+        turn = self._turns.get(id)
+        if turn is None:
+            state = "has not ended yet" if id in self._running else "isn't in the session"
+            raise InvalidRequest(f"the turn {id!r} {state}", param="after")
+        return turn
+
+    def _start(self, id: str, continuation: Continuation) -> _Start:
+        if continuation.after is not None:
+            parent: Turn | None = self._find(continuation.after)
+        elif continuation.anew or continuation.replace:
+            parent = None
+        else:
+            parent = self._turns.last
+        prefix: list[int] = []
+        if parent is not None:
+            prefix = parent.tokens()
+            if continuation.drop_previous_output:
+                prefix = prefix[: parent.cut + parent.num_prompt_tokens]
+            if continuation.offset is not None:
+                prefix = prefix[: continuation.offset]
+        return _Start(id, parent, prefix, continuation.replace)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, start: _Start, generation: Generation) -> AsyncIterator[GenerationStream]:
+        self._check_open()
+        self._check_id(start.id)
+        stream: GenerationStream | None = None
+        self._running[start.id] = None
+        self.deadline = math.inf
+        try:
+            async with generation as stream:
+                self._running[start.id] = stream
+                if self.is_closed:
+                    raise RequestAborted("the session was closed")
+                yield stream
+        finally:
+            del self._running[start.id]
+            if stream is not None and stream.is_complete and not self.is_closed:
+                self._keep(start, stream)
+            self.touch()
+
+    def _keep(self, start: _Start, stream: GenerationStream) -> None:
+        """The turn has ended as it should: it is part of the history."""
+        parent = start.parent
+        if parent is not None and self._turns.get(parent.id) is not parent:
+            return  # What it went on from was replaced meanwhile.
+        if start.replace:
+            others = list(self._turns) if parent is None else list(parent.children)
+            self._forget(others)
+        cut = len(start.prefix)
+        prompt = stream.prompt_token_ids
+        turn = Turn(
+            id=start.id,
+            parent=parent,
+            cut=cut,
+            own=array("i", [*prompt[cut:], *stream.output_token_ids]),
+            num_prompt_tokens=len(prompt) - cut,
+            salt=stream.request.cache_salt,
+            adapter=stream.request.adapter,
+        )
+        self._turns.add(turn)
+        self._hold(turn)
+        if parent is not None:
+            self._hold(parent)
+
+    def _hold(self, turn: Turn) -> None:
+        """Hold the ends of the history: what is covered by another turn is kept with that."""
+        name = self._hold_name(turn)
+        if turn.is_covered:
+            self._sessions.holds.let_go(name)
+        else:
+            self._sessions.holds.hold(
+                name, turn.tokens(), SESSION_PRIORITY, salt=turn.salt, adapter=turn.adapter
+            )
+
+    def _forget(self, turns: list[Turn]) -> None:
+        for turn in self._turns.remove(turns):
+            self._sessions.holds.let_go(self._hold_name(turn))
+
+    def _hold_name(self, turn: Turn) -> str:
+        return f"{self._name}/{turn.id}"
+
+    def hold_names(self) -> Iterator[str]:
+        """The names of all holds that it may have."""
+        return map(self._hold_name, self._turns)
+
+    def touch(self) -> None:
+        """Somebody has to do with it: the time without a turn begins now."""
+        if not self._running and not self.is_closed:
+            self.deadline = trio.current_time() + self.timeout
+            self._sessions.on_touched()
+
+    def check_integrity(self) -> None:
+        """Assert what is always true of a session that is open."""
+        assert not self.is_closed
+        self._turns.check_integrity()
+        assert not set(self._running) & set(self.turns), "a turn runs that has ended"
+        assert (self.deadline == math.inf) >= bool(self._running)
+
+
+def _check_sampling(params: SamplingParams | None, options: dict[str, Any]) -> None:
+    n = options.get("n", 1) if params is None else params.n
+    if n not in (None, 1):
+        raise InvalidRequest(f"n must be 1 in a session, got {n}", param="n")
+    if params is None:
+        truncate = options.get("truncate_prompt_tokens")
+    else:
+        truncate = params.truncate_prompt_tokens
+    if truncate is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens isn't served in a session; see offset",
+            param="truncate_prompt_tokens",
+        )
+
+
+def _own_prompt(prompt: PromptLike, start: _Start) -> Prompt:
+    """What is new in a turn. Special tokens come before the first turn only."""
+    own = as_prompt(prompt)
+    if isinstance(own, ChatPrompt):
+        raise InvalidRequest("a turn's prompt is text or token ids", param="prompt")
+    if isinstance(own, TextPrompt) and start.prefix:
+        return attrs.evolve(own, add_special_tokens=False)
+    return own
+
+
+class Sessions:
+    """The open sessions of one engine.
+
+    Args:
+        generate: the engine's.
+        end: ends a turn that runs, with an error.
+        holds: of the engine's scheduler; None where that is in another process.
+        max_sessions: how many may be open.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        end: Callable[[Request, RequestAborted], None],
+        holds: Holds | None,
+        max_sessions: int,
+    ) -> None:
+        self.generate = generate
+        self.end = end
+        self._holds = holds
+        self._max_sessions = max_sessions
+        self._open: dict[str, Session] = {}
+        self._num_opened = 0
+        self.start_task: Callable[[Callable[[], Any]], None] | None = None
+        """Starts a task that lives as long as the engine."""
+        self._has_task = False
+        self._alarm = trio.CancelScope()
+        """Ends when the next session is to be closed."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def holds(self) -> Holds:
+        """What keeps the pages."""
+        assert self._holds is not None
+        return self._holds
+
+    def open(
+        self,
+        id: str | None = None,
+        *,
+        capacity: int = MAX_CAPACITY,
+        timeout: float = math.inf,
+        owner: str | None = None,
+        goes_on: bool = True,
+    ) -> Session:
+        """A new session, until it is closed: :meth:`trioserve.Engine.open_session` is a block.
+
+        Args:
+            id: see there.
+            capacity: see there.
+            timeout: see there.
+            owner: who is to find it.
+            goes_on: see :class:`Session`.
+
+        Raises:
+            InvalidRequest: an argument is wrong, or there is a session of that id.
+            SessionLimit: as many sessions are open as may be.
+        """
+        if self._holds is None:
+            raise InvalidRequest(
+                "sessions are served by a single process only (--api-server-count 1)",
+                code="unsupported",
+            )
+        id = id or f"session-{uuid.uuid4().hex}"
+        if len(id) > MAX_ID_CHARACTERS:
+            raise InvalidRequest(
+                f"session_id has {len(id)} characters; at most {MAX_ID_CHARACTERS} are served",
+                param="session_id",
+            )
+        if not 1 <= capacity <= MAX_CAPACITY:
+            raise InvalidRequest(
+                f"capacity must be from 1 to {MAX_CAPACITY}, got {capacity}", param="capacity"
+            )
+        if not timeout > 0:
+            raise InvalidRequest(f"timeout must be positive, got {timeout}", param="timeout")
+        if id in self._open:
+            raise InvalidRequest(f"there is a session {id!r} already", param="session_id")
+        if len(self._open) >= self._max_sessions:
+            raise SessionLimit(
+                f"{len(self._open)} sessions are open; that is the limit (--max-sessions)"
+            )
+        self._num_opened += 1
+        name = f"session {self._num_opened}"
+        session = Session(id, capacity, timeout, owner, goes_on, name, self)
+        self._open[id] = session
+        session.touch()
+        if timeout < math.inf and not self._has_task and self.start_task is not None:
+            self._has_task = True
+            self.start_task(self._run)
+        return session
+
+    def find(self, id: str, owner: str | None = None) -> Session:
+        """The open session of that id.
+
+        Raises:
+            InvalidRequest: there is none, or it is somebody else's.
+        """
+        session = self._open.get(id)
+        if session is None or session.owner != owner:
+            raise InvalidRequest(
+                f"there is no session {id!r}; it may have been closed, or timed out",
+                param="session_id",
+                code="session_not_found",
+            )
+        return session
+
+    async def _run(self) -> None:
+        """The task: close sessions when their time is over."""
+        while True:
+            with trio.CancelScope(deadline=self._next_deadline()) as self._alarm:
+                await trio.sleep_forever()
+            now = trio.current_time()
+            for session in list(self._open.values()):
+                if session.deadline <= now:
+                    session.close()
+
+    def _next_deadline(self) -> float:
+        return min((session.deadline for session in self._open.values()), default=math.inf)
+
+    def on_touched(self) -> None:
+        """The deadline of a session has moved."""
+        self._alarm.deadline = self._next_deadline()
+
+    def on_closed(self, session: Session) -> None:
+        """``session`` is closed."""
+        del self._open[session.id]
+
+    def check_integrity(self) -> None:
+        """Assert what is always true, of each session and of what is held for all of them."""
+        for session in self._open.values():
+            session.check_integrity()
+        assert len(self._open) <= self._max_sessions
+        if self._holds is not None:
+            names = {name for each in self._open.values() for name in each.hold_names()}
+            assert self._holds.names() <= names, "pages are kept for a session that is closed"
