@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gpu.draws import TopLogprobs
 from gpu.slots import Row, Slot
-from trioserve.wire import PromptPiece
+from trioserve.wire import PooledPrompt, PromptPiece
 
 __all__ = ["Drawn", "Executor", "Finished", "Submission"]
 
@@ -37,6 +37,8 @@ class Drawn:
     """Raw log-probabilities of each row's ``logprob_token_ids``."""
     prompts: list[PromptPiece] = attrs.field(factory=list)
     """Of the rows that computed prompt tokens whose log-probabilities are wanted."""
+    pooled: list[PooledPrompt] = attrs.field(factory=list)
+    """Of the rows that completed a prompt of which a vector is wanted."""
     step_us: int = 0
     """From the step's start on the device to its end."""
     idle_us: int = 0

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.adjustments import Adjuster, Adjustment, Logits
+from gpu.pooled import PooledSlots
 from gpu.prompt_logprobs import PromptSpan
 from gpu.slots import UNKNOWN_TOKEN, Row, Slot
 
@@ -26,10 +27,13 @@ class SlotExtras:
         self._adjusted: set[int] = set()
         self._naming: set[int] = set()  # have logprob_token_ids
         self._prompts: set[int] = set()  # want log-probabilities of their prompts
+        self.pooled = PooledSlots()
+        """Those that want a vector of their prompt."""
 
     def open(self, slot: Slot) -> None:
         """See :meth:`gpu.executor.Executor.open`."""
         self._forget(slot.number)
+        self.pooled.open(slot)
         self._adjuster.open(slot)
         if self._adjuster.adjusts(slot):
             self._adjusted.add(slot.number)
@@ -41,6 +45,7 @@ class SlotExtras:
     def close(self, number: int) -> None:
         """See :meth:`gpu.executor.Executor.close`."""
         self._forget(number)
+        self.pooled.close(number)
         self._adjuster.close(number)
 
     def adjusts(self, rows: Sequence[Row]) -> bool:

@@ -215,6 +215,7 @@ def _result(pending: _Pending, giving: Sequence[bool], drawn: Drawn) -> StepResu
             _NAN * len(order) if drawn.logprobs is None else from_floats(drawn.logprobs[order])
         ),
         prompts=drawn.prompts,
+        pooled=drawn.pooled,
         step_us=drawn.step_us,
         idle_us=drawn.idle_us,
     )

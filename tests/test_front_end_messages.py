@@ -157,7 +157,7 @@ def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> N
     stays = {
         *("prompt", "stream", "times", "traceparent", "tracestate", "max_prompt_tokens"),
         *("fewest_tokens", "sequences", "admitted", "on_tokenized", "on_admitted", "rejection"),
-        *("prompt_logprobs", "num_cached_tokens"),
+        *("prompt_logprobs", "vector", "num_cached_tokens"),
     }
     travels = {*Submit.__struct_fields__} - {"number", "sampler", "arrived"}
     assert {field.name for field in attrs.fields(Request)} - stays == travels
@@ -259,7 +259,7 @@ def test_any_other_error_is_the_engines() -> None:
 
 def test_an_ending_is_the_finish_it_tells_of() -> None:
     finish = Finish(FinishReason.STOP, stop_reason=7)
-    assert Ending.of(finish, None, 1.0, 2.0).finish(None) == finish
+    assert Ending.of(finish, None, 1.0, 2.0, b"").finish(None) == finish
 
 
 async def test_times_go_there_and_back(autojump_clock: trio.testing.MockClock) -> None:

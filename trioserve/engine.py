@@ -53,6 +53,7 @@ from trioserve.generation import (
 )
 from trioserve.metrics import Metrics
 from trioserve.model_files.encoder_files import ModelTask
+from trioserve.pooling.decoders import AskedPrompt
 from trioserve.pooling.inputs import Inputs
 from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.requests import Encoding, Pooling
@@ -129,6 +130,7 @@ class Engine:
             metrics=self.metrics,
             check_open=self._check_open,
             encoding=self._encoding,
+            pool_prompt=self._pool_prompt,
             open=OpenRequests(self._on_left),
         )
         self.sessions = Sessions(
@@ -254,8 +256,7 @@ class Engine:
             traceparent=traceparent,
             tracestate=tracestate,
         )
-        catalogue = self._scheduler.adapters.catalogue
-        number = catalogue.find(adapter).number if adapter else NO_ADAPTER
+        number = self._adapter_number(adapter)
         if retention is not None and not isinstance(retention, Retention):
             raise InvalidRequest(
                 f"retention must be a Retention, got {retention!r}", param="retention"
@@ -329,28 +330,39 @@ class Engine:
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
+        pooling: str | None = None,
         truncate_prompt_tokens: int | None = None,
         request_id: str | None = None,
         timeout: float | None = None,
         arrived: float | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
     ) -> Embeddings:
         """The embeddings of texts. Leaving the call, for whatever reason, aborts it.
+
+        A model that generates gives them, too: of the hidden states behind its last layer.
 
         Args:
             inputs: a text, the token ids of one, or a list of either. Ids are taken as they are,
                 special tokens included.
             dimensions: keep as many of each vector, and make it as long as 1 again: for models that
                 were trained so (Matryoshka).
-            normalize: whether vectors are as long as 1 (default: as the model's files say).
+            normalize: whether vectors are as long as 1 (default: as the model's files say; yes for
+                a model that generates).
+            pooling: of a model that generates: the hidden state of the ``last`` token, the default,
+                or the ``mean`` of all. An encoder's is its own.
             truncate_prompt_tokens: cut longer texts to as many tokens, -1 for as many as the model
                 takes (default: refuse what is longer than that).
             request_id: a name for :meth:`abort` (default: a random one).
             timeout: seconds after which :exc:`~trioserve.errors.DeadlineExceeded` is raised
                 (default: the option ``default_timeout``); infinity for never.
             arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
+            cache_salt: share cached prefixes only with requests of the same salt.
+            adapter: the name of a loaded adapter (default: the model as it is).
 
         Raises:
             InvalidRequest: the model is for something else, or an argument can't be served.
+            AdapterNotFound: no adapter of that name is loaded.
             ContextTooLong: a text is longer than the model takes.
             QueueFull: too many texts wait, or too many tokens in them.
             Draining: the engine is shutting down.
@@ -363,10 +375,13 @@ class Engine:
             inputs,
             dimensions=dimensions,
             normalize=normalize,
+            pooling=pooling,
             truncate_prompt_tokens=truncate_prompt_tokens,
             request_id=request_id,
             timeout=timeout,
             arrived=arrived,
+            cache_salt=cache_salt,
+            adapter=adapter,
         )
 
     async def score(
@@ -723,6 +738,23 @@ class Engine:
             for index in range(params.n)
         ]
         return request
+
+    def _adapter_number(self, name: str) -> int:
+        """The number of a loaded adapter, or of none."""
+        return self._scheduler.adapters.catalogue.find(name).number if name else NO_ADAPTER
+
+    async def _pool_prompt(self, asked: AskedPrompt, deadline: Deadline) -> tuple[bytes, int]:
+        """What the hidden states of a prompt become, as a float32 column, and its tokens."""
+        request = self._make_request(asked.prompt, asked.params, asked.id, 0, asked.cache_salt)
+        request.adapter = self._adapter_number(asked.adapter)
+        for sequence in request.sequences:
+            sequence.sampler = attrs.evolve(sequence.sampler, pooling=asked.pooling)
+        async with self._generation(request, deadline) as stream:
+            async for _ in stream:
+                pass
+        if not request.vector:
+            raise RequestAborted("the request was aborted")
+        return request.vector, len(request.prompt_ids)
 
     def on_finished(self, sequence: Sequence, finish: Finish) -> None:
         """Nothing more will be delivered of ``sequence``: note when and why."""

@@ -112,6 +112,8 @@ class LoadedModel:
         for option in ("tokenizer", "chat_template"):
             if getattr(config, option) is not None:
                 raise ModelLoadError(f"{flag_name(option)} isn't for an encoder: leave it out")
+        if config.serves_adapters:
+            raise ModelLoadError("an encoder has no adapters: leave out --enable-lora")
         backend = files.load_tokenizer()
         longest = files.config.max_length
         return cls(

@@ -217,6 +217,8 @@ class Request:
     rejection: Exception | None = None
     prompt_logprobs: PromptLogprobs | None = None
     """Those that have come so far, where they were asked for: complete before the first chunk."""
+    vector: bytes = b""
+    """What the prompt's hidden states became, a float32 column, where that was asked for."""
     num_cached_tokens: int = 0
     """Tokens of the prompt whose KV was found in the prefix cache when it first ran."""
 

@@ -263,6 +263,8 @@ class SamplerParams:
     bad_words: list[list[int]] = attrs.field(factory=list)
     grammar: Grammar | None = None
     extra_args: dict[str, Any] = attrs.field(factory=dict)
+    pooling: str = ""
+    """What the prompt's hidden states become: ``last`` or ``mean``; empty for nothing."""
 
     def is_stop(self, token: int, num_output: int) -> bool:
         """Whether ``token``, the ``num_output``-th of the output (from 1), ends the sequence."""

@@ -40,6 +40,7 @@ __all__ = [
     "MockSteps",
     "OpenSlot",
     "Plan",
+    "PooledPrompt",
     "Progress",
     "PromptPiece",
     "Quit",
@@ -243,6 +244,14 @@ class PromptPiece:
 
 
 @attrs.frozen(kw_only=True)
+class PooledPrompt:
+    """What the hidden states of a slot's prompt became: ``vector`` is float32 [E]."""
+
+    slot: int
+    vector: bytes
+
+
+@attrs.frozen(kw_only=True)
 class StepResult:
     """What a plan produced, in ragged columns.
 
@@ -255,7 +264,8 @@ class StepResult:
     log-probabilities of its slot's ``logprob_token_ids``, in their order, are
     ``ids_logprobs[ids_offsets[k]:ids_offsets[k+1]]``. A token of -1 says that there was none to
     draw: the logits hold NaN, or what the request allows leaves nothing. ``prompts`` has a piece
-    for each row that computed prompt tokens whose log-probabilities are wanted.
+    for each row that computed prompt tokens whose log-probabilities are wanted, ``pooled`` a vector
+    for each that completed a prompt of which one is.
 
     Times are microseconds on the worker's clock: ``idle_us`` since the last step ended, ``step_us``
     of this step.
@@ -273,6 +283,7 @@ class StepResult:
     ids_offsets: bytes = b""
     ids_logprobs: bytes = b""
     prompts: list[PromptPiece] = attrs.field(factory=list)
+    pooled: list[PooledPrompt] = attrs.field(factory=list)
     step_us: int = 0
     idle_us: int = 0
 
@@ -395,6 +406,14 @@ def schema_hash() -> str:
     """A hash over every message's fields and types; two sides that differ must not talk."""
     description = [
         (cls.__name__, [(field.name, str(field.type)) for field in attrs.fields(cls)])
-        for cls in (*_CLASSES, OpenSlot, PromptPiece, MockSteps, SamplerParams, Grammar)
+        for cls in (
+            *_CLASSES,
+            OpenSlot,
+            PromptPiece,
+            PooledPrompt,
+            MockSteps,
+            SamplerParams,
+            Grammar,
+        )
     ]
     return hashlib.sha256(repr(description).encode()).hexdigest()[:16]

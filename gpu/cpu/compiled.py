@@ -257,6 +257,10 @@ class CompiledModel:
         )
         return self._hidden[:num_tokens], query_start[1 : count + 1] - 1
 
+    def floats(self, hidden: Numbers) -> Floats:
+        """See :meth:`gpu.cpu.model.CpuModel.floats`."""
+        return hidden.astype(np.float32)
+
     def logits(self, hidden: Numbers, rows: npt.NDArray[np.integer] | None = None) -> Floats:
         """See :meth:`gpu.cpu.model.CpuModel.logits`."""
         count = len(hidden) if rows is None else len(rows)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu.adjustments import Adjuster, NoAdjuster
 from gpu.cpu.model import CpuModel, CpuSampler, Floats, Hidden
@@ -13,9 +14,10 @@ from gpu.cpu.scores import logprobs_of, score_prompt
 from gpu.draws import SamplerRow, is_plainly_greedy
 from gpu.executor import Drawn, Finished, Submission
 from gpu.extras import SlotExtras
+from gpu.pooled import PooledSpan, pooled_prompt
 from gpu.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.slots import Row, Slot, SlotTable
-from trioserve.wire import PromptPiece
+from trioserve.wire import PooledPrompt, PromptPiece
 
 __all__ = ["CpuExecutor"]
 
@@ -76,6 +78,22 @@ class CpuExecutor:
         if not rows:
             return Drawn(tokens=_NO_TOKENS)
         hidden, ends = self._model.forward(rows, self._slots)
+        pooled = self._pool(self._extras.pooled.spans(rows, ends), hidden)
+        drawn = self._draw(rows, hidden, ends)
+        drawn.pooled = pooled
+        return drawn
+
+    def _pool(self, spans: list[PooledSpan], hidden: Hidden) -> list[PooledPrompt]:
+        """The vectors of the prompts that the step completes."""
+        found = []
+        for span in spans:
+            states = self._model.floats(hidden[span.first_hidden : span.stop_hidden])
+            vector = self._extras.pooled.take(span, states)
+            if vector is not None:
+                found.append(pooled_prompt(span, vector))
+        return found
+
+    def _draw(self, rows: Sequence[Row], hidden: Hidden, ends: npt.NDArray[np.integer]) -> Drawn:
         spans = self._extras.prompt_spans(rows, ends)
         prompts = [self._piece(span, hidden) for span in spans] if spans else []
         sampling = [row for row in rows if row.samples]

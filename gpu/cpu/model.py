@@ -46,6 +46,10 @@ class CpuModel(Protocol):
         """
         ...
 
+    def floats(self, hidden: Any) -> Floats:
+        """[R, E]: ``hidden``, some of what :meth:`forward` returned, in float32."""
+        ...
+
     def logits(self, hidden: Any, rows: npt.NDArray[np.integer] | None = None) -> Floats:
         """The logits [R, V] of the R ``rows`` of ``hidden``, or of all; may be changed.
 

@@ -62,6 +62,11 @@ class TorchModel:
         last = {row.slot.number: end - 1 for row, end in ends}
         return hidden, np.array([last[row.slot.number] for row in rows])
 
+    def floats(self, hidden: torch.Tensor) -> Floats:
+        """See :meth:`gpu.cpu.model.CpuModel.floats`."""
+        floats: Floats = hidden.float().numpy()
+        return floats
+
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.integer] | None = None) -> Floats:
         """See :meth:`gpu.cpu.model.CpuModel.logits`."""

@@ -36,6 +36,7 @@ from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
 from gpu.lora.torch_adapters import TokenGroup, TorchAdapters
 from gpu.models.decoder import Decoder
+from gpu.pooled import PooledSpan
 from gpu.prompt_logprobs import PromptSpan
 from gpu.prompt_scores import logprobs_of, score_prompt
 from gpu.slots import Row, Slot, SlotTable
@@ -175,9 +176,11 @@ class CudaExecutor:
         spans = self._extras.prompt_spans(ordered, layout.query_start[1:] - 1)
         adjusted = self._extras.adjusts(sampling)
         adapted = [] if self._adapters is None else self._adapters.groups(ordered)
+        pools = self._extras.pooled.spans(ordered, layout.query_start[1:] - 1)
         # A graph gives no hidden states, no logits side by side if some rows don't sample, and
         # knows nothing of adapters.
-        replayable = not spans and not adapted and not (adjusted and len(sampling) < len(rows))
+        by_itself = spans or pools or adapted
+        replayable = not by_itself and not (adjusted and len(sampling) < len(rows))
         with torch.inference_mode():
             replay = self._pack_attention(layout, replayable)
             place_of = self._pack_rows(ordered, layout, replay)
@@ -192,6 +195,7 @@ class CudaExecutor:
             else:
                 hidden = self._forward(len(layout.positions), adapted)
                 reports += self._score(spans, hidden)
+                reports += self._pool(pools, hidden)
                 if sampling:
                     last = self._buffer["sampled_from"][: len(sampling)]
                     self._head(hidden.index_select(0, last))
@@ -204,6 +208,7 @@ class CudaExecutor:
             replay=replay,
             adjusted=adjusted,
             spans=spans,
+            pools=[span for span in pools if span.is_last],
             named=named,
             reports=reports,
         )
@@ -270,6 +275,12 @@ class CudaExecutor:
         """Five tensors of each span."""
         logits, vocab_size = self._model.logits, self._sampler.vocab_size
         return [each for span in spans for each in score_prompt(span, hidden, logits, vocab_size)]
+
+    def _pool(self, spans: list[PooledSpan], hidden: torch.Tensor) -> list[torch.Tensor]:
+        """A vector of each span that completes a prompt."""
+        states = (hidden[span.first_hidden : span.stop_hidden].float() for span in spans)
+        taken = map(self._extras.pooled.take, spans, states)
+        return [vector for vector in taken if vector is not None]
 
     def _draw(self, num_rows: int, logits: torch.Tensor) -> None:
         slots, lengths = self._buffer["sampling_slots"], self._buffer["lengths"]

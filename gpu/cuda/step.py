@@ -13,6 +13,7 @@ from gpu.cuda.graphs import GraphLadder
 from gpu.cuda.sampler import SamplerOutputs, top_lists
 from gpu.cuda.timeline import Ending, Finished
 from gpu.executor import Drawn
+from gpu.pooled import PooledSpan, pooled_prompt
 from gpu.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.slots import Row
 
@@ -32,7 +33,7 @@ class CudaStep:
     """A step whose forward pass is queued.
 
     Its outputs are, in this order: one or four of the sampler's, if a row samples; five for each of
-    ``spans``; and the log-probabilities of ``named``, if there are any.
+    ``spans``; one for each of ``pools``; and the log-probabilities of ``named``, if there are any.
     """
 
     rows: list[Row] = attrs.field(factory=list)
@@ -43,6 +44,8 @@ class CudaStep:
     adjusted: bool = False
     """Whether logits are adjusted before the draw."""
     spans: list[PromptSpan] = attrs.field(factory=list)
+    pools: list[PooledSpan] = attrs.field(factory=list)
+    """Those that complete a prompt of which a vector is wanted."""
     named: dict[int, list[int]] = attrs.field(factory=dict)
     """Which of ``rows`` report the log-probabilities of which ids."""
     reports: list[torch.Tensor] = attrs.field(factory=list)
@@ -73,12 +76,14 @@ class CudaStep:
             logprobs, top_ids, top_values = (next(arrived)[self.places] for _ in range(3))
             top = top_lists(top_ids, top_values, self.asked)
         prompts = [prompt_piece(span, [next(arrived) for _ in range(5)]) for span in self.spans]
+        pooled = [pooled_prompt(span, next(arrived)) for span in self.pools]
         return Drawn(
             tokens=tokens,
             logprobs=logprobs,
             top=top,
             named=in_rows(len(self.rows), self.named, next(arrived)) if self.named else None,
             prompts=prompts,
+            pooled=pooled,
             step_us=finished.step_us,
             idle_us=finished.idle_us,
         )

@@ -135,6 +135,11 @@ class Judge:
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """[T, V]: what follows each of ``tokens``."""
+        with torch.inference_mode():
+            return self._model.logits(self.hidden(tokens))
+
+    def hidden(self, tokens: list[int]) -> torch.Tensor:
+        """[T, E]: the states of ``tokens`` behind the last norm."""
         total = len(tokens)
         num_pages = -(-total // PAGE_SIZE)
         attention = make_attention(self._model, page_size=PAGE_SIZE, num_pages=num_pages)
@@ -148,8 +153,7 @@ class Judge:
         )
         with torch.inference_mode():
             attention.begin(layout)
-            hidden = self._model.forward(torch.tensor(tokens), attention)
-            return self._model.logits(hidden)
+            return self._model.forward(torch.tensor(tokens), attention)
 
 
 def _timeline_and_capturer(loader: TapedLoader) -> tuple[Timeline, Capturer]:

@@ -259,6 +259,7 @@ class Home:
             None if finish.error is None else fault_of(finish.error),
             None if first is None else shared(first),
             None if last is None else shared(last),
+            sequence.request.vector,
         )
 
     def _tell_prompt(self, request: HostedRequest, number: int) -> None:

@@ -198,6 +198,8 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     """Of the request."""
     last_token: float | None
     """Of the sequence."""
+    vector: bytes = b""
+    """What the prompt's hidden states became, where that was asked for."""
 
     @classmethod
     def of(
@@ -206,9 +208,10 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
         fault: Fault | None,
         first_token: float | None,
         last_token: float | None,
+        vector: bytes,
     ) -> Ending:
         """What tells of ``finish``."""
-        return cls(finish.reason.value, finish.stop_reason, fault, first_token, last_token)
+        return cls(finish.reason.value, finish.stop_reason, fault, first_token, last_token, vector)
 
     def finish(self, error: Exception | None) -> Finish:
         """The same, with the error that ``fault`` tells of."""

@@ -418,6 +418,7 @@ class RemoteScheduler:
                 sequence.request.times.first_token = self._clock.own(ending.first_token)
             if ending.last_token is not None:
                 sequence.last_token = self._clock.own(ending.last_token)
+            sequence.request.vector = ending.vector
             self._let_go(sequence)
             self._finish(sequence, finish)
         return SequenceOutput(sequence, row.tokens, logprobs, finish)

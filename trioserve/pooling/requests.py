@@ -20,6 +20,7 @@ from trioserve.model_files.encoder_config import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.columns import Columns
+from trioserve.pooling.decoders import PoolPrompt, check_pooling, pool_prompts
 from trioserve.pooling.inputs import Inputs, Item, TextEncoder, as_items
 from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.results import (
@@ -70,6 +71,7 @@ class Pooling:
         metrics: counts.
         check_open: raises where nobody is to be let in.
         encoding: how texts are computed, where the model is an encoder.
+        pool_prompt: has a prompt computed, where the model generates.
         open: the requests whose caller's scope is open.
     """
 
@@ -79,6 +81,7 @@ class Pooling:
     metrics: Metrics
     check_open: Callable[[], None]
     encoding: Encoding | None
+    pool_prompt: PoolPrompt
     open: OpenRequests
 
     @property
@@ -100,16 +103,41 @@ class Pooling:
         *,
         dimensions: int | None,
         normalize: bool | None,
+        pooling: str | None,
         truncate_prompt_tokens: int | None,
         request_id: str | None,
         timeout: float | None,
         arrived: float | None,
+        cache_salt: str,
+        adapter: str,
     ) -> Embeddings:
         """See :meth:`trioserve.engine.Engine.embed`."""
-        config = self._config("embed", "give embeddings")
         items = as_items(inputs)
         if any(isinstance(item, tuple) for item in items):
             raise InvalidRequest("an embedding is one text's, not a pair's", param="input")
+        if self.task == "generate":
+            check_arguments(0, timeout, arrived, request_id=request_id or "", cache_salt=cache_salt)
+            self._check(items, truncate_prompt_tokens)
+            vectors, usage = await pool_prompts(
+                items,
+                self.pool_prompt,
+                Deadline.of(timeout, arrived, self.config),
+                pooling=check_pooling(pooling),
+                truncate=truncate_prompt_tokens,
+                id=request_id or f"req-{uuid.uuid4().hex}",
+                cache_salt=cache_salt,
+                adapter=adapter,
+            )
+            shape = Shape(dimensions, normalize is not False, are_normalized=False)
+            shape.check(vectors.shape[1])
+            return Embeddings(shape.of(vectors), usage)
+        config = self._config("embed", "give embeddings")
+        if adapter:
+            raise InvalidRequest("an encoder has no adapters", param="adapter")
+        if pooling is not None and pooling != config.pooling:
+            raise InvalidRequest(
+                f"pooling is this model's own, {config.pooling}: leave it out", param="pooling"
+            )
         wanted = Shape(dimensions, normalize, config.normalize)
         wanted.check(config.num_outputs)
         vectors, usage = await self._vectors(
@@ -160,6 +188,16 @@ class Pooling:
         probabilities = probabilities_of(logits, independent=config.independent_labels)
         return Classifications(config.labels, logits, probabilities, usage)
 
+    def _check(self, items: Sequence[Item], truncate: int | None) -> None:
+        """Refuse more than can ever wait, and a length that is none."""
+        _check_truncation(truncate)
+        if len(items) > self.config.max_num_queued_reqs:
+            raise InvalidRequest(
+                f"input has {len(items)} texts; at most {self.config.max_num_queued_reqs} can wait "
+                "(--max-num-queued-reqs)",
+                param="input",
+            )
+
     async def compute_one(self, timeout: float) -> None:
         """Have one token computed, to see whether that can be done; errors are those of embed."""
         await self._vectors([TokensPrompt((0,))], None, None, timeout, None)
@@ -185,13 +223,7 @@ class Pooling:
         """What the encoder says of each item: [N, num_outputs]; and the tokens that took."""
         assert self.encoding is not None
         check_arguments(0, timeout, arrived, request_id=request_id or "")
-        _check_truncation(truncate)
-        if len(items) > self.config.max_num_queued_reqs:
-            raise InvalidRequest(
-                f"input has {len(items)} texts; at most {self.config.max_num_queued_reqs} can wait "
-                "(--max-num-queued-reqs)",
-                param="input",
-            )
+        self._check(items, truncate)
         self.check_open()
         began = trio.current_time()
         deadline = Deadline.of(timeout, arrived, self.config)

@@ -47,6 +47,7 @@ class Intake:
                 outputs.append(SequenceOutput(sequence, (token,)))
             elif plan.samples[index] and sequence.state is not State.FINISHED:
                 if token < 0 or sequence.max_tokens == 0:
+                    sequence.request.vector = results.vectors.get(computation.slot, b"")
                     finish = ending_without_token(sequence)
                     outputs += self._core.finish_all(sequence.request, finish)
                 else:

@@ -38,9 +38,10 @@ class Memory:
     def match(self, computation: Computation, plan: int) -> Match:
         """The cached pages that ``computation`` could begin with in plan ``plan``.
 
-        The token before the first one of which a log-probability is still to come is computed.
+        The token before the first one of which a log-probability is still to come is computed, and
+        all tokens of a prompt whose mean is wanted.
         """
-        if computation.namespace is None:
+        if computation.namespace is None or computation.sequence.sampler.pooling == "mean":
             return Match()
         tokens = computation.known_tokens()
         first = first_logprob(computation.sequence)

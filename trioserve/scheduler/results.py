@@ -26,6 +26,8 @@ class Results:
     tokens: Ints
     pieces: list[tuple[PromptLogprobs, wire.PromptPiece]]
     """Log-probabilities of prompts, and where they go."""
+    vectors: dict[int, bytes]
+    """Slot -> what its prompt's hidden states became."""
     _message: wire.StepResult
 
     @classmethod
@@ -73,7 +75,8 @@ class Results:
         if wants_logprobs:
             _check_logprobs(message, len(tokens), vocab_size)
         pieces = _check_pieces(message, plan, vocab_size) if plan.pieces or message.prompts else []
-        return cls(offsets, tokens, pieces, message)
+        vectors = _check_vectors(message, plan)
+        return cls(offsets, tokens, pieces, vectors, message)
 
     def logprob(self, index: int, params: SamplingParams) -> TokenLogprob:
         """What ``params`` asks to know of token ``index``, without texts."""
@@ -130,6 +133,25 @@ def _check_asked(message: wire.StepResult, index: int, due: int) -> None:
             f"token {index} of result {message.number} comes without the log-probabilities "
             f"of the {due} tokens that were named"
         )
+
+
+def _check_vectors(message: wire.StepResult, plan: InFlight) -> dict[int, bytes]:
+    """The vectors of ``message`` by slot: one for each prompt that is complete and wants one.
+
+    Of a sequence that has ended meanwhile it may be left out.
+    """
+    vectors = {each.slot: each.vector for each in message.pooled}
+    if not all(vector and len(vector) % 4 == 0 for vector in vectors.values()):
+        raise WorkerLost(f"result {message.number} has a vector that is none")
+    for index in (plan.wants_more & plan.samples).nonzero()[0].tolist():
+        computation = plan.computations[index]
+        sequence = computation.sequence
+        is_due = sequence.sampler.pooling and sequence.state is not State.FINISHED
+        if is_due and computation.slot not in vectors:
+            raise WorkerLost(
+                f"result {message.number} lacks the vector of the prompt in slot {computation.slot}"
+            )
+    return vectors
 
 
 def _check_pieces(

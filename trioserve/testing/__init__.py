@@ -89,6 +89,8 @@ class _Slot:
     sampler: SamplerParams
     adapter: int
     prompt_logprobs_from: int
+    sum_of_tokens: int = 0
+    """Of those that were computed, for a prompt that is pooled."""
     stopped: bool = False
     """It drew a stop id, there was nothing to draw, or nobody wants it any more."""
 
@@ -208,9 +210,10 @@ class FakeWorker:
         singles = [count == 1 for _, count in rows]
         assert singles == sorted(singles, reverse=True), "rows of one token don't come first"
         pieces = [piece for slot, count in rows if (piece := self._piece(slot, count)) is not None]
+        pooled = [each for slot, count in rows if (each := self._pool(slot, count)) is not None]
         given = [self._compute(self.slots[slot], count) for slot, count in rows]
         self.num_steps += 1
-        return self._result(plan, given, pieces)
+        return attrs.evolve(self._result(plan, given, pieces), pooled=pooled)
 
     def _apply(self, plan: wire.Plan) -> None:
         for number in _list(plan.closed):
@@ -276,6 +279,22 @@ class FakeWorker:
         if start >= stop:
             return None
         return prompt_piece(number, slot.tokens, start, stop, slot.sampler, self.vocab_size)
+
+    def _pool(self, number: int, count: int) -> wire.PooledPrompt | None:
+        """The vector of a prompt that a row of ``count`` tokens completes, if one is wanted.
+
+        In place of hidden states it is made of the tokens themselves: their mean, or the last one.
+        """
+        slot = self.slots[number]
+        stop = slot.computed + count
+        if not slot.sampler.pooling or stop > slot.prompt_length:
+            return None
+        slot.sum_of_tokens += sum(slot.tokens[slot.computed : stop])
+        if stop < slot.prompt_length:
+            return None
+        mean = slot.sum_of_tokens / slot.prompt_length
+        value = mean if slot.sampler.pooling == "mean" else slot.tokens[stop - 1]
+        return wire.PooledPrompt(slot=number, vector=wire.from_floats([value, 1.0]))
 
     def _check_pages_written(self, slot: _Slot, start: int, stop: int) -> None:
         written = set(slot.pages[start // self.page_size : -(-stop // self.page_size)])

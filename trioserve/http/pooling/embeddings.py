@@ -48,18 +48,25 @@ class EmbeddingEndpoints:
         asked = Asked.of(service, "embd", request.request_id or request.rid, request.timeout)
         with service.deadline(request.timeout).enforced():
             model = service.model(request.model)
+            adapter, field = service.adapter(request.model, request.lora_path)
             items = as_items(request.input)
             service.check_number_of_prompts(len(items), "input")
             normalize = request.normalize
             if request.use_activation is not None:
                 normalize = request.use_activation
-            found = await service.engine.embed(
-                items,
-                dimensions=request.dimensions,
-                normalize=normalize,
-                truncate_prompt_tokens=check_truncation(request),
-                **asked.options,
-            )
+            try:
+                found = await service.engine.embed(
+                    items,
+                    dimensions=request.dimensions,
+                    normalize=normalize,
+                    pooling=request.pooling,
+                    cache_salt=request.cache_salt or "",
+                    truncate_prompt_tokens=check_truncation(request),
+                    adapter=adapter,
+                    **asked.options,
+                )
+            except InvalidRequest as error:
+                raise renamed(error, {"adapter": field}) from error
             service.record.note_texts(len(items), found.usage)
 
             def answer() -> msgspec.Raw:

@@ -50,13 +50,15 @@ async def score_labels(
         },
         _NAMES,
     )
+    adapter, field = service.adapter(request.model, None)
     jobs = [
         Job(
             prompt=prompt,
             params=params,
             request_id=f"{asked.id}-{index}",
             timeout=asked.timeout,
-            renames=_NAMES,
+            adapter=adapter,
+            renames={**_NAMES, "adapter": field},
         )
         for index, prompt in enumerate(prompts)
     ]

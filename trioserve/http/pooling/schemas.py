@@ -122,12 +122,21 @@ class EmbeddingRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True)
         about("Whether vectors are as long as 1; if it isn't given, as the model's files say."),
     ] = None
     use_activation: Annotated[bool | None, about("The same, as vLLM calls it now.")] = None
+    pooling: Annotated[
+        Literal["last", "mean", "cls", "max"] | None,
+        about(
+            "For a model that generates: the hidden state of the `last` token, the default, or the "
+            "`mean` of all. An encoder's is its own."
+        ),
+    ] = None
     rid: Annotated[Identifier | None, about("A name for the request.")] = None
 
     add_special_tokens: Annotated[
         bool | None, only(True, why="the model was trained with its special tokens")
     ] = None
-    cache_salt: Annotated[str | None, hint()] = None
+    cache_salt: Annotated[
+        str | None, about("Share cached prefixes only with requests of the same salt.")
+    ] = None
     embed_dtype: Annotated[
         str | None, only("float32", why="vectors are given as they are computed")
     ] = None
@@ -135,7 +144,9 @@ class EmbeddingRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True)
         str | None, only("native", "little", why="numbers in base64 are little-endian")
     ] = None
     messages: Annotated[Any, only(why="what is embedded is text, not a chat")] = None
-    lora_path: Annotated[Any, only(why="encoders have no adapters")] = None
+    lora_path: Annotated[
+        Identifier | None, about("The name of an adapter; `model` may name it as well.")
+    ] = None
     embed_override_token_id: Annotated[Any, only(why="texts and token ids are embedded")] = None
     embed_overrides: Annotated[Any, only(why="texts and token ids are embedded")] = None
 

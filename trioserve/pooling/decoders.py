@@ -1,0 +1,115 @@
+"""Embeddings by a model that generates: its prompts go through the scheduler, and nothing is drawn.
+
+They are computed beside what others generate. With the pooling ``last`` they may begin with cached
+prefixes; a mean needs all hidden states, so such a prompt is computed whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import attrs
+import numpy as np
+import trio
+
+from trioserve import wire
+from trioserve.deadline import Deadline
+from trioserve.errors import InvalidRequest
+from trioserve.generation import Usage
+from trioserve.groups import sole_exception
+from trioserve.pooling.columns import Floats
+from trioserve.pooling.inputs import Item
+from trioserve.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.sampling import SamplingParams
+
+__all__ = ["POOLINGS", "AskedPrompt", "PoolPrompt", "check_pooling", "pool_prompts"]
+
+POOLINGS = ("last", "mean")
+
+
+@attrs.frozen(kw_only=True)
+class AskedPrompt:
+    """One prompt of which a vector is wanted; ``pooling`` is one of :data:`POOLINGS`."""
+
+    prompt: Prompt
+    pooling: str
+    params: SamplingParams
+    id: str
+    cache_salt: str
+    adapter: str
+
+
+PoolPrompt = Callable[[AskedPrompt, Deadline], Awaitable[tuple[bytes, int]]]
+"""Has one computed: a float32 column, and the tokens of the prompt."""
+
+
+def check_pooling(pooling: str | None) -> str:
+    """``pooling``, or the usual one.
+
+    Raises:
+        InvalidRequest: there is no such one.
+    """
+    if pooling is None:
+        return POOLINGS[0]
+    if pooling not in POOLINGS:
+        known = ", ".join(POOLINGS)
+        raise InvalidRequest(f"pooling must be one of {known}; got {pooling!r}", param="pooling")
+    return pooling
+
+
+async def pool_prompts(
+    items: Sequence[Item],
+    pool_prompt: PoolPrompt,
+    deadline: Deadline,
+    *,
+    pooling: str,
+    truncate: int | None,
+    id: str,
+    cache_salt: str,
+    adapter: str,
+) -> tuple[Floats, Usage]:
+    """The vectors [N, E] of N texts or lists of token ids, and the tokens that took.
+
+    Raises:
+        TrioserveError: the first of them that failed; the others are aborted then.
+    """
+    params = SamplingParams(
+        max_tokens=0, temperature=0.0, truncate_prompt_tokens=truncate, truncation_side="right"
+    )
+    found: list[tuple[bytes, int]] = [(b"", 0)] * len(items)
+
+    async def pool(index: int, prompt: Prompt) -> None:
+        name = id if len(items) == 1 else f"{id}-{index}"
+        asked = AskedPrompt(
+            prompt=prompt,
+            pooling=pooling,
+            params=params,
+            id=name,
+            cache_salt=cache_salt,
+            adapter=adapter,
+        )
+        try:
+            found[index] = await pool_prompt(asked, deadline)
+        except InvalidRequest as error:
+            error.param = "input" if error.param == "prompt" else error.param
+            raise
+
+    failure: BaseException | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            for index, item in enumerate(items):
+                nursery.start_soon(pool, index, _prompt_of(item))
+    except BaseExceptionGroup as group:
+        failure = sole_exception(group)
+    if failure is not None:
+        raise failure
+    vectors = np.stack([wire.floats(vector) for vector, _ in found])
+    num_tokens = sum(count for _, count in found)
+    return vectors, Usage(prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
+
+
+def _prompt_of(item: Item) -> Prompt:
+    if isinstance(item, TokensPrompt):
+        return item
+    assert isinstance(item, str), "pairs have been refused"
+    return TextPrompt(item)
