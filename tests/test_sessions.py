@@ -19,6 +19,7 @@ from trioserve.retention import DEFAULT_PRIORITY
 from trioserve.sessions import SESSION_PRIORITY, Continuation
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.simulation import draw_scenario
 from trioserve.turns import Turn, Turns
 
 
@@ -299,3 +300,10 @@ def test_the_tree_of_turns(seed: int) -> None:
         model[str(number)] = before[:cut] + own
         turns.check_integrity()
         assert {turn.id: turn.tokens() for turn in turns} == model
+
+
+def test_the_simulation_has_sessions_and_retention() -> None:
+    scenarios = [draw_scenario(seed) for seed in range(60)]
+    uses = [client.session for each in scenarios for client in each.clients if client.session]
+    assert {use.how for use in uses} == {"last", "anew", "replace"}
+    assert any(client.retention for each in scenarios for client in each.clients)

@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ import trio
 
 from trioserve.engine import Engine
 from trioserve.errors import RequestAborted, WorkerLost
+from trioserve.generation import GenerationStream
 from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler import Scheduler, SchedulerCore
 from trioserve.scheduler.computation import Computation
@@ -30,6 +31,7 @@ from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import PrefixCache
 from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.slots import SlotTable
+from trioserve.sessions import Session
 from trioserve.stream import Chunk
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
 from trioserve.text.detokenizer import Detokenizer
@@ -246,6 +248,22 @@ def _not_awaited(original: Any) -> Any:
     return lambda self, *args: attrs.evolve(original(self, *args), pending=False)
 
 
+def _history_lost(original: Any) -> Any:
+    """A client that leaves takes what its session remembers with it."""
+
+    @contextlib.asynccontextmanager
+    async def turn(self: Session, start: Any, generation: Any) -> AsyncIterator[GenerationStream]:
+        stream: GenerationStream | None = None
+        try:
+            async with original(self, start, generation) as stream:
+                yield stream
+        finally:
+            if stream is None or not stream.is_complete:
+                self._forget(list(self._turns))
+
+    return turn
+
+
 FAULTS = (
     PlantedFault(
         "an abort is lost during a batch's transition",
@@ -321,6 +339,11 @@ FAULTS = (
         "a prefix is computed by everybody who comes with it",
         "vllm-project/vllm#9643",
         _over(PrefixCache, "match", _not_awaited),
+    ),
+    PlantedFault(
+        "a turn that is cut off takes its session's history with it",
+        "sgl-project/sglang#36475",
+        _over(Session, "_turn", _history_lost),
     ),
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from trioserve.grammar import Grammar
+from trioserve.retention import Retention, RetentionRange
 from trioserve.testing.simulation.expected import ids_of
 from trioserve.testing.simulation.scenario import (
     Client,
@@ -15,6 +16,7 @@ from trioserve.testing.simulation.scenario import (
     Fault,
     Pause,
     Scenario,
+    SessionUse,
     WorkerKind,
     seed_of,
 )
@@ -51,6 +53,8 @@ def draw_scenario(seed: int) -> Scenario:
         clients[poisoned] = _poisonous(clients[poisoned])
         faults = []
         options["max_worker_restarts"] = 3
+    clients = _with_retention(random.Random(f"retention {seed}"), clients)
+    clients = _with_sessions(random.Random(f"sessions {seed}"), clients)
     return Scenario(
         seed=seed,
         options=options,
@@ -220,6 +224,59 @@ def _pauses(choose: random.Random, span: float) -> tuple[Pause, ...]:
         )
         for _ in range(choose.choice((0, 0, 0, 1, 1, 2)))
     )
+
+
+def _with_retention(choose: random.Random, clients: list[Client]) -> list[Client]:
+    """Some of the same clients say what their pages are worth."""
+    if choose.random() < 0.7:
+        return clients
+    return [
+        attrs.evolve(client, retention=_retention(choose)) if choose.random() < 0.5 else client
+        for client in clients
+    ]
+
+
+def _retention(choose: random.Random) -> Retention:
+    start = choose.choice((0, 0, 3))
+    middle = start + choose.randint(1, 12)
+    return Retention(
+        [
+            RetentionRange(start, middle, choose.choice((0, 35, 50, 100)), _duration(choose)),
+            RetentionRange(middle, None, choose.randint(0, 100), _duration(choose)),
+        ],
+        choose.choice((None, 0, 35, 80)),
+        _duration(choose),
+    )
+
+
+def _duration(choose: random.Random) -> int | None:
+    return choose.choice((None, 0, 20, 200, 5000))
+
+
+def _with_sessions(choose: random.Random, clients: list[Client]) -> list[Client]:
+    """The same clients, whose requests are turns of sessions where they can be."""
+    if choose.random() < 0.7:
+        return clients
+    timeout = choose.choice((None, None, 3 * STEP, 30 * STEP))
+    uses = [
+        SessionUse(
+            number=choose.randrange(2),
+            how=choose.choice(("last", "last", "last", "last", "anew", "replace")),
+            offset=choose.choice((None, None, None, 3, -1)),
+            timeout=timeout,
+        )
+        for _ in clients
+    ]
+    return [
+        attrs.evolve(client, session=use) if _may_be_a_turn(client) else client
+        for client, use in zip(clients, uses, strict=True)
+    ]
+
+
+def _may_be_a_turn(client: Client) -> bool:
+    is_chat = not isinstance(client.prompt, str) and not isinstance(client.prompt[0], int)
+    is_cut = "truncate_prompt_tokens" in client.params
+    return client.num_outputs == 1 and not (is_chat or is_cut or client.poisonous)
 
 
 def _poisonous(client: Client) -> Client:

@@ -71,6 +71,17 @@ class Visit:
         self.chunks = [[] for _ in range(self.client.num_outputs)]
         self.expected = expected_outputs(self.circumstances.scenario, self.client)
 
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens of its prompt, and of what comes before it in a session."""
+        return prompt_ids_of(self.client)
+
+    def go_on_from(self, prefix: list[int]) -> None:
+        """The client's request is a turn that goes on from ``prefix``."""
+        prompt = (*prefix, *prompt_ids_of(self.client))
+        self.client = attrs.evolve(self.client, prompt=prompt)
+        self.expected = expected_outputs(self.circumstances.scenario, self.client)
+
     def is_over(self, index: int) -> bool:
         """Whether nothing more may be computed for an output."""
         own = self.chunks[index]
@@ -196,11 +207,16 @@ class Visit:
         most: int = scenario.options["max_num_queued_reqs"]
         most_tokens: float = scenario.options.get("max_num_queued_tokens") or math.inf
         tokens = sum(
-            (len(prompt_ids_of(each)) + each.params["max_tokens"]) * each.num_outputs
+            (self._most_prompt_tokens(each) + each.params["max_tokens"]) * each.num_outputs
             for each in scenario.clients
         )
         outputs: int = sum(each.num_outputs for each in scenario.clients)
         return outputs > most or tokens > most_tokens
+
+    def _most_prompt_tokens(self, client: Client) -> int:
+        if client.session is None:
+            return len(prompt_ids_of(client))
+        return self.circumstances.scenario.worker.max_model_len
 
     def _fits(self) -> bool:
         worker = self.circumstances.scenario.worker

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from trioserve import wire
+from trioserve.retention import Retention
 from trioserve.sampling import SamplerParams
 from trioserve.testing.fake_model import TokenFunction
 
@@ -18,6 +19,7 @@ __all__ = [
     "Fault",
     "Pause",
     "Scenario",
+    "SessionUse",
     "WorkerKind",
     "client_of",
     "seed_of",
@@ -39,6 +41,21 @@ class Departure:
 
 
 @attrs.frozen(kw_only=True)
+class SessionUse:
+    """A client's request is a turn of a session."""
+
+    number: int
+    """Which session."""
+    how: str
+    """``last``: it goes on from the last turn; ``anew``: from none; ``replace``: from none, and
+    all others are forgotten."""
+    offset: int | None = None
+    """How many tokens are kept of what came before."""
+    timeout: float | None = None
+    """Seconds without a turn after which the session is closed, if this client opens it."""
+
+
+@attrs.frozen(kw_only=True)
 class Client:
     """One caller of ``generate``."""
 
@@ -51,6 +68,8 @@ class Client:
     """Fields of SamplingParams, with a seed that :func:`seed_of` made."""
     priority: int = 0
     cache_salt: str = ""
+    retention: Retention | None = None
+    session: SessionUse | None = None
     timeout: float | None = None
     leaves: Departure | None = None
     pause: float = 0.0

@@ -12,10 +12,12 @@ import trio
 
 from trioserve.engine import Engine
 from trioserve.errors import EngineError, RequestAborted, TrioserveError, WorkerLost
+from trioserve.generation import GenerationStream
 from trioserve.request import Request
 from trioserve.simulation import open_fake_engine
 from trioserve.testing.simulation.judge import Circumstances, Visit
 from trioserve.testing.simulation.scenario import Client, Pause, Scenario
+from trioserve.testing.simulation.sessions import SessionBooks
 from trioserve.testing.simulation.sharing import Sharing
 from trioserve.testing.simulation.trace import Trace, Violation
 from trioserve.testing.simulation.turns import Row, Turns
@@ -145,6 +147,7 @@ class _World:
         self.workers = Workers(scenario, self.books)
         self.around = Circumstances(scenario, self.books)
         self.visits = {each.number: Visit(each, self.around) for each in scenario.clients}
+        self.sessions = SessionBooks()
         self.all_gone = trio.Event()
         self.scope = trio.CancelScope()
         self.engine_scope = trio.CancelScope()
@@ -245,6 +248,7 @@ class _World:
     async def _wait_until_done(self, engine: Engine) -> None:
         """Until all clients are gone, and everything has come to rest."""
         await self.all_gone.wait()
+        self.sessions.close()
         await trio.sleep(SETTLING)
         now = engine.statistics()
         idle = attrs.asdict(now.scheduler)
@@ -375,14 +379,7 @@ class _World:
     async def _use(self, engine: Engine, visit: Visit) -> str:
         """Ask for the output and read it; how it ended."""
         client = visit.client
-        generation = engine.generate(
-            client.prompt,
-            request_id=str(client.number),
-            priority=client.priority,
-            cache_salt=client.cache_salt,
-            timeout=client.timeout,
-            **client.params,
-        )
+        generation = self._generation(engine, visit)
         visit.entered_at = trio.current_time()
         self.trace.note(f"client {client.number} comes")
         try:
@@ -402,6 +399,24 @@ class _World:
                 return "whole"
         finally:
             visit.left = True
+            if client.session is not None:
+                self.sessions.end(visit, client.session)
+
+    def _generation(
+        self, engine: Engine, visit: Visit
+    ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
+        client = visit.client
+        options = {
+            "request_id": str(client.number),
+            "priority": client.priority,
+            "cache_salt": client.cache_salt,
+            "retention": client.retention,
+            "timeout": client.timeout,
+            **client.params,
+        }
+        if client.session is None:
+            return engine.generate(client.prompt, **options)
+        return self.sessions.begin(engine, visit, client.session, **options)
 
     def _leaves_now(self, visit: Visit) -> bool:
         leaves = visit.client.leaves

@@ -1,0 +1,105 @@
+"""Clients whose requests are turns of sessions, and what each session's history has to be.
+
+A client's prompt is known only when it comes: what it goes on from depends on who ended before. So
+its outputs are worked out then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import attrs
+
+from trioserve.engine import Engine
+from trioserve.generation import GenerationStream
+from trioserve.sessions import Continuation, Session
+from trioserve.testing.simulation.judge import Visit
+from trioserve.testing.simulation.scenario import SessionUse
+from trioserve.testing.simulation.trace import Violation
+
+__all__ = ["SessionBooks"]
+
+
+@attrs.define(eq=False)
+class _Book:
+    """One session, and all tokens up to the end of each of its turns, by their ids, in order."""
+
+    session: Session
+    tokens: dict[str, list[int]] = attrs.field(factory=dict)
+
+    @property
+    def last(self) -> str | None:
+        return next(reversed(self.tokens), None)
+
+
+@attrs.define(eq=False)
+class SessionBooks:
+    """The sessions of one scenario, by number."""
+
+    _books: dict[int, _Book] = attrs.field(init=False, factory=dict)
+    _parents: dict[int, str | None] = attrs.field(init=False, factory=dict)
+    """Which turn each client's turn goes on from."""
+
+    def begin(
+        self, engine: Engine, visit: Visit, use: SessionUse, **options: Any
+    ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
+        """The turn of a client that has come, which now knows what it has to get."""
+        book = self._books.get(use.number)
+        if book is None or book.session.is_closed:  # It may have timed out.
+            timeout = math.inf if use.timeout is None else use.timeout
+            book = self._books[use.number] = _Book(
+                engine.sessions.open(f"session {use.number}", timeout=timeout)
+            )
+        client = visit.client
+        parent = book.last if use.how == "last" else None
+        prefix = [] if parent is None else book.tokens[parent]
+        if use.offset is not None:
+            prefix = prefix[: use.offset]
+        self._parents[client.number] = parent
+        generation = book.session.generate(
+            client.prompt,
+            continuation=Continuation(
+                anew=use.how == "anew", replace=use.how == "replace", offset=use.offset
+            ),
+            **options,
+        )
+        visit.go_on_from(prefix)
+        return generation
+
+    def end(self, visit: Visit, use: SessionUse) -> None:
+        """The client has left its block: its turn is kept if it has got all of it, and only then.
+
+        Raises:
+            Violation: it isn't so.
+        """
+        number = visit.client.number
+        if number not in self._parents:
+            return
+        book, parent = self._books[use.number], self._parents.pop(number)
+        finals = [chunk.finish_reason for chunk in visit.chunks[0] if chunk.finish_reason]
+        is_there = parent is None or parent in book.tokens
+        if finals and finals[0] in ("stop", "length") and is_there and not book.session.is_closed:
+            if use.how == "replace":
+                book.tokens.clear()
+            output = [token for chunk in visit.chunks[0] for token in chunk.token_ids]
+            book.tokens[str(number)] = [*visit.prompt_ids, *output]
+        self._check(book)
+
+    def close(self) -> None:
+        """Close all sessions."""
+        for book in self._books.values():
+            book.session.close()
+
+    def _check(self, book: _Book) -> None:
+        session = book.session
+        if session.is_closed:
+            return
+        if session.turns != list(book.tokens):
+            detail = f"{session.turns}, not {list(book.tokens)}"
+            raise Violation("a session keeps the turns that ended as they should", detail)
+        for turn, tokens in book.tokens.items():
+            if session.tokens(turn) != tokens:
+                detail = f"turn {turn}: {session.tokens(turn)}, not {tokens}"
+                raise Violation("a session keeps the tokens of its turns", detail)
