@@ -79,6 +79,7 @@ class Watched:
             num_preemptions=4,
             prefix_cache_queries=100,
             prefix_cache_hits=60,
+            pages_evicted=9,
             num_steps=7,
             step_us=2_500_000,
             idle_us=250_000,
@@ -89,4 +90,5 @@ class Watched:
             num_streams=6,
             stream_bytes=77,
             worker_restarts=5,
+            num_sessions=3,
         )

@@ -246,6 +246,8 @@ def test_gauges_are_read_when_somebody_asks() -> None:
         "num_preemptions_total": 4,
         "prefix_cache_queries_total": 100,
         "prefix_cache_hits_total": 60,
+        "kv_cache_evicted_pages_total": 9,
+        "sessions": 3,
         "worker_steps_total": 7,
         "worker_step_seconds_total": 2.5,
         "worker_idle_seconds_total": 0.25,

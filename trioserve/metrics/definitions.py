@@ -261,6 +261,15 @@ _CACHE = (
     engine_counter(
         "cache", "prefix_cache_hits", lambda s: s.scheduler.prefix_cache_hits, "Tokens found there"
     ),
+    engine_counter(
+        "cache",
+        "kv_cache_evicted_pages",
+        lambda s: s.scheduler.pages_evicted,
+        "Cached pages that were given to somebody else",
+    ),
+    engine_gauge(
+        "cache", "sessions", lambda s: s.statistics.num_sessions, "Sessions that are open"
+    ),
     counter("cache", "mm_cache_queries", lambda _: 0, "Media looked up; none is served"),
     counter("cache", "mm_cache_hits", lambda _: 0, "Media found; none is served"),
     Definition(
