@@ -20,7 +20,26 @@ BODIES: dict[str, dict[str, Any]] = {
     "generate": {"text": "x"},
     "tokenize": {"prompt": "x"},
     "detokenize": {"tokens": [1]},
+    "embeddings": {"input": "x"},
+    "encode": {"text": "x"},
+    "score": {"text_1": "x", "text_2": "y"},
+    "rerank": {"query": "x", "documents": ["y"]},
+    "classify": {"input": "x"},
+    "open_session": {"capacity_of_str_len": 1000},
+    "close_session": {"session_id": "x"},
+    "abort_request": {"rid": "x"},
+    "abort_requests": {"request_ids": ["x"]},
+    "update_weights_from_disk": {"model_path": "x"},
+    "update_weight_version": {"new_version": "x"},
+    "load_adapter": {"lora_name": "x", "lora_path": "y"},
+    "unload_adapter": {"lora_name": "x"},
 }
+
+
+def test_there_is_a_body_for_each_route_that_needs_one() -> None:
+    for route in ROUTES:
+        needs_one = route.request is not None and not route.body_optional
+        assert needs_one == (route.handler in BODIES), route.rule
 
 
 class FailingEngine(StubEngine):

@@ -101,7 +101,7 @@ class ControlEndpoints:
         if request.abort_all_requests:
             await whole.abort([""], prefix=True)
         await whole.call_weights(request.new_version)
-        return json_response(WeightVersion(weight_version=request.new_version))
+        return json_response(WeightVersion(weight_version=await whole.weight_version()))
 
     async def release_memory_occupation(self) -> quart.Response:
         """``POST /release_memory_occupation``: answered once the worker's process has ended."""
