@@ -13,15 +13,22 @@ import trio
 from trioserve import Engine, EngineConfig, ServerConfig, wire
 from trioserve.engine_tasks import EngineTasks
 from trioserve.errors import FrontEndLost
+from trioserve.front_end.encoding import remote_encoding
 from trioserve.front_end.home import Home
 from trioserve.front_end.host import Host, open_host
 from trioserve.front_end.remote import RemoteScheduler
 from trioserve.front_end.shared import SharedServer
 from trioserve.metrics import Metrics
+from trioserve.model_files import EncoderConfig
 from trioserve.nursery import LoadedModel, Place, run_tasks
 from trioserve.pair_socket import PairSocket
 from trioserve.scheduler import Scheduler
-from trioserve.simulation import FAKE_CHAT_TEMPLATE, byte_tokenizer, run_fake_worker
+from trioserve.simulation import (
+    FAKE_CHAT_TEMPLATE,
+    byte_tokenizer,
+    fake_encoder_model,
+    run_fake_worker,
+)
 from trioserve.testing import FakeWorker
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.tokenizer import Tokenizer
@@ -70,10 +77,14 @@ async def open_server(
     *,
     count: int = 2,
     open_worker: OpenWorker | None = None,
+    encoder: EncoderConfig | None = None,
     server_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Server]:
-    """A server whose front ends are engines in this program; sockets are made in ``folder``."""
+    """A server whose front ends are engines in this program; sockets are made in ``folder``.
+
+    With ``encoder`` its model is one.
+    """
     engine_config = EngineConfig("fake", **options)
     config = ServerConfig(engine=engine_config, api_server_count=count, **(server_options or {}))
     metrics = Metrics("fake")
@@ -87,12 +98,20 @@ async def open_server(
         on_replaced=metrics.worker_replaced,
     )
     async with (
-        open_host(config, scheduler, supervisor, metrics) as host,
+        open_host(
+            config,
+            scheduler,
+            supervisor,
+            metrics,
+            task="generate" if encoder is None else encoder.task,
+        ) as host,
         contextlib.AsyncExitStack() as stack,
     ):
         nursery = await stack.enter_async_context(trio.open_nursery())
         front_ends = [
-            await stack.enter_async_context(_open_front_end(host, config, index, folder, nursery))
+            await stack.enter_async_context(
+                _open_front_end(host, config, index, folder, nursery, encoder)
+            )
             for index in range(count)
         ]
         yield Server(host=host, front_ends=front_ends)
@@ -101,7 +120,12 @@ async def open_server(
 
 @contextlib.asynccontextmanager
 async def _open_front_end(
-    host: Host, config: ServerConfig, index: int, folder: Path, nursery: trio.Nursery
+    host: Host,
+    config: ServerConfig,
+    index: int,
+    folder: Path,
+    nursery: trio.Nursery,
+    encoder: EncoderConfig | None,
 ) -> AsyncIterator[FrontEnd]:
     url = f"ipc://{folder}/{index}.sock"
     life, gone = trio.CancelScope(), trio.Event()
@@ -125,6 +149,8 @@ async def _open_front_end(
         eos_token_ids=(),
         generation_defaults={},
     )
+    if encoder is not None:
+        model = fake_encoder_model(encoder)
     with (
         contextlib.closing(PairSocket.listen(url)) as listening,
         contextlib.closing(PairSocket.dial(url)) as dialed,
@@ -140,6 +166,7 @@ async def _open_front_end(
             preparation=None,
             output_buffer=0,
             worker_restarts=lambda: remote.state.worker_restarts,
+            encoding=remote_encoding(model, remote.asks),
             place=Place(index=index, count=config.api_server_count),
         ) as engine:
             whole = SharedServer(engine, remote)

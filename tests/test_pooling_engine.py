@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,6 @@ from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config, fake_vector
 
 CONFIG = fake_encoder_config()
-POISON = ord("!")
-
-
-def vector(text: str) -> Any:
-    ids = np.array(list(text.encode()), dtype=np.int32)
-    # The byte tokenizer's ids are those of the byte alphabet, in its order.
-    return ids
 
 
 class Recorder:
@@ -427,6 +421,26 @@ async def test_a_worker_that_always_dies_ends_the_engine(
     with pytest.raises(EngineError):
         async with open_fake_encoder(make_worker=make, max_worker_restarts=0) as engine:
             await engine.embed("x")
+
+
+async def test_a_worker_that_hangs_is_replaced(autojump_clock: trio.testing.MockClock) -> None:
+    workers: list[FakeWorker] = []
+
+    def make() -> FakeWorker:
+        worker = fake_encoder(CONFIG, call_time=1.0)
+        workers.append(worker)
+        return worker
+
+    async with open_fake_encoder(make_worker=make, watchdog_timeout=5.0) as engine:
+        await engine.embed("fine")
+        workers[0].call_time = math.inf
+        began = trio.current_time()
+        found = await engine.embed("late")
+        assert trio.current_time() - began < 20
+        np.testing.assert_array_equal(found.vectors, [expected("late")])
+        assert len(workers) == 2
+        assert engine.metrics.worker_losses["hung"] == 1
+        await wait_idle(engine)
 
 
 async def test_an_answer_that_makes_no_sense(autojump_clock: trio.testing.MockClock) -> None:

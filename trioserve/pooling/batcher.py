@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +15,7 @@ from trioserve.entrance import DEFAULT_MAX_TOKENS, Departures, seconds_until_roo
 from trioserve.errors import EngineError, QueueFull, RequestAborted, WorkerLost
 from trioserve.metrics import Metrics
 from trioserve.pooling.columns import Columns, Floats, vectors_of
-from trioserve.pooling.core import Batch, Job, PoolingCore
+from trioserve.pooling.core import MAX_UNDER_WAY, Batch, Job, PoolingCore
 from trioserve.scheduler.statistics import SchedulerStatistics
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class Caller(Protocol):
     async def call(self, name: str, arguments: object = None) -> Any:
         """Have the worker do something by name; raises ``EngineError`` or ``WorkerLost``."""
 
+    def accuse(self, reason: str) -> None:
+        """The worker that is attached counts as hung, and is replaced."""
+
 
 class Batcher:
     """Computes the jobs of all requests, whatever becomes of the workers.
@@ -46,15 +50,25 @@ class Batcher:
         metrics: counts calls, and the time that requests wait for theirs.
         max_waiting: texts that may wait.
         max_waiting_tokens: tokens that they may have.
+        patience: seconds that a call may take beyond the slowest so far; 0 for any time.
     """
 
     def __init__(
-        self, caller: Caller, metrics: Metrics, *, max_waiting: int, max_waiting_tokens: int
+        self,
+        caller: Caller,
+        metrics: Metrics,
+        *,
+        max_waiting: int,
+        max_waiting_tokens: int,
+        patience: float = 0.0,
     ) -> None:
         self._caller = caller
         self._metrics = metrics
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
+        self._patience = patience or math.inf
+        self._slowest = 0.0
+        """Of the calls, in seconds, from when it was sent."""
         self.core = PoolingCore(max_texts=1, max_tokens=1)
         self._work = trio.Event()
         """There may be something to call the worker for."""
@@ -91,14 +105,21 @@ class Batcher:
             self.core.put_back(batch)
             self._look()
             return
+        began = trio.current_time()
+        patience = self._patience + MAX_UNDER_WAY * self._slowest
         try:
-            answer = await self._caller.call("encode", batch.columns().message())
+            with trio.move_on_after(patience) as scope:
+                answer = await self._caller.call("encode", batch.columns().message())
+            if scope.cancelled_caught:
+                self._caller.accuse(f"the worker hasn't answered a call within {patience:.1f} s")
+                return
             vectors = vectors_of(answer, len(batch.texts))
         except WorkerLost:
             return  # It is judged with whatever else was under way.
         except EngineError as error:
             self.core.on_error(batch, error)
         else:
+            self._slowest = max(self._slowest, trio.current_time() - began)
             self._num_texts += len(batch.texts)
             self._num_calls += 1
             self._num_tokens += batch.num_tokens
@@ -238,6 +259,7 @@ def supervised_batcher(
         metrics,
         max_waiting=config.max_num_queued_reqs,
         max_waiting_tokens=config.max_num_queued_tokens or DEFAULT_MAX_TOKENS,
+        patience=config.watchdog_timeout,
     )
     judge = supervisor.judge
     # Each counts the deaths since a progress of its own kind; whichever came last counts.

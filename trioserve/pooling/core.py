@@ -24,7 +24,7 @@ from trioserve.errors import EngineError, TrioserveError, WorkerLost
 from trioserve.pooling.columns import Columns
 from trioserve.scheduler.gate import Gate
 
-__all__ = ["Batch", "Job", "PoolingCore", "Text"]
+__all__ = ["MAX_UNDER_WAY", "Batch", "Job", "PoolingCore", "Text"]
 
 MAX_UNDER_WAY = 2
 """Calls: one that the worker computes, and the next."""

@@ -92,6 +92,8 @@ class Scheduler:
         self.adapters = HeldAdapters(
             self._existing_core, self._calls.call, self._wake, self._deliver
         )
+        self._accusation = ""
+        """Why the worker counts as hung, if somebody else has found that."""
         self._overdue = trio.CancelScope()
         """Ends when the worker counts as hung."""
 
@@ -179,6 +181,7 @@ class Scheduler:
         else:
             self._deliver(self._core.recovery.restart(limits))
             self._look()
+        self._accusation = ""
         self._num_attached += 1
         self._attached_at = trio.current_time()
         self._worker_there.set()
@@ -311,6 +314,8 @@ class Scheduler:
         while True:
             with trio.CancelScope(deadline=self._watchdog.deadline) as self._overdue:
                 await trio.sleep_forever()
+            if self._accusation:
+                raise WorkerLost(self._accusation, reason="hung")
             if self._watchdog.forgive(trio.current_time()):
                 continue
             # If it is this process that was stopped, what the worker said meanwhile comes first.
@@ -352,6 +357,11 @@ class Scheduler:
         if not self.attached:
             raise WorkerLost(f"there is no worker to call {name!r}")
         return await self._calls.call(name, arguments)
+
+    def accuse(self, reason: str) -> None:
+        """The worker that is attached counts as hung, and is replaced."""
+        self._accusation = reason
+        self._overdue.cancel()
 
     def _send_first(self, message: wire.Message) -> None:
         """Send ``message`` before the next plan."""
