@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve import EngineConfig, Grammar, SamplingParams, ServerConfig, errors, wire
+from trioserve.adapters import Adapter
 from trioserve.errors import (
     ContextTooLong,
     EngineError,
@@ -143,6 +144,7 @@ def test_a_request_survives(params: SamplingParams, prompt_ids: list[int], numbe
         arrived=1.25,
         priority=-(2**40),
         cache_salt="salt",
+        adapter=3,
         retention=Retention(ranges=(RetentionRange(0, 8, 90, 5),), output_priority=3),
     )
     there = decode_from_front_end(encode(submit))
@@ -171,7 +173,13 @@ def test_all_options_reach_a_front_end() -> None:
         ssl_certfile="certificate.pem",
     )
     start = Start(
-        index=1, count=4, config=config, path="/x", ready=FakeWorker().ready(), sockets=[3, 5]
+        index=1,
+        count=4,
+        config=config,
+        path="/x",
+        ready=FakeWorker().ready(),
+        sockets=[3, 5],
+        adapters=[Adapter(number=2, name="a", path="/a")],
     )
     assert decode_from_engine(encode(start)) == start
 

@@ -122,7 +122,8 @@ async def test_sampling_fields_reach_the_engine() -> None:
     assert call.params.stop == ("a", "b")
     expected = {"priority": 3, "cache_salt": "salt", "timeout": 12.5, "request_id": "cmpl-mine"}
     assert isinstance(call.options.pop("arrived"), float)
-    assert call.options == {**expected, "traceparent": "", "tracestate": ""}
+    unasked = {"adapter": "", "retention": None, "traceparent": "", "tracestate": ""}
+    assert call.options == {**expected, **unasked}
 
 
 async def test_the_models_defaults_fill_in() -> None:

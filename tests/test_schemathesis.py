@@ -41,6 +41,8 @@ UNGUESSABLE = {
     "/v1/models/{name}": 404,
     "/update_weights_from_disk": 400,
     "/close_session": 400,
+    **dict.fromkeys(("/load_lora_adapter", "/v1/load_lora_adapter"), 400),
+    **dict.fromkeys(("/unload_lora_adapter", "/v1/unload_lora_adapter"), 404),
 }
 """Paths whose requests name what no schema can tell, and what comes of it."""
 ADMIN = {"Authorization": "Bearer the-admin-key"}

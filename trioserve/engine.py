@@ -635,7 +635,7 @@ class Engine:
             EngineError: it couldn't.
         """
         if not self.config.serves_adapters:
-            raise InvalidRequest("adapters aren't served: start with --enable-lora")
+            raise InvalidRequest("adapters aren't served: start with --enable-lora", param="name")
         check_name(name)
         if name == self.model_name:
             raise InvalidRequest(f"{name!r} is the model's own name", param="name")

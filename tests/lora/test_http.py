@@ -176,3 +176,30 @@ async def test_a_server_that_serves_none() -> None:
         status, answer = await post(client, "/load_lora_adapter", body, **ADMIN)
         assert status == 400
         assert "--enable-lora" in answer["error"]["message"]
+
+
+async def test_metrics_tell_which_run_and_which_wait() -> None:
+    async with serving(max_num_seqs=2) as (engine, client):
+
+        async def info() -> list[str]:
+            text = await (await client.get("/metrics")).get_data(True)
+            return [line for line in text.splitlines() if "lora_requests_info{" in line]
+
+        (idle,) = await info()
+        names = 'max_lora="8",running_lora_adapters="",waiting_lora_adapters=""'
+        assert idle.startswith(f"trioserve:lora_requests_info{{{names}}} 1.")
+        async with trio.open_nursery() as nursery:
+            for number, name in enumerate(("poet", "base", "poet", "pirate"), 1):
+                body = {**TEXT, "model": name, "max_tokens": 1000}
+                nursery.start_soon(post, client, "/v1/completions", body)
+                scheduler = engine.statistics().scheduler
+                while scheduler.num_running + scheduler.num_waiting < number:
+                    await trio.sleep(0.001)
+                    scheduler = engine.statistics().scheduler
+            (busy,) = await info()
+            assert 'running_lora_adapters="poet"' in busy
+            assert 'waiting_lora_adapters="pirate,poet"' in busy
+            nursery.cancel_scope.cancel()
+    async with serving(lora_modules=[]) as (_, client):
+        text = await (await client.get("/metrics")).get_data(True)
+        assert "lora_requests_info{" not in text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import random
 from collections import deque
 from typing import Any
 
@@ -17,7 +20,8 @@ from trioserve.sampling import SamplerParams
 from trioserve.scheduler.residency import Bring, Residency, Take
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies, adapter_shift, hashed_token
-from trioserve.wire import Plan
+from trioserve.wire import Plan, Ready
+from trioserve.worker import Link
 
 TOKENS = 12
 
@@ -40,9 +44,10 @@ def test_brings_what_is_asked_for_and_keeps_what_was_used_last() -> None:
     residency.forget(1)
     assert residency.wants_change
     assert residency.next_change(set) == Take(1)
-    residency.on_taken(1)
-    residency.on_worker_lost()
+    residency.on_worker_lost()  # before it was told so
     assert residency.next_change(set) == Bring(3)
+    residency.on_brought(3)
+    assert residency.next_change(set) is None
 
 
 def test_who_finds_no_place_holds_those_behind_back() -> None:
@@ -249,7 +254,10 @@ async def test_a_prefix_is_found_by_its_own_load_only(autojump_clock: trio.abc.C
     async with open_fake_engine(lora_modules=["a=/a", "b=/b"]) as engine:
         assert [await cached(engine, name) for name in ("", "a", "b")] == [0, 0, 0]
         assert [await cached(engine, name) for name in ("", "a", "b")] == [32, 32, 32]
+        assert engine.statistics().scheduler.pages_cached == 6
         await engine.unload_adapter("a")
+        engine.check_integrity()
+        assert engine.statistics().scheduler.pages_cached == 4
         await engine.load_adapter("a", "/a")
         assert [await cached(engine, name) for name in ("", "a", "b")] == [32, 0, 32]
 
@@ -305,3 +313,94 @@ async def test_the_worker_dies_while_it_loads(autojump_clock: trio.abc.Clock) ->
         assert made[-1].adapters == {}
         await engine.load_adapter("a", "/a")
         assert await ask(engine, "a", [1, 2]) == expected(FakeWorker(), [1, 2], "/a")
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_random_lives(autojump_clock: trio.abc.Clock, seed: int) -> None:
+    """Adapters come and go, workers too, clients leave: whoever gets tokens gets the right ones."""
+    choose = random.Random(seed)
+    together = choose.randint(1, 3)
+    most = choose.randint(together, 4)
+    made: list[FakeWorker] = []
+    sizes = {
+        "num_pages": choose.choice((12, 64)),
+        "max_num_seqs": choose.choice((2, 8)),
+        "max_num_batched_tokens": choose.choice((16, 64)),
+    }
+    kill = trio.Event()
+    config = EngineConfig("fake")
+
+    def open_worker() -> contextlib.AbstractAsyncContextManager[tuple[Link, Ready]]:
+        nonlocal kill
+        kill = trio.Event()
+        made.append(
+            FakeWorker(
+                step_time=0.01,
+                call_time=choose.choice((0.0, 0.005, 0.1)),
+                max_loras=together,
+                max_cpu_loras=most,
+                **sizes,
+            )
+        )
+        return run_fake_worker(made[-1], config, killed=kill)
+
+    async with open_fake_engine(
+        open_worker=open_worker,
+        enable_lora=True,
+        max_loras=together,
+        max_cpu_loras=most,
+        max_plans_in_flight=choose.choice((1, 2)),
+        scheduling_policy=choose.choice(("fcfs", "lpm", "priority")),
+        enable_prefix_caching=choose.random() < 0.7,
+        max_worker_restarts=100,
+    ) as engine:
+        finished = 0
+
+        async def load(name: str, version: int) -> None:
+            with contextlib.suppress(InvalidRequest, WorkerLost):
+                await engine.load_adapter(name, f"/{name}/{version}")
+
+        async def unload(name: str) -> None:
+            with contextlib.suppress(AdapterNotFound):
+                await engine.unload_adapter(name)
+
+        async def client(name: str, number: int) -> None:
+            nonlocal finished
+            prompt = [number % 3 + place for place in range(choose.choice((5, 20, 40)))]
+            path = {adapter.name: adapter.path for adapter in engine.adapters}.get(name, "")
+            with trio.move_on_after(choose.choice((0.05, math.inf, math.inf))):
+                try:
+                    tokens = await ask(
+                        engine,
+                        name,
+                        prompt,
+                        priority=choose.randrange(3),
+                        max_tokens=choose.choice((1, 10, 40)),
+                    )
+                except AdapterNotFound:
+                    return
+                assert tokens == expected(made[0], prompt, path, len(tokens))
+                finished += 1
+            engine.check_integrity()
+
+        async with trio.open_nursery() as nursery:
+            for number in range(60):
+                name = choose.choice("abcdef")
+                match choose.randrange(6):
+                    case 0:
+                        nursery.start_soon(unload, name)
+                    case 1 | 2:
+                        nursery.start_soon(load, name, number)
+                    case _:
+                        name = choose.choice(["", *(each.name for each in engine.adapters)])
+                        nursery.start_soon(client, name, number)
+                await trio.sleep(choose.choice((0.0, 0.0, 0.01, 0.2)))
+                if choose.random() < 0.05:
+                    kill.set()
+        assert finished > 5
+        engine.check_integrity()
+        for adapter in engine.adapters:
+            await engine.unload_adapter(adapter.name)
+        await trio.sleep(2)
+        assert engine.statistics().scheduler.pages_held == 0
+        assert made[-1].adapters == {}

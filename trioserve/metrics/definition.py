@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COMMON_LABELS",
     "Definition",
+    "Samples",
     "Scrape",
     "Value",
     "counter",

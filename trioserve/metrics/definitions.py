@@ -6,9 +6,12 @@ can't tell different stories. Names, types and labels are vLLM's where it has th
 
 from __future__ import annotations
 
+import time
+
 from trioserve.grammar import GRAMMAR_KINDS
 from trioserve.metrics.definition import (
     Definition,
+    Samples,
     Scrape,
     counter,
     engine_counter,
@@ -286,6 +289,28 @@ _CACHE = (
     ),
 )
 
+
+def _adapters(scrape: Scrape) -> Samples:
+    if not scrape.engine.config.serves_adapters:
+        return []
+    scheduler = scrape.scheduler
+    names = ",".join(scheduler.waiting_adapters), ",".join(scheduler.running_adapters)
+    return [((str(scrape.engine.config.max_loras), *names), time.time())]
+
+
+_ADAPTERS = (
+    Definition(
+        name="lora_requests_info",
+        kind="gauge",
+        help="Unix time; the labels name the adapters of requests that wait and that run",
+        group="requests",
+        labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+        common=False,
+        watching=True,
+        read=_adapters,
+    ),
+)
+
 _WORKER = (
     engine_counter("worker", "worker_steps", lambda s: s.scheduler.num_steps, "Steps computed"),
     engine_counter(
@@ -404,5 +429,5 @@ _HTTP = (
 )
 
 DEFINITIONS: tuple[Definition, ...] = (
-    *(*_REQUESTS, *_LATENCY, *_TOKENS, *_CACHE, *_WORKER, *_RELIABILITY, *_HTTP),
+    *(*_REQUESTS, *_ADAPTERS, *_LATENCY, *_TOKENS, *_CACHE, *_WORKER, *_RELIABILITY, *_HTTP),
 )

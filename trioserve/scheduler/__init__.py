@@ -434,7 +434,9 @@ class Scheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """Counts of this moment; all 0 before the first worker."""
-        return SchedulerStatistics() if self._core is None else self._core.statistics()
+        if self._core is None:
+            return SchedulerStatistics()
+        return self.adapters.named_in(self._core.statistics())
 
     def check_integrity(self) -> None:
         """Assert the invariants that :mod:`trioserve.scheduler.integrity` lists."""

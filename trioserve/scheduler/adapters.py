@@ -14,6 +14,7 @@ from trioserve.logs import get_logger
 from trioserve.request import Finish, FinishReason, Request, SequenceOutput
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.residency import Bring, Take
+from trioserve.scheduler.statistics import SchedulerStatistics
 
 __all__ = ["HeldAdapters"]
 
@@ -102,6 +103,18 @@ class HeldAdapters:
         self._let_leave()
         await held.gone.wait()
 
+    def named_in(self, statistics: SchedulerStatistics) -> SchedulerStatistics:
+        """``statistics`` with the names of the adapters that sequences have."""
+        if not self._held:
+            return statistics
+        running, waiting = self._core().adapters_in_use()
+        return attrs.evolve(
+            statistics, running_adapters=self._names(running), waiting_adapters=self._names(waiting)
+        )
+
+    def _names(self, numbers: set[int]) -> tuple[str, ...]:
+        return tuple(sorted({self._held[each].adapter.name for each in numbers if each}))
+
     def look(self) -> None:
         """Something has happened: a plan, a result, an abort, the loss of a worker."""
         if self._held:
@@ -120,7 +133,7 @@ class HeldAdapters:
 
     def _forget(self, held: _Held) -> None:
         number = held.adapter.number
-        self._core().residency.forget(number)
+        self._core().forget_adapter(number)
         del self._held[number]
         held.gone.set()
         self._look_again()

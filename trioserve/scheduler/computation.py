@@ -15,18 +15,23 @@ from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.policy import Order, queue_order
 from trioserve.scheduler.prefix import Namespace, Node
 
-__all__ = ["NO_LOGPROBS", "Computation", "Line", "Running", "namespace_of"]
+__all__ = ["NO_LOGPROBS", "Computation", "Line", "Running", "adapter_word", "namespace_of"]
 
 NO_SLOT = -1
 NO_LOGPROBS = -1
 
 
+_get_order = operator.attrgetter("order")
+
+
+def adapter_word(number: int) -> str:
+    """What stands second in the namespaces of sequences with that adapter, and in no others."""
+    return f"adapter {number}"
+
+
 def namespace_of(salt: str, adapter: int) -> Namespace:
     """Whose cached prefixes requests with that salt and adapter share."""
-    return (salt, adapter) if adapter else (salt,)
-
-
-_get_order = operator.attrgetter("order")
+    return (salt, adapter_word(adapter)) if adapter else (salt,)
 
 
 @attrs.define(eq=False, kw_only=True)

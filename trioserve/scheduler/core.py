@@ -31,7 +31,7 @@ from trioserve import wire
 from trioserve.errors import AdapterNotFound, WorkerLost
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler import policy
-from trioserve.scheduler.computation import Computation, Line, Running
+from trioserve.scheduler.computation import Computation, Line, Running, adapter_word
 from trioserve.scheduler.counts import Ints
 from trioserve.scheduler.draft import Draft, InFlight
 from trioserve.scheduler.feeds import Feeds
@@ -405,6 +405,17 @@ class SchedulerCore:
     def has_adapter_users(self, number: int) -> bool:
         """Whether anybody is still to be computed with that adapter."""
         return any(each.adapter == number for each in self._unfinished())
+
+    def forget_adapter(self, number: int) -> None:
+        """Nobody has that adapter any more, or will: its prefixes are of no use."""
+        self.residency.forget(number)
+        self.memory.prefix.drop(lambda namespace: namespace[1:2] == (adapter_word(number),))
+
+    def adapters_in_use(self) -> tuple[set[int], set[int]]:
+        """The adapters of those who run and of those who wait; 0 for none is among them."""
+        running = self.running_adapters()
+        waiting = itertools.chain(self.waiting, self.siblings, self.preempted)
+        return running, {each.adapter for each in waiting}
 
     def running_adapters(self) -> set[int]:
         """The adapters of those who hold slots, and 0 if any of them has none."""

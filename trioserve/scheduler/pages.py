@@ -163,6 +163,13 @@ class PagePool:
         assert self._holders[page] > 0, f"page {page} is given up but not held"
         self._kept.remove(page)
 
+    def give_up(self, page: int) -> None:
+        """The prefix cache wants ``page`` no more, whether somebody has it still or nobody."""
+        self._kept.remove(page)
+        if self._holders[page] == 0 and page not in self._retiring:
+            self._idle.discard(page)
+            self._free.append(page)
+
     def evict(self) -> int:
         """Free the idle page of the lowest level, and of them the one that has been there longest.
 

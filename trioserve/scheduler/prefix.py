@@ -22,7 +22,7 @@ Rules, and what follows from them:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import attrs
 
@@ -212,6 +212,20 @@ class PrefixCache:
             node = self._node_of.pop(self.pool.evict())
             assert not node.children, "a page was evicted from under its children"
             self._remove(node)
+
+    def drop(self, is_dropped: Callable[[Namespace], bool]) -> None:
+        """Take the namespaces out that ``is_dropped`` is true of, which nobody looks into any more.
+
+        Their pages are free as soon as nobody has them.
+        """
+        nodes = [root for namespace, root in self._roots.items() if is_dropped(namespace)]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        for node in reversed(nodes):  # the deepest first
+            if node.parent is not None:
+                del self._node_of[node.page]
+                self.pool.give_up(node.page)
+                self._remove(node)
 
     def flush(self) -> int:
         """Have nobody find what is cached now: free what is idle, and hide the rest.

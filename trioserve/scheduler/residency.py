@@ -91,7 +91,8 @@ class Residency:
 
     def on_worker_lost(self) -> None:
         """All that it held is to be brought to the next."""
-        self._asked = {**dict.fromkeys(reversed(self._present)), **self._asked}
+        wanted = [number for number in reversed(self._present) if number in self.known]
+        self._asked = {**dict.fromkeys(wanted), **self._asked}
         self._present.clear()
 
     def begin_pass(self, running: Callable[[], Collection[int]]) -> Pass:

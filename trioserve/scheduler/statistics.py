@@ -78,3 +78,7 @@ class SchedulerStatistics(Counters):
     pages_held: int = 0
     """Pages of running sequences, and those that a plan in flight still names."""
     pages_total: int = 0
+    running_adapters: tuple[str, ...] = ()
+    """Names of the adapters of running sequences."""
+    waiting_adapters: tuple[str, ...] = ()
+    """Those of waiting ones, of which some may run, too."""
