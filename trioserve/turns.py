@@ -51,7 +51,11 @@ class Turn:
                 parts.append(turn.own[: stop - turn.cut])
             stop = min(stop, turn.cut)
             turn = turn.parent
-        return [token for part in reversed(parts) for token in part]
+        # Whole arrays at a time: there may be a hundred thousand tokens.
+        whole = array("i")
+        for part in reversed(parts):
+            whole.extend(part)
+        return whole.tolist()
 
 
 @attrs.define(eq=False)
