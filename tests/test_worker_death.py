@@ -23,6 +23,7 @@ import trio.testing
 from tests.engines import assert_idle, open_tiny_engine
 from tests.tiny_models import make_tiny
 from trioserve import Engine, wire
+from trioserve.child import KILL_GRACE
 from trioserve.errors import ModelLoadError, WorkerLost
 from trioserve.grammar import Grammar
 from trioserve.worker import supervisor
@@ -200,7 +201,7 @@ async def test_a_process_that_can_not_be_killed_holds_nobody_up(
     undead = Undead(pid=(1 << 31) - 1)
     with trio.fail_after(60):
         await supervisor._stop(cast(trio.Process, undead), cast(NngLink, DeafLink()))
-    assert trio.current_time() == supervisor.QUIT_GRACE + supervisor.KILL_GRACE
+    assert trio.current_time() == supervisor.QUIT_GRACE + KILL_GRACE
     assert "worker can't be killed" in caplog.text
 
 
@@ -215,7 +216,7 @@ async def test_a_group_that_may_not_be_killed_holds_nobody_up(
     monkeypatch.setattr(os, "killpg", refuse)
     ended = Undead(pid=(1 << 31) - 1, returncode=1)
     await supervisor._stop(cast(trio.Process, ended), cast(NngLink, DeafLink()))
-    assert trio.current_time() == supervisor.KILL_GRACE
+    assert trio.current_time() == KILL_GRACE
 
 
 async def test_what_a_worker_has_started_ends_with_it() -> None:

@@ -7,7 +7,6 @@ which is how it learns that the engine process is gone.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import trio
 
 import trioserve
+from trioserve.child import end_child
 from trioserve.errors import EngineError, FrontEndLost, NoRoomForWorker
 from trioserve.front_end.home import receive_from_front_end
 from trioserve.front_end.messages import Failed, Hello, Listening, Start, Stop, encode
@@ -33,8 +33,6 @@ START_TIMEOUT = 120.0
 """Seconds for the process to start, import its libraries and read the tokenizer."""
 STOP_GRACE = 3.0
 """Seconds for one that was told to leave: its streams get a last event."""
-KILL_GRACE = 10.0
-"""Seconds for one that was killed."""
 
 _log = get_logger("trioserve.front_end")
 
@@ -152,16 +150,8 @@ async def _greet(socket: PairSocket, start: Start) -> None:
 
 async def _stop(process: trio.Process, socket: PairSocket, last_word: Stop | Failed) -> None:
     """End the process: politely, then by force. Called shielded; takes at most the two graces."""
-    assert process.stdin is not None
     if process.returncode is None:
         socket.send_nowait(encode(last_word))
         with trio.move_on_after(STOP_GRACE):
             await process.wait()
-    # It leads a group of its own; one that is gone isn't to be had.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with trio.move_on_after(KILL_GRACE):
-        await process.wait()
-    if process.returncode is None:
-        _log.error("front end can't be killed", pid=process.pid, seconds=KILL_GRACE)
-    await process.stdin.aclose()
+    await end_child(process, _log, "front end")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -13,6 +12,7 @@ from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.entrance import DEFAULT_MAX_TOKENS, Departures, seconds_until_room
 from trioserve.errors import EngineError, QueueFull, RequestAborted, WorkerLost
+from trioserve.happening import Happenings
 from trioserve.metrics import Metrics
 from trioserve.pooling.columns import Columns, Floats, vectors_of
 from trioserve.pooling.core import MAX_UNDER_WAY, Batch, Job, PoolingCore
@@ -72,8 +72,7 @@ class Batcher:
         self.core = PoolingCore(max_texts=1, max_tokens=1)
         self._work = trio.Event()
         """There may be something to call the worker for."""
-        self._awaited: dict[trio.Event, Callable[[], bool]] = {}
-        """What somebody waits for, and what tells whether it has happened."""
+        self._happenings = Happenings()
         self._departures = Departures()
         self._num_texts = 0
         """Of all answers, as the following."""
@@ -186,7 +185,7 @@ class Batcher:
     async def pause(self, holder: str) -> None:
         """Have nothing computed until :meth:`resume`; return once nothing is."""
         self.core.gate.close(holder)
-        await self._until(lambda: self.core.is_quiet)
+        await self._happenings.until(lambda: self.core.is_quiet)
 
     async def pause_when_done(self, holder: str) -> None:
         """:meth:`pause` once all that came before this is computed. What comes after it waits.
@@ -196,7 +195,7 @@ class Batcher:
         last = self.core.num_arrivals
         self.core.gate.close_behind(holder, last)
         try:
-            await self._until(lambda: self.core.num_open_until(last) == 0)
+            await self._happenings.until(lambda: self.core.num_open_until(last) == 0)
         except BaseException:
             self.resume(holder)
             raise
@@ -215,18 +214,7 @@ class Batcher:
     def _look(self) -> None:
         """Something has happened."""
         self._work.set()
-        for event, happened in list(self._awaited.items()):
-            if happened():
-                event.set()
-
-    async def _until(self, happened: Callable[[], bool]) -> None:
-        event = trio.Event()
-        self._awaited[event] = happened
-        try:
-            self._look()
-            await event.wait()
-        finally:
-            del self._awaited[event]
+        self._happenings.look()
 
     # ---- what can be seen from outside
 

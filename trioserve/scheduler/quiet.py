@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import attrs
-import trio
 
+from trioserve.happening import Happenings
 from trioserve.scheduler.core import SchedulerCore
 
 __all__ = ["Quiet"]
@@ -27,8 +27,7 @@ class Quiet:
 
     _core: Callable[[], SchedulerCore]
     _wake: Callable[[], None]
-    _awaited: dict[trio.Event, Callable[[], bool]] = attrs.field(init=False, factory=dict)
-    """What somebody waits for, and what tells whether it has happened."""
+    _happenings: Happenings = attrs.field(init=False, factory=Happenings)
 
     async def pause(self, holder: str, *, retract: bool = False) -> None:
         """Have nobody computed until :meth:`resume`; return once nothing is, which is soon.
@@ -44,7 +43,7 @@ class Quiet:
         if retract:
             core.retract_running()
         self._wake()
-        await self._until(lambda: core.is_quiet)
+        await self._happenings.until(lambda: core.is_quiet)
 
     async def pause_when_done(self, holder: str) -> None:
         """:meth:`pause` once all who came before this have finished. Who comes after it waits.
@@ -55,7 +54,7 @@ class Quiet:
         last = core.num_arrivals
         core.gate.close_behind(holder, last)
         try:
-            await self._until(lambda: core.num_unfinished_until(last) == 0)
+            await self._happenings.until(lambda: core.num_unfinished_until(last) == 0)
         except BaseException:
             self.resume(holder)
             raise
@@ -77,15 +76,4 @@ class Quiet:
 
     def look(self) -> None:
         """Something has happened: a result, an abort, the loss of a worker."""
-        for event, happened in list(self._awaited.items()):
-            if happened():
-                event.set()
-
-    async def _until(self, happened: Callable[[], bool]) -> None:
-        event = trio.Event()
-        self._awaited[event] = happened
-        try:
-            self.look()
-            await event.wait()
-        finally:
-            del self._awaited[event]
+        self._happenings.look()

@@ -23,6 +23,7 @@ import trio
 
 import trioserve
 from trioserve import wire
+from trioserve.child import end_child
 from trioserve.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost
 from trioserve.groups import sole_exception
 from trioserve.logs import get_logger
@@ -45,8 +46,6 @@ HELLO_TIMEOUT = 120.0
 """Seconds for the process to start and import its libraries."""
 QUIT_GRACE = 0.5
 """Seconds for a worker that was told to quit."""
-KILL_GRACE = 10.0
-"""Seconds for a worker that was killed. One that waits in the kernel can't be had sooner."""
 FIRST_RESTART_DELAY = 0.05
 MAX_RESTART_DELAY = 5.0
 
@@ -224,24 +223,12 @@ def _check_hello(message: wire.Message) -> None:
 
 
 async def _stop(process: trio.Process, link: NngLink) -> None:
-    """End the process: politely, then by force, and with it whatever it has started.
-
-    Called shielded; takes at most the two graces. A stopped process ends like any other.
-    """
-    assert process.stdin is not None
+    """End the process: politely, then by force. Called shielded; takes at most the two graces."""
     if process.returncode is None:
         link.send_nowait(wire.Quit())
         with trio.move_on_after(QUIT_GRACE):
             await process.wait()
-    # The worker leads a group of its own, and its children may hold memory that the next one needs.
-    # One that is gone, or that runs as somebody else by now, isn't to be had.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with trio.move_on_after(KILL_GRACE):
-        await process.wait()
-    if process.returncode is None:
-        _log.error("worker can't be killed", pid=process.pid, seconds=KILL_GRACE)
-    await process.stdin.aclose()
+    await end_child(process, _log, "worker")
 
 
 @attrs.define(eq=False, kw_only=True)
