@@ -9,6 +9,7 @@ from scheduling import Bench, crowd, worker
 
 from trioserve.errors import EngineError
 from trioserve.feed import Feed
+from trioserve.scheduler.iterations import Iterations
 from trioserve.scheduler.statistics import Counters
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
@@ -70,13 +71,15 @@ def test_prefill_and_decode_are_told_apart() -> None:
 
 def test_nothing_is_made_while_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench.make(worker())
-    copies = []
-    monkeypatch.setattr(
-        "trioserve.scheduler.iterations.attrs.evolve", lambda counters: copies.append(counters)
-    )
+    notes: list[object] = []
+    monkeypatch.setattr(Iterations, "note", lambda *arguments: notes.append(arguments))
     bench.submit([1] * 5)
     bench.drain()
-    assert copies == []
+    assert notes == []
+    with bench.core.feeds.iterations.feed.subscribe():
+        bench.submit([1] * 5)
+        bench.drain()
+    assert notes
 
 
 async def test_a_slow_reader_loses_the_oldest() -> None:
