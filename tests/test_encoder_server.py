@@ -26,7 +26,7 @@ import trio
 
 from tests.engines import assert_idle
 from tests.tiny_encoders import make_encoder
-from trioserve import open_engine
+from trioserve import LLM, open_engine
 from trioserve.errors import InvalidRequest
 
 ROOT = Path(__file__).parent.parent
@@ -190,6 +190,22 @@ async def test_a_worker_that_is_killed_loses_nothing(wanted: Any) -> None:
         assert len(results) == 8
         assert engine.statistics().worker_restarts == 1
         await assert_idle(engine)
+
+
+@pytest.mark.time_limit(120)
+def test_a_script_embeds_more_than_may_wait(wanted: Any) -> None:
+    options: dict[str, Any] = {"num_threads": 1, "device": "cpu", "max_num_queued_reqs": 3}
+    with LLM(str(FOLDER), **options) as llm:
+        found = llm.embed([*TEXTS, *TEXTS], truncate_prompt_tokens=-1)
+        np.testing.assert_allclose(
+            found.vectors, np.concatenate([wanted, wanted]), rtol=0, atol=TOLERANCE
+        )
+        scores = llm.score(TEXTS[0], TEXTS[:2])
+        assert scores.values[0] == pytest.approx(1, abs=1e-5)
+        with pytest.raises(InvalidRequest, match="it embeds texts"):
+            llm.classify("x")
+        with pytest.raises(InvalidRequest, match="it embeds texts"):
+            llm.generate("x")
 
 
 def worker_pids() -> list[int]:

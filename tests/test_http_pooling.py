@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from http_stub import server_config
+from http_stub import captured_logs, server_config
 from quart_trio.testing import TrioClient
 
 from trioserve.http import create_app
@@ -260,6 +260,24 @@ async def test_scores_of_labels_by_a_generating_model() -> None:
         assert error["param"] == "query"
         error = await refused(client, "/v1/score", query="q", items="a", label_token_ids=[999])
         assert error["param"] == "label_token_ids"
+
+
+async def test_the_log_tells_of_texts_what_it_may() -> None:
+    for log_requests in (False, True):
+        async with client_for(open_fake_encoder(), log_requests=log_requests) as client:
+            with captured_logs() as lines:
+                await post(client, "/v1/embeddings", input=["one", [1, 2], "x" * 500])
+        (line,) = [each for each in lines if each["event"] == "request"]
+        assert (line["n"], line["prompt_tokens"], line["completion_tokens"]) == (3, 505, 0)
+        assert line.get("prompts") == (["one", "[1,2]", "x" * 500] if log_requests else None)
+
+
+async def test_the_tokenizer_of_an_encoder() -> None:
+    async with client_for(open_fake_encoder()) as client:
+        reply = await post(client, "/tokenize", prompt="one")
+        assert reply["tokens"] == ids_of("one")
+        assert reply["max_model_len"] == 512
+        assert (await post(client, "/detokenize", tokens=ids_of("one")))["prompt"] == "one"
 
 
 async def test_timeouts_and_a_full_queue(autojump_clock: trio.testing.MockClock) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trioserve.logprobs import PromptLogprobs
     from trioserve.nursery import open_engine
     from trioserve.offline import LLM
+    from trioserve.pooling.results import Classifications, Embeddings, Scores
     from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.retention import Retention, RetentionRange
     from trioserve.sampling import SamplingParams
@@ -67,6 +68,9 @@ _HOME = {
     "SlowReader": "errors",
     "TrioserveError": "errors",
     "LLM": "offline",
+    "Classifications": "pooling.results",
+    "Embeddings": "pooling.results",
+    "Scores": "pooling.results",
     "ChatPrompt": "request",
     "TextPrompt": "request",
     "TokensPrompt": "request",
@@ -86,11 +90,13 @@ __all__ = [
     "AdapterNotFound",
     "ChatPrompt",
     "Chunk",
+    "Classifications",
     "Completion",
     "ContextTooLong",
     "Continuation",
     "DeadlineExceeded",
     "Draining",
+    "Embeddings",
     "Engine",
     "EngineConfig",
     "EngineError",
@@ -106,6 +112,7 @@ __all__ = [
     "Retention",
     "RetentionRange",
     "SamplingParams",
+    "Scores",
     "ServerConfig",
     "Session",
     "SessionLimit",

@@ -6,6 +6,7 @@ The engine runs in a thread of its own; every call hands one coroutine to it and
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import weakref
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import rich.console
 import rich.progress
 import trio
@@ -20,8 +22,10 @@ import trio
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.errors import EngineError, QueueFull
-from trioserve.generation import Completion, PromptLike
+from trioserve.generation import Completion, PromptLike, Usage
 from trioserve.nursery import open_engine
+from trioserve.pooling.inputs import Inputs, Item, as_items
+from trioserve.pooling.results import Classifications, Embeddings, Scores
 from trioserve.sampling import SamplingParams
 
 __all__ = ["LLM"]
@@ -159,6 +163,35 @@ class LLM:
             completions: list[Completion] = self._call(_complete_all, batch, each, sampling, bar)
         return completions
 
+    def embed(self, inputs: Inputs, **options: Any) -> Embeddings:
+        """The embeddings of texts; arguments and errors are those of :meth:`Engine.embed`.
+
+        There may be any number of them: what the queue has no room for is computed later.
+        """
+        parts: list[Embeddings] = [
+            self._call(functools.partial(Engine.embed, inputs=part, **options))
+            for part in _parts(inputs, self._engine_thread.config.max_num_queued_reqs)
+        ]
+        tokens = sum(part.usage.prompt_tokens for part in parts)
+        return Embeddings(
+            np.concatenate([part.vectors for part in parts]),
+            Usage(prompt_tokens=tokens, completion_tokens=0, cached_tokens=0),
+        )
+
+    def score(
+        self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Any
+    ) -> Scores:
+        """How well texts go together; arguments and errors are those of :meth:`Engine.score`."""
+        ask = functools.partial(Engine.score, queries=queries, documents=documents, **options)
+        scores: Scores = self._call(ask)
+        return scores
+
+    def classify(self, inputs: Inputs, **options: Any) -> Classifications:
+        """The labels of texts; arguments and errors are those of :meth:`Engine.classify`."""
+        ask = functools.partial(Engine.classify, inputs=inputs, **options)
+        found: Classifications = self._call(ask)
+        return found
+
     def _call(self, function: Any, *args: Any) -> Any:
         thread = self._engine_thread
         if not self._finalizer.alive:
@@ -185,6 +218,12 @@ def _as_batch(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
         if not isinstance(first, (int, Mapping)):
             return list(prompts)
     return [prompts]  # type: ignore[list-item]
+
+
+def _parts(inputs: Inputs, most: int) -> list[list[Item]]:
+    """The items of ``inputs``, at most so many in each part."""
+    items = as_items(inputs)
+    return [items[start : start + most] for start in range(0, len(items), most)]
 
 
 async def _complete_all(

@@ -13,11 +13,12 @@ import attrs
 import trio
 
 from trioserve.generation import GenerationStream, Usage
-from trioserve.http.contents import Contents
+from trioserve.http.contents import Contents, item_texts
 from trioserve.http.errors import CLIENT_CLOSED_REQUEST
 from trioserve.http.generations import Job, total_usage
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
+from trioserve.pooling.inputs import Item
 from trioserve.stream import Chunk
 
 __all__ = ["AccessRecord", "request_id_from"]
@@ -66,6 +67,8 @@ class AccessRecord:
     usage: Usage | None = None
     reason: str | None = None
     contents: Contents | None = None
+    texts: Sequence[Item] = ()
+    """Those that are computed as a whole, if they may be logged."""
     error: str | None = None
     """The code of the error that the client got."""
     _num_outputs: int = 0
@@ -102,10 +105,11 @@ class AccessRecord:
             (each.first_token for each in times if each.first_token is not None), default=None
         )
 
-    def note_texts(self, count: int, usage: Usage) -> None:
-        """Keep how many texts were computed as a whole, and the tokens that took."""
-        self._num_outputs += count
-        self.usage = usage
+    def note_texts(self, items: Sequence[Item], *, with_contents: bool) -> None:
+        """Keep how many texts are computed as a whole, and what they say if that may be logged."""
+        self._num_outputs += len(items)
+        if with_contents:
+            self.texts = items
 
     def note_error(self, reason: str) -> None:
         """Keep why the request failed."""
@@ -141,6 +145,8 @@ class AccessRecord:
             fields["reason"] = self.reason
         if self.contents is not None:
             fields |= self.contents.fields()
+        if self.texts:
+            fields["prompts"] = item_texts(self.texts)
         write = _log.warning if status >= SERVER_ERROR else _log.info
         write("request", **fields)
 

@@ -12,11 +12,12 @@ import attrs
 import msgspec
 
 from trioserve.http.generations import Job
+from trioserve.pooling.inputs import Item
 from trioserve.request import ChatPrompt, Prompt, TextPrompt
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
 
-__all__ = ["MAX_CHARACTERS", "MAX_TEXTS", "Contents"]
+__all__ = ["MAX_CHARACTERS", "MAX_TEXTS", "Contents", "item_texts"]
 
 MAX_CHARACTERS = 2000
 """Of a prompt, an output or a sampling field that are logged."""
@@ -57,6 +58,14 @@ class Contents:
             "sampling": _changed(self._jobs[0].params) if self._jobs else {},
             "outputs": [_clipped(output.text, output.length) for output in outputs],
         }
+
+
+def item_texts(items: Sequence[Item]) -> list[str]:
+    """What goes into the log's line of texts that are computed as a whole; of pairs, both texts."""
+    texts = ["\n".join(item) if isinstance(item, tuple) else item for item in items[:MAX_TEXTS]]
+    return [
+        _clipped(text, len(text)) if isinstance(text, str) else _prompt_text(text) for text in texts
+    ]
 
 
 def _clipped(text: str, length: int) -> str:

@@ -24,6 +24,7 @@ from trioserve.http.generations import Generations, Job, open_generations, renam
 from trioserve.http.schemas import parse_body
 from trioserve.http.sse import EventStream, StreamWriter, stream_response
 from trioserve.http.whole import Whole
+from trioserve.pooling.inputs import Item
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
 
@@ -149,6 +150,10 @@ class Service:
                 "(--max-prompts-per-request)",
                 param=param,
             )
+
+    def note_texts(self, items: Sequence[Item]) -> None:
+        """Note texts that are computed as a whole in the log's line."""
+        self.record.note_texts(items, with_contents=self.config.log_requests)
 
     def _open(self, jobs: Sequence[Job]) -> Generations:
         """The generations of ``jobs``, noted in the log's line, under the caller's trace.

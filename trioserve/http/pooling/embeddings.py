@@ -51,6 +51,7 @@ class EmbeddingEndpoints:
             adapter, field = service.adapter(request.model, request.lora_path)
             items = as_items(request.input)
             service.check_number_of_prompts(len(items), "input")
+            service.note_texts(items)
             normalize = request.normalize
             if request.use_activation is not None:
                 normalize = request.use_activation
@@ -67,7 +68,7 @@ class EmbeddingEndpoints:
                 )
             except InvalidRequest as error:
                 raise renamed(error, {"adapter": field}) from error
-            service.record.note_texts(len(items), found.usage)
+            service.record.usage = found.usage
 
             def answer() -> msgspec.Raw:
                 as_base64 = request.encoding_format == "base64"
@@ -96,13 +97,14 @@ class EmbeddingEndpoints:
             assert given is not None
             items = as_items(given, name)
             service.check_number_of_prompts(len(items), name)
+            service.note_texts(items)
             try:
                 found = await service.engine.embed(
                     items, dimensions=request.dimensions, **asked.options
                 )
             except InvalidRequest as error:
                 raise renamed(error, {"input": name}) from error
-            service.record.note_texts(len(items), found.usage)
+            service.record.usage = found.usage
             listed = not isinstance(given, str) and not isinstance(given[0], int)
 
             def answer() -> msgspec.Raw:

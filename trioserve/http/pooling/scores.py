@@ -58,6 +58,7 @@ class ScoreEndpoints:
         first, firsts = _texts(request, _FIRST)
         second, seconds = _texts(request, _SECOND)
         service.check_number_of_prompts(len(seconds), second)
+        service.note_texts([*firsts, *seconds])
         try:
             found = await service.engine.score(
                 firsts,
@@ -68,7 +69,7 @@ class ScoreEndpoints:
         except InvalidRequest as error:
             names = {"queries": first, "documents": second, "input": second}
             raise renamed(error, names) from error
-        service.record.note_texts(len(seconds), found.usage)
+        service.record.usage = found.usage
         return ScoreResponse(
             id=asked.id,
             object="list",
@@ -87,6 +88,7 @@ class ScoreEndpoints:
             model = service.model(request.model)
             texts = [each if isinstance(each, str) else each.text for each in request.documents]
             service.check_number_of_prompts(len(texts), "documents")
+            service.note_texts([request.query, *texts])
             try:
                 found = await service.engine.score(
                     request.query,
@@ -96,7 +98,7 @@ class ScoreEndpoints:
                 )
             except InvalidRequest as error:
                 raise renamed(error, {"queries": "query", "input": "documents"}) from error
-            service.record.note_texts(len(texts), found.usage)
+            service.record.usage = found.usage
             # Of equal ones the first: a stable order.
             order = (-found.values).argsort(kind="stable")[: request.top_n or None].tolist()
             results = [
@@ -121,10 +123,11 @@ class ScoreEndpoints:
             model = service.model(request.model)
             items = as_items(request.input)
             service.check_number_of_prompts(len(items), "input")
+            service.note_texts(items)
             found = await service.engine.classify(
                 items, truncate_prompt_tokens=check_truncation(request), **asked.options
             )
-            service.record.note_texts(len(items), found.usage)
+            service.record.usage = found.usage
             wanted = (request.use_activation, request.activation, request.softmax)
             shown = found.logits if False in wanted else found.probabilities
             data = [
