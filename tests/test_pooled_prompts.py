@@ -15,8 +15,9 @@ from http_stub import server_config
 
 from tests.engines import assert_idle, open_tiny_engine
 from tests.front_ends import open_server
+from tests.lora.adapters import make_adapter, merge
 from tests.tiny_models import make_tiny
-from trioserve import Engine
+from trioserve import AdapterNotFound, Engine
 from trioserve.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -190,6 +191,32 @@ async def test_vectors_are_transformers_hidden_states(folder: Path, pooling: str
         lengths = np.linalg.norm(wanted, axis=1, keepdims=True)
         np.testing.assert_allclose(unit.vectors, wanted / lengths, rtol=0, atol=TOLERANCE)
         await assert_idle(engine)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+async def test_an_adapters_vectors_are_the_merged_models(tmp_path: Path, pooling: str) -> None:
+    model = make_tiny("qwen3", tmp_path / "model")
+    adapter = make_adapter(model, tmp_path / "adapter", seed=1, rank=4)
+    merged = merge(model, adapter, tmp_path / "merged")
+    options: dict[str, Any] = {"max_num_batched_tokens": 16}
+    async with open_tiny_engine(model, lora_modules=[f"mine={adapter}"], **options) as engine:
+        with pytest.raises(AdapterNotFound):
+            await engine.embed("x", adapter="another")
+        own, plain = {}, {}
+        async with trio.open_nursery() as nursery:
+
+            async def ask(found: dict[str, Any], name: str) -> None:
+                found["vectors"] = (
+                    await engine.embed(TEXTS, pooling=pooling, adapter=name, normalize=False)
+                ).vectors
+
+            nursery.start_soon(ask, own, "mine")
+            nursery.start_soon(ask, plain, "")
+    for found, folder in ((own, merged), (plain, model)):
+        async with open_tiny_engine(folder, **options) as engine:
+            wanted = await engine.embed(TEXTS, pooling=pooling, normalize=False)
+        np.testing.assert_allclose(found["vectors"], wanted.vectors, rtol=0, atol=TOLERANCE)
+    assert np.abs(own["vectors"] - plain["vectors"]).max() > 0.01
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
