@@ -12,7 +12,14 @@ import trio
 from tests.engines import assert_idle, open_tiny_engine
 from tests.lora.adapters import make_adapter, merge
 from tests.tiny_models import make_tiny
-from trioserve import AdapterNotFound, Engine, EngineError, InvalidRequest, ModelLoadError
+from trioserve import (
+    LLM,
+    AdapterNotFound,
+    Engine,
+    EngineError,
+    InvalidRequest,
+    ModelLoadError,
+)
 
 PROMPT = [3 + 7 * place % 200 for place in range(45)]
 GREEDY: dict[str, Any] = {"max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
@@ -230,3 +237,30 @@ async def test_files_that_change_under_a_loaded_adapter(setting: Setting, tmp_pa
             await engine.complete([6, *PROMPT], adapter="it", **GREEDY)
         assert (await engine.complete(PROMPT, **GREEDY)).finish_reason == "length"
         await assert_idle(engine)
+
+
+async def test_a_worker_that_is_sent_away_and_weights_that_are_exchanged(
+    setting: Setting, expected: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    """Adapters are over whatever weights there are, in whatever worker."""
+    other = make_tiny("qwen3", tmp_path / "other", seed=7)
+    merged = merge(other, setting.adapters["low"], tmp_path / "merged")
+    async with open_tiny_engine(merged) as engine:
+        anew = (await engine.complete(PROMPT, **GREEDY)).token_ids
+    async with open_tiny_engine(setting.model, lora_modules=setting.modules) as engine:
+        await engine.release_memory()
+        await engine.resume_memory()
+        found = await all_at_once(engine)
+        assert found == {name: {tokens} for name, tokens in expected.items()}
+        await engine.update_weights(str(other))
+        completion = await engine.complete(PROMPT, adapter="low", **GREEDY)
+        assert completion.token_ids == anew != expected["low"]
+        await assert_idle(engine)
+
+
+def test_in_a_script(setting: Setting, expected: dict[str, tuple[int, ...]]) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}
+    with LLM(str(setting.model), lora_modules=setting.modules, **options) as llm:
+        for name in ("", "high"):
+            (completion,) = llm.generate([PROMPT], adapter=name, progress=False, **GREEDY)
+            assert completion.token_ids == expected[name]
