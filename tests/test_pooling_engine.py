@@ -335,6 +335,42 @@ async def test_nothing_is_computed_in_a_pause(
     assert sum(make.batches) == 5
 
 
+async def test_giving_up_to_wait_lets_everybody_in_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    make = Recorder(max_num_seqs=1)
+    async with open_fake_encoder(make_worker=make) as engine, trio.open_nursery() as nursery:
+        for _ in range(4):
+            nursery.start_soon(engine.embed, "x")
+        await trio.sleep(0.5)
+        with trio.move_on_after(1.0):
+            await engine.pause("wait")
+        assert not engine.paused
+        nursery.start_soon(engine.embed, "later")
+        await wait_idle(engine)
+    assert sum(make.batches) == 5
+
+
+async def test_texts_wait_while_the_worker_is_sent_away(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    make = Recorder()
+    async with open_fake_encoder(make_worker=make) as engine, trio.open_nursery() as nursery:
+        nursery.start_soon(engine.embed, "x")
+        await trio.sleep(0.5)
+        await engine.release_memory()
+        assert make.batches == [1]
+        nursery.start_soon(engine.embed, "later")
+        await trio.sleep(100)
+        assert make.batches == [1]
+        await engine.resume_memory()
+        await wait_idle(engine)
+        with pytest.raises(InvalidRequest, match="aren't exchanged"):
+            await engine.update_weights("/tmp")
+    assert make.num_workers == 2
+    assert sum(make.batches) == 2
+
+
 async def test_a_pause_that_aborts_and_one_that_refuses(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

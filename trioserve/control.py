@@ -61,9 +61,9 @@ class Control:
         self.refuses = refuse
         quiet = self._quiet
         if mode == "wait":
-            await quiet.pause_when_done(_OPERATOR)
             if self._batcher is not None:
                 await self._batcher.pause_when_done(_OPERATOR)
+            await quiet.pause_when_done(_OPERATOR)
             return
         if mode == "abort":
             self.abort("", prefix=True)
@@ -102,6 +102,7 @@ class Control:
         if mode not in UPDATE_MODES:
             modes = ", ".join(UPDATE_MODES)
             raise InvalidRequest(f"mode is one of {modes}, not {mode!r}", param="mode")
+        self._check_exchangeable()
         try:
             path = await trio.to_thread.run_sync(_locate, model, abandon_on_cancel=True)
         except ModelLoadError as error:
@@ -110,8 +111,7 @@ class Control:
 
     async def exchange_weights(self, path: str, mode: str, version: str | None = None) -> None:
         """:meth:`update_weights` from what has been found at ``path``."""
-        if self._batcher is not None:
-            raise InvalidRequest("the weights of an encoder aren't exchanged", param="model")
+        self._check_exchangeable()
         weights = self._scheduler.weights
         assert weights is not None, "it is the engine process that is asked"
         try:
@@ -122,6 +122,10 @@ class Control:
             ) from error
         self.weight_version = checksum if version is None else version
         _log.info("weights exchanged", path=path, version=self.weight_version)
+
+    def _check_exchangeable(self) -> None:
+        if self._batcher is not None:
+            raise InvalidRequest("the weights of an encoder aren't exchanged", param="model")
 
     async def _clear(self, mode: str, holder: str) -> None:
         """Pause in the name of ``holder`` so that no request has KV of the old weights."""
