@@ -81,7 +81,10 @@ def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() 
     ]
     commands = ["commands", "serve", "terminal"]
     # Those that kill, and know what others kill with, and what all processes do at SIGUSR1.
-    others = ["front_end/__main__", "front_end/process", "signals", "worker/supervisor"]
+    others = [
+        *("child", "front_end/__main__", "front_end/process", "signals"),
+        "worker/supervisor",
+    ]
     assert sorted(handlers) == sorted([
         *(f"trioserve/cli/{name}.py" for name in commands),
         *(f"trioserve/{name}.py" for name in others),
