@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 import trio
 
-from bench.report import markdown, own_versions, save
+from bench.report import markdown, show
 from trioserve import Engine, open_engine
 
 __all__ = ["Measurement", "main", "make_texts", "measure", "table"]
@@ -167,10 +167,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save", type=Path, help="a folder for the JSON")
     options = parser.parse_args(arguments)
     measurements = trio.run(_run, options)
-    print(table(measurements))
-    if options.save:
-        facts = {"versions": own_versions(), "table": table(measurements)}
-        print(save(options.save, "embeddings", measurements, facts))
+    show(table(measurements), options.save, "embeddings", measurements)
     return 0
 
 

@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 import trio
 
-from bench.report import markdown, own_versions, save
+from bench.report import asked, markdown, show
 from bench.servers import MODEL
 from trioserve import Engine, open_engine
 
@@ -205,15 +205,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save", type=Path, help="a folder for the JSON")
     options = parser.parse_args(arguments)
     measurements = trio.run(_run, options)
-    print(table(measurements))
-    if options.save:
-        asked = {name: value for name, value in vars(options).items() if name != "save"}
-        facts = {
-            "versions": own_versions(),
-            "options": asked,
-            "table": table(measurements),
-        }
-        print(save(options.save, "long-prompts", measurements, facts))
+    show(table(measurements), options.save, "long-prompts", measurements, options=asked(options))
     return 0
 
 

@@ -22,7 +22,7 @@ from bench.peers.environments import KEPT
 from bench.peers.gguf_files import model_file
 from bench.peers.own_server import own_server
 from bench.prompts import exact_prompts, tokenizer
-from bench.report import markdown, own_versions, save
+from bench.report import markdown, show
 from bench.servers import MODEL, running
 from bench.validity import check
 from gpu.memory import kv_bytes_per_page
@@ -127,10 +127,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save", type=Path, help="a folder for the JSON")
     options = parser.parse_args(arguments)
     parts = trio.run(_run, options.formats)
-    print(table(parts))
-    if options.save:
-        facts = {"versions": own_versions(), "table": table(parts)}
-        print(save(options.save, "memory-parts", parts, facts))
+    show(table(parts), options.save, "memory-parts", parts)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -19,12 +20,14 @@ from bench.rows import Row
 
 __all__ = [
     "OWN",
+    "asked",
     "commit",
     "machine",
     "markdown",
     "own_versions",
     "ratios",
     "save",
+    "show",
     "table",
     "tables",
 ]
@@ -159,6 +162,21 @@ def commit() -> str:
     except FileNotFoundError:
         return "unknown"
     return described.stdout.strip() or "unknown"
+
+
+def show(
+    text: str, folder: Path | None, name: str, measurements: Sequence[Any], **facts: Any
+) -> None:
+    """Print the table ``text``, and :func:`save` it with the measurements if there is a folder."""
+    print(text)
+    if folder:
+        facts = {"versions": own_versions(), **facts, "table": text}
+        print(save(folder, name, measurements, facts))
+
+
+def asked(options: argparse.Namespace) -> dict[str, Any]:
+    """What a script was asked to measure: its options but for where the result goes."""
+    return {name: value for name, value in vars(options).items() if name != "save"}
 
 
 def save(

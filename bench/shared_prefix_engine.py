@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 import trio
 
-from bench.report import markdown, own_versions, save
+from bench.report import asked, markdown, show
 from bench.servers import MODEL
 from trioserve import Engine, open_engine
 from trioserve.load import EmbeddedTarget, Run, closed_loop
@@ -160,11 +160,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save", type=Path, help="a folder for the JSON")
     options = parser.parse_args(arguments)
     measurements = trio.run(_run, options)
-    print(table(measurements))
-    if options.save:
-        asked = {name: value for name, value in vars(options).items() if name != "save"}
-        facts = {"versions": own_versions(), "options": asked}
-        print(save(options.save, "shared-prefix-engine", measurements, facts))
+    show(
+        table(measurements),
+        options.save,
+        "shared-prefix-engine",
+        measurements,
+        options=asked(options),
+    )
     return 0
 
 

@@ -20,7 +20,7 @@ import attrs
 import trio
 
 from bench.prompts import exact_prompts, tokenizer
-from bench.report import markdown, own_versions, save
+from bench.report import asked, markdown, show
 from trioserve.request import Request, TextPrompt, Times
 from trioserve.request import Sequence as Output
 from trioserve.sampling import SamplerParams, SamplingParams
@@ -131,11 +131,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save", type=Path, help="a folder for the JSON")
     options = parser.parse_args(arguments)
     measurements = trio.run(_run, options)
-    print(table(measurements))
-    if options.save:
-        asked = {name: value for name, value in vars(options).items() if name != "save"}
-        facts = {"versions": own_versions(), "options": asked, "table": table(measurements)}
-        print(save(options.save, "tokenizing", measurements, facts))
+    show(table(measurements), options.save, "tokenizing", measurements, options=asked(options))
     return 0
 
 

@@ -25,7 +25,7 @@ import attrs
 import numpy as np
 import trio
 
-from bench.report import markdown, own_versions, save
+from bench.report import markdown, show
 from bench.servers import MODEL
 from trioserve import Engine, open_engine
 from trioserve.load import EmbeddedTarget, closed_loop
@@ -138,10 +138,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="trioserve-waiting-") as folder:
         measurements = trio.run(_run, options, Path(folder))
-    print(table(measurements))
-    if options.save:
-        facts = {"versions": own_versions(), "table": table(measurements)}
-        print(save(options.save, "waiting", measurements, facts))
+    show(table(measurements), options.save, "waiting", measurements)
     return 0
 
 
