@@ -44,6 +44,28 @@ def test_a_hostile_template_is_an_error_of_the_request_or_prints_little(
 @pytest.mark.parametrize(
     "source",
     [
+        "{% set x %}{% for a in range(9999) %}{{ 'a' * 99999 }}{% endfor %}{% endset %}",
+        f"{{% set x %}}{{% for a in range(9999) %}}{'a' * 9999}{{% endfor %}}{{% endset %}}",
+        f"{{% macro f() %}}{{% for a in range(9999) %}}{'a' * 9999}{{% endfor %}}{{% endmacro %}}"
+        "{{ f() | length }}",
+        "{% filter upper %}{% for a in range(9999) %}{{ a }}{{ 'a' * 9999 }}{% endfor %}"
+        "{% endfilter %}",
+    ],
+)
+def test_what_is_printed_into_a_block_is_bounded_however_fast_the_machine(source: str) -> None:
+    """Time alone would let a fast machine fill gigabytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="builds a text of over"):
+            rendered(source)
+        assert tracemalloc.get_traced_memory()[1] < 256 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
         "{% for a in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",

@@ -3,8 +3,9 @@
 A template is a program that came with a model. jinja2's own sandbox keeps it from attributes that
 lead out of it, and from changing what it is given. This one also bounds what it takes: processor
 time, looked at in every round of a loop, every macro and every call; and the length of what it
-builds by operators, by filters and by methods of texts. It isn't airtight: a value that holds
-itself many times over can still be printed, which nothing here sees coming.
+builds by operators, by filters, by methods of texts and by printing into a block. It isn't
+airtight: a value that holds itself many times over can still be printed, which nothing here sees
+coming.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ _TOO_LONG = f"it builds a text of over {MAX_CHARACTERS} characters, or as large 
 
 
 class _Generator(jinja2.compiler.CodeGenerator):
-    """Code in which ``~`` is a function of the environment's."""
+    """Code in which ``~`` and a block's buffer are the environment's, which count."""
+
+    def buffer(self, frame: jinja2.compiler.Frame) -> None:
+        frame.buffer = self.temporary_identifier()
+        self.writeline(f"{frame.buffer} = environment.printed()")
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
         self.write("environment.concatenated((")
@@ -105,6 +110,10 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """What ``~`` gives."""
         return "".join(_counted(map(str, parts)))
 
+    def printed(self) -> _Printed:
+        """What a block prints that is kept: of a macro, of ``{% set x %}``, of a filter's."""
+        return _Printed()
+
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """What a call gives, unless it takes too long or is a text's method that gives too much."""
         self.tick()
@@ -125,6 +134,24 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return function(*args, **kwargs)
 
         return bounded
+
+
+class _Printed(list[str]):
+    """Texts that can't be too long together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._length = 0
+
+    def append(self, text: str) -> None:
+        self._length += len(text)
+        if self._length > MAX_CHARACTERS:
+            raise jinja2.TemplateError(_TOO_LONG)
+        super().append(text)
+
+    def extend(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.append(text)
 
 
 def _is_small(operator: str, left: Any, right: Any) -> bool:
