@@ -142,7 +142,7 @@ def _seeds_of(name: str) -> Callable[[], list[bytes]]:
     return lambda: [(_folder() / name).read_bytes()]
 
 
-_ARCHITECTURES = st.sampled_from(("Bert", "Roberta", "XLMRoberta", "DistilBert")).flatmap(
+_ARCHITECTURES = st.sampled_from(("Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet")).flatmap(
     lambda family: st.sampled_from(("Model", "ForMaskedLM", "ForSequenceClassification")).map(
         lambda head: {"architectures": [family + head]}
     )
@@ -150,6 +150,7 @@ _ARCHITECTURES = st.sampled_from(("Bert", "Roberta", "XLMRoberta", "DistilBert")
 _MORE_FIELDS = (
     *("id2label", "num_labels", "position_embedding_type", "is_decoder", "quantization_config"),
     *("sentence_transformers", "sbert_ce_default_activation_function", "dim", "n_heads"),
+    "relative_attention_num_buckets",
 )
 _OLD_POOLINGS = ("pooling_mode_cls_token", "pooling_mode_max_tokens", "word_embedding_dimension")
 _STEPS = st.lists(

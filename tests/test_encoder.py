@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gpu.encoder.loading import load_encoder
 from gpu.encoder.model import Encoder
 from gpu.encoder.packing import Group, pack, split
 from gpu.encoder.pooling import pool
+from gpu.encoder.relative import RelativeBias, buckets_of
 from tests.tiny_encoders import FAMILIES, make_encoder, write_sentence_modules
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import open_encoder
@@ -239,7 +241,7 @@ class TestWeights:
         safetensors.torch.save_file(renamed, path)
         np.testing.assert_array_equal(load(folder).run(ids, no_types(ids)), wanted)
 
-    @pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
+    @pytest.mark.parametrize("family", ["bert", "distilbert", "mpnet", "roberta"])
     def test_what_predicts_words_is_left_out(self, tmp_path: Path, family: str) -> None:
         folder = make_encoder(family, tmp_path, "ForMaskedLM")
         write_sentence_modules(folder, ("Pooling", {"pooling_mode": "cls"}))
@@ -317,3 +319,32 @@ class TestPacking:
         assert packed.ends.tolist() == [0, 2, 4, 7]
         assert packed.groups == (Group(2, 2), Group(1, 3))
         assert pack(1, ids, no_types(ids)).positions.tolist() == [2, 3, 1, 2, 2, 1, 3]
+
+
+class TestRelativeBias:
+    def test_kinds_of_distances_are_transformers(self) -> None:
+        from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+        distances = torch.arange(-700, 701)
+        wanted = MPNetEncoder.relative_position_bucket(distances)
+        assert buckets_of(distances, 32).tolist() == wanted.tolist()
+
+    @pytest.mark.parametrize("length", [1, 2, 9])
+    def test_each_query_has_the_number_of_its_distance(self, length: int) -> None:
+        table = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
+        bias = RelativeBias(table, 9).of_length(length)
+        assert bias.shape == (1, 3, length, length)
+        places = torch.arange(length)
+        kinds = buckets_of(places[None, :] - places[:, None], 32)
+        assert torch.equal(bias[0], table[kinds].permute(2, 0, 1))
+
+    def test_texts_as_long_as_a_real_model_takes(self, tmp_path: Path) -> None:
+        folder = make_encoder("mpnet", tmp_path, max_position_embeddings=402)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({**settings, "model_max_length": 400})
+        )
+        ids = random_ids((384, 3, 250, 384))
+        wanted = [hidden.mean(0) for hidden in hidden_states(folder, ids, no_types(ids))]
+        got = load(folder).run(ids, no_types(ids))
+        np.testing.assert_allclose(got, np.stack(wanted), rtol=0, atol=TOLERANCE)

@@ -168,6 +168,11 @@ REFUSALS: list[tuple[str, Any, str]] = [
     ("config.json", {**CONFIG, **CLASSIFIER}, "modules.json has a Pooling"),
     (
         "config.json",
+        {**CONFIG, "architectures": ["MPNetModel"], "relative_attention_num_buckets": 16},
+        "relative_attention_num_buckets 16",
+    ),
+    (
+        "config.json",
         {**CONFIG, "architectures": ["DistilBertModel"], "dim": 8, "n_heads": 0},
         "n_heads = 0",
     ),

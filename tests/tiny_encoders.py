@@ -33,6 +33,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", _SIZES),
     "bert_tanh": ("Bert", {**_SIZES, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5}),
     "distilbert": ("DistilBert", _DISTILBERT_SIZES),
+    "mpnet": ("MPNet", {**_SIZES, "pad_token_id": 1}),
     "roberta": ("Roberta", {**_SIZES, "type_vocab_size": 1, "pad_token_id": 1}),
     "xlm_roberta": ("XLMRoberta", {**_SIZES, "type_vocab_size": 1, "pad_token_id": 1}),
 }
@@ -71,7 +72,7 @@ def make_encoder(
     finally:
         torch.random.set_rng_state(state)
     model.save_pretrained(folder)
-    style = "roberta" if "roberta" in family else "bert"
+    style = "roberta" if "roberta" in family or family == "mpnet" else "bert"
     encoder_tokenizer(style).save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

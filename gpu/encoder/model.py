@@ -2,7 +2,8 @@
 
 Devlin et al. 2019 (arXiv:1810.04805); RoBERTa, Liu et al. 2019 (arXiv:1907.11692), and XLM-R,
 Conneau et al. 2020 (arXiv:1911.02116), differ in positions and head; DistilBERT, Sanh et al. 2019
-(arXiv:1910.01108), has no types of tokens. All of it is said by
+(arXiv:1910.01108), has no types of tokens; MPNet, Song et al. 2020 (arXiv:2004.09297), adds to its
+attention for how far two tokens are from one another. All of it is said by
 :class:`~trioserve.model_files.EncoderConfig`.
 
 Shapes: T tokens of N sequences one after the other, E = hidden_size, H = num_heads, D = head_dim,
@@ -22,7 +23,9 @@ import torch.nn.functional as F
 from gpu.encoder.activations import ACTIVATIONS
 from gpu.encoder.packing import Group, Ints, Packed, check_inputs, pack, split
 from gpu.encoder.pooling import pool
+from gpu.encoder.relative import RelativeBias
 from gpu.linear import Linear, padded_rows, prepacks
+from gpu.weights.encoder import RELATIVE_BIAS
 from gpu.weights.named import NamedTensors
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_config import Activation
@@ -89,6 +92,10 @@ class Encoder:
         if config.type_vocab_size:
             self._types = tensors.take(tables.format("token_type"), config.type_vocab_size, size)
         self._norm = _norm(config, tensors, "embeddings.LayerNorm")
+        self._relative = None
+        if config.relative_buckets:
+            table = tensors.take(RELATIVE_BIAS, config.relative_buckets, config.num_heads)
+            self._relative = RelativeBias(table, config.max_length)
         self._layers = [_layer(config, tensors, index) for index in range(config.num_layers)]
         self._head = _head(config, tensors)
         tensors.check_empty()
@@ -138,11 +145,19 @@ class Encoder:
             hidden += F.embedding(self._to_device(packed.type_ids), self._types)
         hidden = self._norm(self._pad(hidden))
         activation = ACTIVATIONS[self.config.activation]
+        biases = self._biases(packed.groups)
         for layer in self._layers:
             qkv = layer.qkv(hidden).view(-1, 3, self.config.num_heads, self.config.head_dim)
-            hidden = layer.attention_norm(layer.output(_attend(qkv, packed.groups)) + hidden)
+            hidden = layer.attention_norm(
+                layer.output(_attend(qkv, packed.groups, biases)) + hidden
+            )
             hidden = layer.mlp_norm(layer.down(activation(layer.up(hidden))) + hidden)
         return hidden[: len(packed.ids)]
+
+    def _biases(self, groups: Sequence[Group]) -> list[torch.Tensor | None]:
+        """What the attention of each group adds, the same in all layers: [1, H, length, length]."""
+        relative = self._relative
+        return [None if relative is None else relative.of_length(g.length) for g in groups]
 
     def _pad(self, hidden: torch.Tensor) -> torch.Tensor:
         """As many rows as packed products are made for, which else would copy to pad each time."""
@@ -161,8 +176,12 @@ class Encoder:
         return torch.from_numpy(numbers).to(self.device, non_blocking=True)
 
 
-def _attend(qkv: torch.Tensor, groups: Iterable[Group]) -> torch.Tensor:
+def _attend(
+    qkv: torch.Tensor, groups: Sequence[Group], biases: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
     """Each token's attention to all tokens of its sequence: [T, 3, H, D] to [T, H D].
+
+    ``biases`` are added to the scores of each group, where there are any: [1, H, length, length].
 
     Rows behind the last group's are padding, for which zeros come out.
 
@@ -173,11 +192,11 @@ def _attend(qkv: torch.Tensor, groups: Iterable[Group]) -> torch.Tensor:
     _, _, num_heads, head_dim = qkv.shape
     out = qkv.new_empty(len(qkv), num_heads, head_dim)
     start = 0
-    for group in groups:
+    for group, bias in zip(groups, biases, strict=True):
         end = start + group.count * group.length
         shape = (group.count, group.length, -1, num_heads, head_dim)
         q, k, v = qkv[start:end].view(shape).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         out[start:end].view(shape).copy_(attended.transpose(1, 2).unsqueeze(2))
         start = end
     out[start:] = 0

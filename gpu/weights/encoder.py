@@ -18,9 +18,11 @@ from gpu.weights.safetensors import load_folder
 from trioserve.model_files import EncoderConfig, EncoderFiles
 from trioserve.model_files.encoder_config import Dense
 
-__all__ = ["encoder_tensors", "name_of", "read_encoder_weights"]
+__all__ = ["RELATIVE_BIAS", "encoder_tensors", "name_of", "read_encoder_weights"]
 
-_PREFIX = re.compile(r"^(bert|distilbert|roberta)\.")
+RELATIVE_BIAS = "encoder.relative_attention_bias.weight"
+
+_PREFIX = re.compile(r"^(bert|distilbert|mpnet|roberta)\.")
 _LEFT_OUT = (
     "embeddings.position_ids",  # the numbers from 0 on, which old files store
     *("cls.", "lm_head.", "vocab_layer_norm.", "vocab_projector.", "vocab_transform."),
@@ -45,6 +47,13 @@ _DISTILBERT: _Renames = (
     (r"\.output_layer_norm\.", ".output.LayerNorm."),
     (r"^classifier\.", "classifier.out_proj."),
     (r"^pre_classifier\.", "classifier.dense."),
+)
+_MPNET: _Renames = (
+    (r"\.attention\.attn\.q\.", ".attention.self.query."),
+    (r"\.attention\.attn\.k\.", ".attention.self.key."),
+    (r"\.attention\.attn\.v\.", ".attention.self.value."),
+    (r"\.attention\.attn\.o\.", ".attention.output.dense."),
+    (r"\.attention\.LayerNorm\.", ".attention.output.LayerNorm."),
 )
 _TENSORFLOW: _Renames = (
     (r"\.LayerNorm\.gamma$", ".LayerNorm.weight"),
@@ -88,6 +97,8 @@ def name_of(stored: str, config: EncoderConfig) -> str | None:
         return None
     if config.family == "distilbert":
         renames += _DISTILBERT
+    elif config.family == "mpnet":
+        renames += _MPNET
     if name.startswith(_LEFT_OUT):
         return None
     for pattern, replacement in renames:
@@ -104,6 +115,8 @@ def encoder_tensors(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.type_vocab_size:
         shapes["embeddings.token_type_embeddings.weight"] = (config.type_vocab_size, hidden)
+    if config.relative_buckets:
+        shapes[RELATIVE_BIAS] = (config.relative_buckets, config.num_heads)
     norms = ["embeddings.LayerNorm"]
     linears: dict[str, tuple[int, int]] = {}
     for layer in range(config.num_layers):

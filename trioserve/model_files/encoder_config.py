@@ -40,7 +40,7 @@ class EncoderConfig:
     """
 
     family: str
-    """``bert``, ``distilbert``, ``roberta`` or ``xlm-roberta``."""
+    """``bert``, ``distilbert``, ``mpnet``, ``roberta`` or ``xlm-roberta``."""
     task: EncoderTask
     vocab_size: int
     hidden_size: int
@@ -51,6 +51,9 @@ class EncoderConfig:
     """Rows of the table of positions; the first ``first_position`` belong to no token."""
     padding_idx: int | None
     """The id whose tokens aren't counted in positions (RoBERTa); None counts all, from 0 on."""
+    relative_buckets: int = 0
+    """Kinds of distances between two tokens, for each of which every head of the attention has a
+    number that it adds (MPNet); 0 for none."""
     type_vocab_size: int
     """How many kinds of tokens there are, such as those of a pair's first and second text."""
     marks_pairs: bool

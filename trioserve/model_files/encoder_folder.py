@@ -23,6 +23,7 @@ __all__ = ["encoder_task", "read_encoder_config"]
 _FAMILIES = {
     "Bert": "bert",
     "DistilBert": "distilbert",
+    "MPNet": "mpnet",
     "Roberta": "roberta",
     "XLMRoberta": "xlm-roberta",
 }
@@ -60,6 +61,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
 }
 _MAX_LABELS = 1 << 16
+_MPNET_PADDING_IDX = 1
+"""Whatever its config.json says."""
+_MPNET_BUCKETS = 32
 
 
 def encoder_task(folder: Path) -> EncoderTask | None:
@@ -92,9 +96,7 @@ def read_encoder_config(folder: Path) -> EncoderConfig:
             f"{path} has {names['num_attention_heads']} = {num_heads}, which can't share "
             f"{names['hidden_size']} = {hidden_size}"
         )
-    padding_idx = None
-    if family in ("roberta", "xlm-roberta"):
-        padding_idx = fields.integer("pad_token_id", 1, least=0)
+    padding_idx = _padding_idx(fields, family)
     num_rows = fields.integer("max_position_embeddings")
     num_positions = num_rows if padding_idx is None else num_rows - padding_idx - 1
     if num_positions < 1:
@@ -104,7 +106,8 @@ def read_encoder_config(folder: Path) -> EncoderConfig:
         )
     steps = _steps(folder, hidden_size, values, task)
     labels = _labels(fields) if task == "classify" else ()
-    num_types = 0 if family == "distilbert" else fields.integer("type_vocab_size", 2)
+    has_types = family not in ("distilbert", "mpnet")
+    num_types = fields.integer("type_vocab_size", 2) if has_types else 0
     sentence = _optional(folder / "sentence_bert_config.json")
     tokenizer = _optional(folder / "tokenizer_config.json")
     return EncoderConfig(
@@ -117,6 +120,7 @@ def read_encoder_config(folder: Path) -> EncoderConfig:
         num_heads=num_heads,
         max_position_embeddings=num_rows,
         padding_idx=padding_idx,
+        relative_buckets=_relative_buckets(fields, family),
         type_vocab_size=num_types,
         marks_pairs=num_types > 1 and _marks_pairs(tokenizer, family),
         layer_norm_eps=fields.number("layer_norm_eps", 1e-12),
@@ -166,6 +170,26 @@ def _refuse_unserved(fields: Fields) -> None:
         )
     if fields.flag("is_decoder"):
         raise ModelLoadError(f"{fields.path}: is_decoder isn't served with this architecture")
+
+
+def _padding_idx(fields: Fields, family: str) -> int | None:
+    if family == "mpnet":
+        return _MPNET_PADDING_IDX
+    if family in ("roberta", "xlm-roberta"):
+        return fields.integer("pad_token_id", 1, least=0)
+    return None
+
+
+def _relative_buckets(fields: Fields, family: str) -> int:
+    if family != "mpnet":
+        return 0
+    buckets = fields.integer("relative_attention_num_buckets", _MPNET_BUCKETS)
+    if buckets != _MPNET_BUCKETS:
+        raise ModelLoadError(
+            f"{fields.path}: relative_attention_num_buckets {buckets} isn't served; "
+            f"{_MPNET_BUCKETS} is"
+        )
+    return buckets
 
 
 def _steps(
