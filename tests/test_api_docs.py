@@ -25,7 +25,10 @@ from trioserve.http.schemas import struct_classes
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "api.md").read_text()
-OWN = {"pooling", "timeout", "new_requests", "UpdateWeightsRequest.mode"}
+OWN = {
+    *("pooling", "timeout", "new_requests", "UpdateWeightsRequest.mode"),
+    *("UpdateTensorsRequest.mode", "UpdateTensorsRequest.model_path"),
+}
 """Fields of requests that no peer has."""
 THEIRS = {"OpenSessionRequest.timeout"}
 """Fields of that name that a peer has nevertheless."""

@@ -83,6 +83,25 @@ async def test_pause_refuses_if_asked_to() -> None:
         assert (await generate(client, "late", 3))[0] == 200
 
 
+async def test_pause_as_vllm_asks_for_it() -> None:
+    async with serving() as (engine, client):
+        await engine.complete([5] * 200, max_tokens=1)
+        await control(client, "/pause?mode=keep&clear_cache=true")
+        assert engine.paused
+        await control(client, "/resume")
+        await engine.complete([5] * 200, max_tokens=1)
+        assert engine.statistics().scheduler.prefix_cache_hits == 0
+        for query, param in (
+            ("mode=never", "mode"),
+            ("mode=keep&mode=wait", "mode"),
+            ("clear_cache=2", "clear_cache"),
+            ("level=1", "level"),
+        ):
+            answer = await control(client, f"/pause?{query}", status=400)
+            assert answer["error"]["param"] == param
+        assert not engine.paused
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

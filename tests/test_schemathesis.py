@@ -40,6 +40,7 @@ RANGE = re.compile(r"must be (?!at most max_|left out where).*, got (?!.*--max)"
 UNGUESSABLE = {
     "/v1/models/{name}": 404,
     "/update_weights_from_disk": 400,
+    "/update_weights_from_tensor": 400,
     "/close_session": 400,
     **dict.fromkeys(("/load_lora_adapter", "/v1/load_lora_adapter"), 400),
     **dict.fromkeys(("/unload_lora_adapter", "/v1/unload_lora_adapter"), 404),

@@ -30,6 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "abort_request": {"rid": "x"},
     "abort_requests": {"request_ids": ["x"]},
     "update_weights_from_disk": {"model_path": "x"},
+    "update_weights_from_tensor": {"model_path": "x"},
     "update_weight_version": {"new_version": "x"},
     "load_adapter": {"lora_name": "x", "lora_path": "y"},
     "unload_adapter": {"lora_name": "x"},

@@ -14,6 +14,7 @@ import safetensors.numpy
 import torch
 import trio
 import trio.testing
+from http_stub import server_config
 
 from gpu.models import build_model
 from gpu.weights.tensors import load_weights
@@ -21,6 +22,7 @@ from tests.engines import assert_idle, open_tiny_engine
 from tests.tiny_models import FAMILIES, make_tiny
 from trioserve import Engine, InvalidRequest
 from trioserve.errors import WorkerLost
+from trioserve.http import create_app
 from trioserve.model_files import open_model
 
 PROMPT = [3 + (7 * place) % 200 for place in range(40)]
@@ -82,6 +84,40 @@ async def test_a_file_of_tensors_in_shared_memory(old: Path, new: Path) -> None:
         async with open_tiny_engine(old) as engine:
             await engine.update_weights(str(file))
             assert await tokens_of(engine) == expected
+
+
+async def test_over_http(old: Path, new: Path) -> None:
+    first, second = await tokens_from(old), await tokens_from(new)
+    admin = {"Authorization": "Bearer the-admin-key"}
+    with trio.CancelScope(), shared_file(new / "model.safetensors") as file:
+        async with open_tiny_engine(old) as engine:
+            config = server_config(admin_api_key=["the-admin-key"])
+            client: Any = create_app(engine, config).test_client()
+
+            async def post(path: str, **body: Any) -> tuple[int, Any]:
+                response = await client.post(path, json=body, headers=admin)
+                return response.status_code, await response.get_json()
+
+            tensors = {"model_path": str(file), "weight_version": "step 7"}
+            status, reply = await post("/update_weights_from_tensor", **tensors)
+            assert (status, reply["success"]) == (200, True)
+            assert await tokens_of(engine) == second
+            version = await (await client.get("/weight_version", headers=admin)).get_json()
+            assert version == {"weight_version": "step 7"}
+            folder = {"model_path": str(old), "mode": "retract", "keep_pause": True}
+            status, reply = await post("/update_weights_from_disk", **folder)
+            assert status == 200, reply
+            assert engine.paused
+            engine.resume()
+            assert await tokens_of(engine) == first
+            for path in ("/update_weights_from_disk", "/update_weights_from_tensor"):
+                status, reply = await post(path, model_path="/nowhere")
+                assert (status, reply["error"]["param"]) == (400, "model_path")
+            pickles = {"serialized_named_tensors": ["gASVDgAAAAAAAACMCG9zLnN5c3RlbZQu"]}
+            status, reply = await post("/update_weights_from_tensor", **pickles)
+            assert (status, reply["error"]["param"]) == (400, "serialized_named_tensors")
+            assert "safetensors" in reply["error"]["message"]
+            assert await tokens_of(engine) == first
 
 
 class shared_file:

@@ -173,7 +173,7 @@ _NAMES = {
     "OpenSessionRequest": {"SGLang": "capacity_of_str_len session_id streaming timeout"},
     "CloseSessionRequest": {"SGLang": "session_id"},
     "SessionParams": {"SGLang": "drop_previous_output id offset replace rid"},
-    "PauseRequest": {"SGLang": "mode"},
+    "PauseRequest": {"vLLM": "clear_cache mode", "SGLang": "mode"},
     "ContinueRequest": {"SGLang": "torch_empty_cache"},
     "AbortRequest": {"SGLang": "abort_all abort_message finished_reason rid"},
     "AbortManyRequest": {"vLLM": "request_ids"},
@@ -181,6 +181,12 @@ _NAMES = {
         "SGLang": (
             "abort_all_requests flush_cache is_async keep_pause load_format manifest model_path "
             "recapture_cuda_graph token_step torch_empty_cache weight_version"
+        ),
+    },
+    "UpdateTensorsRequest": {
+        "SGLang": (
+            "abort_all_requests disable_draft_model flush_cache load_format "
+            "serialized_named_tensors torch_empty_cache weight_version"
         ),
     },
     "UpdateWeightVersionRequest": {"SGLang": "abort_all_requests new_version"},

@@ -53,6 +53,24 @@ def _check_media_type(request: quart.Request) -> None:
         raise UnsupportedMediaType
 
 
+def _query_as_json() -> bytes:
+    """The object that the query of the request being served says the same as."""
+    query = quart.request.args
+    fields = {name: [_literal(text) for text in query.getlist(name)] for name in query}
+    return msgspec.json.encode(
+        {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
+    )
+
+
+def _literal(text: str) -> Any:
+    """What ``text`` means in JSON if it is a number, ``true``, ``false`` or ``null`` there."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    return text if isinstance(value, (str, list, dict)) else value
+
+
 @attrs.frozen(kw_only=True)
 class Service:
     """One engine behind HTTP. ``started`` is when that began, in Unix seconds."""
@@ -81,10 +99,13 @@ class Service:
         return parse_body(request_type, body)
 
     async def read_if_any(self, request_type: type[RequestType]) -> RequestType:
-        """The same for a request all of whose fields may be left out, and so the body itself."""
+        """The same for a request all of whose fields may be left out, and so the body itself.
+
+        Without a body the query stands for it, as in vLLM.
+        """
         body: bytes = await quart.request.get_data(False, False, False)
         if not body and "Content-Type" not in quart.request.headers:
-            return request_type()
+            return parse_body(request_type, _query_as_json())
         _check_media_type(quart.request)
         return parse_body(request_type, body or b"{}")
 

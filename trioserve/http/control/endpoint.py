@@ -18,9 +18,11 @@ from trioserve.http.control.schemas import (
     LoadAdapterRequest,
     LoadedAdapters,
     MemoryRequest,
+    NewWeights,
     PauseReply,
     PauseRequest,
     UnloadAdapterRequest,
+    UpdateTensorsRequest,
     UpdateWeightsRequest,
     UpdateWeightVersionRequest,
     WeightVersion,
@@ -43,9 +45,12 @@ class ControlEndpoints:
         self._service = service
 
     async def pause_generation(self) -> quart.Response:
-        """``POST /pause_generation``: answered once nothing is computed any more."""
+        """``POST /pause_generation`` and ``POST /pause``: answered once nothing is computed."""
         request = await self._service.read_if_any(PauseRequest)
-        await self._service.whole.pause(request.mode, refuse=request.new_requests == "refuse")
+        mode = "in_place" if request.mode == "keep" else request.mode
+        await self._service.whole.pause(mode, refuse=request.new_requests == "refuse")
+        if request.clear_cache:
+            await self._service.whole.flush_cache()
         return json_response(Done(message="nothing is computed until /continue_generation"))
 
     async def continue_generation(self) -> quart.Response:
@@ -78,15 +83,25 @@ class ControlEndpoints:
     async def update_weights_from_disk(self) -> quart.Response:
         """``POST /update_weights_from_disk``: answered once the new weights serve."""
         request = await self._service.read(UpdateWeightsRequest)
-        whole = self._service.whole
+        version = await self._update_weights(request, request.model_path)
+        if request.keep_pause:
+            await self._service.whole.pause("retract", refuse=False)
+        return json_response(Done(message=f"the weights {version} serve"))
+
+    async def update_weights_from_tensor(self) -> quart.Response:
+        """``POST /update_weights_from_tensor``: the same, of tensors in a file."""
+        request = await self._service.read(UpdateTensorsRequest)
+        assert request.model_path is not None, "what else there may be is refused"
+        version = await self._update_weights(request, request.model_path)
+        return json_response(Done(message=f"the weights {version} serve"))
+
+    async def _update_weights(self, request: NewWeights, path: str) -> str:
+        """Have the weights at ``path`` serve; what they are called."""
         mode = request.mode or ("abort" if request.abort_all_requests else "wait")
         try:
-            version = await whole.update_weights(request.model_path, mode, request.weight_version)
+            return await self._service.whole.update_weights(path, mode, request.weight_version)
         except InvalidRequest as error:
             raise renamed(error, {"model": "model_path"}) from error
-        if request.keep_pause:
-            await whole.pause("retract", refuse=False)
-        return json_response(Done(message=f"the weights {version} serve"))
 
     async def weight_version(self) -> quart.Response:
         """``GET /weight_version`` and ``GET /get_weight_version``."""

@@ -19,9 +19,11 @@ __all__ = [
     "LoadAdapterRequest",
     "LoadedAdapters",
     "MemoryRequest",
+    "NewWeights",
     "PauseReply",
     "PauseRequest",
     "UnloadAdapterRequest",
+    "UpdateTensorsRequest",
     "UpdateWeightVersionRequest",
     "UpdateWeightsRequest",
     "WeightVersion",
@@ -34,13 +36,14 @@ class PauseRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /pause_generation``; an empty one takes the defaults."""
 
     mode: Annotated[
-        Literal["abort", "wait", "retract", "in_place"],
+        Literal["abort", "wait", "retract", "in_place", "keep"],
         about(
             "What becomes of the requests there are: `abort` ends them with what they have, `wait` "
             "lets them finish first, `retract` keeps their tokens and computes their KV anew "
-            "afterwards, `in_place` keeps their KV, too."
+            "afterwards, `in_place` keeps their KV, too, which vLLM calls `keep`."
         ),
     ] = "abort"
+    clear_cache: Annotated[bool, about("Whether to empty the prefix cache as well.")] = False
     new_requests: Annotated[
         Literal["wait", "refuse"],
         about("Whether requests that come meanwhile wait in the queue or are refused with 503."),
@@ -100,18 +103,11 @@ class AbortReply(msgspec.Struct, kw_only=True):
     num_aborted: Annotated[int, about("Requests that were ended; 0 if there were none so named.")]
 
 
-class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of ``POST /update_weights_from_disk``."""
+class NewWeights(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What requests for other weights have in common, wherever those are."""
 
-    EXCLUSIVE: ClassVar = (Exclusive(("mode", "abort_all_requests")),)
+    EXCLUSIVE: ClassVar[tuple[Exclusive, ...]] = (Exclusive(("mode", "abort_all_requests")),)
 
-    model_path: Annotated[
-        Annotated[str, msgspec.Meta(min_length=1, max_length=4096)],
-        about(
-            "A folder, a GGUF file or a Hub id, or a single safetensors file with all tensors; it "
-            "has to stay where it is, for workers to come."
-        ),
-    ]
     mode: Annotated[
         Literal["wait", "abort", "retract"] | None,
         about(
@@ -124,22 +120,62 @@ class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
         Annotated[str, msgspec.Meta(max_length=200)] | None,
         about("What the weights are called from then on; a checksum if it isn't given."),
     ] = None
-    keep_pause: Annotated[
-        bool | None, about("Pause the engine as soon as the new weights are there.")
-    ] = None
     flush_cache: Annotated[
         bool | None, only(True, why="what the old weights have computed is of no use to the new")
     ] = None
     load_format: Annotated[
         str | None, only("auto", "safetensors", "gguf", why="the files tell what they are")
     ] = None
+    torch_empty_cache: Annotated[bool | None, hint()] = None
+
+
+_WeightsPath = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class UpdateWeightsRequest(NewWeights, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /update_weights_from_disk``."""
+
+    model_path: Annotated[
+        _WeightsPath,
+        about(
+            "A folder, a GGUF file or a Hub id, or a single safetensors file with all tensors; it "
+            "has to stay where it is, for workers to come."
+        ),
+    ]
+    keep_pause: Annotated[
+        bool | None, about("Pause the engine as soon as the new weights are there.")
+    ] = None
     manifest: Annotated[
         dict[str, Any] | None, only(why="the tensors are checked against the model")
     ] = None
     is_async: Annotated[bool | None, hint()] = None
-    torch_empty_cache: Annotated[bool | None, hint()] = None
     recapture_cuda_graph: Annotated[bool | None, hint()] = None
     token_step: Annotated[int | None, hint()] = None
+
+
+class UpdateTensorsRequest(NewWeights, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /update_weights_from_tensor``."""
+
+    EXCLUSIVE: ClassVar = (
+        *NewWeights.EXCLUSIVE,
+        Exclusive(("model_path", "serialized_named_tensors"), required=True),
+    )
+
+    model_path: Annotated[
+        _WeightsPath | None,
+        about(
+            "A safetensors file with all tensors of the model, in shared memory for one "
+            "(`/dev/shm`); it has to stay where it is, for workers to come."
+        ),
+    ] = None
+    serialized_named_tensors: Annotated[
+        Any,
+        only(
+            why="they are pickles, which run code when they are read: write the tensors to a file "
+            "by safetensors, in /dev/shm for one, and give its path as model_path"
+        ),
+    ] = None
+    disable_draft_model: Annotated[bool | None, hint()] = None
 
 
 class UpdateWeightVersionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
