@@ -152,6 +152,10 @@ def test_ranks_over_http_are_transformers(ranker: Path) -> None:
         reply = httpx.post(f"{url}/score", json=body).json()
         scores = [each["score"] for each in reply["data"]]
         np.testing.assert_allclose(scores, wanted, rtol=0, atol=TOLERANCE)
+        body = {"input": [["the quick", document] for document in DOCUMENTS]}
+        reply = httpx.post(f"{url}/classify", json=body).json()
+        scores = [each["probs"][0] for each in reply["data"]]
+        np.testing.assert_allclose(scores, wanted, rtol=0, atol=TOLERANCE)
 
 
 async def test_labels_are_transformers(tmp_path: Path) -> None:

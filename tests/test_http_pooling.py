@@ -177,6 +177,13 @@ async def test_labels(path: str) -> None:
         for name in ("use_activation", "activation", "softmax"):
             raw = await post(client, path, input="two", **{name: False})
             np.testing.assert_allclose(raw["data"][0]["probs"], logits, rtol=1e-6)
+        mixed = [["q: ", "d"], "two", ids_of("two")]
+        raw = await post(client, path, input=mixed, use_activation=False)
+        wanted = [expected("q: d", 2), logits, logits]
+        np.testing.assert_allclose([each["probs"] for each in raw["data"]], wanted, rtol=1e-6)
+        for wrong in (["a", "b", "c"], ["a"], ["a", 1]):
+            error = await refused(client, path, input=[wrong])
+            assert error["param"] == "input"
 
 
 POOLING = {

@@ -203,3 +203,11 @@ async def test_metrics_tell_which_run_and_which_wait() -> None:
     async with serving(lora_modules=[]) as (_, client):
         text = await (await client.get("/metrics")).get_data(True)
         assert "lora_requests_info{" not in text
+
+
+async def test_encode_takes_an_adapter() -> None:
+    async with serving() as (_, client):
+        status, answer = await post(client, "/encode", {"text": ["a", "b"], "lora_path": "poet"})
+        assert (status, len(answer)) == (200, 2)
+        status, answer = await post(client, "/encode", {"text": "a", "lora_path": "nobody"})
+        assert (status, answer["error"]["param"]) == (404, "lora_path")

@@ -175,7 +175,7 @@ ROUTES = (
         request=EncodeRequest,
         response=EncodeResponse,
         batch=True,
-        errors=_GENERATING,
+        errors=(404, *_GENERATING),
     ),
     Route(
         method="POST",

@@ -17,8 +17,9 @@ __all__ = ["Inputs", "Item", "TextEncoder", "as_items"]
 Pair = tuple[str, str]
 Item = str | Pair | TokensPrompt
 """A text, a pair of texts, or token ids."""
-Inputs = str | Sequence[int | str | Pair | Sequence[int] | TokensPrompt]
-"""One item, where ids may be a plain list of them, or several."""
+Inputs = str | Sequence[int | str | Pair | Sequence[int | str] | TokensPrompt]
+"""One item, where ids may be a plain list of them, or several. A pair in a list may be a list, too.
+"""
 
 INLINE_CHARACTERS = 2000
 """Encoded on the spot, in less time than a thread would take; see :mod:`trioserve.text.tokenizer`.
@@ -49,7 +50,7 @@ def _as_item(item: object, param: str) -> Item:
     if isinstance(item, (str, TokensPrompt)):
         return item
     match item:
-        case (str() as first, str() as second) if isinstance(item, tuple):
+        case [str() as first, str() as second]:
             return first, second
         case [] if not isinstance(item, bytes | bytearray | memoryview):
             raise InvalidRequest(f"{param} holds an empty list of token ids", param=param)

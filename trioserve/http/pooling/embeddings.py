@@ -100,10 +100,13 @@ class EmbeddingEndpoints:
             service.note_texts(items)
             try:
                 found = await service.engine.embed(
-                    items, dimensions=request.dimensions, **asked.options
+                    items,
+                    dimensions=request.dimensions,
+                    adapter=request.lora_path or "",
+                    **asked.options,
                 )
             except InvalidRequest as error:
-                raise renamed(error, {"input": name}) from error
+                raise renamed(error, {"input": name, "adapter": "lora_path"}) from error
             service.record.usage = found.usage
             listed = not isinstance(given, str) and not isinstance(given[0], int)
 

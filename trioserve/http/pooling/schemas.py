@@ -50,6 +50,31 @@ _Inputs = Annotated[
     ),
 ]
 """Texts and lists of ids, or ids."""
+_IdsOrPair = Annotated[
+    list[TokenId | str],
+    msgspec.Meta(
+        min_length=1,
+        extra_json_schema={
+            "anyOf": [
+                {"items": {"type": "integer"}},
+                {"items": {"type": "string"}, "minItems": 2, "maxItems": 2},
+            ]
+        },
+    ),
+]
+_InputsOrPairs = Annotated[
+    list[str | TokenId | _IdsOrPair],
+    msgspec.Meta(
+        min_length=1,
+        extra_json_schema={
+            "anyOf": [
+                {"items": {"type": "integer"}},
+                {"items": {"type": ["string", "array"]}},
+            ]
+        },
+    ),
+]
+"""The same, and pairs of texts."""
 _Labels = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
 
 
@@ -125,8 +150,8 @@ class EmbeddingRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True)
     pooling: Annotated[
         Literal["last", "mean", "cls", "max"] | None,
         about(
-            "For a model that generates: the hidden state of the `last` token, the default, or the "
-            "`mean` of all. An encoder's is its own."
+            "For a decoder: the hidden state of the `last` token or the `mean` of all; if it isn't "
+            "given, as the model's files say, else `last`. An encoder's is its own."
         ),
     ] = None
     rid: Annotated[Identifier | None, about("A name for the request.")] = None
@@ -225,8 +250,10 @@ class EncodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     video_data: Annotated[Any, _text_only()] = None
     audio_data: Annotated[Any, _text_only()] = None
     modalities: Annotated[Any, _text_only()] = None
-    lora_path: Annotated[Any, only(why="encoders have no adapters")] = None
-    lora_id: Annotated[Any, only(why="encoders have no adapters")] = None
+    lora_path: Annotated[
+        Identifier | None, about("The name of an adapter, for a model that generates.")
+    ] = None
+    lora_id: Annotated[Any, only(why="adapters are told by their names")] = None
     multi_item_delimiter_indices: Annotated[Any, only(why="each text is computed by itself")] = None
 
 
@@ -380,7 +407,13 @@ class ClassifyRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
         Exclusive(("use_activation", "activation", "softmax")),
     )
 
-    input: Annotated[str | _Inputs, about("A text or the token ids of one, or a list of either.")]
+    input: Annotated[
+        str | _InputsOrPairs,
+        about(
+            "A text or the token ids of one, or a list of either; an item of a list may also be a "
+            'pair of texts, `["query", "document"]`.'
+        ),
+    ]
     use_activation: Annotated[
         bool | None, about("Give probabilities, the default, or the logits if it is false.")
     ] = None
