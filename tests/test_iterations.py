@@ -11,8 +11,9 @@ from trioserve.errors import EngineError
 from trioserve.feed import Feed
 from trioserve.scheduler.iterations import Iterations
 from trioserve.scheduler.statistics import Counters
-from trioserve.simulation import open_fake_engine
+from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
 
 COUNTED = {
     "num_tokens_sampled": "num_tokens_sampled",
@@ -121,6 +122,27 @@ async def test_an_engine_tells_its_steps(autojump_clock: object) -> None:
         assert [each.num_decode_tokens for each in rest] == [1, 1]
         assert [each.num_finished for each in rest] == [0, 1]
         assert records[-1].number == engine.statistics().scheduler.num_steps
+
+
+async def test_an_encoder_tells_its_calls(autojump_clock: object) -> None:
+    def make() -> FakeWorker:
+        return fake_encoder(fake_encoder_config(), call_time=1.0, max_num_seqs=2)
+
+    async with open_fake_encoder(make_worker=make) as engine:
+        with engine.iterations() as iterations:
+            await engine.embed(["abc", "de", "f"])
+            records = iterations.take()
+        assert [each.number for each in records] == [1, 2]
+        # Both calls are under way at once; which of them comes first is chance.
+        assert sorted(each.num_sequences for each in records) == [1, 2]
+        assert sorted(each.num_prefill_tokens for each in records) == [1, 5]
+        assert records[0].num_running == records[1].num_sequences
+        assert records[1].num_running == 0
+        assert [each.step_us for each in records] == [1_000_000, 1_000_000]
+        statistics = engine.statistics().scheduler
+        assert (statistics.num_steps, statistics.step_us) == (2, 2_000_000)
+        await engine.embed("g")
+        assert iterations.take() == []
 
 
 async def test_the_end_of_the_engine_is_the_end_of_the_records() -> None:

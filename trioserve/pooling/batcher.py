@@ -12,10 +12,12 @@ from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.entrance import DEFAULT_MAX_TOKENS, Departures, seconds_until_room
 from trioserve.errors import EngineError, QueueFull, RequestAborted, WorkerLost
+from trioserve.feed import Feed
 from trioserve.happening import Happenings
 from trioserve.metrics import Metrics
 from trioserve.pooling.columns import Columns, Floats, vectors_of
 from trioserve.pooling.core import MAX_UNDER_WAY, Batch, Job, PoolingCore
+from trioserve.scheduler.iterations import Iteration
 from trioserve.scheduler.statistics import SchedulerStatistics
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Batcher:
     Args:
         caller: has the worker.
         metrics: counts calls, and the time that requests wait for theirs.
+        iterations: where a record of each call goes, if somebody reads them.
         max_waiting: texts that may wait.
         max_waiting_tokens: tokens that they may have.
         patience: seconds that a call may take beyond the slowest so far; 0 for any time.
@@ -57,6 +60,7 @@ class Batcher:
         self,
         caller: Caller,
         metrics: Metrics,
+        iterations: Feed[Iteration],
         *,
         max_waiting: int,
         max_waiting_tokens: int,
@@ -64,6 +68,7 @@ class Batcher:
     ) -> None:
         self._caller = caller
         self._metrics = metrics
+        self._iterations = iterations
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
         self._patience = patience or math.inf
@@ -78,6 +83,9 @@ class Batcher:
         """Of all answers, as the following."""
         self._num_calls = 0
         self._num_tokens = 0
+        self._step_us = 0
+        self._answered = 0.0
+        """When the last of them came, in seconds on trio's clock."""
 
     def set_limits(self, ready: wire.Ready) -> None:
         """Keep to what a worker says that it takes in one call."""
@@ -119,12 +127,48 @@ class Batcher:
             self.core.on_error(batch, error)
         else:
             self._slowest = max(self._slowest, trio.current_time() - began)
-            self._num_texts += len(batch.texts)
-            self._num_calls += 1
-            self._num_tokens += batch.num_tokens
-            self._metrics.observe_step(batch.num_tokens)
             self.core.on_vectors(batch, vectors)
+            self._note_answer(batch, began)
         self._look()
+
+    def _note_answer(self, batch: Batch, began: float) -> None:
+        """The call of ``batch``, which was sent at ``began``, has been answered."""
+        now = trio.current_time()
+        # The worker makes one call after the other: waiting for the one before isn't counted.
+        step_us = round((now - max(began, self._answered)) * 1e6)
+        self._answered = now
+        self._num_texts += len(batch.texts)
+        self._num_calls += 1
+        self._num_tokens += batch.num_tokens
+        self._step_us += step_us
+        self._metrics.observe_step(batch.num_tokens)
+        if self._iterations.is_wanted:
+            self._iterations.publish(self._record_of(batch, step_us, now))
+
+    def _record_of(self, batch: Batch, step_us: int, now: float) -> Iteration:
+        return Iteration(
+            number=self._num_calls,
+            time=now,
+            num_sequences=len(batch.texts),
+            num_prefills=len(batch.texts),
+            num_prefill_tokens=batch.num_tokens,
+            num_decode_tokens=0,
+            num_tokens_sampled=0,
+            num_finished=len(batch.texts),
+            num_running=self.core.num_running,
+            num_waiting=self.core.num_waiting,
+            num_preempted=0,
+            plans_in_flight=self.core.num_calls,
+            prefix_cache_queries=0,
+            prefix_cache_hits=0,
+            pages_evicted=0,
+            pages_free=0,
+            pages_cached=0,
+            pages_held=0,
+            pages_total=0,
+            step_us=step_us,
+            idle_us=0,
+        )
 
     async def compute(self, columns: Columns) -> Floats:
         """The vectors [N, dim] float32 of N texts. Leaving takes out of the queue what waits.
@@ -226,6 +270,8 @@ class Batcher:
             num_running=statistics.num_running + self.core.num_running,
             num_steps=statistics.num_steps + self._num_calls,
             num_tokens_computed=statistics.num_tokens_computed + self._num_tokens,
+            step_us=statistics.step_us + self._step_us,
+            plans_in_flight=statistics.plans_in_flight + self.core.num_calls,
         )
 
     @property
@@ -245,6 +291,7 @@ def supervised_batcher(
     batcher = Batcher(
         scheduler,
         metrics,
+        scheduler.feeds.iterations.feed,
         max_waiting=config.max_num_queued_reqs,
         max_waiting_tokens=config.max_num_queued_tokens or DEFAULT_MAX_TOKENS,
         patience=config.watchdog_timeout,

@@ -306,6 +306,11 @@ class PoolingCore:
         return sum(len(batch.texts) for batch in self._under_way)
 
     @property
+    def num_calls(self) -> int:
+        """Calls that are under way."""
+        return len(self._under_way)
+
+    @property
     def is_quiet(self) -> bool:
         """Whether no call is under way."""
         return not self._under_way
