@@ -23,10 +23,11 @@ from otlp_collector import collecting
 
 from trioserve import Engine, InvalidRequest, tracing
 from trioserve.cli.commands import main
-from trioserve.errors import ContextTooLong
+from trioserve.errors import ContextTooLong, DeadlineExceeded
 from trioserve.http import create_app
-from trioserve.simulation import open_fake_engine
+from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
 from trioserve.tracing import ENDPOINT_VARIABLE, Tracing, open_tracing
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -51,12 +52,18 @@ class Traced:
 
 @contextlib.asynccontextmanager
 async def traced(**options: Any) -> AsyncIterator[Traced]:
+    async with open_fake_engine(lambda: FakeWorker(step_time=1.0), **options) as engine:
+        yield keeping_spans(engine)
+
+
+def keeping_spans(engine: Engine) -> Traced:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    async with open_fake_engine(lambda: FakeWorker(step_time=1.0), **options) as engine:
-        engine.on_request_end = Tracing(provider.get_tracer("test"), "fake").request_ended
-        yield Traced(engine, exporter)
+    tracing = Tracing(provider.get_tracer("test"), "fake")
+    engine.on_request_end = tracing.request_ended
+    engine.pooling.on_end = tracing.texts_ended
+    return Traced(engine, exporter)
 
 
 async def test_a_span_says_what_vllms_says(autojump_clock: object) -> None:
@@ -179,6 +186,61 @@ async def test_the_header_of_a_request_reaches_its_span(autojump_clock: object) 
     assert span.context is not None
     assert f"{span.context.trace_id:032x}" == TRACE_ID
     assert dict(span.context.trace_state) == {"vendor": "1"}
+
+
+async def test_texts_of_an_encoder_have_a_span(autojump_clock: object) -> None:
+    def make() -> FakeWorker:
+        return fake_encoder(fake_encoder_config(), call_time=2.0)
+
+    async with open_fake_encoder(make_worker=make) as engine:
+        case = keeping_spans(engine)
+        client: Any = create_app(engine, server_config()).test_client()
+        response = await client.post(
+            "/v1/embeddings",
+            json={"input": ["one", "two"], "request_id": "mine"},
+            headers={"traceparent": TRACEPARENT, "tracestate": "vendor=1"},
+        )
+        assert response.status_code == 200
+        span, attributes = case.span(), case.attributes()
+        assert span.context is not None
+        assert f"{span.context.trace_id:032x}" == TRACE_ID
+        assert dict(span.context.trace_state) == {"vendor": "1"}
+        assert attributes == {
+            "gen_ai.request.id": "embd-mine",
+            "gen_ai.response.model": "fake",
+            "gen_ai.response.finish_reasons": ("stop",),
+            "gen_ai.usage.num_sequences": 2,
+            "gen_ai.usage.prompt_tokens": 6,
+            "gen_ai.usage.completion_tokens": 0,
+            "gen_ai.latency.e2e": pytest.approx(2),
+        }
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert (span.end_time - span.start_time) / 1e9 == pytest.approx(2)
+        case.exporter.clear()
+        for ask in (engine.embed("x", timeout=0.5), engine.embed("x" * 600)):
+            with pytest.raises((DeadlineExceeded, ContextTooLong)):
+                await ask
+        late, long = case.exporter.get_finished_spans()
+        assert late.status.description == "DeadlineExceeded"
+        assert long.status.description == "ContextTooLong"
+        case.exporter.clear()
+        with trio.move_on_after(0.5):
+            await engine.embed("x")
+        assert case.attributes()["gen_ai.response.finish_reasons"] == ("abort",)
+        assert case.span().status.status_code is StatusCode.UNSET
+
+
+async def test_prompts_that_are_pooled_have_their_callers_trace(autojump_clock: object) -> None:
+    async with traced() as case:
+        await case.engine.embed(["one", "two"], traceparent=TRACEPARENT, request_id="mine")
+        await case.engine.score_labels("x", "y", [1], traceparent=TRACEPARENT, request_id="mine")
+        spans = case.exporter.get_finished_spans()
+    names = [dict(span.attributes or {})["gen_ai.request.id"] for span in spans]
+    assert sorted(names) == ["mine-0", "mine-0", "mine-1"]
+    for span in spans:
+        assert span.context is not None
+        assert f"{span.context.trace_id:032x}" == TRACE_ID
 
 
 async def send_one_span(endpoint: str | None) -> None:

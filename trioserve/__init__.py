@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trioserve.logprobs import PromptLogprobs
     from trioserve.nursery import open_engine
     from trioserve.offline import LLM
-    from trioserve.pooling.results import Classifications, Embeddings, Scores
+    from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
     from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.retention import Retention, RetentionRange
     from trioserve.sampling import SamplingParams
@@ -70,6 +70,7 @@ _HOME = {
     "LLM": "offline",
     "Classifications": "pooling.results",
     "Embeddings": "pooling.results",
+    "LabelScores": "pooling.results",
     "Scores": "pooling.results",
     "ChatPrompt": "request",
     "TextPrompt": "request",
@@ -103,6 +104,7 @@ __all__ = [
     "GenerationStream",
     "Grammar",
     "InvalidRequest",
+    "LabelScores",
     "ModelLoadError",
     "Output",
     "Paused",

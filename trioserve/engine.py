@@ -52,12 +52,14 @@ from trioserve.generation import (
     sampling_params,
 )
 from trioserve.metrics import Metrics
+from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.pooling.decoders import AskedPrompt
 from trioserve.pooling.inputs import Inputs
 from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.requests import Encoding, Pooling
-from trioserve.pooling.results import Classifications, Embeddings, Scores
+from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
+from trioserve.pooling.sender import Sender
 from trioserve.request import (
     Finish,
     FinishReason,
@@ -96,6 +98,8 @@ class Engine:
     """What the model is for: ``generate``, ``embed`` or ``classify``."""
     _encoding: Encoding | None = None
     """How texts are computed as a whole, if the model is an encoder."""
+    _embedding: DecoderEmbedding
+    """How it embeds texts, if it isn't one."""
     _eos_token_ids: tuple[int, ...]
     _scheduler: Backend
     _to_tokenizer: trio.MemorySendChannel[Request]
@@ -130,7 +134,9 @@ class Engine:
             metrics=self.metrics,
             check_open=self._check_open,
             encoding=self._encoding,
+            embedding=self._embedding,
             pool_prompt=self._pool_prompt,
+            complete=self.complete,
             open=OpenRequests(self._on_left),
         )
         self.sessions = Sessions(
@@ -337,6 +343,8 @@ class Engine:
         arrived: float | None = None,
         cache_salt: str = "",
         adapter: str = "",
+        traceparent: str = "",
+        tracestate: str = "",
     ) -> Embeddings:
         """The embeddings of texts. Leaving the call, for whatever reason, aborts it.
 
@@ -349,8 +357,8 @@ class Engine:
                 were trained so (Matryoshka).
             normalize: whether vectors are as long as 1 (default: as the model's files say; yes for
                 a model that generates).
-            pooling: of a model that generates: the hidden state of the ``last`` token, the default,
-                or the ``mean`` of all. An encoder's is its own.
+            pooling: of a decoder: the hidden state of the ``last`` token or the ``mean`` of all
+                (default: as the model's files say, else ``last``). An encoder's is its own.
             truncate_prompt_tokens: cut longer texts to as many tokens, -1 for as many as the model
                 takes (default: refuse what is longer than that).
             request_id: a name for :meth:`abort` (default: a random one).
@@ -359,6 +367,8 @@ class Engine:
             arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
             cache_salt: share cached prefixes only with requests of the same salt.
             adapter: the name of a loaded adapter (default: the model as it is).
+            traceparent: as for :meth:`generate`.
+            tracestate: as there.
 
         Raises:
             InvalidRequest: the model is for something else, or an argument can't be served.
@@ -377,9 +387,13 @@ class Engine:
             normalize=normalize,
             pooling=pooling,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            request_id=request_id,
-            timeout=timeout,
-            arrived=arrived,
+            sender=Sender(
+                request_id=request_id,
+                timeout=timeout,
+                arrived=arrived,
+                traceparent=traceparent,
+                tracestate=tracestate,
+            ),
             cache_salt=cache_salt,
             adapter=adapter,
         )
@@ -393,6 +407,8 @@ class Engine:
         request_id: str | None = None,
         timeout: float | None = None,
         arrived: float | None = None,
+        traceparent: str = "",
+        tracestate: str = "",
     ) -> Scores:
         """How well queries and documents go together: a score for each pair, larger for better.
 
@@ -413,9 +429,64 @@ class Engine:
             queries,
             documents,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            request_id=request_id,
-            timeout=timeout,
-            arrived=arrived,
+            sender=Sender(
+                request_id=request_id,
+                timeout=timeout,
+                arrived=arrived,
+                traceparent=traceparent,
+                tracestate=tracestate,
+            ),
+        )
+
+    async def score_labels(
+        self,
+        query: str | Seq[int],
+        items: str | Seq[str | Seq[int]],
+        label_token_ids: Seq[int],
+        *,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        arrived: float | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
+        traceparent: str = "",
+        tracestate: str = "",
+    ) -> LabelScores:
+        """How probable each of some tokens is after the query and each item; nothing is generated.
+
+        For a model that generates. What the query has computed is shared by all items behind it.
+
+        Args:
+            query: text, or token ids.
+            items: one or several, each of the query's kind.
+            label_token_ids: the tokens.
+            apply_softmax: make their probabilities 1 in all.
+            item_first: put each item before the query, instead of behind it.
+            truncate_prompt_tokens: as for :meth:`embed`, as all else.
+
+        Raises:
+            InvalidRequest: the model is for something else, or an argument can't be served; and
+                whatever :meth:`embed` raises.
+        """
+        return await self.pooling.score_labels(
+            query,
+            items,
+            label_token_ids,
+            apply_softmax=apply_softmax,
+            item_first=item_first,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            sender=Sender(
+                request_id=request_id,
+                timeout=timeout,
+                arrived=arrived,
+                traceparent=traceparent,
+                tracestate=tracestate,
+            ),
+            cache_salt=cache_salt,
+            adapter=adapter,
         )
 
     async def classify(
@@ -426,6 +497,8 @@ class Engine:
         request_id: str | None = None,
         timeout: float | None = None,
         arrived: float | None = None,
+        traceparent: str = "",
+        tracestate: str = "",
     ) -> Classifications:
         """How probable each label is for texts, or for pairs of texts given as tuples.
 
@@ -434,9 +507,13 @@ class Engine:
         return await self.pooling.classify(
             inputs,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            request_id=request_id,
-            timeout=timeout,
-            arrived=arrived,
+            sender=Sender(
+                request_id=request_id,
+                timeout=timeout,
+                arrived=arrived,
+                traceparent=traceparent,
+                tracestate=tracestate,
+            ),
         )
 
     @contextlib.contextmanager
@@ -747,6 +824,7 @@ class Engine:
         """What the hidden states of a prompt become, as a float32 column, and its tokens."""
         request = self._make_request(asked.prompt, asked.params, asked.id, 0, asked.cache_salt)
         request.adapter = self._adapter_number(asked.adapter)
+        request.traceparent, request.tracestate = asked.traceparent, asked.tracestate
         for sequence in request.sequences:
             sequence.sampler = attrs.evolve(sequence.sampler, pooling=asked.pooling)
         async with self._generation(request, deadline) as stream:

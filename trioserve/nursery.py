@@ -42,6 +42,7 @@ from trioserve.model_files import (
     open_model,
     task_of,
 )
+from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.options import flag_name
 from trioserve.pooling.batcher import supervised_batcher
@@ -89,6 +90,8 @@ class LoadedModel:
     task: ModelTask = "generate"
     encoder: TextEncoder | None = None
     """What turns texts into ids for an encoder."""
+    embedding: DecoderEmbedding | None = None
+    """How a decoder embeds texts, if it was trained for that."""
 
     @classmethod
     async def read(cls, config: EngineConfig, path: Path) -> LoadedModel:
@@ -146,6 +149,8 @@ class LoadedModel:
                 for name, value in files.generation_defaults.items()
                 if name in sampling_fields
             },
+            task="generate" if files.embedding is None else "embed",
+            embedding=files.embedding,
         )
 
 
@@ -201,6 +206,7 @@ async def open_engine(
         async with _open_worker(config, on_progress, mock) as engine:
             tracing.model_name = engine.model_name
             engine.on_request_end = tracing.request_ended
+            engine.pooling.on_end = tracing.texts_ended
             yield engine
 
 
@@ -432,6 +438,7 @@ async def run_tasks(
             generation_defaults=model.generation_defaults,
             task=model.task,
             encoding=encoding,
+            embedding=model.embedding or DecoderEmbedding(),
             eos_token_ids=model.eos_token_ids,
             scheduler=backend,
             to_tokenizer=to_tokenizer,

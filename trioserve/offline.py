@@ -25,7 +25,7 @@ from trioserve.errors import EngineError, QueueFull
 from trioserve.generation import Completion, PromptLike, Usage
 from trioserve.nursery import open_engine
 from trioserve.pooling.inputs import Inputs, Item, as_items
-from trioserve.pooling.results import Classifications, Embeddings, Scores
+from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
 from trioserve.sampling import SamplingParams
 
 __all__ = ["LLM"]
@@ -184,6 +184,24 @@ class LLM:
         """How well texts go together; arguments and errors are those of :meth:`Engine.score`."""
         ask = functools.partial(Engine.score, queries=queries, documents=documents, **options)
         scores: Scores = self._call(ask)
+        return scores
+
+    def score_labels(
+        self,
+        query: str | Sequence[int],
+        items: str | Sequence[str | Sequence[int]],
+        label_token_ids: Sequence[int],
+        **options: Any,
+    ) -> LabelScores:
+        """How probable tokens are after a query and items; see :meth:`Engine.score_labels`."""
+        ask = functools.partial(
+            Engine.score_labels,
+            query=query,
+            items=items,
+            label_token_ids=label_token_ids,
+            **options,
+        )
+        scores: LabelScores = self._call(ask)
         return scores
 
     def classify(self, inputs: Inputs, **options: Any) -> Classifications:

@@ -15,7 +15,7 @@ import contextlib
 import os
 import time
 import urllib.parse
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 import attrs
@@ -28,9 +28,9 @@ from trioserve.request import FinishReason, Request
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Tracer
 
-__all__ = ["ENDPOINT_VARIABLE", "Tracing", "open_tracing"]
+__all__ = ["ENDPOINT_VARIABLE", "EndedTexts", "Tracing", "open_tracing"]
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
@@ -44,6 +44,24 @@ _log = get_logger("trioserve.tracing")
 Attributes = dict[str, str | int | float | list[str]]
 
 
+@attrs.frozen(kw_only=True)
+class EndedTexts:
+    """A request for what an encoder says of texts, when it has ended. Times are on trio's clock."""
+
+    id: str
+    count: int
+    """Of its texts."""
+    num_tokens: int
+    """Of all of them together; 0 if they weren't tokenized."""
+    reason: str
+    """Why it ended: ``stop`` if all texts are computed, ``abort`` or ``error``."""
+    error: Exception | None
+    arrived: float
+    finished: float
+    traceparent: str
+    tracestate: str
+
+
 @attrs.define(eq=False)
 class Tracing:
     """Makes the spans. Without a tracer it makes none."""
@@ -53,27 +71,63 @@ class Tracing:
 
     def request_ended(self, request: Request) -> None:
         """Make the span of ``request``, whose times are complete. Never blocks."""
-        if self.tracer is None:
-            return
+        if self.tracer is not None:
+            self._make_span(
+                {"traceparent": request.traceparent, "tracestate": request.tracestate},
+                request.times.arrived,
+                request.times.finished,
+                lambda: {**self._attributes(request), **_latencies(request)},
+                _failure_of(request),
+            )
+
+    def texts_ended(self, texts: EndedTexts) -> None:
+        """Make the span of ``texts``. Never blocks."""
+        if self.tracer is not None:
+            self._make_span(
+                {"traceparent": texts.traceparent, "tracestate": texts.tracestate},
+                texts.arrived,
+                texts.finished,
+                lambda: self._attributes_of_texts(texts),
+                None if texts.error is None else type(texts.error).__name__,
+            )
+
+    def _make_span(
+        self,
+        carrier: dict[str, str],
+        began: float,
+        ended: float | None,
+        attributes: Callable[[], Attributes],
+        failure: str | None,
+    ) -> None:
+        """Make a span below the caller's.
+
+        Args:
+            carrier: the caller's trace context, by the names of W3C's headers.
+            began: when, in seconds on trio's clock.
+            ended: the same; None for now.
+            attributes: makes them, where the span is wanted.
+            failure: the type of what went wrong: a message may quote what the request said.
+        """
         from opentelemetry.context import Context
-        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        carrier = {"traceparent": request.traceparent, "tracestate": request.tracestate}
+        assert self.tracer is not None
         # An empty context: the parent is the caller's span, not what else this thread is tracing.
         context = TraceContextTextMapPropagator().extract(carrier, context=Context())
-        arrived, finished = request.times.arrived, request.times.finished
         now, clock = time.time_ns(), trio.current_time()
         span = self.tracer.start_span(
             "llm_request",
             context=context,
             kind=SpanKind.SERVER,
-            start_time=now - round((clock - arrived) * 1e9),
+            start_time=now - round((clock - began) * 1e9),
         )
         if span.is_recording():
-            span.set_attributes({**self._attributes(request), **_latencies(request)})
-            _set_status(span, request)
-        span.end(now - round((clock - (clock if finished is None else finished)) * 1e9))
+            span.set_attributes(attributes())
+            if failure is not None:
+                span.set_attribute("error.type", failure)
+                span.set_status(Status(StatusCode.ERROR, failure))
+        span.end(now - round((clock - (clock if ended is None else ended)) * 1e9))
 
     def _attributes(self, request: Request) -> Attributes:
         params, sequences = request.params, request.sequences
@@ -94,6 +148,17 @@ class Tracing:
             attributes["gen_ai.request.max_tokens"] = params.max_tokens
         return attributes
 
+    def _attributes_of_texts(self, texts: EndedTexts) -> Attributes:
+        return {
+            "gen_ai.request.id": texts.id,
+            "gen_ai.response.model": self.model_name,
+            "gen_ai.response.finish_reasons": [texts.reason],
+            "gen_ai.usage.num_sequences": texts.count,
+            "gen_ai.usage.prompt_tokens": texts.num_tokens,
+            "gen_ai.usage.completion_tokens": 0,
+            "gen_ai.latency.e2e": texts.finished - texts.arrived,
+        }
+
 
 def _latencies(request: Request) -> Attributes:
     """The times that have come, in seconds."""
@@ -113,18 +178,15 @@ def _latencies(request: Request) -> Attributes:
     }
 
 
-def _set_status(span: Span, request: Request) -> None:
-    """Mark what failed by its error's type; a message may quote what the request said."""
-    from opentelemetry.trace import Status, StatusCode
-
+def _failure_of(request: Request) -> str | None:
+    """The type of its error; None where nothing went wrong."""
     finishes = [sequence.finish for sequence in request.sequences if sequence.finish is not None]
     errors = [request.rejection, *(finish.error for finish in finishes)]
     error = next((error for error in errors if error is not None), None)
-    if error is None and all(finish.reason is not FinishReason.ERROR for finish in finishes):
-        return
-    name = "error" if error is None else type(error).__name__
-    span.set_attribute("error.type", name)
-    span.set_status(Status(StatusCode.ERROR, name))
+    if error is not None:
+        return type(error).__name__
+    failed = any(finish.reason is FinishReason.ERROR for finish in finishes)
+    return "error" if failed else None
 
 
 @contextlib.asynccontextmanager

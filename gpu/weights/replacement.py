@@ -13,7 +13,7 @@ from trioserve.model_files import ModelConfig, ModelFiles, open_model
 
 __all__ = ["weights_for"]
 
-_FREE = frozenset({"dtype", "bos_token_id", "eos_token_ids"})
+_FREE = frozenset({"dtype", "bos_token_id", "eos_token_ids", "has_head"})
 """What a configuration may say otherwise: it concerns neither the computation nor the KV cache."""
 
 

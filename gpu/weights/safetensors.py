@@ -18,6 +18,8 @@ from trioserve.model_files.shards import Shard, read_shards
 __all__ = ["load", "load_folder"]
 
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
+_OF_BARE_MODELS = ("embed_tokens.", "layers.", "norm.")
+"""How names begin in the files of a model that was saved without what makes logits."""
 
 
 def load(
@@ -31,7 +33,8 @@ def load(
     expected = expected_tensors(config)
 
     def name_of(stored: str) -> str | None:
-        return None if _is_left_out(stored, config) else stored
+        name = f"model.{stored}" if stored.startswith(_OF_BARE_MODELS) else stored
+        return None if _is_left_out(name, config) else name
 
     return load_folder(files.path, expected, name_of, config.family, dtype, progress)
 

@@ -150,6 +150,7 @@ class _FrontEnd:
             ) as engine:
                 tracing.model_name = engine.model_name
                 engine.on_request_end = tracing.request_ended
+                engine.pooling.on_end = tracing.texts_ended
                 whole = SharedServer(engine, remote)
                 handlers |= {"count": whole.count, "abort": whole.abort_own}
                 return await serve_engine(

@@ -66,6 +66,9 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
+    has_head: bool = True
+    """False for a model that was trained to embed texts and has nothing that makes logits: its
+    table of tokens stands in, so that what computes needn't know."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Whether the attention's output projection has a bias."""

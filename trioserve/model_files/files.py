@@ -11,6 +11,7 @@ from trioserve.errors import ModelLoadError
 from trioserve.model_files import gguf, huggingface
 from trioserve.model_files.checksum import Checksum
 from trioserve.model_files.config import ModelConfig
+from trioserve.model_files.decoder_embedding import DecoderEmbedding, read_decoder_embedding
 from trioserve.model_files.gguf_header import GGUFHeader, read_header
 from trioserve.model_files.locate import default_name
 from trioserve.model_files.shards import shard_paths
@@ -38,6 +39,8 @@ class ModelFiles:
     bos_token: str | None
     eos_token: str | None
     generation_defaults: dict[str, float | int]
+    embedding: DecoderEmbedding | None = None
+    """How it embeds texts, if it was trained for that and not to generate."""
     gguf_header: GGUFHeader | None = attrs.field(default=None, repr=False, eq=False)
     """The parsed header of a GGUF file, None for a folder."""
 
@@ -91,6 +94,9 @@ def open_model(path: Path) -> ModelFiles:
 
 def _open_folder(path: Path) -> ModelFiles:
     config = huggingface.read_config(path)
+    embedding = read_decoder_embedding(path, config.hidden_size)
+    if embedding is None and not config.has_head:
+        embedding = DecoderEmbedding()
     shard_paths(path)  # a folder without weights is told so before a worker starts
     return ModelFiles(
         path=path,
@@ -101,6 +107,7 @@ def _open_folder(path: Path) -> ModelFiles:
         bos_token=huggingface.read_special_token(path, "bos_token"),
         eos_token=huggingface.read_special_token(path, "eos_token"),
         generation_defaults=huggingface.read_generation_defaults(path),
+        embedding=embedding,
     )
 
 

@@ -21,6 +21,7 @@ from trioserve.model_files.config import (
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_file, read_object
 from trioserve.model_files.native import refused_by_tokenizers
+from trioserve.model_files.sentence_modules import MODULES
 from trioserve.model_files.shards import read_shards
 from trioserve.sampling import SamplingParams
 
@@ -42,6 +43,8 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
 }
+_BARE_MODELS = {name.replace("ForCausalLM", "Model"): family for name, family in FAMILIES.items()}
+"""Without the weights that make logits: for embeddings."""
 
 # What transformers takes for a field that config.json leaves out, where families differ.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -81,6 +84,7 @@ def read_config(folder: Path) -> ModelConfig:
         max_positions = min(max(max_positions, stretched), MAX_SIZE)
     rope_layers = _rope_layers(fields, family, num_layers)
     attention_bias = fields.flag("attention_bias") and family != "mistral"
+    has_head = _has_head(folder, values)
     config = ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -94,7 +98,8 @@ def read_config(folder: Path) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings") or not has_head,
+        has_head=has_head,
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
         mlp_bias=family in ("llama", "smollm3") and fields.flag("mlp_bias"),
@@ -109,18 +114,32 @@ def read_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _family(path: Path, values: Mapping[str, Any]) -> str:
+def _architecture(values: Mapping[str, Any]) -> str | None:
     named = values.get("architectures") or []
-    architecture = str(named[0]) if isinstance(named, list) and named else None
+    return str(named[0]) if isinstance(named, list) and named else None
+
+
+def _family(path: Path, values: Mapping[str, Any]) -> str:
+    architecture = _architecture(values)
     if architecture is None:
         model_type = values.get("model_type")
         if model_type in FAMILIES.values():
             return str(model_type)
         raise ModelLoadError(f"{path} names no architecture: it is no language model's folder")
-    if architecture not in FAMILIES:
+    family = FAMILIES.get(architecture) or _BARE_MODELS.get(architecture)
+    if family is None:
         known = ", ".join(sorted(FAMILIES))
         raise ModelLoadError(f"{path}: the architecture {architecture} isn't served; {known} are")
-    return FAMILIES[architecture]
+    return family
+
+
+def _has_head(folder: Path, values: Mapping[str, Any]) -> bool:
+    """Whether the model makes logits: of those that embed texts some were saved without that."""
+    if _architecture(values) in _BARE_MODELS:
+        return False
+    if values.get("tie_word_embeddings") or not (folder / MODULES).exists():
+        return True
+    return any("lm_head.weight" in shard.shapes for shard in read_shards(folder))
 
 
 def _refuse_unserved(fields: Fields) -> None:

@@ -6,25 +6,27 @@ prefixes; a mean needs all hidden states, so such a prompt is computed whole.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Awaitable, Callable, Sequence
 
 import attrs
 import numpy as np
-import trio
 
 from trioserve import wire
 from trioserve.deadline import Deadline
 from trioserve.errors import InvalidRequest
 from trioserve.generation import Usage
-from trioserve.groups import sole_exception
+from trioserve.model_files.decoder_embedding import DecoderPooling
 from trioserve.pooling.columns import Floats
 from trioserve.pooling.inputs import Item
+from trioserve.pooling.sender import Sender
+from trioserve.pooling.together import all_together
 from trioserve.request import Prompt, TextPrompt, TokensPrompt
 from trioserve.sampling import SamplingParams
 
 __all__ = ["POOLINGS", "AskedPrompt", "PoolPrompt", "check_pooling", "pool_prompts"]
 
-POOLINGS = ("last", "mean")
+POOLINGS: tuple[str, ...] = typing.get_args(DecoderPooling)
 
 
 @attrs.frozen(kw_only=True)
@@ -37,20 +39,20 @@ class AskedPrompt:
     id: str
     cache_salt: str
     adapter: str
+    traceparent: str
+    tracestate: str
 
 
 PoolPrompt = Callable[[AskedPrompt, Deadline], Awaitable[tuple[bytes, int]]]
 """Has one computed: a float32 column, and the tokens of the prompt."""
 
 
-def check_pooling(pooling: str | None) -> str:
-    """``pooling``, or the usual one.
+def check_pooling(pooling: str) -> str:
+    """``pooling``.
 
     Raises:
         InvalidRequest: there is no such one.
     """
-    if pooling is None:
-        return POOLINGS[0]
     if pooling not in POOLINGS:
         known = ", ".join(POOLINGS)
         raise InvalidRequest(f"pooling must be one of {known}; got {pooling!r}", param="pooling")
@@ -61,10 +63,10 @@ async def pool_prompts(
     items: Sequence[Item],
     pool_prompt: PoolPrompt,
     deadline: Deadline,
+    sender: Sender,
     *,
     pooling: str,
     truncate: int | None,
-    id: str,
     cache_salt: str,
     adapter: str,
 ) -> tuple[Floats, Usage]:
@@ -76,33 +78,25 @@ async def pool_prompts(
     params = SamplingParams(
         max_tokens=0, temperature=0.0, truncate_prompt_tokens=truncate, truncation_side="right"
     )
-    found: list[tuple[bytes, int]] = [(b"", 0)] * len(items)
 
-    async def pool(index: int, prompt: Prompt) -> None:
-        name = id if len(items) == 1 else f"{id}-{index}"
+    async def pool(index: int, item: Item) -> tuple[bytes, int]:
         asked = AskedPrompt(
-            prompt=prompt,
+            prompt=_prompt_of(item),
             pooling=pooling,
             params=params,
-            id=name,
+            id=sender.id if len(items) == 1 else f"{sender.id}-{index}",
             cache_salt=cache_salt,
             adapter=adapter,
+            traceparent=sender.traceparent,
+            tracestate=sender.tracestate,
         )
         try:
-            found[index] = await pool_prompt(asked, deadline)
+            return await pool_prompt(asked, deadline)
         except InvalidRequest as error:
             error.param = "input" if error.param == "prompt" else error.param
             raise
 
-    failure: BaseException | None = None
-    try:
-        async with trio.open_nursery() as nursery:
-            for index, item in enumerate(items):
-                nursery.start_soon(pool, index, _prompt_of(item))
-    except BaseExceptionGroup as group:
-        failure = sole_exception(group)
-    if failure is not None:
-        raise failure
+    found = await all_together(pool, items)
     vectors = np.stack([wire.floats(vector) for vector, _ in found])
     num_tokens = sum(count for _, count in found)
     return vectors, Usage(prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)

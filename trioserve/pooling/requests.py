@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 
 import attrs
@@ -10,29 +9,34 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from trioserve.admission import check_arguments
 from trioserve.config import EngineConfig
 from trioserve.deadline import Deadline
 from trioserve.errors import InvalidRequest, TrioserveError
-from trioserve.generation import Usage
+from trioserve.generation import Completion, Usage
 from trioserve.metrics import Metrics
+from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_config import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.columns import Columns
 from trioserve.pooling.decoders import PoolPrompt, check_pooling, pool_prompts
 from trioserve.pooling.inputs import Inputs, Item, TextEncoder, as_items
+from trioserve.pooling.labels import Text, label_params, label_prompts, label_scores
 from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.results import (
     Classifications,
     Embeddings,
+    LabelScores,
     Scores,
     Shape,
     activated,
     probabilities_of,
     similarities,
 )
-from trioserve.request import TokensPrompt
+from trioserve.pooling.sender import Sender
+from trioserve.pooling.together import all_together
+from trioserve.request import Prompt, TokensPrompt
+from trioserve.tracing import EndedTexts
 
 __all__ = ["Compute", "Pooling"]
 
@@ -46,6 +50,9 @@ _PURPOSES: dict[ModelTask, str] = {
     "embed": "embeds texts (Engine.embed, /v1/embeddings)",
     "classify": "classifies texts (Engine.classify, /classify)",
 }
+
+_LABEL_NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
+"""What those who score labels call the arguments of a completion."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -71,8 +78,11 @@ class Pooling:
         metrics: counts.
         check_open: raises where nobody is to be let in.
         encoding: how texts are computed, where the model is an encoder.
-        pool_prompt: has a prompt computed, where the model generates.
+        embedding: how they become vectors where it is a decoder.
+        pool_prompt: has a prompt computed by a decoder.
+        complete: :meth:`trioserve.Engine.complete`.
         open: the requests whose caller's scope is open.
+        on_end: called with each request that an encoder has served, when it has ended.
     """
 
     task: ModelTask
@@ -81,8 +91,11 @@ class Pooling:
     metrics: Metrics
     check_open: Callable[[], None]
     encoding: Encoding | None
+    embedding: DecoderEmbedding
     pool_prompt: PoolPrompt
+    complete: Callable[..., Awaitable[Completion]]
     open: OpenRequests
+    on_end: Callable[[EndedTexts], None] = lambda _: None
 
     @property
     def purpose(self) -> str:
@@ -105,9 +118,7 @@ class Pooling:
         normalize: bool | None,
         pooling: str | None,
         truncate_prompt_tokens: int | None,
-        request_id: str | None,
-        timeout: float | None,
-        arrived: float | None,
+        sender: Sender,
         cache_salt: str,
         adapter: str,
     ) -> Embeddings:
@@ -115,20 +126,13 @@ class Pooling:
         items = as_items(inputs)
         if any(isinstance(item, tuple) for item in items):
             raise InvalidRequest("an embedding is one text's, not a pair's", param="input")
-        if self.task == "generate":
-            check_arguments(0, timeout, arrived, request_id=request_id or "", cache_salt=cache_salt)
-            self._check(items, truncate_prompt_tokens)
-            vectors, usage = await pool_prompts(
-                items,
-                self.pool_prompt,
-                Deadline.of(timeout, arrived, self.config),
-                pooling=check_pooling(pooling),
-                truncate=truncate_prompt_tokens,
-                id=request_id or f"req-{uuid.uuid4().hex}",
-                cache_salt=cache_salt,
-                adapter=adapter,
+        if self.encoding is None:
+            vectors, usage = await self._prompt_vectors(
+                items, truncate_prompt_tokens, sender, pooling, cache_salt, adapter
             )
-            shape = Shape(dimensions, normalize is not False, are_normalized=False)
+            if normalize is None and self.embedding.normalize:
+                normalize = True
+            shape = Shape(dimensions, normalize, are_normalized=False)
             shape.check(vectors.shape[1])
             return Embeddings(shape.of(vectors), usage)
         config = self._config("embed", "give embeddings")
@@ -140,9 +144,7 @@ class Pooling:
             )
         wanted = Shape(dimensions, normalize, config.normalize)
         wanted.check(config.num_outputs)
-        vectors, usage = await self._vectors(
-            items, truncate_prompt_tokens, request_id, timeout, arrived
-        )
+        vectors, usage = await self._vectors(items, truncate_prompt_tokens, sender)
         return Embeddings(wanted.of(vectors), usage)
 
     async def score(
@@ -151,23 +153,19 @@ class Pooling:
         documents: str | Sequence[str],
         *,
         truncate_prompt_tokens: int | None,
-        request_id: str | None,
-        timeout: float | None,
-        arrived: float | None,
+        sender: Sender,
     ) -> Scores:
         """See :meth:`trioserve.engine.Engine.score`."""
         pairs = _pairs(queries, documents)
-        config = self._config(self.task, "score pairs of texts")
-        if len(config.labels) > 1:
+        config = None if self.encoding is None else self.encoding.encoder.config
+        if self.task == "generate" or (config is not None and len(config.labels) > 1):
             raise self.refusal("score pairs of texts")
-        is_cross_encoder = self.task == "classify"
-        place = {query: index for index, query in enumerate(dict.fromkeys(q for q, _ in pairs))}
-        items = pairs if is_cross_encoder else [*place, *(document for _, document in pairs)]
-        vectors, usage = await self._vectors(
-            items, truncate_prompt_tokens, request_id, timeout, arrived
-        )
-        if is_cross_encoder:
+        if config is not None and config.labels:
+            vectors, usage = await self._vectors(pairs, truncate_prompt_tokens, sender)
             return Scores(activated(vectors, config.score_activation)[:, 0], usage)
+        place = {query: index for index, query in enumerate(dict.fromkeys(q for q, _ in pairs))}
+        texts = [*place, *(document for _, document in pairs)]
+        vectors, usage = await self._embeddings(texts, truncate_prompt_tokens, sender)
         of_queries = vectors[[place[query] for query, _ in pairs]]
         return Scores(similarities(of_queries, vectors[len(place) :]), usage)
 
@@ -176,31 +174,66 @@ class Pooling:
         inputs: Inputs,
         *,
         truncate_prompt_tokens: int | None,
-        request_id: str | None,
-        timeout: float | None,
-        arrived: float | None,
+        sender: Sender,
     ) -> Classifications:
         """See :meth:`trioserve.engine.Engine.classify`."""
         config = self._config("classify", "classify texts")
-        logits, usage = await self._vectors(
-            as_items(inputs), truncate_prompt_tokens, request_id, timeout, arrived
-        )
+        logits, usage = await self._vectors(as_items(inputs), truncate_prompt_tokens, sender)
         probabilities = probabilities_of(logits, independent=config.independent_labels)
         return Classifications(config.labels, logits, probabilities, usage)
 
-    def _check(self, items: Sequence[Item], truncate: int | None) -> None:
+    async def score_labels(
+        self,
+        query: Text,
+        items: str | Sequence[Text],
+        label_token_ids: Sequence[int],
+        *,
+        apply_softmax: bool,
+        item_first: bool,
+        truncate_prompt_tokens: int | None,
+        sender: Sender,
+        cache_salt: str,
+        adapter: str,
+    ) -> LabelScores:
+        """See :meth:`trioserve.engine.Engine.score_labels`."""
+        if self.task != "generate":
+            raise self.refusal("score labels by the tokens that may come next")
+        prompts = label_prompts(query, items, item_first=item_first)
+        self._check(len(prompts), truncate_prompt_tokens, "items")
+        params = label_params(label_token_ids, truncate_prompt_tokens)
+
+        async def complete(index: int, prompt: Prompt) -> Completion:
+            try:
+                return await self.complete(
+                    prompt,
+                    request_id=f"{sender.id}-{index}",
+                    timeout=sender.timeout,
+                    arrived=sender.arrived,
+                    traceparent=sender.traceparent,
+                    tracestate=sender.tracestate,
+                    cache_salt=cache_salt,
+                    adapter=adapter,
+                    **params,
+                )
+            except InvalidRequest as error:
+                error.param = _LABEL_NAMES.get(error.param or "", error.param)
+                raise
+
+        return label_scores(await all_together(complete, prompts), softmax=apply_softmax)
+
+    def _check(self, count: int, truncate: int | None, param: str = "input") -> None:
         """Refuse more than can ever wait, and a length that is none."""
         _check_truncation(truncate)
-        if len(items) > self.config.max_num_queued_reqs:
+        if count > self.config.max_num_queued_reqs:
             raise InvalidRequest(
-                f"input has {len(items)} texts; at most {self.config.max_num_queued_reqs} can wait "
+                f"{param} has {count} texts; at most {self.config.max_num_queued_reqs} can wait "
                 "(--max-num-queued-reqs)",
-                param="input",
+                param=param,
             )
 
     async def compute_one(self, timeout: float) -> None:
         """Have one token computed, to see whether that can be done; errors are those of embed."""
-        await self._vectors([TokensPrompt((0,))], None, None, timeout, None)
+        await self._embeddings([TokensPrompt((0,))], None, Sender(timeout=timeout))
 
     def _config(self, task: ModelTask, wanted: str) -> EncoderConfig:
         """The encoder's, which is for that ``task``.
@@ -212,34 +245,75 @@ class Pooling:
             raise self.refusal(wanted)
         return self.encoding.encoder.config
 
-    async def _vectors(
+    async def _embeddings(
+        self, items: Sequence[Item], truncate: int | None, sender: Sender
+    ) -> tuple[Floats, Usage]:
+        """The vectors [N, dim] of texts, as the model gives them, and the tokens that took."""
+        if self.encoding is None:
+            return await self._prompt_vectors(items, truncate, sender)
+        return await self._vectors(items, truncate, sender)
+
+    async def _prompt_vectors(
         self,
         items: Sequence[Item],
         truncate: int | None,
-        request_id: str | None,
-        timeout: float | None,
-        arrived: float | None,
+        sender: Sender,
+        pooling: str | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
+    ) -> tuple[Floats, Usage]:
+        """The same of a decoder, pooled as its files say or as asked, of any length."""
+        sender.check(cache_salt=cache_salt)
+        self._check(len(items), truncate)
+        return await pool_prompts(
+            items,
+            self.pool_prompt,
+            Deadline.of(sender.timeout, sender.arrived, self.config),
+            sender,
+            pooling=self.embedding.pooling if pooling is None else check_pooling(pooling),
+            truncate=truncate,
+            cache_salt=cache_salt,
+            adapter=adapter,
+        )
+
+    async def _vectors(
+        self, items: Sequence[Item], truncate: int | None, sender: Sender
     ) -> tuple[Floats, Usage]:
         """What the encoder says of each item: [N, num_outputs]; and the tokens that took."""
         assert self.encoding is not None
-        check_arguments(0, timeout, arrived, request_id=request_id or "")
-        self._check(items, truncate)
+        sender.check()
+        self._check(len(items), truncate)
         self.check_open()
         began = trio.current_time()
-        deadline = Deadline.of(timeout, arrived, self.config)
+        deadline = Deadline.of(sender.timeout, sender.arrived, self.config)
         num_tokens = 0
         reason = "abort"
+        failure: TrioserveError | None = None
         try:
-            with self.open.opened(request_id or f"req-{uuid.uuid4().hex}"), deadline.enforced():
+            with self.open.opened(sender.id), deadline.enforced():
                 texts = await self.encoding.encoder.encode(items, truncate)
                 num_tokens = sum(len(text.ids) for text in texts)
                 vectors = await self.encoding.compute(Columns.of(texts))
                 reason = "stop"
-        except TrioserveError:
-            reason = "error"
+        except TrioserveError as error:
+            reason, failure = "error", error
             raise
         finally:
-            self.metrics.observe_texts(len(items), num_tokens, reason, trio.current_time() - began)
+            now = trio.current_time()
+            self.metrics.observe_texts(len(items), num_tokens, reason, now - began)
+            self.on_end(
+                EndedTexts(
+                    id=sender.id,
+                    count=len(items),
+                    num_tokens=num_tokens,
+                    reason=reason,
+                    error=failure,
+                    arrived=began if sender.arrived is None else sender.arrived,
+                    finished=now,
+                    traceparent=sender.traceparent,
+                    tracestate=sender.tracestate,
+                )
+            )
         return vectors, Usage(prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
 
 

@@ -16,6 +16,7 @@ from trioserve.model_files.encoder_config import Activation
 __all__ = [
     "Classifications",
     "Embeddings",
+    "LabelScores",
     "Scores",
     "Shape",
     "activated",
@@ -41,6 +42,15 @@ class Scores:
 
     values: Floats
     """[N] float32."""
+    usage: Usage
+
+
+@attrs.frozen(eq=False)
+class LabelScores:
+    """How probable each of L tokens is after each of N items."""
+
+    values: Floats
+    """[N, L] float32: their probabilities, in the order in which they were asked for."""
     usage: Usage
 
 

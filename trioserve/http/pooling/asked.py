@@ -22,6 +22,8 @@ class Asked:
     id: str
     timeout: float | None
     arrived: float
+    traceparent: str
+    tracestate: str
     created: int = attrs.field(factory=lambda: int(time.time()))
 
     @classmethod
@@ -35,13 +37,24 @@ class Asked:
             timeout: the one that it names.
         """
         record = service.record
-        id = f"{kind}-{given or record.request_id}"
-        return cls(id=id, timeout=timeout, arrived=record.started)
+        return cls(
+            id=f"{kind}-{given or record.request_id}",
+            timeout=timeout,
+            arrived=record.started,
+            traceparent=record.traceparent,
+            tracestate=record.tracestate,
+        )
 
     @property
     def options(self) -> dict[str, Any]:
         """The engine's arguments."""
-        return {"request_id": self.id, "timeout": self.timeout, "arrived": self.arrived}
+        return {
+            "request_id": self.id,
+            "timeout": self.timeout,
+            "arrived": self.arrived,
+            "traceparent": self.traceparent,
+            "tracestate": self.tracestate,
+        }
 
 
 def check_truncation(request: PoolingRequest) -> int | None:

@@ -1,0 +1,49 @@
+"""Decoders that were trained to embed texts: what their folders say of it.
+
+Qwen3-Embedding and its like have sentence-transformers' files beside a decoder's. Others were saved
+as a bare model, without the weights that make logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import attrs
+
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.sentence_modules import MODULES, read_sentence_modules
+
+__all__ = ["DecoderEmbedding", "DecoderPooling", "read_decoder_embedding"]
+
+DecoderPooling = Literal["last", "mean"]
+"""The hidden state of a text's last token, or the mean of all."""
+
+
+@attrs.frozen(kw_only=True)
+class DecoderEmbedding:
+    """How a decoder's hidden states become an embedding, unless a request says otherwise."""
+
+    pooling: DecoderPooling = "last"
+    normalize: bool = True
+    """Whether it is made as long as 1."""
+
+
+def read_decoder_embedding(folder: Path, hidden_size: int) -> DecoderEmbedding | None:
+    """What sentence-transformers' files in ``folder`` say, None if they aren't there.
+
+    Raises:
+        ModelLoadError: one is missing or damaged, or a step isn't served.
+    """
+    steps = read_sentence_modules(folder, hidden_size)
+    if steps is None:
+        return None
+    if steps.pooling is None:
+        return DecoderEmbedding()
+    if steps.dense or (steps.pooling != "last" and steps.pooling != "mean"):
+        what = "Dense" if steps.dense else f"the pooling {steps.pooling}"
+        raise ModelLoadError(
+            f"{folder / MODULES}: {what} isn't served with this architecture; "
+            "the poolings last and mean are, and Normalize"
+        )
+    return DecoderEmbedding(pooling=steps.pooling, normalize=steps.normalize)

@@ -1,0 +1,40 @@
+"""One thing for each of several items, all at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import trio
+
+from trioserve.groups import sole_exception
+
+__all__ = ["all_together"]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+async def all_together(
+    function: Callable[[int, Item], Awaitable[Result]], items: Sequence[Item]
+) -> list[Result]:
+    """What ``function`` makes of each item and its number, in their order.
+
+    Raises:
+        Exception: that of the first of them that failed; the others are cancelled then.
+    """
+    found: dict[int, Result] = {}
+
+    async def run(index: int, item: Item) -> None:
+        found[index] = await function(index, item)
+
+    failure: BaseException | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            for index, item in enumerate(items):
+                nursery.start_soon(run, index, item)
+    except BaseExceptionGroup as group:
+        failure = sole_exception(group)
+    if failure is not None:
+        raise failure
+    return [found[index] for index in range(len(items))]
