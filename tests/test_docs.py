@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXPECTED = {
+    "api": [("0: ", "1: ", "done")],
     "embedding": [
         ("Once upon a time", "The sea was", "In the city", "Paris"),
         ("serving at http://127.0.0.1:",),
@@ -24,6 +25,7 @@ EXPECTED = {
         ("(3, 384)", "0.7"),
         ("France is a country",),
         ("[(0,",),
+        ("Thank you so much! yes 0.", "Go away. yes 0."),
     ],
     "lora": [
         (
@@ -32,7 +34,11 @@ EXPECTED = {
             "loaded: ['untrained']",
         )
     ],
-    "operating": [("paused with 1 request", "the city of")],
+    "operating": [
+        ("paused with 1 request", "the city of"),
+        ("the weights that serve: step 1200", "60 tokens, none of them twice"),
+        ("a worker is there: False", "and it computes: "),
+    ],
     "sessions": [("3 turns, ",)],
     "shutdown": [("requests that were cut off: 0",)],
 }
