@@ -36,6 +36,22 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
         {"text": "hi", "sampling_params": {"max_new_tokens": 2, "temperature": 0}},
         {"input_ids": [[1], [2]], "sampling_params": [{}, {}], "return_logprob": [True, False]},
     ],
+    "/v1/messages": [
+        {**_CHAT, "system": "x", "stop_sequences": ["a"], "thinking": {"type": "adaptive"}},
+        {**_CHAT, "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}},
+        {
+            "max_tokens": 2,
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "x"}]},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]},
+            ],
+        },
+    ],
+    "/v1/messages/count_tokens": [{"messages": _CHAT["messages"], "system": [], "tools": []}],
     "/tokenize": [{"prompt": "hi"}, {"messages": _CHAT["messages"], "add_generation_prompt": True}],
     "/detokenize": [{"tokens": [1, 2]}],
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params as text_params
 from openai.types import embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
@@ -17,6 +18,7 @@ from openai.types.chat import completion_create_params as chat_params
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.completions.schemas import CompletionRequest
 from trioserve.http.errors import ERROR_STATUSES
+from trioserve.http.messages.schemas import CountTokensRequest, MessagesRequest
 from trioserve.http.native.schemas import GenerateRequest, NativeSampling
 from trioserve.http.openapi import openapi_path
 from trioserve.http.pooling.schemas import EmbeddingRequest
@@ -135,3 +137,23 @@ def test_whatever_the_openai_client_sends_is_known(
     assert sent <= {field.name for field in msgspec.structs.fields(request_type)}
     names = (request_type.__name__,)
     assert all("OpenAI" in tables.peers_of(names, name) for name in sent)
+
+
+AS_HEADERS = {"user_profile_id", "workspace_id"}
+"""Arguments that the anthropic client sends as headers."""
+
+
+@pytest.mark.parametrize(
+    ("params", "request_type"),
+    [
+        (message_create_params.MessageCreateParamsBase, MessagesRequest),
+        (message_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
+    ],
+)
+def test_whatever_the_anthropic_client_sends_is_known(
+    params: type, request_type: type[msgspec.Struct], tables: Any
+) -> None:
+    sent = set(typing.get_type_hints(params)) - AS_HEADERS
+    assert sent <= {field.name for field in msgspec.structs.fields(request_type)}
+    names = (request_type.__name__,)
+    assert all("Anthropic" in tables.peers_of(names, name) for name in sent)

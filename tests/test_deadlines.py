@@ -289,7 +289,7 @@ async def test_what_comes_before_and_after_the_engine_counts_too(
             assert trio.current_time() - start == pytest.approx(LIMIT)
             assert answer.status == 504
             assert answer.error["code"] == "deadline_exceeded"
-        monkeypatch.setattr("trioserve.http.chat.endpoint.ChatEndpoints._constrain", for_ever)
+        monkeypatch.setattr("trioserve.http.chat.preparation.ChatPreparation._constrain", for_ever)
         for streams in (True, False):
             body = {**chat, "timeout": LIMIT, "stream": streams}
             answer = await ask(app, "/v1/chat/completions", body)

@@ -4,58 +4,21 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import httpx
 import jsonschema
 import openai
 import psutil
 import pydantic
 import pytest
+from model_server import MODEL, Server
 
 ROOT = Path(__file__).parent.parent
-MODEL = "smollm2-135m"
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-class Server:
-    """``python -m trioserve serve`` with an API key, on a port of its own choosing."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "trioserve", "serve", MODEL, "--port", "0"),
-                *("--api-key", "secret", "--log-format", "json", "--keep-alive-interval", "0.5"),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert self.process.stdout is not None
-        announcement = self.process.stdout.readline()
-        assert announcement.startswith(f"Serving {MODEL} at http://127.0.0.1:"), announcement
-        self.url = announcement.split()[-1]
-
-    def metrics(self) -> dict[str, float]:
-        headers = {"Authorization": "Bearer secret"}
-        text = httpx.get(f"{self.url}/metrics", headers=headers).text
-        samples = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-        return {name.split("{")[0]: float(value) for name, value in samples}
-
-    def wait_until_idle(self) -> None:
-        deadline = time.monotonic() + 10
-        while self.metrics()["trioserve:num_requests_running"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

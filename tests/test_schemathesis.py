@@ -91,14 +91,21 @@ def is_fair(response: Any, request_type: type[msgspec.Struct] | None) -> bool:
     if response.status_code != 400:
         return response.status_code in (200, 404)
     error = response.json()["error"]
+    message = error["message"]
     assert request_type is not None
     try:
         parse_body(request_type, response.request.body)
     except InvalidRequest as refusal:
         return str(refusal).startswith("give at most one of")
-    name = re.split(r"[.\[]", error["param"])[0]
     known = {field.name for field in msgspec.structs.fields(request_type)}
-    return name in known and RANGE.search(error["message"]) is None
+    # Some forms of errors have a place for the field, others name it in what they say.
+    said = [re.split(r"[.\[]", error["param"])[0]] if "param" in error else words_of(message)
+    return not known.isdisjoint(said) and RANGE.search(message) is None
+
+
+def words_of(message: str) -> list[str]:
+    """What may be names of fields."""
+    return re.findall(r"\w+", message)
 
 
 def check(url: str, path: str, method: str, mode: GenerationMode) -> Counter[int]:

@@ -6,9 +6,12 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from http_stub import StubEngine, captured_logs, http_client, served
 
+from trioserve.http.dialects import error_body
+from trioserve.http.errors import ErrorDetail
 from trioserve.http.routes import ROUTES, Route
 
 SECRET = "/home/operator/secret"
@@ -18,6 +21,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "chat_completions": {"messages": [{"role": "user", "content": "x"}]},
     "completions": {"prompt": "x"},
     "generate": {"text": "x"},
+    "messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
+    "count_message_tokens": {"model": "x", "messages": [{"role": "user", "content": "x"}]},
     "tokenize": {"prompt": "x"},
     "detokenize": {"tokens": [1]},
     "embeddings": {"input": "x"},
@@ -94,12 +99,9 @@ def _check(route: Route, response: httpx.Response, logs: list[dict[str, Any]]) -
         assert response.status_code in (200, 404, 500)
         return
     assert response.status_code == 500, route
-    assert json.loads(response.text) == {
-        "error": {
-            "message": "the server failed on this request",
-            "type": "server_error",
-            "param": None,
-            "code": "internal_error",
-        }
-    }
+    detail = ErrorDetail(
+        message="the server failed on this request", type="server_error", code="internal_error"
+    )
+    expected = error_body(route.rule).of(500, detail)
+    assert json.loads(response.text) == msgspec.to_builtins(expected)
     assert [entry["event"] for entry in logs if "error" in entry] == ["a request failed"]

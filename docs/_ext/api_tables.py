@@ -23,7 +23,7 @@ from peers import peers_of
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from trioserve.http.errors import ErrorResponse
+from trioserve.http.dialects import error_body
 from trioserve.http.openai.schemas import GenerationRequest
 from trioserve.http.openapi import openapi_path
 from trioserve.http.routes import GROUPS, ROUTES, Route
@@ -167,7 +167,7 @@ def field_lines() -> Iterator[str]:
 def answer_classes() -> list[type[msgspec.Struct]]:
     """Every class that an answer or an event may hold."""
     types = [type_ for route in ROUTES for type_ in (route.response, route.events)]
-    return struct_classes([*types, ErrorResponse])
+    return struct_classes([*types, *(error_body(route.rule) for route in ROUTES)])
 
 
 def answer_lines() -> Iterator[str]:
@@ -189,12 +189,17 @@ def _where(cls: type[msgspec.Struct]) -> Iterator[str]:
     """Which endpoints answer with a class, and which send events of it."""
     for text, routes in (
         ("The answer of", [route for route in ROUTES if route.response == cls]),
-        ("An event of", [route for route in ROUTES if route.events == cls]),
+        ("An event of", [route for route in ROUTES if cls in _alternatives(route.events)]),
     ):
         if routes:
             names = (f"`{route.method} {openapi_path(route.rule)}`" for route in routes)
             yield f"{text} {', '.join(names)}."
             yield ""
+
+
+def _alternatives(events: Any) -> tuple[Any, ...]:
+    """The classes that an event may have."""
+    return typing.get_args(events) or (events,)
 
 
 def _shares_fields(route: Route) -> bool:

@@ -1,14 +1,19 @@
 """Which fields of requests the other servers have, by the names of our classes.
 
-OpenAI's are those of its reference; vLLM's and SGLang's were read from their sources of July and
-August 2026, together with those that vLLM had before (``guided_json`` and others). Of TensorRT-LLM
-there is what its requests have and no other server's do.
+OpenAI's and Anthropic's are those of their references; vLLM's and SGLang's were read from their
+sources of July and August 2026, together with those that vLLM had before (``guided_json`` and
+others). Of TensorRT-LLM there is what its requests have and no other server's do.
 """
 
 from __future__ import annotations
 
 __all__ = ["peers_of"]
 
+_CONVERSATION = (
+    "cache_control messages model output_config output_format system thinking tool_choice tools "
+    "context_management mcp_servers speed"
+)
+"""What both of Anthropic's requests have, with what is in beta."""
 _NAMES = {
     "ChatCompletionRequest": {
         "OpenAI": (
@@ -112,6 +117,13 @@ _NAMES = {
             "top_p"
         ),
     },
+    "MessagesRequest": {
+        "Anthropic": (
+            f"{_CONVERSATION} container diagnostics inference_geo max_tokens metadata service_tier "
+            "stop_sequences stream temperature top_k top_p"
+        ),
+    },
+    "CountTokensRequest": {"Anthropic": _CONVERSATION},
     "TokenizeRequest": {
         "vLLM": (
             "add_generation_prompt add_special_tokens chat_template chat_template_kwargs "
@@ -217,7 +229,7 @@ _NAMES = {
 def peers_of(class_names: tuple[str, ...], field: str) -> list[str]:
     """The servers whose requests, of one of the classes, have ``field``."""
     found = []
-    for server in ("OpenAI", "vLLM", "SGLang", "TensorRT-LLM"):
+    for server in ("OpenAI", "vLLM", "SGLang", "TensorRT-LLM", "Anthropic"):
         names = (_NAMES.get(name, {}).get(server, "") for name in class_names)
         if any(field in text.split() for text in names):
             found.append(server)

@@ -19,6 +19,7 @@ from trioserve.http.generations import Job, total_usage
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
 from trioserve.pooling.inputs import Item
+from trioserve.request import Times
 from trioserve.stream import Chunk
 
 __all__ = ["AccessRecord", "request_id_from"]
@@ -71,6 +72,8 @@ class AccessRecord:
     """Those that are computed as a whole, if they may be logged."""
     error: str | None = None
     """The code of the error that the client got."""
+    times: Sequence[Times] = ()
+    """When things have happened to each prompt of what was generated."""
     _num_outputs: int = 0
     _queue_time: float | None = None
     _first_token: float | None = None
@@ -92,17 +95,18 @@ class AccessRecord:
     def note_streams(self, streams: Sequence[GenerationStream]) -> None:
         """Keep the tokens used so far, the longest time in line and when the first token came."""
         self.usage = total_usage(stream.usage for stream in streams)
-        times = [stream.times for stream in streams]
+        self.times = [stream.times for stream in streams]
         self._queue_time = max(
             (
                 each.first_scheduled - each.queued
-                for each in times
+                for each in self.times
                 if each.first_scheduled is not None and each.queued is not None
             ),
             default=None,
         )
         self._first_token = min(
-            (each.first_token for each in times if each.first_token is not None), default=None
+            (each.first_token for each in self.times if each.first_token is not None),
+            default=None,
         )
 
     def note_texts(self, items: Sequence[Item], *, with_contents: bool) -> None:

@@ -20,13 +20,15 @@ from trioserve.engine import Engine
 from trioserve.errors import QueueFull
 from trioserve.http.admin import AdminEndpoints
 from trioserve.http.asgi import HTTPConnection, Request, WebSocketConnection, error_response
-from trioserve.http.auth import OPEN_PATHS, Keys
+from trioserve.http.auth import OPEN_PATHS, Keys, authorization_of
 from trioserve.http.bodies import BodyRoom
 from trioserve.http.chat.endpoint import ChatEndpoints
+from trioserve.http.chat.preparation import ChatPreparation
 from trioserve.http.completions.endpoint import CompletionEndpoints
 from trioserve.http.control.endpoint import ControlEndpoints
 from trioserve.http.cors import CrossOrigin
 from trioserve.http.feeds.endpoint import FeedEndpoints
+from trioserve.http.messages.endpoint import MessageEndpoints
 from trioserve.http.native.endpoint import NativeEndpoints
 from trioserve.http.openai.models import ModelEndpoints
 from trioserve.http.pooling.embeddings import EmbeddingEndpoints
@@ -118,7 +120,7 @@ def create_app(
         preflight = _preflight(request, app.cross_origin)
         if preflight is None and request.path not in OPEN_PATHS:
             control = rule is not None and rule.rule in control_rules
-            caller = keys.caller(request.headers.get("Authorization"), control=control)
+            caller = keys.caller(authorization_of(request.headers), control=control)
             request.record.key = None if caller is None else caller.name
             request.at_end.enter_context(await whole.seat(keys, caller))
             if rule is not None and rule.rule in generating_rules:
@@ -170,18 +172,21 @@ def _preflight(request: Request, cross_origin: CrossOrigin) -> quart.Response | 
 
 
 def _add_routes(app: App, service: Service) -> None:
+    chats = ChatPreparation(service)
+    tokens = TokenEndpoints(service)
     endpoints: list[Any] = [
-        ChatEndpoints(service),
+        ChatEndpoints(service, chats),
         CompletionEndpoints(service),
         ControlEndpoints(service),
         EmbeddingEndpoints(service),
         FeedEndpoints(service),
+        MessageEndpoints(service, chats, tokens),
         ModelEndpoints(service),
         NativeEndpoints(service),
         SessionEndpoints(service),
         AdminEndpoints(service),
         ScoreEndpoints(service),
-        TokenEndpoints(service),
+        tokens,
         UtilityEndpoints(service),
     ]
     for route in ROUTES:
@@ -195,6 +200,7 @@ def _add_routes(app: App, service: Service) -> None:
 
 
 async def _on_error(error: Exception) -> quart.Response:
-    response, reply = error_response(error)
-    cast(Request, quart.request).record.note_error(reply.reason)
+    request = cast(Request, quart.request)
+    response, reply = error_response(error, request.path)
+    request.record.note_error(reply.reason)
     return response

@@ -29,9 +29,10 @@ from quart_trio.wrappers import TrioRequest
 from trioserve.errors import InvalidRequest
 from trioserve.http.access_log import AccessRecord, request_id_from
 from trioserve.http.bodies import Body
+from trioserve.http.dialects import error_body
 from trioserve.http.direct import WriteNow, body_message, writer_for
 from trioserve.http.errors import ErrorReply, describe_error
-from trioserve.http.sse import KEEP_ALIVE, EventStream, raw_event
+from trioserve.http.sse import EventStream
 from trioserve.logs import get_logger
 
 if TYPE_CHECKING:
@@ -63,9 +64,13 @@ class Request(TrioRequest):
     at_end: contextlib.ExitStack
 
 
-def error_response(error: BaseException) -> tuple[Response, ErrorReply]:
-    """The response for an error that came before anything was sent. A surprise is logged whole."""
-    reply = describe_error(error)
+def error_response(error: BaseException, path: str) -> tuple[Response, ErrorReply]:
+    """The response for an error that came before anything was sent. A surprise is logged whole.
+
+    Args:
+        path: what was asked for, whose clients may know errors of another form than OpenAI's.
+    """
+    reply = describe_error(error, error_body(path))
     if reply.reason == "internal_error":
         _log.error("a request failed", exc_info=error)
     response = Response(
@@ -154,7 +159,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
         nursery.cancel_scope.cancel()
 
     async def _break_silence(self) -> None:
-        """Send a comment, if a stream still waits for its next event.
+        """Send something, if a stream still waits for its next event.
 
         This is the business of the task that waits for the client to leave: a deadline around each
         wait for an event would cost as much as the rest of it.
@@ -162,7 +167,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
         events = self._events
         if events is None or not events.note_if_silent():
             return
-        await self._send_piece(KEEP_ALIVE)
+        await self._send_piece(events.framing.keep_alive)
 
     def _last_words(self) -> list[tuple[bytes, bytes]]:
         """What a client on HTTP/1 is told by a server that drains: to go elsewhere."""
@@ -200,13 +205,13 @@ class HTTPConnection(TrioASGIHTTPConnection):
                     await self._send_piece(data)
         except Exception as error:
             self._events = None
-            refusal, reply = error_response(error)
+            refusal, reply = error_response(error, self.record.path)
             self.record.note_error(reply.reason)
             if not begun:
                 refusal.headers["X-Request-Id"] = self.record.request_id
                 await super()._send_response(send, refusal)
                 return
-            await send(body_message(raw_event(reply.body)))
+            await send(body_message(body.framing.error(reply.body)))
         self._events = None
         await send(body_message(b"", more=False))
 
@@ -222,8 +227,10 @@ class WebSocketConnection(TrioASGIWebsocketConnection):
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         """Answer the handshake with an error and leave a line in the log."""
-        response, reply = error_response(InvalidRequest("nothing here is served over a websocket"))
         record = _open_record(self.scope, "GET")
+        response, reply = error_response(
+            InvalidRequest("nothing here is served over a websocket"), record.path
+        )
         record.status = response.status_code
         record.completed = True
         record.note_error(reply.reason)

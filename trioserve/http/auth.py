@@ -9,13 +9,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import attrs
+from werkzeug.datastructures import Headers
 
 from trioserve.http.errors import Forbidden, KeyLimit, Unauthorized
 
-__all__ = ["OPEN_PATHS", "Caller", "Keys"]
+__all__ = ["OPEN_PATHS", "Caller", "Keys", "authorization_of"]
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """What a load balancer may ask without a key."""
+
+
+def authorization_of(headers: Headers) -> str | None:
+    """A request's ``Authorization``, which Anthropic's clients call ``X-Api-Key``."""
+    authorization = headers.get("Authorization")
+    key = headers.get("X-Api-Key")
+    return f"Bearer {key}" if authorization is None and key is not None else authorization
 
 
 @attrs.frozen

@@ -1,15 +1,15 @@
 """Which HTTP status and which body each exception becomes: the one place that decides.
 
-Every error has OpenAI's body, ``{"error": {"message", "type", "param", "code"}}``. Before a
-stream's 200 it is the response; after it, the same body is an event of the stream, and then the
-stream ends.
+An error has OpenAI's body, ``{"error": {"message", "type", "param", "code"}}``, but for the paths
+whose clients know another (:mod:`trioserve.http.dialects`). Before a stream's 200 it is the
+response; after it, the same body is an event of the stream, and then the stream ends.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Annotated
+from typing import Annotated, Self
 
 import attrs
 import msgspec
@@ -33,6 +33,8 @@ from trioserve.errors import (
 
 __all__ = [
     "ERROR_STATUSES",
+    "ErrorBody",
+    "ErrorDetail",
     "ErrorReply",
     "ErrorResponse",
     "Forbidden",
@@ -75,10 +77,24 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
     code: Annotated[str | None, msgspec.Meta(description="What is wrong, for programs.")] = None
 
 
-class ErrorResponse(msgspec.Struct):
-    """The body of every error."""
+class ErrorBody(msgspec.Struct):
+    """The body of an error; each form of it is a class of its own."""
+
+    @classmethod
+    def of(cls, status: int, detail: ErrorDetail) -> Self:
+        """The body that says ``detail``."""
+        raise NotImplementedError
+
+
+class ErrorResponse(ErrorBody):
+    """The body of an error."""
 
     error: Annotated[ErrorDetail, msgspec.Meta(description="What went wrong.")]
+
+    @classmethod
+    def of(cls, status: int, detail: ErrorDetail) -> Self:
+        """The body that says ``detail``."""
+        return cls(detail)
 
 
 @attrs.frozen(kw_only=True)
@@ -146,16 +162,20 @@ ERROR_STATUSES = {
 """What the status of an error means."""
 
 
-def describe_error(error: BaseException) -> ErrorReply:
-    """The reply for ``error``. What isn't raised on purpose is a 500 that says nothing of it."""
+def describe_error(error: BaseException, body: type[ErrorBody] = ErrorResponse) -> ErrorReply:
+    """The reply for ``error``. What isn't raised on purpose is a 500 that says nothing of it.
+
+    Args:
+        body: the form that its body has.
+    """
     if isinstance(error, HTTPException):
-        return _http_error(error)
+        return _http_error(error, body)
     kind = next((_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS), None)
     if kind is None:
         detail = ErrorDetail(
             message="the server failed on this request", type="server_error", code="internal_error"
         )
-        return _reply(500, detail, {})
+        return _reply(500, detail, {}, body)
     headers = {}
     param, code = None, kind.code
     if isinstance(error, InvalidRequest):
@@ -172,7 +192,7 @@ def describe_error(error: BaseException) -> ErrorReply:
     message = _shortened(str(error), MAX_MESSAGE_CHARACTERS)
     param = None if param is None else _shortened(param, MAX_PARAM_CHARACTERS)
     detail = ErrorDetail(message=_naming(param, message), type=kind.type, param=param, code=code)
-    return _reply(kind.status, detail, headers)
+    return _reply(kind.status, detail, headers, body)
 
 
 def _shortened(text: str, most: int) -> str:
@@ -191,7 +211,7 @@ def _naming(param: str | None, message: str) -> str:
     return f"{param}: {message}"
 
 
-def _http_error(error: HTTPException) -> ErrorReply:
+def _http_error(error: HTTPException, body: type[ErrorBody]) -> ErrorReply:
     status = error.code or 500
     headers = {name: value for name, value in error.get_headers() if name == "Allow"}
     code, message = _HTTP_ERRORS.get(status, (None, error.name))
@@ -200,13 +220,15 @@ def _http_error(error: HTTPException) -> ErrorReply:
         type="invalid_request_error" if status < 500 else "server_error",
         code=code,
     )
-    return _reply(status, detail, headers)
+    return _reply(status, detail, headers, body)
 
 
-def _reply(status: int, detail: ErrorDetail, headers: dict[str, str]) -> ErrorReply:
+def _reply(
+    status: int, detail: ErrorDetail, headers: dict[str, str], body: type[ErrorBody]
+) -> ErrorReply:
     return ErrorReply(
         status=status,
-        body=msgspec.json.encode(ErrorResponse(detail)),
+        body=msgspec.json.encode(body.of(status, detail)),
         reason=detail.code or detail.type,
         headers=headers,
     )

@@ -11,7 +11,8 @@ import msgspec
 
 import trioserve
 from trioserve.http.auth import OPEN_PATHS
-from trioserve.http.errors import ERROR_STATUSES, ErrorResponse
+from trioserve.http.dialects import error_body
+from trioserve.http.errors import ERROR_STATUSES
 from trioserve.http.routes import Route
 from trioserve.http.schemas import (
     TOKEN_ID_FORMAT,
@@ -107,9 +108,10 @@ def _operation_id(route: Route, rule: str, taken: set[str]) -> str:
 
 
 def _types(routes: Sequence[Route]) -> list[Any]:
-    types: list[Any] = [ErrorResponse]
+    types: list[Any] = []
     for route in routes:
-        for type_ in (route.request, route.response, route.events, route.unwell):
+        error = error_body(route.rule)
+        for type_ in (error, route.request, route.response, route.events, route.unwell):
             if type_ is not None and not isinstance(type_, str) and type_ not in types:
                 types.append(type_)
     return types
@@ -186,7 +188,7 @@ def _responses(route: Route, rule: str, references: _References) -> dict[str, An
             "content": _content(route, references),
         }
     }
-    error = {"application/json": {"schema": references.of(ErrorResponse)}}
+    error = {"application/json": {"schema": references.of(error_body(rule))}}
     for status in error_statuses(route, rule):
         responses[str(status)] = {
             "description": ERROR_STATUSES[status],
@@ -211,16 +213,17 @@ def _content(route: Route, references: _References) -> dict[str, Any]:
         whole = {"anyOf": [whole, {"type": "array", "items": whole}]}
     content = {"application/json": {"schema": whole}}
     if route.events is not None:
-        content["text/event-stream"] = {"schema": _event(route.events, references)}
+        content["text/event-stream"] = {"schema": _event(route, references)}
     return content
 
 
-def _event(events: type[msgspec.Struct], references: _References) -> dict[str, Any]:
+def _event(route: Route, references: _References) -> dict[str, Any]:
     """The schema of one event: its data is JSON, but for that of the last one."""
+    schemas = [references.of(route.events), references.of(error_body(route.rule))]
     data = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [references.of(events), references.of(ErrorResponse)]},
+        "contentSchema": {"anyOf": schemas},
     }
     return {
         "type": "object",

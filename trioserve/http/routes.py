@@ -33,6 +33,13 @@ from trioserve.http.control.schemas import (
     WeightVersion,
 )
 from trioserve.http.feeds.schemas import IterationStats, KvCacheEvent
+from trioserve.http.messages.schemas import (
+    CountTokensRequest,
+    MessageReply,
+    MessagesRequest,
+    StreamEvent,
+    TokenCount,
+)
 from trioserve.http.native.schemas import GenerateRequest, GenerateResponse
 from trioserve.http.openai.schemas import ModelCard, ModelList
 from trioserve.http.pooling.schemas import (
@@ -84,8 +91,8 @@ class Route:
     """One endpoint. ``handler`` is the name of the method that serves it.
 
     ``response`` is the type of the answer, or the content type of what is no JSON of a class;
-    ``events`` is the class of a stream's events where there can be one; a class in a ``batch`` may
-    come in a list.
+    ``events`` is the class of a stream's events where there can be one, or a union of classes; a
+    class in a ``batch`` may come in a list.
     """
 
     method: str
@@ -101,7 +108,7 @@ class Route:
     body_optional: bool = False
     """Whether the body may be left out."""
     response: Any
-    events: type[msgspec.Struct] | None = None
+    events: Any = None
     batch: bool = False
     errors: tuple[int, ...] = ()
     """Statuses of errors that not every endpoint has."""
@@ -153,6 +160,29 @@ ROUTES = (
         events=GenerateResponse,
         batch=True,
         errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/v1/messages",
+        handler="messages",
+        summary="Answer a conversation, with Anthropic's fields",
+        group="Generation",
+        peers="Anthropic, vLLM, SGLang",
+        request=MessagesRequest,
+        response=MessageReply,
+        events=StreamEvent,
+        errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/v1/messages/count_tokens",
+        handler="count_message_tokens",
+        summary="How many tokens a conversation has, with Anthropic's fields",
+        group="Tokens",
+        peers="Anthropic, vLLM, SGLang",
+        request=CountTokensRequest,
+        response=TokenCount,
+        errors=(404,),
     ),
     Route(
         method="POST",

@@ -22,7 +22,7 @@ from trioserve.http.bounds import AnswerSize, check_batch
 from trioserve.http.errors import ModelNotFound
 from trioserve.http.generations import Generations, Job, open_generations, renamed
 from trioserve.http.schemas import parse_body
-from trioserve.http.sse import EventStream, StreamWriter, stream_response
+from trioserve.http.sse import EventStream, Framing, StreamWriter, stream_response
 from trioserve.http.whole import Whole
 from trioserve.pooling.inputs import Item
 from trioserve.sampling import SamplingParams
@@ -31,6 +31,8 @@ from trioserve.stream import Chunk
 __all__ = ["Service", "json_response"]
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
+
+OPENAI_FRAMING = Framing()
 
 
 def json_response(value: Any, status: int = 200) -> quart.Response:
@@ -225,12 +227,15 @@ class Service:
             for stream, own in zip(generations.streams, chunks, strict=True)
         ]
 
-    def stream(self, jobs: Sequence[Job], writer: StreamWriter) -> quart.Response:
+    def stream(
+        self, jobs: Sequence[Job], writer: StreamWriter, framing: Framing = OPENAI_FRAMING
+    ) -> quart.Response:
         """A response that streams the jobs' output as ``writer`` puts it."""
         body = EventStream(
             self._open(jobs),
             writer,
             record=self.record,
             keep_alive_interval=self.config.keep_alive_interval,
+            framing=framing,
         )
         return stream_response(body)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
+import attrs
 import msgspec
 import trio
 from quart.wrappers.response import Response, ResponseBody
@@ -27,6 +29,7 @@ __all__ = [
     "DONE",
     "KEEP_ALIVE",
     "EventStream",
+    "Framing",
     "StreamWriter",
     "event",
     "raw_event",
@@ -47,6 +50,19 @@ def event(value: Any) -> bytes:
 def raw_event(body: bytes) -> bytes:
     """One event whose data is ``body``, JSON already."""
     return b"data: %b\n\n" % body
+
+
+@attrs.frozen(kw_only=True)
+class Framing:
+    """What a stream holds beside the events of its writer, as an endpoint's clients know it."""
+
+    content_type: str = "text/event-stream"
+    last: bytes = DONE
+    """What comes behind everything else."""
+    keep_alive: bytes = KEEP_ALIVE
+    """What is sent while there is nothing to tell, for the connection not to be cut off."""
+    error: Callable[[bytes], bytes] = raw_event
+    """Makes the last event of the body of an error."""
 
 
 class StreamWriter(Protocol):
@@ -72,7 +88,7 @@ class StreamWriter(Protocol):
         ...
 
     def end(self, streams: list[GenerationStream]) -> bytes:
-        """What is sent after the last chunk, before ``[DONE]``; may be empty."""
+        """What is sent after the last chunk, before what ends every stream; may be empty."""
         ...
 
 
@@ -90,11 +106,13 @@ class EventStream(ResponseBody):
         *,
         record: AccessRecord,
         keep_alive_interval: float,
+        framing: Framing,
     ) -> None:
         self._generations = generations
         self._writer = writer
         self._record = record
         self._keep_alive_interval = keep_alive_interval
+        self.framing = framing
         self._begun: set[tuple[int, int]] = set()
         self._started = False
         self._ended = False
@@ -109,7 +127,7 @@ class EventStream(ResponseBody):
         return min(self._waiting_since, trio.current_time()) + self._keep_alive_interval
 
     def note_if_silent(self) -> bool:
-        """Whether a comment is to be sent now, which is counted as sent."""
+        """Whether to keep the connection alive now, which is counted as done."""
         now = trio.current_time()
         if now < self._waiting_since + self._keep_alive_interval:
             return False
@@ -148,7 +166,7 @@ class EventStream(ResponseBody):
                 index, chunk = await self._generations.receive()
             except trio.EndOfChannel:
                 self._ended = True
-                return self._writer.end(self._generations.streams) + DONE
+                return self._writer.end(self._generations.streams) + self.framing.last
             finally:
                 self._waiting_since = math.inf
             if chunk.finish_reason is not None or self._record.contents is not None:
@@ -192,4 +210,4 @@ class EventStream(ResponseBody):
 def stream_response(body: EventStream) -> Response:
     """A response with ``body``, and the headers that keep proxies from holding events back."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return Response(body, status=200, headers=headers, content_type="text/event-stream")
+    return Response(body, status=200, headers=headers, content_type=body.framing.content_type)

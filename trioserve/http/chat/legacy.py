@@ -7,7 +7,6 @@ any conversation.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -21,14 +20,16 @@ from trioserve.http.chat.messages import (
     MessageToolCall,
 )
 from trioserve.http.chat.schemas import ChatCompletionRequest
+from trioserve.http.words import Words
 
-__all__ = ["in_legacy_words", "with_tool_calls", "with_tools"]
+__all__ = ["LEGACY_WORDS", "with_tool_calls", "with_tools"]
 
-_LEGACY_WORDS = (
-    (re.compile(r"\btools\[(\d+)\]\.function\b"), r"functions[\1]"),
-    (re.compile(r"\btool_choice(\.function)?\b"), "function_call"),
-    (re.compile(r"\btools\b"), "functions"),
+LEGACY_WORDS = Words(
+    (r"tools\[(\d+)\]\.function", r"functions[\1]"),
+    (r"tool_choice(?:\.function)?", "function_call"),
+    (r"tools", "functions"),
 )
+"""Of a request that has functions."""
 
 
 def with_tools(request: ChatCompletionRequest) -> ChatCompletionRequest:
@@ -51,15 +52,6 @@ def with_tools(request: ChatCompletionRequest) -> ChatCompletionRequest:
         tool_choice=ChosenTool(function=choice) if isinstance(choice, ChosenFunction) else choice,
         parallel_tool_calls=False,
     )
-
-
-def in_legacy_words(error: InvalidRequest) -> InvalidRequest:
-    """An error that speaks of tools, in the words of a request that has functions."""
-    message, param = str(error), error.param
-    for pattern, replacement in _LEGACY_WORDS:
-        message = pattern.sub(replacement, message)
-        param = param and pattern.sub(replacement, param)
-    return InvalidRequest(message, param=param, code=error.code)
 
 
 def with_tool_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -10,12 +10,16 @@ from msgspec import UNSET, UnsetType
 from trioserve.http.schemas import about, hint, only
 
 __all__ = [
+    "MAX_MESSAGES",
+    "MAX_PARTS",
     "MAX_TOOLS",
     "ChatMessage",
     "ChatTool",
     "ChosenFunction",
     "FunctionDefinition",
+    "FunctionName",
     "Messages",
+    "Parts",
     "ToolChoice",
 ]
 
@@ -27,7 +31,7 @@ MAX_PARTS = 1024
 """Of the content of one message."""
 
 _TEXT_ONLY = "the models that are served read and write text only"
-_FunctionName = Annotated[
+FunctionName = Annotated[
     str, msgspec.Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")
 ]
 
@@ -51,7 +55,7 @@ class RefusalPart(
 class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of an earlier tool call."""
 
-    name: Annotated[_FunctionName, about("Which function was called.")]
+    name: Annotated[FunctionName, about("Which function was called.")]
     arguments: Annotated[
         str | dict[str, Any] | None,
         about("JSON as text or as it is; the template sees the object, if it is one."),
@@ -67,7 +71,7 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     index: Annotated[Any, hint()] = None
 
 
-_Parts = Annotated[list[TextPart | RefusalPart], msgspec.Meta(max_length=MAX_PARTS)]
+Parts = Annotated[list[TextPart | RefusalPart], msgspec.Meta(max_length=MAX_PARTS)]
 _Calls = Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
@@ -82,7 +86,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
         about("Who speaks: system, user, assistant, tool, or what else the template knows."),
     ]
     content: Annotated[
-        str | _Parts | UnsetType | None,
+        str | Parts | UnsetType | None,
         about("What is said, as a whole or in parts."),
     ] = UNSET
     name: Annotated[str | None, about("Who it is; most templates don't print it.")] = None
@@ -110,7 +114,7 @@ class FunctionDefinition(
 ):
     """A function that the model may call."""
 
-    name: Annotated[_FunctionName, about("How it is called.")]
+    name: Annotated[FunctionName, about("How it is called.")]
     description: Annotated[str | None, about("What it does, for the model.")] = None
     parameters: Annotated[
         dict[str, Any] | None, about("The JSON schema of its arguments; none if it isn't given.")
@@ -131,7 +135,7 @@ class ChatTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A function by its name."""
 
-    name: Annotated[_FunctionName, about("That of one of the tools.")]
+    name: Annotated[FunctionName, about("That of one of the tools.")]
 
 
 class ChosenTool(

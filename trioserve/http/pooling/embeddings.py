@@ -27,7 +27,7 @@ from trioserve.http.service import Service, json_response
 from trioserve.http.threads import run_if_long
 from trioserve.pooling.inputs import as_items
 
-__all__ = ["EmbeddingEndpoints"]
+__all__ = ["EmbeddingEndpoints", "run_if_many"]
 
 NUMBERS_AS_LONG_AS_A_LOGPROB = 64
 """What :mod:`trioserve.http.threads` weighs has texts beside it."""
@@ -84,7 +84,7 @@ class EmbeddingEndpoints:
                 )
                 return msgspec.Raw(msgspec.json.encode(response))
 
-            return json_response(await _run(found.vectors.size, answer))
+            return json_response(await run_if_many(found.vectors.size, answer))
 
     async def encode(self) -> quart.Response:
         """``POST /encode``."""
@@ -114,10 +114,11 @@ class EmbeddingEndpoints:
                 replies = [_encoded(each, asked.id, found.usage) for each in found.vectors]
                 return msgspec.Raw(msgspec.json.encode(replies if listed else replies[0]))
 
-            return json_response(await _run(found.vectors.size, answer))
+            return json_response(await run_if_many(found.vectors.size, answer))
 
 
-async def _run(num_numbers: int, work: Callable[[], Result]) -> Result:
+async def run_if_many(num_numbers: int, work: Callable[[], Result]) -> Result:
+    """What ``work`` gives, from a thread if there are many numbers to put into words."""
     return await run_if_long(num_numbers // NUMBERS_AS_LONG_AS_A_LOGPROB, work)
 
 

@@ -99,6 +99,22 @@ class TokenEndpoints:
             )
         )
 
+    async def chat_ids(self, chat: ChatCompletionRequest) -> list[int]:
+        """The prompt that ``chat`` makes.
+
+        Raises:
+            InvalidRequest: it makes none; ``param`` is a field of it.
+        """
+
+        def ids() -> list[int]:
+            text = _render(chat, self._format)
+            return self._format.tokenizer.encode(text, add_special_tokens=False)
+
+        try:
+            return await self._run(len(msgspec.json.encode(chat)), ids)
+        except RecursionError:
+            raise InvalidRequest("the body is nested too deeply") from None
+
     async def _run(self, weight: int, work: Callable[[], Result]) -> Result:
         """What ``work`` gives, here if it is short (``weight`` in characters), else in a thread."""
         if weight <= INLINE_CHARACTERS:
@@ -120,7 +136,11 @@ def _tokenize(
     """The ids of each text and, if they are asked for, the tokens as the vocabulary has them."""
     tokenizer, special = format.tokenizer, request.add_special_tokens
     if request.messages is not None:
-        texts = [_render(request, format)]
+        chat = ChatCompletionRequest(
+            messages=request.messages,
+            **{name: getattr(request, name) for name in CHAT_FIELDS},
+        )
+        texts = [_render(chat, format)]
         special = bool(special)
     else:
         texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
@@ -132,8 +152,8 @@ def _tokenize(
     return ids, [[name(id) or "" for id in each] for each in ids]
 
 
-def _render(request: TokenizeRequest, format: ChatFormat) -> str:
-    """The text of a chat, as ``/v1/chat/completions`` makes it of the same fields.
+def _render(chat: ChatCompletionRequest, format: ChatFormat) -> str:
+    """The text of a chat.
 
     Raises:
         InvalidRequest: there is no chat template, or it refuses the messages.
@@ -141,10 +161,6 @@ def _render(request: TokenizeRequest, format: ChatFormat) -> str:
     template = format.tokenizer.chat_template
     if template is None:
         raise InvalidRequest("the model has no chat template", param="messages")
-    chat = ChatCompletionRequest(
-        messages=request.messages or [],
-        **{name: getattr(request, name) for name in CHAT_FIELDS},
-    )
     return template.render(chat_prompt(chat, format, tool_use(chat, format)))
 
 

@@ -1,0 +1,16 @@
+"""Whose clients ask at a path: they know errors of another form than OpenAI's."""
+
+from __future__ import annotations
+
+from trioserve.http.errors import ErrorBody, ErrorResponse
+from trioserve.http.messages.errors import MessagesError
+
+__all__ = ["error_body"]
+
+_BODIES: tuple[tuple[str, type[ErrorBody]], ...] = (("/v1/messages", MessagesError),)
+"""By what paths begin with."""
+
+
+def error_body(path: str) -> type[ErrorBody]:
+    """The form of errors at ``path``, whether anything is served there or not."""
+    return next((body for start, body in _BODIES if path.startswith(start)), ErrorResponse)
