@@ -94,7 +94,9 @@ class Stand:
         from gpu.cuda.device import CudaDevice
 
         gpu = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
-        sources = model_kernels(LLAMA_8B, dtype=_DTYPE, cache_dtype=_DTYPE, may_share=True)
+        sources = model_kernels(
+            LLAMA_8B, dtype=_DTYPE, cache_dtype=_DTYPE, may_share=True, serves_adapters=False
+        )
         gpu.build(sources, lambda done, total: None)
         return cls(
             loader=gpu.loader,

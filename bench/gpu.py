@@ -65,6 +65,7 @@ SANITIZED_TESTS = (
     "test_combine_partials",
     "test_conformance",
     "test_decode_attention",
+    "test_lora",
     "test_prefill_attention",
     "test_prefix_attention",
     "test_rms_norm",
@@ -78,6 +79,7 @@ KERNEL_GROUPS = {
     "decode": (("decode_attention",), 240.0),
     "prefill": (("prefill_attention", "shared_prefix"), 200.0),
     "fused": (("rms_norm", "silu_mul", "rope_and_write", "gather_tokens"), 120.0),
+    "lora": (("lora",), 60.0),
     "sampling": (("sampling",), 150.0),
 }
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")

@@ -21,6 +21,7 @@ __all__ = [
     "Work",
     "decode_attention",
     "decode_step_parts",
+    "lora_update",
     "prefill_attention",
     "rms_norm",
     "rope_and_write",
@@ -163,6 +164,17 @@ def rms_norm(num_tokens: int, hidden: int, *, residual: bool, element_bytes: int
 def silu_mul(num_tokens: int, inner: int, element_bytes: int = 2) -> Work:
     """Read gate and up, write their product."""
     return Work(bytes=3 * num_tokens * inner * element_bytes)
+
+
+def lora_update(
+    counts: Sequence[int], inputs: int, outputs: int, rank: int, element_bytes: int = 2
+) -> Work:
+    """Adapters, each with so many tokens: their matrices and x are read, y is read and written."""
+    tokens, weights = sum(counts), len(counts) * rank * (inputs + outputs)
+    return Work(
+        bytes=(weights + tokens * (inputs + 2 * outputs)) * element_bytes,
+        flops=2.0 * tokens * rank * (inputs + outputs),
+    )
 
 
 def sampling(num_rows: int, vocab_size: int, element_bytes: int = _FLOAT32) -> Work:

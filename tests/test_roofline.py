@@ -13,6 +13,7 @@ from bench.roofline import (
     Work,
     decode_attention,
     decode_step_parts,
+    lora_update,
     prefill_attention,
     rms_norm,
     rope_and_write,
@@ -76,6 +77,7 @@ class TestRoofline:
             (silu_mul(8192, 14336), 164),
             (rope_and_write(LLAMA, 8192), 47),
             (sampling(256, 128256), 31),
+            (lora_update([2048] * 4, 4096, 4096, 16), 47),
         ):
             assert H200.floor(work) * 1e6 == pytest.approx(microseconds, rel=0.03)
 

@@ -32,8 +32,7 @@ class TorchModel:
     def __init__(self, decoder: Decoder, attention: Attention, *, max_rank: int = 0) -> None:
         self._decoder = decoder
         self._attention = attention
-        config, dtype, device = decoder.config, decoder.dtype, decoder.device
-        self._adapters = TorchAdapters(config, max_rank, dtype, device, most=0)
+        self._adapters = TorchAdapters(decoder.config, max_rank, decoder.dtype)
 
     @property
     def adapters(self) -> AdapterStore[TorchAdapter]:

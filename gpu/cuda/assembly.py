@@ -10,13 +10,14 @@ from gpu.attention import CacheShape
 from gpu.attention.cuda import CudaAttention
 from gpu.attention.kv_cache import FP8, KvCache
 from gpu.attention.limits import AttentionLimits
+from gpu.cuda.adapters import CudaAdapters
 from gpu.cuda.executor import CudaExecutor, executor_regions
 from gpu.cuda.sampler import DeviceSampler
 from gpu.cuda.state import DeviceState
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import Timeline
 from gpu.kernels import KernelLoader
-from gpu.lora.torch_adapters import TorchAdapters
+from gpu.lora.places import AdapterPlaces
 from gpu.models.decoder import Decoder
 from gpu.rope import cos_sin_table
 from gpu.slots import SlotTable
@@ -78,12 +79,12 @@ def assemble(
     limits: ServingLimits,
     timeline: Timeline,
     adjuster: Adjuster | None = None,
-    adapters: TorchAdapters | None = None,
+    places: AdapterPlaces | None = None,
 ) -> tuple[CudaExecutor, SlotTable]:
     """An executor for ``model``, and the slots whose block tables it reads.
 
     ``adjuster`` says what is done to logits before a token is drawn; nothing if it is None.
-    ``adapters`` are those that sequences may have; none if it is None.
+    ``places`` hold the adapters that sequences may have; none may have one if it is None.
 
     Raises:
         ValueError: the kernels aren't made for the model's shape.
@@ -96,6 +97,8 @@ def assemble(
         **of_attention.regions(),
         **DeviceState.regions(),
     }
+    if places is not None:
+        regions |= CudaAdapters.regions(max_tokens, places.count)
     buffer = StepBuffer(loader.device, regions)
     state = DeviceState(
         loader,
@@ -128,8 +131,10 @@ def assemble(
         max_model_len=limits.max_model_len,
         vocab_size=config.vocab_size,
     )
-    if adapters is not None:
-        slots.adapters = adapters.store
+    adapters = None
+    if places is not None:
+        adapters = CudaAdapters(loader, buffer, places, config)
+        slots.adapters = places.store
     executor = CudaExecutor(
         loader,
         model=model,

@@ -3,8 +3,8 @@
 A step is one upload, the forward pass, the sampler, and a copy of what was drawn. The host reads
 none of its results: the next step's input tokens are gathered from the device's own history, so it
 can be queued before this one has ended. Steps of rows of one token replay CUDA graphs, forward and
-sampling apart; steps with longer rows, and those with adapters, are launched one kernel after the
-other.
+sampling apart; there are some for steps with adapters, whose kernels the others do without. Steps
+with longer rows are launched one kernel after the other.
 
 Where logits are adjusted before the draw, the sampler is launched behind the graph of the forward
 pass: it is four launches, queued while the device computes, and a graph of its own for them would
@@ -24,6 +24,7 @@ from gpu.adjustments import Adjuster, NoAdjuster
 from gpu.attention import StepLayout
 from gpu.attention.cuda import CudaAttention
 from gpu.attention.layout import in_layout_order, step_layout
+from gpu.cuda.adapters import CudaAdapters
 from gpu.cuda.graphs import Capturer, GraphLadder, ladder, sharing_ladder
 from gpu.cuda.sampler import DeviceSampler
 from gpu.cuda.state import DeviceState
@@ -34,7 +35,6 @@ from gpu.executor import Submission
 from gpu.extras import SlotExtras
 from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
-from gpu.lora.torch_adapters import TokenGroup, TorchAdapters
 from gpu.models.decoder import Decoder
 from gpu.pooled import PooledSpan
 from gpu.prompt_logprobs import PromptSpan
@@ -84,7 +84,7 @@ class CudaExecutor:
         max_rows: int,
         max_tokens: int,
         adjuster: Adjuster | None = None,
-        adapters: TorchAdapters | None = None,
+        adapters: CudaAdapters | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -103,6 +103,7 @@ class CudaExecutor:
         )
         self._plain = GraphLadder()
         self._sharing = GraphLadder()
+        self._adapted = GraphLadder()
 
     @property
     def completions(self) -> int | None:
@@ -138,7 +139,8 @@ class CudaExecutor:
         """
         plain = ladder(max_rows)
         sharing = sharing_ladder(max_rows) if self._attention.may_share else []
-        total = len(plain) + len(sharing)
+        adapted = [] if self._adapters is None else plain
+        total = len(plain) + len(sharing) + len(adapted)
         done = 0
 
         def count() -> None:
@@ -148,26 +150,32 @@ class CudaExecutor:
 
         progress(0, total)
         with torch.inference_mode():
-            for graphs, sizes, shares in (
-                (self._sharing, sharing, True),
-                (self._plain, plain, False),
+            for graphs, sizes in (
+                (self._sharing, sharing),
+                (self._plain, plain),
+                (self._adapted, adapted),
             ):
                 graphs.capture(
                     capturer,
                     sizes,
-                    prepare=functools.partial(self._prepare_padded, shares=shares),
-                    forward=lambda size: self._head(self._forward(size)),
+                    prepare=functools.partial(self._prepare_padded, graphs),
+                    forward=functools.partial(self._forward_padded, graphs),
                     sample=self._draw,
                     on_captured=count,
                 )
 
-    def _prepare_padded(self, size: int, *, shares: bool) -> None:
+    def _prepare_padded(self, graphs: GraphLadder, size: int) -> None:
         """Set the launches of a captured step, and have a step of nothing but padding for it."""
-        self._attention.begin_padded(size, shares=shares)
+        self._attention.begin_padded(size, shares=graphs is self._sharing)
         self._attention.pack_padded(_EMPTY_LAYOUT, size, None)
-        self._pack_rows([], _EMPTY_LAYOUT, Replay(self._plain, size))
+        self._pack_rows([], _EMPTY_LAYOUT, Replay(graphs, size))
+        if self._adapters is not None:
+            self._adapters.pack([], padded_to=size)
         self._state.pack([], self._slots)
         self._buffer.upload()
+
+    def _forward_padded(self, graphs: GraphLadder, size: int) -> torch.Tensor:
+        return self._head(self._forward(size, adapted=graphs is self._adapted))
 
     def _begin(self, rows: Sequence[Row], sampling: list[Row]) -> CudaStep:
         """Queue the forward pass of ``rows``, and what is reported of it besides a draw."""
@@ -175,17 +183,17 @@ class CudaExecutor:
         layout = step_layout(ordered, self._slots)
         spans = self._extras.prompt_spans(ordered, layout.query_start[1:] - 1)
         adjusted = self._extras.adjusts(sampling)
-        adapted = [] if self._adapters is None else self._adapters.groups(ordered)
+        adapted = any(row.slot.adapter for row in ordered)
         pools = self._extras.pooled.spans(ordered, layout.query_start[1:] - 1)
-        # A graph gives no hidden states, no logits side by side if some rows don't sample, and
-        # knows nothing of adapters.
-        by_itself = spans or pools or adapted
-        replayable = not by_itself and not (adjusted and len(sampling) < len(rows))
+        # A graph gives no hidden states, and no logits side by side if some rows don't sample.
+        replayable = not (spans or pools or (adjusted and len(sampling) < len(rows)))
         with torch.inference_mode():
-            replay = self._pack_attention(layout, replayable)
+            replay = self._pack_attention(layout, replayable, adapted)
             place_of = self._pack_rows(ordered, layout, replay)
             self._state.pack(ordered, self._slots)
             self._timeline.begin_step()
+            if self._adapters is not None and adapted:
+                self._adapters.pack(ordered, padded_to=0 if replay is None else replay.size)
             self._buffer.upload()
             self._state.copy_large()
             places = np.array([place_of[row.slot.number] for row in sampling], dtype=np.int64)
@@ -193,7 +201,7 @@ class CudaExecutor:
             if replay is not None:
                 replay.graphs.replay_forward(replay.size)
             else:
-                hidden = self._forward(len(layout.positions), adapted)
+                hidden = self._forward(len(layout.positions), adapted=adapted)
                 reports += self._score(spans, hidden)
                 reports += self._pool(pools, hidden)
                 if sampling:
@@ -226,13 +234,14 @@ class CudaExecutor:
                 self._draw(len(step.rows), self._logits[: len(step.rows)])
             return self._timeline.end_step(step.outputs(self._sampler.outputs))
 
-    def _pack_attention(self, layout: StepLayout, replayable: bool) -> Replay | None:
+    def _pack_attention(self, layout: StepLayout, replayable: bool, adapted: bool) -> Replay | None:
         """Pack what attention needs, for the graphs that fit the step; None if none does."""
         num_rows = len(layout.slots)
         if replayable and layout.num_decode_rows == num_rows:
-            size = self._sharing.size_for(num_rows)
+            size = None if adapted else self._sharing.size_for(num_rows)
             shared = None if size is None else self._attention.find_shared(layout, size)
-            graphs = self._plain if shared is None else self._sharing
+            unshared = self._adapted if adapted else self._plain
+            graphs = unshared if shared is None else self._sharing
             size = graphs.size_for(num_rows)
             if size is not None:
                 self._attention.pack_padded(layout, size, shared)
@@ -260,12 +269,13 @@ class CudaExecutor:
         put("sampled_from", last)
         return {slot: place for place, slot in enumerate(numbers.tolist()) if slot >= 0}
 
-    def _forward(self, num_tokens: int, adapted: Sequence[TokenGroup] = ()) -> torch.Tensor:
+    def _forward(self, num_tokens: int, *, adapted: bool) -> torch.Tensor:
         """The hidden states of a step's tokens, whose launches attention has been set for."""
         self._state.scatter()
         tokens = self._tokens[:num_tokens]
         self._gather.launch(self._buffer["token_slots"], self._buffer["positions"], tokens)
-        return self._model.forward(tokens, self._attention, adapted)
+        updates = [self._adapters] if adapted and self._adapters is not None else []
+        return self._model.forward(tokens, self._attention, updates)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits that follow from ``hidden`` [R, E], in the first R rows of all there are."""

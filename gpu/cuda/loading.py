@@ -33,7 +33,7 @@ from gpu.loading import (
     unseen,
     warm_up,
 )
-from gpu.lora.torch_adapters import TorchAdapters
+from gpu.lora.places import AdapterPlaces
 from gpu.memory import (
     GRAPHS_DONT_FIT,
     GpuMemory,
@@ -56,6 +56,8 @@ __all__ = ["load_model", "load_on_gpu"]
 
 # Norms, projections, attention with its merge, gate: what a layer launches, rounded up.
 LAUNCHES_PER_LAYER = 14
+# Two for each of a layer's four products.
+LAUNCHES_OF_ADAPTERS = 8
 # Tokens are the second dimension of some grids, which goes no further.
 MOST_BATCHED_TOKENS = 65535
 # How long a new worker waits for the memory of the one that it replaces: half a minute.
@@ -113,17 +115,20 @@ def load_model(
     memory.check_weights(_weight_bytes(config, dtype))
     limits = _limits(start, num_pages=0)
     with _refusing_shapes():
-        _build_kernels(gpu, config, limits, dtype, on_progress)
+        _build_kernels(gpu, config, limits, dtype, on_progress, start.max_lora_rank > 0)
     with _explaining(lambda: memory.weights_dont_fit(_weight_bytes(config, dtype))):
         model = _load_weights(gpu, files, dtype, on_progress)
     with _refusing_shapes():
         in_use, activations = _measure(gpu, model, limits, free, on_progress)
     if not start.enforce_eager:
-        in_use += _graph_bytes(config, limits, activations)
-    adapters = TorchAdapters(
-        config, start.max_lora_rank, dtype, gpu.loader.device, most=start.max_loras
+        in_use += _graph_bytes(config, limits, activations, start.max_lora_rank > 0)
+    in_use += AdapterPlaces.device_bytes(
+        config,
+        start.max_lora_rank,
+        dtype,
+        start.max_loras,
+        max_tokens=limits.max_num_batched_tokens,
     )
-    in_use += adapters.device_bytes(limits.max_num_batched_tokens)
     num_pages = choose_num_gpu_pages(
         start,
         memory,
@@ -133,7 +138,8 @@ def load_model(
     )
     limits = attrs.evolve(limits, num_pages=num_pages)
     with _explaining(lambda: cache_doesnt_fit(num_pages)):
-        executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster, adapters)
+        places = _places(gpu, model, start)
+        executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster, places)
     if not start.enforce_eager:
         with _explaining(lambda: GRAPHS_DONT_FIT):
             executor.capture(
@@ -149,7 +155,16 @@ def load_model(
         computing=f"CUDA kernels, weights in {str(dtype).removeprefix('torch.')}",
         free_memory=free,
         read_weights=lambda files: _read_again(model, files, dtype),
-        adapters=adapters.store,
+        adapters=None if places is None else places.store,
+    )
+
+
+def _places(gpu: Gpu, model: Decoder, start: Start) -> AdapterPlaces | None:
+    """Room for the adapters of a step; None where none are served."""
+    if start.max_lora_rank == 0:
+        return None
+    return AdapterPlaces(
+        model.config, start.max_lora_rank, model.dtype, gpu.loader.device, start.max_loras
     )
 
 
@@ -214,6 +229,7 @@ def _build_kernels(
     limits: ServingLimits,
     dtype: torch.dtype,
     on_progress: OnProgress,
+    serves_adapters: bool,
 ) -> None:
     shape = cache_shape(config, limits, dtype, gpu.loader.device)
     check_attention_arguments(
@@ -225,7 +241,13 @@ def _build_kernels(
         page_size=limits.page_size,
     )
     may_share = attention_limits(config, limits, gpu.loader.num_multiprocessors).may_share
-    sources = model_kernels(config, dtype=dtype, cache_dtype=shape.dtype, may_share=may_share)
+    sources = model_kernels(
+        config,
+        dtype=dtype,
+        cache_dtype=shape.dtype,
+        may_share=may_share,
+        serves_adapters=serves_adapters,
+    )
     try:
         gpu.build(sources, lambda done, total: on_progress("kernels", done, total))
     except KernelBuildError as error:
@@ -278,10 +300,14 @@ def _cache_shape(model: Decoder, limits: ServingLimits) -> CacheShape:
     return cache_shape(model.config, limits, model.dtype, model.device)
 
 
-def _graph_bytes(config: ModelConfig, limits: ServingLimits, activations: int) -> int:
+def _graph_bytes(
+    config: ModelConfig, limits: ServingLimits, activations: int, serves_adapters: bool
+) -> int:
     num_rows = _max_decode_rows(limits)
-    sizes = len(ladder(num_rows)) + len(sharing_ladder(num_rows))
-    return graph_bytes(2 * sizes, LAUNCHES_PER_LAYER * config.num_layers, activations)
+    plain = len(ladder(num_rows))
+    sizes = plain + len(sharing_ladder(num_rows)) + (plain if serves_adapters else 0)
+    of_layer = LAUNCHES_PER_LAYER + (LAUNCHES_OF_ADAPTERS if serves_adapters else 0)
+    return graph_bytes(2 * sizes, of_layer * config.num_layers, activations)
 
 
 def _max_decode_rows(limits: ServingLimits) -> int:

@@ -7,6 +7,7 @@ import torch
 from gpu.kernels import KernelSource, combine_partials, decode_attention
 from gpu.kernels.attention_tile import TILES
 from gpu.kernels.gather_tokens import gather_tokens_source
+from gpu.kernels.lora import lora_sources
 from gpu.kernels.prefill_attention import prefill_attention_source
 from gpu.kernels.prefix_attention import prefix_attention_source
 from gpu.kernels.rms_norm import rms_norm_source
@@ -20,7 +21,12 @@ __all__ = ["model_kernels"]
 
 
 def model_kernels(
-    config: ModelConfig, *, dtype: torch.dtype, cache_dtype: torch.dtype, may_share: bool
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    may_share: bool,
+    serves_adapters: bool,
 ) -> list[KernelSource]:
     """Every kernel that :func:`gpu.cuda.assembly.assemble` and the model's operations load.
 
@@ -37,6 +43,7 @@ def model_kernels(
         decode_attention.source(head_dim, dtype, cache_dtype),
         combine_partials.source(head_dim, dtype),
         *sampling_sources(Tiling.of(config.vocab_size)).values(),
+        *(lora_sources(dtype).values() if serves_adapters else ()),
     ]
     tiled = [prefill_attention_source, *([prefix_attention_source] if may_share else [])]
     return sources + [

@@ -1,8 +1,7 @@
-"""Adapters in torch's operations: the reference on a CPU, and what a GPU computes with."""
+"""Adapters in torch's operations: the reference, and what a CPU without kernels computes with."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -14,7 +13,6 @@ from gpu.lora.products import PRODUCTS
 from gpu.lora.reading import Adapter
 from gpu.lora.store import AdapterStore
 from gpu.slots import Row
-from gpu.upload import upload
 from gpu.weights import FLOAT32, expected_tensors
 from gpu.weights.tensors import as_tensor
 from trioserve.model_files import ModelConfig
@@ -27,9 +25,6 @@ class _Update:
     first: int  # column of the product's result
     a: torch.Tensor  # [rank, inputs]
     b: torch.Tensor  # [outputs, rank], with the scale in it
-
-    def to(self, device: torch.device) -> _Update:
-        return _Update(self.first, self.a.to(device), self.b.to(device))
 
 
 @attrs.frozen(eq=False)
@@ -57,24 +52,16 @@ class TorchAdapter:
                     updates[layer, product] = tuple(own)
         return cls(updates)
 
-    def to(self, device: torch.device) -> TorchAdapter:
-        """The same on ``device``."""
-        moved = {key: tuple(each.to(device) for each in own) for key, own in self.updates.items()}
-        return TorchAdapter(moved)
-
 
 @attrs.frozen(eq=False)
 class TokenGroup:
-    """The tokens [n] int64 of a step that have one adapter."""
+    """:class:`gpu.lora.updates.ProductUpdates` of the tokens [n] int64 that have one adapter."""
 
     adapter: TorchAdapter
     tokens: torch.Tensor
 
     def update(self, layer: int, product: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add to the product's result ``y`` [T, outputs] what the adapter makes of ``x`` [T, in].
-
-        Only this group's tokens change.
-        """
+        """See :meth:`gpu.lora.updates.ProductUpdates.update`. Only this group's tokens change."""
         updates = self.adapter.updates.get((layer, product))
         if updates is None:
             return
@@ -86,68 +73,24 @@ class TokenGroup:
 
 
 class TorchAdapters:
-    """The adapters of a model in ``dtype``, and copies of the last used ones on its device.
+    """The adapters of a model on the CPU.
 
     Args:
         config: of the model.
         max_rank: the largest rank that is served.
         dtype: of the model.
-        device: of the model.
-        most: copies on the device, at least as many as a step has adapters.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        most: int,
-    ) -> None:
+    def __init__(self, config: ModelConfig, max_rank: int, dtype: torch.dtype) -> None:
         self.store = AdapterStore[TorchAdapter](
             config, max_rank, lambda adapter: TorchAdapter.of(adapter, config, dtype)
         )
-        self._config = config
-        self._dtype = dtype
-        self._device = device
-        self._most = most
-        self._copies: OrderedDict[int, TorchAdapter] = OrderedDict()
 
     def groups(self, rows: Sequence[Row]) -> list[TokenGroup]:
         """The tokens of ``rows``, whose tokens stand in their order, by adapter."""
         if not self.store:
             return []
-        tokens = tokens_by_adapter(rows)
-        for number in tokens.keys() & self._copies.keys():
-            self._copies.move_to_end(number)
         return [
-            TokenGroup(self._on_device(number), upload(own.astype(np.int64), self._device))
-            for number, own in tokens.items()
+            TokenGroup(self.store[number], torch.from_numpy(own.astype(np.int64)))
+            for number, own in tokens_by_adapter(rows).items()
         ]
-
-    def device_bytes(self, max_tokens: int) -> int:
-        """What a device needs for them: all copies, and what a step of so many tokens makes."""
-        rank = self.store.max_rank
-        if rank == 0:
-            return 0
-        linears = [
-            shape
-            for name, shape in expected_tensors(self._config).items()
-            if name.endswith("_proj.weight")
-        ]
-        # Of a product there are at a time a token's x, what A makes of it, and what B does.
-        per_token = rank + max(outputs + inputs for outputs, inputs in linears)
-        numbers = self._most * rank * sum(map(sum, linears)) + max_tokens * per_token
-        return numbers * self._dtype.itemsize
-
-    def _on_device(self, number: int) -> TorchAdapter:
-        if self._device.type == "cpu":
-            return self.store[number]
-        copy = self._copies.get(number)
-        if copy is None:
-            for gone in [each for each in self._copies if each not in self.store]:
-                del self._copies[gone]
-            while len(self._copies) >= self._most:
-                self._copies.popitem(last=False)
-            copy = self._copies[number] = self.store[number].to(self._device)
-        return copy

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from gpu.attention import Attention, QkNorm
 from gpu.linear import Linear
-from gpu.lora.torch_adapters import TokenGroup
+from gpu.lora.updates import ProductUpdates
 from gpu.operations import Operations
 from gpu.operations.torch_ops import TorchOperations
 from gpu.weights.named import NamedTensors
@@ -127,18 +127,18 @@ class Decoder:
         return whole[start:stop]
 
     def forward(
-        self, tokens: torch.Tensor, attention: Attention, adapted: Sequence[TokenGroup] = ()
+        self, tokens: torch.Tensor, attention: Attention, adapted: Sequence[ProductUpdates] = ()
     ) -> torch.Tensor:
         """The normed hidden states [T, E] of ``tokens`` [T] int64, which the head takes.
 
         ``attention`` knows the rows: its ``begin`` was called with the step's layout. ``adapted``
-        are the tokens that have adapters.
+        are those that compute adapters, none if no token has one.
         """
 
         def project(index: int, name: str, linear: Linear, x: torch.Tensor) -> torch.Tensor:
             y = linear(x)
-            for group in adapted:
-                group.update(index, name, x, y)
+            for updates in adapted:
+                updates.update(index, name, x, y)
             return y
 
         config, operations = self.config, self._operations

@@ -551,6 +551,90 @@ def _small_kernels() -> list[Defect]:
     ]
 
 
+def _adapters() -> list[Defect]:
+    shrink, expand, tests = "lora_shrink.cu", "lora_expand.cu", "test_lora.py"
+    mixed = f"{tests} -k test_several"
+    return [
+        Defect(
+            "the warps' sums are read without a barrier",
+            shrink,
+            "  __syncthreads();\n",
+            "",
+            mixed,
+        ),
+        Defect(
+            "A is read past the inputs",
+            shrink,
+            "min(begin + OF_WARP, p.inputs)",
+            "min(begin + OF_WARP, p.inputs + 8)",
+            f"{tests} -k test_inputs",
+        ),
+        Defect(
+            "x of the tile's upper tokens is that of the lower ones",
+            shrink,
+            "const int at = row + 8 * half;",
+            "const int at = row;",
+            mixed,
+        ),
+        Defect(
+            "rows of the tile that are nobody's are written",
+            shrink,
+            "if (own >= tile.count) return;",
+            "",
+            mixed,
+        ),
+        Defect(
+            "every split is written to the first one's place",
+            shrink,
+            "static_cast<i64>(blockIdx.z) * p.max_tokens + tile.first",
+            "tile.first",
+            f"{tests} -k test_inputs",
+        ),
+        Defect(
+            "a part's t is the first part's",
+            expand,
+            "        first_rank += entry.ranks[part];\n",
+            "",
+            mixed,
+        ),
+        Defect(
+            "a part's B begins where the first one's does",
+            expand,
+            "        b += static_cast<i64>(p.outputs[part]) * entry.ranks[part];\n",
+            "",
+            mixed,
+        ),
+        Defect(
+            "only the first split counts",
+            expand,
+            "split < splits; split++",
+            "split < 1; split++",
+            f"{tests} -k test_inputs",
+        ),
+        Defect(
+            "the lower bits of t are left out",
+            expand,
+            "        mma<ELEMENT>(sums[g][j], lower, of_b[g][j].x, of_b[g][j].y);\n",
+            "",
+            tests,
+        ),
+        Defect(
+            "columns past the part are written",
+            expand,
+            "if (!there[half] || column + g * GROUP + chunk * VECTOR >= part.outputs) continue;",
+            "if (!there[half]) continue;",
+            f"{tests} -k 'test_several or test_outputs'",
+        ),
+        Defect(
+            "B is read in another order than y is written",
+            expand,
+            "row / 2 * VECTOR + row % 2",
+            "row",
+            mixed,
+        ),
+    ]
+
+
 def _sampling() -> list[Defect]:
     tests = "test_sampling.py"
     each = f"{tests} -k test_each_parameter"
@@ -759,4 +843,4 @@ def _sampling() -> list[Defect]:
     ]
 
 
-DEFECTS = [*_decode(), *_combine(), *_prefill(), *_small_kernels(), *_sampling()]
+DEFECTS = [*_decode(), *_combine(), *_prefill(), *_small_kernels(), *_adapters(), *_sampling()]

@@ -19,8 +19,8 @@ from gpu.cuda.graphs import Capturer, CudaCapturer
 from gpu.cuda.timeline import CudaTimeline, HostTimeline, Timeline
 from gpu.draws import SamplerRow
 from gpu.kernels import KernelLoader
+from gpu.lora.places import AdapterPlaces
 from gpu.lora.reading import read_adapter
-from gpu.lora.torch_adapters import TorchAdapters
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.operations.cuda_ops import CudaOperations
@@ -82,10 +82,14 @@ class Server:
             **limits,
         }
         timeline, capturer = _timeline_and_capturer(taped)
-        held = TorchAdapters(config, 64, dtype, loader.device, most=2)
-        for number, path in enumerate(adapters, 1):
-            held.store.put(number, read_adapter(path, config, 64))
-        executor, slots = assemble(taped, model, ServingLimits(**fields), timeline, adjuster, held)
+        places = None
+        if adapters:
+            places = AdapterPlaces(config, 64, dtype, loader.device, count=2)
+            for number, path in enumerate(adapters, 1):
+                places.store.put(number, read_adapter(path, config, 64))
+        executor, slots = assemble(
+            taped, model, ServingLimits(**fields), timeline, adjuster, places
+        )
         if graphs:
             executor.capture(capturer, max_num_seqs, lambda done, total: None)
         runner = Runner(executor, slots, max_num_batched_tokens=fields["max_num_batched_tokens"])

@@ -20,6 +20,7 @@ from gpu.emulation import EmulatedLoader
 from gpu.kernels import KernelSource
 from gpu.kernels.nvrtc import KernelBuildError
 from gpu.loading import Loaded
+from gpu.lora.places import AdapterPlaces
 from gpu.runner import Runner
 from tests.kernels.tape import TapeCapturer, TapedLoader
 from tests.plans import PlanMaker
@@ -146,10 +147,29 @@ def test_it_waits_for_the_memory_of_the_worker_before_it(
     assert "60 MiB of the GPU's memory aren't free again" in caplog.text
 
 
-def test_it_builds_all_kernels_that_it_loads_and_no_other(folder: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"max_lora_rank": 8, "max_loras": 2}])
+def test_it_builds_all_kernels_that_it_loads_and_no_other(
+    folder: Path, options: dict[str, int]
+) -> None:
     gpu = FakeGpu()
-    load(folder, gpu)
+    load(folder, gpu, **options)
     assert gpu.built == gpu.loader.loaded
+
+
+def test_adapters_and_their_graphs_get_their_room(folder: Path) -> None:
+    gpu = FakeGpu()
+    loaded = load(folder, gpu, max_lora_rank=8, max_loras=2)
+    assert loaded.adapters is not None
+    assert loaded.adapters.max_rank == 8
+    graphs = 2 * (2 * len(ladder(3)) + 1)
+    of_graphs = gpu.activations + graphs * 2 * (14 + 8) * 8192
+    of_adapters = AdapterPlaces.device_bytes(
+        open_model(folder).config, 8, torch.bfloat16, 2, max_tokens=60
+    )
+    assert of_adapters > 0
+    left = 48 * MIB - gpu.held - gpu.activations - of_graphs - of_adapters
+    assert loaded.num_pages == left // PAGE_BYTES
+    assert load(folder, FakeGpu()).adapters is None
 
 
 def test_what_was_loaded_serves(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import numpy as np
 import safetensors.numpy
 
 from gpu.lora.products import PRODUCTS
+from gpu.slots import Row, SlotTable
 from gpu.weights import expected_tensors
+from tests.plans import GREEDY
 from trioserve.model_files import open_model
+from trioserve.wire import OpenSlot, Plan, from_ints
 
-__all__ = ["ALL_PARTS", "make_adapter", "merge", "write_adapter"]
+__all__ = ["ALL_PARTS", "make_adapter", "merge", "rows_of", "write_adapter"]
 
 ALL_PARTS = tuple(part for parts in PRODUCTS.values() for part in parts)
 
@@ -80,3 +84,24 @@ def merge(model: Path, adapter: Path, folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((model / name).read_bytes())
     return folder
+
+
+def rows_of(numbers: Sequence[int], count: int = 2) -> list[Row]:
+    """Rows of ``count`` tokens each, with adapters of these numbers; 0 for none."""
+    slots = SlotTable(num_pages=64, page_size=64, max_model_len=64, vocab_size=300)
+    slots.adapters = numbers
+    opened = [
+        OpenSlot(
+            slot=slot,
+            generation=1,
+            tokens=from_ints([5] * count),
+            prompt_length=count,
+            computed=0,
+            pages=from_ints([slot]),
+            sampler=GREEDY,
+            adapter=number,
+        )
+        for slot, number in enumerate(numbers)
+    ]
+    places, counts = from_ints(range(len(numbers))), from_ints([count] * len(numbers))
+    return slots.apply(Plan(number=1, opened=opened, row_slots=places, row_counts=counts))

@@ -1,0 +1,85 @@
+"""A step's adapters as the kernels take them: packed on the host, launched behind each product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gpu.cuda.step_buffer import StepBuffer
+from gpu.kernels import KernelLoader
+from gpu.kernels.lora import TILE, TILE_NUMBERS, LoraUpdate, max_tiles
+from gpu.lora.groups import tokens_by_adapter
+from gpu.lora.places import AdapterPlaces, product_shapes
+from gpu.lora.products import PRODUCTS
+from gpu.slots import Row
+from trioserve.model_files import ModelConfig
+
+__all__ = ["CudaAdapters"]
+
+
+class CudaAdapters:
+    """:class:`gpu.lora.updates.ProductUpdates` of all adapters of a step: two launches a product.
+
+    :meth:`regions` of the step buffer belong to it.
+
+    Raises:
+        ValueError: a size that the kernels aren't made for.
+    """
+
+    @staticmethod
+    def regions(max_tokens: int, num_places: int) -> dict[str, int]:
+        """What it needs of the step buffer."""
+        return {
+            "adapter_tokens": max_tokens,
+            "adapter_tiles": TILE_NUMBERS * max_tiles(max_tokens, num_places),
+        }
+
+    def __init__(
+        self,
+        loader: KernelLoader,
+        buffer: StepBuffer,
+        places: AdapterPlaces,
+        config: ModelConfig,
+    ) -> None:
+        self._buffer = buffer
+        self._places = places
+        self._shapes = product_shapes(config)
+        self._index = {product: index for index, product in enumerate(PRODUCTS)}
+        self._num_tiles = 0
+        self._update = LoraUpdate(
+            loader,
+            shapes=self._shapes.values(),
+            places=places.numbers,
+            entries=places.entries,
+            tiles=buffer["adapter_tiles"],
+            tokens=buffer["adapter_tokens"],
+            max_rank=places.store.max_rank,
+        )
+
+    def pack(self, rows: Sequence[Row], *, padded_to: int = 0) -> None:
+        """Set the launches of a step of ``rows``, before the upload of the step buffer.
+
+        Their tokens stand one row's after the other's. ``padded_to`` tokens is the size of the
+        graph that is replayed, if one is.
+        """
+        tokens = tokens_by_adapter(rows)
+        places = self._places.bring(tokens.keys())
+        tiles: list[tuple[int, int, int]] = []
+        first = 0
+        for place, own in zip(places, tokens.values(), strict=True):
+            tiles += [
+                (place, first + start, min(TILE, len(own) - start))
+                for start in range(0, len(own), TILE)
+            ]
+            first += len(own)
+        self._num_tiles = max_tiles(padded_to, self._places.count) if padded_to else len(tiles)
+        if tokens:
+            self._buffer.put("adapter_tokens", np.concatenate([*tokens.values()]))
+        self._buffer.put("adapter_tiles", tiles, padded_to=TILE_NUMBERS * self._num_tiles)
+
+    def update(self, layer: int, product: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """See :meth:`gpu.lora.updates.ProductUpdates.update`. Of the step that was packed last."""
+        index = layer * len(PRODUCTS) + self._index[product]
+        self._update.launch(index, self._shapes[product], self._num_tiles, x, y)

@@ -1,0 +1,155 @@
+"""Room on a device for the adapters of a step, where kernels find them.
+
+There are as many places as a step may have adapters, at fixed addresses, so that a captured launch
+finds whatever adapter is there when it is replayed. Those used last stay. An adapter's matrices lie
+one behind the other, with its own ranks; a table beside them says where those of each product are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+import attrs
+import numpy as np
+import torch
+
+from gpu.kernels.lora import ENTRY, ProductShape, padded_rank, partial_numbers
+from gpu.lora.products import PRODUCTS
+from gpu.lora.reading import Adapter, Update
+from gpu.lora.store import AdapterStore
+from gpu.weights import FLOAT32, expected_tensors
+from gpu.weights.tensors import as_tensor
+from trioserve.model_files import ModelConfig
+
+__all__ = ["AdapterPlaces", "PlacedAdapter", "product_shapes"]
+
+
+def product_shapes(config: ModelConfig) -> dict[str, ProductShape]:
+    """The products of every layer, by name."""
+    tensors = expected_tensors(config)
+    shapes = {}
+    for product, parts in PRODUCTS.items():
+        sizes = [tensors[f"model.layers.0.{part}.weight"] for part in parts]
+        shapes[product] = ProductShape(sizes[0][1], tuple(outputs for outputs, _ in sizes))
+    return shapes
+
+
+@attrs.frozen(eq=False)
+class PlacedAdapter:
+    """An adapter on the host, as it stands in a place."""
+
+    numbers: torch.Tensor  # flat
+    entries: torch.Tensor  # [layers * products, 4] int64, whose rows are ENTRY
+
+    @classmethod
+    def of(cls, adapter: Adapter, config: ModelConfig, dtype: torch.dtype) -> PlacedAdapter:
+        """``adapter`` in ``dtype``."""
+        entries = np.zeros(config.num_layers * len(PRODUCTS), ENTRY)
+        pieces: list[torch.Tensor] = []
+        end = 0
+        for index, entry in enumerate(entries):
+            layer, product = divmod(index, len(PRODUCTS))
+            parts = [*PRODUCTS.values()][product]
+            updates = [adapter.updates.get((layer, part)) for part in parts]
+            for part, update in enumerate(updates):
+                entry[f"rank{part}"] = 0 if update is None else padded_rank(update.rank)
+            for name, form in (("a", _a), ("b", _b)):
+                entry[name] = end
+                own = [form(update).to(dtype).flatten() for update in updates if update is not None]
+                end += sum(piece.numel() for piece in own)
+                pieces += own
+        words = torch.from_numpy(entries.view(np.int64).reshape(len(entries), -1))
+        return cls(torch.cat(pieces), words)
+
+
+def _a(update: Update) -> torch.Tensor:
+    """[padded rank, inputs]."""
+    matrix = as_tensor(update.a)
+    padding = padded_rank(update.rank) - update.rank
+    return torch.nn.functional.pad(matrix, (0, 0, 0, padding))
+
+
+def _b(update: Update) -> torch.Tensor:
+    """[outputs, padded rank], with the scale in it."""
+    matrix = as_tensor(update.b.astype(FLOAT32) * np.float32(update.scale))
+    return torch.nn.functional.pad(matrix, (0, padded_rank(update.rank) - update.rank))
+
+
+class AdapterPlaces:
+    """The adapters of a model, and on ``device`` those that were used last.
+
+    Args:
+        config: of the model.
+        max_rank: the largest rank that is served.
+        dtype: of the model.
+        device: of the model.
+        count: places, at least as many as a step has adapters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        count: int,
+    ) -> None:
+        self.store = AdapterStore[PlacedAdapter](
+            config, max_rank, lambda adapter: PlacedAdapter.of(adapter, config, dtype)
+        )
+        self.count = count
+        self.numbers = torch.zeros(
+            count, _numbers_of_a_place(config, max_rank), dtype=dtype, device=device
+        )
+        """[count, numbers of an adapter of the largest rank]."""
+        self.entries = torch.zeros(
+            count, config.num_layers * len(PRODUCTS), 4, dtype=torch.int64, device=device
+        )
+        """[count, layers * products, 4], whose rows are ENTRY."""
+        self._places: OrderedDict[int, int] = OrderedDict()
+
+    def bring(self, wanted: Collection[int]) -> list[int]:
+        """Have the adapters ``wanted``, by number, in places, and say in which.
+
+        What is copied is in the order of the current stream.
+        """
+        for number in wanted:
+            if number in self._places:
+                self._places.move_to_end(number)
+        for number in wanted:
+            if number not in self._places:
+                place = self._places[number] = self._free_place()
+                adapter = self.store[number]
+                self.numbers[place, : adapter.numbers.numel()].copy_(adapter.numbers)
+                self.entries[place].copy_(adapter.entries)
+        return [self._places[number] for number in wanted]
+
+    def _free_place(self) -> int:
+        """One that nobody has, or whose adapter is unloaded, or was used before all others."""
+        for gone in [number for number in self._places if number not in self.store]:
+            del self._places[gone]
+        if len(self._places) == self.count:
+            self._places.popitem(last=False)
+        return min(set(range(self.count)) - set(self._places.values()))
+
+    @staticmethod
+    def device_bytes(
+        config: ModelConfig, max_rank: int, dtype: torch.dtype, count: int, max_tokens: int
+    ) -> int:
+        """What a device needs for them: all places, and what a step of so many tokens makes."""
+        if max_rank == 0:
+            return 0
+        between = partial_numbers(product_shapes(config).values(), max_tokens, max_rank)
+        entries = config.num_layers * len(PRODUCTS) * ENTRY.itemsize
+        of_place = _numbers_of_a_place(config, max_rank) * dtype.itemsize + entries
+        return count * of_place + between * torch.float32.itemsize
+
+
+def _numbers_of_a_place(config: ModelConfig, max_rank: int) -> int:
+    sizes = (
+        shape.inputs + outputs
+        for shape in product_shapes(config).values()
+        for outputs in shape.outputs
+    )
+    return config.num_layers * padded_rank(max_rank) * sum(sizes)
