@@ -15,7 +15,7 @@ from tests.tiny_gguf import write_gguf
 from tests.tiny_models import VOCAB_SIZE, write_tokenizer
 from trioserve.model_files.gguf_header import read_header
 
-__all__ = ["CONFIG", "gguf_bytes", "gguf_metadata", "write_folder", "write_gguf_bytes"]
+__all__ = ["CONFIG", "HIDDEN", "gguf_bytes", "gguf_metadata", "write_folder", "write_gguf_bytes"]
 
 HIDDEN, INNER, HEADS, KV_HEADS = 16, 16, 2, 1
 CONFIG: dict[str, Any] = {

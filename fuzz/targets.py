@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fuzz import encoders, grammars, messages, model_files, requests, templates, texts
+from fuzz import adapters, encoders, grammars, messages, model_files, requests, templates, texts
 from fuzz.target import Target
 
 __all__ = ["TARGETS"]
 
-_MODULES = (model_files, encoders, messages, templates, texts, requests, grammars)
+_MODULES = (model_files, encoders, adapters, messages, templates, texts, requests, grammars)
 TARGETS: dict[str, Target] = {
     target.name: target for module in _MODULES for target in module.TARGETS
 }

@@ -14,9 +14,9 @@ from trioserve.errors import ModelLoadError
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import parse_object
 
-__all__ = ["LoraConfig"]
+__all__ = ["UNSERVED", "LoraConfig"]
 
-_UNSERVED = {
+UNSERVED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
@@ -68,7 +68,7 @@ class LoraConfig:
             raise _unserved(path, "task_type", values["task_type"], "only CAUSAL_LM is served")
         if values.get("bias") not in (None, "none"):
             raise _unserved(path, "bias", values["bias"], "trained biases aren't served")
-        for name, what in _UNSERVED.items():
+        for name, what in UNSERVED.items():
             if values.get(name):
                 raise _unserved(path, name, values[name], f"{what}, which isn't served")
         beginning = values.get("init_lora_weights")
