@@ -209,6 +209,18 @@ async def test_what_waits_goes_into_the_next_call(autojump_clock: trio.testing.M
     assert sum(make.batches) == 20
 
 
+async def test_calls_go_in_the_order_of_their_texts(autojump_clock: trio.testing.MockClock) -> None:
+    called: list[list[int]] = []
+
+    def make() -> FakeWorker:
+        return fake_encoder(CONFIG, on_batch=called.extend, call_time=1.0, max_num_seqs=1)
+
+    async with open_fake_encoder(make_worker=make) as engine:
+        for _ in range(10):
+            await engine.embed(["a", "b", "c"])
+    assert called == [byte_ids(text) for text in "abc"] * 10
+
+
 async def test_leaving_takes_out_of_the_queue(autojump_clock: trio.testing.MockClock) -> None:
     make = Recorder(max_num_seqs=1)
     async with open_fake_encoder(make_worker=make) as engine, trio.open_nursery() as nursery:

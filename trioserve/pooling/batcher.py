@@ -97,15 +97,19 @@ class Batcher:
         async with trio.open_nursery() as nursery:
             while True:
                 await self._caller.wait_attached()
+                self._work = trio.Event()  # before looking: what happens meanwhile isn't missed
                 while self._caller.attached:
                     batch = self.core.next_batch(trio.current_time())
                     if batch is None:
                         break
-                    nursery.start_soon(self._call, batch)
-                self._work = trio.Event()
+                    # One after the other: tasks that only start soon do so in any order.
+                    await nursery.start(self._call, batch)
                 await self._work.wait()
 
-    async def _call(self, batch: Batch) -> None:
+    async def _call(
+        self, batch: Batch, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        task_status.started()
         if not self.core.is_under_way(batch):
             return
         if not self._caller.attached:
