@@ -206,10 +206,36 @@ def test_a_script_embeds_more_than_may_wait(wanted: Any) -> None:
         )
         scores = llm.score(TEXTS[0], TEXTS[:2])
         assert scores.values[0] == pytest.approx(1, abs=1e-5)
+        lengths = np.linalg.norm(wanted, axis=1)
+        cosines = wanted @ wanted[0] / (lengths * lengths[0])
+        options = {"truncate_prompt_tokens": -1}
+        more = llm.score(TEXTS[0], TEXTS, **options)
+        np.testing.assert_allclose(more.values, cosines, rtol=0, atol=TOLERANCE)
+        pairs = llm.score([TEXTS[0]] * len(TEXTS), TEXTS, **options)
+        np.testing.assert_allclose(pairs.values, cosines, rtol=0, atol=TOLERANCE)
+        with pytest.raises(InvalidRequest, match="a list of texts"):
+            llm.score("x", 3)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="there are 2 queries and"):
+            llm.score(TEXTS[:2], TEXTS)
         with pytest.raises(InvalidRequest, match="it embeds texts"):
             llm.classify("x")
         with pytest.raises(InvalidRequest, match="it embeds texts"):
             llm.generate("x")
+
+
+@pytest.mark.time_limit(120)
+def test_a_script_classifies_more_than_may_wait(tmp_path: Path) -> None:
+    head = "ForSequenceClassification"
+    folder = make_encoder("bert", tmp_path, head, num_labels=2)
+    options: dict[str, Any] = {"num_threads": 1, "device": "cpu"}
+    with LLM(str(folder), **options) as llm:
+        wanted = llm.classify(DOCUMENTS)
+    with LLM(str(folder), max_num_queued_reqs=2, **options) as llm:
+        found = llm.classify(DOCUMENTS)
+    assert found.labels == wanted.labels
+    np.testing.assert_allclose(found.logits, wanted.logits, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(found.probabilities, wanted.probabilities, rtol=0, atol=TOLERANCE)
+    assert found.usage == wanted.usage
 
 
 def worker_pids() -> list[int]:

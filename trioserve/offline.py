@@ -172,19 +172,23 @@ class LLM:
             self._call(functools.partial(Engine.embed, inputs=part, **options))
             for part in _parts(inputs, self._engine_thread.config.max_num_queued_reqs)
         ]
-        tokens = sum(part.usage.prompt_tokens for part in parts)
-        return Embeddings(
-            np.concatenate([part.vectors for part in parts]),
-            Usage(prompt_tokens=tokens, completion_tokens=0, cached_tokens=0),
-        )
+        return Embeddings(np.concatenate([part.vectors for part in parts]), _usage_of(parts))
 
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Any
     ) -> Scores:
-        """How well texts go together; arguments and errors are those of :meth:`Engine.score`."""
-        ask = functools.partial(Engine.score, queries=queries, documents=documents, **options)
-        scores: Scores = self._call(ask)
-        return scores
+        """How well texts go together; arguments and errors are those of :meth:`Engine.score`.
+
+        There may be any number of documents, as in :meth:`embed`.
+        """
+        ask = functools.partial(Engine.score, **options)
+        # A model that embeds reads the queries, too, of which there may be as many.
+        room = max(self._engine_thread.config.max_num_queued_reqs // 2, 1)
+        parts: list[Scores] = [
+            self._call(functools.partial(ask, queries=firsts, documents=seconds))
+            for firsts, seconds in _parts_of_pairs(queries, documents, room)
+        ]
+        return Scores(np.concatenate([part.values for part in parts]), _usage_of(parts))
 
     def score_labels(
         self,
@@ -205,10 +209,20 @@ class LLM:
         return scores
 
     def classify(self, inputs: Inputs, **options: Any) -> Classifications:
-        """The labels of texts; arguments and errors are those of :meth:`Engine.classify`."""
-        ask = functools.partial(Engine.classify, inputs=inputs, **options)
-        found: Classifications = self._call(ask)
-        return found
+        """The labels of texts; arguments and errors are those of :meth:`Engine.classify`.
+
+        There may be any number of them, as in :meth:`embed`.
+        """
+        parts: list[Classifications] = [
+            self._call(functools.partial(Engine.classify, inputs=part, **options))
+            for part in _parts(inputs, self._engine_thread.config.max_num_queued_reqs)
+        ]
+        return Classifications(
+            parts[0].labels,
+            np.concatenate([part.logits for part in parts]),
+            np.concatenate([part.probabilities for part in parts]),
+            _usage_of(parts),
+        )
 
     def _call(self, function: Any, *args: Any) -> Any:
         thread = self._engine_thread
@@ -242,6 +256,34 @@ def _parts(inputs: Inputs, most: int) -> list[list[Item]]:
     """The items of ``inputs``, at most so many in each part."""
     items = as_items(inputs)
     return [items[start : start + most] for start in range(0, len(items), most)]
+
+
+def _parts_of_pairs(
+    queries: str | Sequence[str], documents: str | Sequence[str], most: int
+) -> list[tuple[Any, Any]]:
+    """Queries and documents, at most so many documents in each part.
+
+    What doesn't go together stays as it is, for the engine to refuse.
+    """
+    both = isinstance(documents, Sequence) and isinstance(queries, Sequence)
+    if not both or isinstance(documents, str) or len(documents) <= most:
+        return [(queries, documents)]
+    starts = range(0, len(documents), most)
+    if isinstance(queries, str) or len(queries) == 1:
+        return [(queries, documents[start : start + most]) for start in starts]
+    if len(queries) != len(documents):
+        return [(queries, documents)]
+    ends = [slice(start, start + most) for start in starts]
+    return [(queries[part], documents[part]) for part in ends]
+
+
+def _usage_of(parts: Sequence[Embeddings | Scores | Classifications]) -> Usage:
+    """What all of them used together."""
+    return Usage(
+        prompt_tokens=sum(part.usage.prompt_tokens for part in parts),
+        completion_tokens=0,
+        cached_tokens=sum(part.usage.cached_tokens for part in parts),
+    )
 
 
 async def _complete_all(
