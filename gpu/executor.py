@@ -9,7 +9,7 @@ pass is computed, and the draw waits for the token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import attrs
 import numpy as np
@@ -19,7 +19,14 @@ from gpu.draws import TopLogprobs
 from gpu.slots import Row, Slot
 from trioserve.wire import PooledPrompt, PromptPiece
 
-__all__ = ["Drawn", "Executor", "Finished", "Submission"]
+__all__ = ["NO_COPIES", "Copies", "Drawn", "Executor", "Finished", "Submission"]
+
+Copies: TypeAlias = npt.NDArray[np.int32]
+"""[C, 2]: pages that are copied one after the other, each from where and to where.
+
+Numbers behind those of the KV cache's pages are places in the host's memory.
+"""
+NO_COPIES: Copies = np.zeros((0, 2), dtype=np.int32)
 
 
 @attrs.define(kw_only=True)
@@ -98,8 +105,9 @@ class Executor(Protocol):
     def close(self, number: int) -> None:
         """The slot with that number is closed. It may never have been opened here."""
 
-    def submit(self, rows: Sequence[Row]) -> Submission:
-        """Compute ``rows``, of which each has at least one token, and draw for those that sample.
+    def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
+        """Copy pages, then compute ``rows`` and draw for those that sample.
 
-        The slots' block tables are as the plan left them. A step with no rows is finished at once.
+        Each row has at least one token. The slots' block tables are as the plan left them. A step
+        with no rows is finished at once, as far as anybody can see.
         """

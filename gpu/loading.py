@@ -71,6 +71,8 @@ class Loaded:
     read_weights: ReadWeights
     adapters: AdapterStore[Any] | None = None
     """Those that sequences may have; None where no adapters can be served."""
+    num_host_pages: int = 0
+    """Places for pages of the KV cache in the host's memory."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before."""
 
@@ -151,6 +153,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         max_model_len=start.max_model_len,
         max_num_seqs=start.max_num_seqs,
         max_num_batched_tokens=start.max_num_batched_tokens,
+        num_host_pages=loaded.num_host_pages,
         free_memory=loaded.free_memory,
     )
     weights = ModelWeights(files, loaded.read_weights)

@@ -16,6 +16,7 @@ __all__ = [
     "GpuMemory",
     "cache_doesnt_fit",
     "choose_num_gpu_pages",
+    "choose_num_host_pages",
     "choose_num_pages",
     "graph_bytes",
     "kv_bytes_per_page",
@@ -63,6 +64,26 @@ def choose_num_pages(start: Start, bytes_per_page: int, max_model_len: int, avai
         pages, remedy = max(wanted, needed), "free some memory"
     _check_one_sequence_fits(most, start.page_size, max_model_len, remedy)
     return pages
+
+
+def choose_num_host_pages(start: Start, bytes_per_page: int, available: int) -> int:
+    """How many pages there is to be room for on the host, of whose memory so much is available.
+
+    Raises:
+        ModelLoadError: more than that is asked for, or less than a page has.
+    """
+    asked = start.kv_offloading_bytes
+    if asked > available:
+        raise ModelLoadError(
+            f"--kv-offloading-bytes asks for {_gib(asked)} of the host's memory and "
+            f"{_gib(available)} are available: lower it"
+        )
+    if 0 < asked < bytes_per_page:
+        raise ModelLoadError(
+            f"--kv-offloading-bytes is {asked} and one page of the KV cache has {bytes_per_page} "
+            "bytes: raise it"
+        )
+    return asked // bytes_per_page
 
 
 @attrs.frozen(kw_only=True)

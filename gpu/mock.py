@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gpu.executor import Drawn, Finished, Submission
+from gpu.executor import NO_COPIES, Copies, Drawn, Finished, Submission
 from gpu.slots import PlanError, Row, Slot
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelFiles
@@ -81,7 +81,7 @@ class MockExecutor:
     def close(self, number: int) -> None:
         """See :meth:`gpu.executor.Executor.close`."""
 
-    def submit(self, rows: Sequence[Row]) -> Submission:
+    def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
         began = time.perf_counter_ns()
         ends = np.array(

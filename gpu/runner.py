@@ -143,7 +143,7 @@ class Runner:
         total = sum([row.count for row in active])
         if total > self._max_num_batched_tokens:
             raise PlanError(f"{total} tokens in one plan, over {self._max_num_batched_tokens}")
-        submission = self._executor.submit(active)
+        submission = self._executor.submit(active, self._slots.copies(plan))
         for row in active:
             row.slot.computed = row.end
         pending = _Pending(plan.number, rows, submission)

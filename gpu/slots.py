@@ -118,11 +118,18 @@ class SlotTable:
     """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, max_model_len: int, vocab_size: int
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_model_len: int,
+        vocab_size: int,
+        num_host_pages: int = 0,
     ) -> None:
         self.adapters: Container[int] = ()
         """The numbers of the adapters that sequences may have."""
         self._num_pages = num_pages
+        self._num_host_pages = num_host_pages
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -177,6 +184,21 @@ class SlotTable:
         if len(numbers) != len(counts) or len(set(numbers)) != len(numbers):
             raise PlanError("the plan's rows are not one count for each of different slots")
         return [self._row(number, count) for number, count in zip(numbers, counts, strict=True)]
+
+    def copies(self, plan: Plan) -> npt.NDArray[np.int32]:
+        """From where to where ``plan`` has pages copied: [C, 2].
+
+        Raises:
+            PlanError: there are no such pages.
+        """
+        numbers = ints(plan.copies)
+        if len(numbers) % 2:
+            raise PlanError("the plan's copies are not from one page to one page each")
+        pairs = numbers.reshape(-1, 2)
+        total = self._num_pages + self._num_host_pages
+        if len(pairs) and not (pairs.min() >= 0 and pairs.max() < total):
+            raise PlanError(f"a page is copied that isn't one of {total}")
+        return pairs
 
     def _open(self, opened: OpenSlot) -> None:
         number, tokens = opened.slot, ints(opened.tokens)

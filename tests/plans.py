@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,7 +26,15 @@ from trioserve.model_files import open_model
 from trioserve.sampling import SamplerParams
 from trioserve.wire import OpenSlot, Plan, StepResult, from_ints, ints
 
-__all__ = ["GREEDY", "PlanMaker", "RecordingSampler", "load_tiny", "make_attention", "make_runner"]
+__all__ = [
+    "GREEDY",
+    "PlanMaker",
+    "RecordingSampler",
+    "load_tiny",
+    "make_attention",
+    "make_runner",
+    "outputs_over_moved_pages",
+]
 
 GREEDY = SamplerParams(temperature=0.0)
 
@@ -111,10 +120,13 @@ class PlanMaker:
     ) -> None:
         self._step = step
         self._page_size = page_size
+        self.num_pages = num_pages
         self.number = 0
         self.free = list(range(num_pages))
         self.slots: dict[int, _Known] = {}
         self.generations: dict[int, int] = {}
+        self.copies: list[tuple[int, int]] = []
+        """Pages that the next plan copies, from where to where."""
         self._closed: list[int] = []
         self._opened: list[OpenSlot] = []
 
@@ -169,7 +181,9 @@ class PlanMaker:
             page_ids=from_ints([page for _, page in appended]),
             row_slots=from_ints(list(rows)),
             row_counts=from_ints(list(rows.values())),
+            copies=from_ints(list(itertools.chain(*self.copies))),
         )
+        self.copies.clear()
         self._closed.clear()
         self._opened.clear()
         return plan
@@ -190,3 +204,44 @@ class PlanMaker:
         result = self._step(self.plan(rows))
         assert result.number == self.number
         return self.accept(result)
+
+
+def outputs_over_moved_pages(
+    maker: PlanMaker, prompt: Sequence[int], page_size: int, num_steps: int = 4
+) -> tuple[list[int], list[int]]:
+    """What follows ``prompt`` over the pages of its beginning, and over copies of them.
+
+    They go to the host, are written over with something else, and come back onto other pages, which
+    makes no difference to anybody if copies are whole and in order. No slot may be open.
+    """
+    maker.open(0, prompt)
+    maker.open(1, list(reversed(prompt)))
+    maker.step({0: len(prompt), 1: len(prompt)})
+    count = (len(prompt) - 1) // page_size
+    pages, others = maker.slots[0].pages[:count], maker.slots[1].pages[:count]
+    maker.close(0)
+    before = _continuation(maker, 0, prompt, pages, page_size, num_steps)
+    maker.close(0)
+    places = [maker.num_pages + index for index in range(count)]
+    moved = [maker.free.pop() for _ in pages]
+    maker.copies += zip(pages, places, strict=True)
+    maker.copies += zip(others, pages, strict=True)
+    maker.copies += zip(places, moved, strict=True)
+    # The places are used again at once.
+    maker.copies += zip(pages, places, strict=True)
+    return before, _continuation(maker, 0, prompt, moved, page_size, num_steps)
+
+
+def _continuation(
+    maker: PlanMaker,
+    slot: int,
+    prompt: Sequence[int],
+    pages: Sequence[int],
+    page_size: int,
+    num_steps: int,
+) -> list[int]:
+    maker.open(slot, prompt, shared_pages=pages)
+    maker.step({slot: len(prompt) - len(pages) * page_size})
+    for _ in range(num_steps):
+        maker.step({slot: 1})
+    return maker.slots[slot].tokens[len(prompt) :]

@@ -90,6 +90,7 @@ def make_limits(worker: FakeWorker, **changes: Any) -> Limits:
         vocab_size=worker.vocab_size,
         page_size=worker.page_size,
         num_pages=worker.num_pages,
+        num_host_pages=worker.num_host_pages,
         max_plans_in_flight=1,
         enable_prefix_caching=True,
         scheduling_policy="fcfs",
@@ -182,7 +183,8 @@ class Bench:
         opened = {slot.slot for slot in plan.opened}
         for computation, _, _ in self.core.in_flight[-1].rows:
             if computation.slot in opened:
-                found = self.core.memory.match(computation, plan.number + 1).pages
+                match = self.core.memory.match(computation, plan.number + 1)
+                found = [node.page for node in match.nodes]
                 assert found == computation.pages[: len(found)], "a page is computed twice"
 
     def result(self) -> list[SequenceOutput]:

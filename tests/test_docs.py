@@ -19,7 +19,10 @@ EXPECTED = {
         ("France is Paris",),
     ],
     "from-tensorrt-llm": [("France: Paris", "done: True True True")],
-    "kv-cache": [("found 2", "pages given away:")],
+    "kv-cache": [
+        ("found 2", "pages given away:"),
+        ("found 3", "offloaded: "),
+    ],
     "observability": [("4 tokens of prompts, 4 of outputs, 0 records lost",)],
     "embeddings": [
         ("(3, 384)", "0.7"),

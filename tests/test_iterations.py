@@ -21,6 +21,8 @@ COUNTED = {
     "prefix_cache_queries": "prefix_cache_queries",
     "prefix_cache_hits": "prefix_cache_hits",
     "pages_evicted": "pages_evicted",
+    "pages_offloaded": "pages_offloaded",
+    "pages_onloaded": "pages_onloaded",
     "step_us": "step_us",
     "idle_us": "idle_us",
 }
@@ -29,7 +31,7 @@ COUNTED = {
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_records_add_up_to_the_counters(depth: int) -> None:
-    bench = Bench.make(worker(num_pages=12), max_plans_in_flight=depth)
+    bench = Bench.make(worker(num_pages=12, num_host_pages=3), max_plans_in_flight=depth)
     crowd(bench)
     for _ in range(3):
         bench.step()
@@ -43,6 +45,7 @@ def test_records_add_up_to_the_counters(depth: int) -> None:
     after = bench.core.counters
     assert after.num_preemptions > before.num_preemptions
     assert after.pages_evicted > before.pages_evicted
+    assert after.pages_offloaded > before.pages_offloaded
     assert [each.number for each in records] == list(
         range(before.num_steps + 1, after.num_steps + 1)
     )

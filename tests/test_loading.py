@@ -88,6 +88,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "max_num_batched_tokens": 99,
         "kv_cache_dtype": "fp8",
         "kv_cache_memory_bytes": 1 << 33,
+        "kv_offloading_bytes": 1 << 34,
         "gpu_memory_utilization": 0.5,
         "num_threads": 3,
         "logprobs_mode": "processed",

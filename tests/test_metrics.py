@@ -247,6 +247,8 @@ def test_gauges_are_read_when_somebody_asks() -> None:
         "prefix_cache_queries_total": 100,
         "prefix_cache_hits_total": 60,
         "kv_cache_evicted_pages_total": 9,
+        "kv_cache_offloaded_pages_total": 12,
+        "kv_cache_onloaded_pages_total": 11,
         "sessions": 3,
         "worker_steps_total": 7,
         "worker_step_seconds_total": 2.5,
@@ -260,6 +262,8 @@ def test_gauges_are_read_when_somebody_asks() -> None:
     assert value(metrics, by_reason, reason="deferred") == 1
     pages = [value(metrics, "kv_cache_pages", state=each) for each in ("held", "cached", "free")]
     assert pages == [2, 5, 1]
+    places = [value(metrics, "kv_cache_host_pages", state=each) for each in ("cached", "free")]
+    assert places == [3, 7]
     states = {
         state: value(metrics, "engine_sleep_state", sleep_state=state)
         for state in ("awake", "weights_offloaded", "discard_all")

@@ -15,7 +15,7 @@ import pynng
 import pytest
 import torch
 
-from gpu.executor import Drawn
+from gpu.executor import NO_COPIES, Copies, Drawn
 from gpu.kernels.device import KernelLaunchError
 from gpu.runner import Runner
 from gpu.slots import PlanError, Row, Slot, SlotTable
@@ -51,7 +51,7 @@ class DeferredExecutor:
     def close(self, number: int) -> None:
         self.closed.append(number)
 
-    def submit(self, rows: Sequence[Row]) -> DeferredSubmission:
+    def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> DeferredSubmission:
         if self.error is not None:
             raise self.error
         self.submitted.append([(row.slot.number, row.start, row.count) for row in rows])

@@ -66,6 +66,7 @@ class CoreMachine(RuleBasedStateMachine):
         fake=st.builds(
             FakeWorker,
             num_pages=st.integers(6, 16),
+            num_host_pages=st.sampled_from([0, 1, 3, 8, 30]),
             page_size=st.integers(1, 3),
             vocab_size=st.just(VOCAB),
             token=st.just(sometimes_nothing(VOCAB, UNLUCKY)),

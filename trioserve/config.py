@@ -235,6 +235,15 @@ class EngineConfig:
         low=1,
         in_bytes=True,
     )
+    kv_offloading_bytes: int | None = option(
+        None,
+        "memory of the host for cached pages that the KV cache has no room for any more; for a "
+        "GPU, whose memory is the smaller (default: none)",
+        group="memory",
+        kind=int,
+        low=1,
+        in_bytes=True,
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "share of a GPU's memory that this engine may use",
@@ -339,6 +348,11 @@ class EngineConfig:
 
     def __attrs_post_init__(self) -> None:
         named_paths(self.lora_modules)
+        if self.kv_offloading_bytes is not None and not self.enable_prefix_caching:
+            raise InvalidRequest(
+                "kv_offloading_bytes needs a prefix cache (--enable-prefix-caching)",
+                param="kv_offloading_bytes",
+            )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise InvalidRequest(
                 f"max_cpu_loras must be at least max_loras ({self.max_loras}); "

@@ -271,6 +271,7 @@ def log_loaded(name: str, ready: wire.Ready) -> None:
         dtype=ready.dtype,
         max_model_len=ready.max_model_len,
         kv_cache_tokens=ready.num_pages * ready.page_size,
+        **({"host_tokens": ready.num_host_pages * ready.page_size} if ready.num_host_pages else {}),
     )
 
 
@@ -294,6 +295,7 @@ def start_message(
         num_pages=config.num_gpu_blocks_override or 0,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or 0,
+        kv_offloading_bytes=config.kv_offloading_bytes or 0,
         gpu_memory_utilization=config.gpu_memory_utilization,
         num_threads=config.num_threads or 0,
         logprobs_mode=config.logprobs_mode,

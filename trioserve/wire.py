@@ -142,6 +142,8 @@ class Start:
     """Where the weights are if they aren't the model's own any more: a folder or a file."""
     max_lora_rank: int = 0
     """The largest rank of adapters; 0 if none are to be served."""
+    kv_offloading_bytes: int = 0
+    """How much of the host's memory is for pages that the KV cache has no room for."""
     max_loras: int = 0
     """The most adapters that one plan's sequences have."""
     free_memory: int = 0
@@ -178,6 +180,8 @@ class Ready:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_host_pages: int = 0
+    """Places for pages in the host's memory."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
 
@@ -208,11 +212,14 @@ class OpenSlot:
 class Plan:
     """One step's work, as changes to what the worker already knows.
 
-    A worker applies ``closed``, then ``opened``, then the pages, then computes the rows. Row i
+    A worker applies ``closed``, then ``opened``, then the pages, then copies, then computes the
+    rows. Row i
     computes the next ``row_counts[i]`` tokens of slot ``row_slots[i]``; when that reaches the end
     of what the slot holds (its own last sampled token included), the row samples one more. Rows
     stand in the order in which the worker may lay them out; each slot occurs at most once.
     ``page_slots`` and ``page_ids`` are parallel: page i is appended to the block table of slot i.
+    ``copies`` are pairs: whole pages are copied from the first to the second, one after the other.
+    Numbers from :attr:`Ready.num_pages` on are those of places in the host's memory.
     """
 
     number: int
@@ -220,6 +227,7 @@ class Plan:
     opened: list[OpenSlot] = attrs.field(factory=list)
     page_slots: bytes = b""
     page_ids: bytes = b""
+    copies: bytes = b""
     row_slots: bytes = b""
     row_counts: bytes = b""
 

@@ -248,6 +248,21 @@ def _not_awaited(original: Any) -> Any:
     return lambda self, *args: attrs.evolve(original(self, *args), pending=False)
 
 
+def _not_pinned(original: Any) -> Any:
+    """What is about to be read on the host may be given away on the way."""
+    return lambda self, nodes: None
+
+
+def _loads_first(original: Any) -> Any:
+    """Copies onto the device are done before those from it, whatever their order was."""
+
+    def take_copies(self: PrefixCache) -> list[tuple[int, int]]:
+        copies: list[tuple[int, int]] = original(self)
+        return sorted(copies, key=lambda copy: not self.pool.is_on_host(copy[0]))
+
+    return take_copies
+
+
 def _history_lost(original: Any) -> Any:
     """A client that leaves takes what its session remembers with it."""
 
@@ -339,6 +354,16 @@ FAULTS = (
         "a prefix is computed by everybody who comes with it",
         "vllm-project/vllm#9643",
         _over(PrefixCache, "match", _not_awaited),
+    ),
+    PlantedFault(
+        "a page on the host is given away before it is read",
+        "sgl-project/sglang#26728",
+        _over(PrefixCache, "pin", _not_pinned),
+    ),
+    PlantedFault(
+        "copies to the host and back are done out of order",
+        "NVIDIA/TensorRT-LLM#9056",
+        _over(PrefixCache, "take_copies", _loads_first),
     ),
     PlantedFault(
         "a turn that is cut off takes its session's history with it",

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu.executor import Copies
+
 __all__ = ["Attention", "CacheShape", "QkNorm", "StepLayout"]
 
 
@@ -68,6 +70,9 @@ class QkNorm:
 
 class Attention(Protocol):
     """Paged attention over one model's cache. Every method works on the current device stream."""
+
+    def copy_pages(self, copies: Copies) -> None:
+        """Copy pages, all layers of each, one after the other."""
 
     def begin(self, layout: StepLayout) -> None:
         """Prepare for the layers of one step (masks, gather indices, kernel parameters)."""

@@ -22,6 +22,7 @@ from gpu.attention.prefill_items import ITEM_FIELDS as PREFILL_FIELDS
 from gpu.attention.shared_prefix import ITEM_FIELDS as PREFIX_FIELDS
 from gpu.attention.shared_prefix import SharedPrefixes
 from gpu.cuda.step_buffer import StepBuffer
+from gpu.executor import Copies
 from gpu.kernels import KernelLoader
 from gpu.kernels.attention_tile import TILES
 from gpu.kernels.combine_partials import CombinePartials
@@ -80,6 +81,7 @@ class CudaAttention:
         self._limits = limits
         self._buffer = buffer
         self._block_tables = block_tables
+        self._cache = cache
         self._layers = cache.layers
         self._packer = StepPacker(
             buffer, limits, page_size=shape.page_size, cache_bytes=shape.dtype.itemsize
@@ -127,6 +129,10 @@ class CudaAttention:
     def may_share(self) -> bool:
         """Whether steps may have shared prefixes."""
         return self._limits.may_share
+
+    def copy_pages(self, copies: Copies) -> None:
+        """See :meth:`gpu.attention.Attention.copy_pages`."""
+        self._cache.copy_pages(copies)
 
     def begin(self, layout: StepLayout) -> None:
         """Pack a step into the step buffer and set its launches."""

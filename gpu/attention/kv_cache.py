@@ -1,4 +1,9 @@
-"""The paged KV cache of the CUDA kernels: head-major pages, in the model's format or in e4m3."""
+"""The paged KV cache of the CUDA kernels: head-major pages, in the model's format or in e4m3.
+
+Beside it there may be pages in the host's memory, in which the bytes of a page stand together. That
+memory is page-locked where there is a GPU, so that copies are queued among the kernels of a step
+and nobody waits for them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ import attrs
 import torch
 
 from gpu.attention import CacheShape
+from gpu.executor import Copies
+from trioserve.errors import ModelLoadError
 
 __all__ = ["KvCache", "LayerCache", "bytes_per_page"]
 
@@ -26,10 +33,13 @@ class KvCache:
     """The cache of all layers, not initialized: the kernels never use what they didn't write.
 
     ``shape.dtype`` is the model's, or e4m3 (arXiv:2209.05433) with a float32 scale for each token
-    and KV head.
+    and KV head. ``num_host_pages`` pages in the host's memory have the numbers behind the cache's.
+
+    Raises:
+        ModelLoadError: the host's memory can't be locked.
     """
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: CacheShape, num_host_pages: int = 0) -> None:
         self.shape = shape
         pages = (shape.num_layers, 2, shape.num_pages, shape.num_kv_heads, shape.page_size)
         numbers = torch.empty((*pages, shape.head_dim), dtype=shape.dtype, device=shape.device)
@@ -45,6 +55,38 @@ class KvCache:
             )
             for layer in range(shape.num_layers)
         ]
+        # Bytes, [layers, 2, num_pages, ...] on the device and [num_host_pages, layers, 2, ...].
+        self._device = [each.view(torch.uint8) for each in (numbers, scales) if each is not None]
+        self._host = [_host_pages(each, num_host_pages) for each in self._device]
+
+    def copy_pages(self, copies: Copies) -> None:
+        """Queue copies of pages, one after the other: [C, 2], from where and to where."""
+        for source, destination in copies.tolist():
+            for into, what in zip(self._page(destination), self._page(source), strict=True):
+                into.copy_(what, non_blocking=True)
+
+    def _page(self, number: int) -> list[torch.Tensor]:
+        """The bytes of one page, [layers, 2, ...] each."""
+        on_host = number - self.shape.num_pages
+        if on_host >= 0:
+            return [each[on_host] for each in self._host]
+        return [each[:, :, number] for each in self._device]
+
+
+def _host_pages(device: torch.Tensor, count: int) -> torch.Tensor:
+    """Room for ``count`` pages like those of ``device``, a view of bytes."""
+    layers, both, _, *page = device.shape
+    pages = torch.empty((count, layers, both, *page), dtype=torch.uint8)
+    if device.is_cuda and pages.numel():
+        # torch's own page-locked memory is rounded up to a power of two: up to twice as much.
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(runtime.cudaHostRegister(pages.data_ptr(), pages.numel(), 0))
+        if error:
+            raise ModelLoadError(
+                f"{pages.numel() >> 20} MiB of the host's memory can't be locked for the GPU (CUDA "
+                f"error {error}): lower --kv-offloading-bytes, or raise what `ulimit -l` allows"
+            )
+    return pages
 
 
 def bytes_per_page(shape: CacheShape) -> int:

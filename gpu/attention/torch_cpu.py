@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu.attention import CacheShape, QkNorm, StepLayout
+from gpu.executor import Copies
 
 __all__ = ["TorchCpuAttention", "split_buckets"]
 
@@ -81,6 +82,13 @@ class TorchCpuAttention:
         self._first_block = torch.arange(2 * shape.num_kv_heads) * shape.num_pages
         self._workspace = torch.empty(0, size, dtype=shape.dtype)
         self._work: dict[int | None, tuple[list[_Bucket], list[_Chunk]]] = {}
+
+    def copy_pages(self, copies: Copies) -> None:
+        """See :meth:`gpu.attention.Attention.copy_pages`."""
+        for source, destination in copies.tolist():
+            for layer in self._cache:
+                pages = layer.view(2 * self._shape.num_kv_heads, self._shape.num_pages, -1)
+                pages[:, destination] = pages[:, source]
 
     def begin(self, layout: StepLayout) -> None:
         """See :meth:`gpu.attention.Attention.begin`."""

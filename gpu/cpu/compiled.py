@@ -18,6 +18,7 @@ import numpy.typing as npt
 from gpu.cpu.adapters import CompiledAdapter, Step, pack_adapter, step_of
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
+from gpu.executor import Copies
 from gpu.lora.groups import tokens_by_adapter
 from gpu.lora.store import AdapterStore
 from gpu.slots import Row, SlotTable
@@ -225,6 +226,11 @@ class CompiledModel:
         self._step.context_lens = arrays.context_lens.ctypes.data
         self._tokens = arrays.tokens.ctypes.data
 
+    def copy_pages(self, copies: Copies) -> None:
+        """See :meth:`gpu.cpu.model.CpuModel.copy_pages`."""
+        pairs = np.ascontiguousarray(copies, dtype=np.int32)
+        self._library.decoder_copy_pages(self._decoder, pairs.ctypes.data, len(pairs))
+
     def forward(
         self, rows: Sequence[Row], slots: SlotTable
     ) -> tuple[Numbers, npt.NDArray[np.integer]]:
@@ -395,6 +401,7 @@ def _declare(library: Library) -> Library:
         "decoder_set_layer": (None, [pointer, count, count, number]),
         "decoder_finish": (number, [pointer, POINTER(_Limits), pointer]),
         "decoder_hidden": (pointer, [pointer]),
+        "decoder_copy_pages": (None, [pointer, pointer, count]),
         "decoder_forward": (None, [pointer, pointer, POINTER(_Step), POINTER(Step)]),
         "decoder_logits": (None, [pointer, pointer, pointer, count, pointer]),
         "decoder_most_probable": (None, [pointer, pointer, pointer, count, pointer]),

@@ -12,7 +12,7 @@ from gpu.adjustments import Adjuster, NoAdjuster
 from gpu.cpu.model import CpuModel, CpuSampler, Floats, Hidden
 from gpu.cpu.scores import logprobs_of, score_prompt
 from gpu.draws import SamplerRow, is_plainly_greedy
-from gpu.executor import Drawn, Finished, Submission
+from gpu.executor import NO_COPIES, Copies, Drawn, Finished, Submission
 from gpu.extras import SlotExtras
 from gpu.pooled import PooledSpan, pooled_prompt
 from gpu.prompt_logprobs import PromptSpan, in_rows, prompt_piece
@@ -64,9 +64,11 @@ class CpuExecutor:
         self._choosy.discard(number)
         self._extras.close(number)
 
-    def submit(self, rows: Sequence[Row]) -> Submission:
+    def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
         began = time.perf_counter_ns()
+        if len(copies):
+            self._model.copy_pages(copies)
         drawn = self._compute(rows)
         ended = time.perf_counter_ns()
         drawn.step_us = (ended - began) // 1000

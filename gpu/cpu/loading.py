@@ -18,7 +18,7 @@ from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
 from gpu.exchange import ReadWeights
 from gpu.loading import Loaded, OnProgress, of_weights, unseen
-from gpu.memory import choose_num_pages, kv_bytes_per_page
+from gpu.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
 from gpu.rope import cos_sin_table
 from gpu.slots import SlotTable
 from gpu.weights import read_weights
@@ -81,25 +81,29 @@ def load_on_cpu(
         )
 
         decoder = load_decoder(files, dtype, threads, on_progress)
-        num_pages = _num_pages(start, config, dtype)
+        num_pages, num_host_pages = _num_pages(start, config, dtype)
         table = _cos_sin_table(start, config, num_pages)
         model = torch_model = give_cache(
-            decoder, start.page_size, num_pages, table, max_rank=start.max_lora_rank
+            decoder,
+            start.page_size,
+            num_pages + num_host_pages,
+            table,
+            max_rank=start.max_lora_rank,
         )
         read_again = torch_exchange(torch_model, dtype, threads)
         sampler = make_sampler(start, config.vocab_size)
         computing = f"torch ({reason})"
     else:
         _load_weights(compiled, files, on_progress)
-        num_pages = _num_pages(start, config, dtype)
-        _give_cache(compiled, start, num_pages)
+        num_pages, num_host_pages = _num_pages(start, config, dtype)
+        _give_cache(compiled, start, num_pages, num_host_pages)
         model = compiled
 
         def read_again(files: ModelFiles) -> Callable[[], None]:
             # With a cache of its own: what is in the old one was computed with the old weights.
             other = _compiled(start, config, dtype, threads, unseen)
             _load_weights(other, files, unseen)
-            _give_cache(other, start, num_pages)
+            _give_cache(other, start, num_pages, num_host_pages)
             return lambda: executor.replace_model(other)
 
         sampler = CompiledSampler(
@@ -114,6 +118,7 @@ def load_on_cpu(
         page_size=start.page_size,
         max_model_len=start.max_model_len,
         vocab_size=config.vocab_size,
+        num_host_pages=num_host_pages,
     )
     slots.adapters = model.adapters
     executor = CpuExecutor(model, sampler, slots, adjuster)
@@ -122,6 +127,7 @@ def load_on_cpu(
         executor=executor,
         slots=slots,
         num_pages=num_pages,
+        num_host_pages=num_host_pages,
         device_name=Machine().cpu_name(),
         computing=computing,
         read_weights=read_again,
@@ -168,11 +174,11 @@ def _load_weights(model: CompiledModel, files: ModelFiles, on_progress: OnProgre
     model.load(read_weights(files, dtype, of_weights(on_progress), keep))
 
 
-def _give_cache(model: CompiledModel, start: Start, num_pages: int) -> None:
+def _give_cache(model: CompiledModel, start: Start, num_pages: int, num_host_pages: int) -> None:
     model.finish(
         _cos_sin_table(start, model.config, num_pages),
         page_size=start.page_size,
-        num_pages=num_pages,
+        num_pages=num_pages + num_host_pages,
         max_tokens=start.max_num_batched_tokens,
     )
 
@@ -183,8 +189,11 @@ def _cos_sin_table(start: Start, config: ModelConfig, num_pages: int) -> Floats:
     return cos_sin_table(config, start.max_model_len, rows)
 
 
-def _num_pages(start: Start, config: ModelConfig, dtype: str) -> int:
-    """To be asked when the weights are there: the cache gets a share of what is left."""
+def _num_pages(start: Start, config: ModelConfig, dtype: str) -> tuple[int, int]:
+    """Pages of the cache, and those behind them that stand for the host's memory elsewhere.
+
+    To be asked when the weights are there: the cache gets a share of what is left.
+    """
     bytes_per_page = kv_bytes_per_page(config, start.page_size, 2 if dtype == "bfloat16" else 4)
     available = Machine().memory()[1]
     num_pages = choose_num_pages(start, bytes_per_page, start.max_model_len, available)
@@ -195,4 +204,4 @@ def _num_pages(start: Start, config: ModelConfig, dtype: str) -> int:
             num_pages * bytes_per_page >> 20,
             available >> 20,
         )
-    return num_pages
+    return num_pages, choose_num_host_pages(start, bytes_per_page, available)

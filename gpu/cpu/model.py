@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gpu.adjustments import Adjustment
 from gpu.draws import SamplerRow
-from gpu.executor import Drawn
+from gpu.executor import Copies, Drawn
 from gpu.lora.store import AdapterStore
 from gpu.slots import Row, SlotTable
 
@@ -36,6 +36,9 @@ class CpuModel(Protocol):
     @property
     def adapters(self) -> AdapterStore[Any]:
         """Those that rows may have; empty if none are served."""
+
+    def copy_pages(self, copies: Copies) -> None:
+        """Copy pages of the KV cache, which has those behind that are on the host elsewhere."""
 
     def forward(self, rows: Sequence[Row], slots: SlotTable) -> tuple[Any, npt.NDArray[np.integer]]:
         """Compute the hidden states of the tokens of ``rows``, at least one, and fill the KV cache.

@@ -13,7 +13,7 @@ from gpu.attention import Attention
 from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cpu.model import Floats
 from gpu.draws import SamplerRow
-from gpu.executor import Drawn
+from gpu.executor import Copies, Drawn
 from gpu.lora.store import AdapterStore
 from gpu.lora.torch_adapters import TorchAdapter, TorchAdapters
 from gpu.models.decoder import Decoder
@@ -42,6 +42,11 @@ class TorchModel:
     def replace_decoder(self, decoder: Decoder) -> None:
         """Compute with ``decoder``, of the same shape, over the same KV cache."""
         self._decoder = decoder
+
+    @torch.inference_mode()
+    def copy_pages(self, copies: Copies) -> None:
+        """See :meth:`gpu.cpu.model.CpuModel.copy_pages`."""
+        self._attention.copy_pages(copies)
 
     @torch.inference_mode()
     def forward(

@@ -39,6 +39,8 @@ class ServingLimits:
     max_logprobs: int
     logprobs_mode: str
     batch_invariant_attention: bool
+    num_host_pages: int = 0
+    """Of the KV cache, in the host's memory."""
 
 
 def cache_shape(
@@ -111,7 +113,9 @@ def assemble(
         loader,
         buffer=buffer,
         block_tables=state.block_tables,
-        cache=KvCache(cache_shape(config, limits, model.dtype, loader.device)),
+        cache=KvCache(
+            cache_shape(config, limits, model.dtype, loader.device), limits.num_host_pages
+        ),
         limits=of_attention,
         dtype=model.dtype,
         cos_sin=torch.from_numpy(cos_sin_table(config, limits.max_model_len)).to(loader.device),
@@ -130,6 +134,7 @@ def assemble(
         page_size=limits.page_size,
         max_model_len=limits.max_model_len,
         vocab_size=config.vocab_size,
+        num_host_pages=limits.num_host_pages,
     )
     adapters = None
     if places is not None:

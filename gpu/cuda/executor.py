@@ -31,7 +31,7 @@ from gpu.cuda.state import DeviceState
 from gpu.cuda.step import CudaStep, CudaSubmission, Replay
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import Ending, Timeline
-from gpu.executor import Submission
+from gpu.executor import NO_COPIES, Copies, Submission
 from gpu.extras import SlotExtras
 from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
@@ -120,12 +120,13 @@ class CudaExecutor:
         """See :meth:`gpu.executor.Executor.close`."""
         self._extras.close(number)
 
-    def submit(self, rows: Sequence[Row]) -> Submission:
+    def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
         if not rows:
+            self._attention.copy_pages(copies)
             return CudaSubmission(CudaStep(), self._end, self._timeline.skip_step())
         sampling = [row for row in rows if row.samples]
-        submission = CudaSubmission(self._begin(rows, sampling), self._end)
+        submission = CudaSubmission(self._begin(rows, sampling, copies), self._end)
         if not self._extras.waits(sampling):
             submission.sample()
         return submission
@@ -177,8 +178,8 @@ class CudaExecutor:
     def _forward_padded(self, graphs: GraphLadder, size: int) -> torch.Tensor:
         return self._head(self._forward(size, adapted=graphs is self._adapted))
 
-    def _begin(self, rows: Sequence[Row], sampling: list[Row]) -> CudaStep:
-        """Queue the forward pass of ``rows``, and what is reported of it besides a draw."""
+    def _begin(self, rows: Sequence[Row], sampling: list[Row], copies: Copies) -> CudaStep:
+        """Queue copies and the forward pass of ``rows``, and what is reported besides a draw."""
         ordered = in_layout_order(rows)
         layout = step_layout(ordered, self._slots)
         spans = self._extras.prompt_spans(ordered, layout.query_start[1:] - 1)
@@ -192,6 +193,7 @@ class CudaExecutor:
             place_of = self._pack_rows(ordered, layout, replay)
             self._state.pack(ordered, self._slots)
             self._timeline.begin_step()
+            self._attention.copy_pages(copies)
             if self._adapters is not None and adapted:
                 self._adapters.pack(ordered, padded_to=0 if replay is None else replay.size)
             self._buffer.upload()

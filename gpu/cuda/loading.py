@@ -39,6 +39,7 @@ from gpu.memory import (
     GpuMemory,
     cache_doesnt_fit,
     choose_num_gpu_pages,
+    choose_num_host_pages,
     graph_bytes,
     step_doesnt_fit,
 )
@@ -49,6 +50,7 @@ from gpu.prompt_logprobs import peak_bytes
 from gpu.weights import expected_tensors
 from gpu.weights.tensors import load_weights
 from trioserve.errors import ModelLoadError
+from trioserve.machine import Machine
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.wire import Start
 
@@ -136,7 +138,10 @@ def load_model(
         bytes_per_page=bytes_per_page(_cache_shape(model, limits)),
         max_model_len=start.max_model_len,
     )
-    limits = attrs.evolve(limits, num_pages=num_pages)
+    num_host_pages = choose_num_host_pages(
+        start, bytes_per_page(_cache_shape(model, limits)), Machine().memory()[1]
+    )
+    limits = attrs.evolve(limits, num_pages=num_pages, num_host_pages=num_host_pages)
     with _explaining(lambda: cache_doesnt_fit(num_pages)):
         places = _places(gpu, model, start)
         executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster, places)
@@ -151,6 +156,7 @@ def load_model(
         executor=executor,
         slots=slots,
         num_pages=num_pages,
+        num_host_pages=num_host_pages,
         device_name=gpu.name,
         computing=f"CUDA kernels, weights in {str(dtype).removeprefix('torch.')}",
         free_memory=free,

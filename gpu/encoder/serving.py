@@ -13,7 +13,7 @@ import torch
 from gpu.devices import choose_device
 from gpu.encoder.loading import load_encoder
 from gpu.encoder.model import Encoder
-from gpu.executor import Submission
+from gpu.executor import NO_COPIES, Copies, Submission
 from gpu.loading import Serving, choose_num_threads, of_weights
 from gpu.runner import Runner
 from gpu.slots import PlanError, Row, Slot, SlotTable
@@ -139,6 +139,6 @@ class _NoSteps:
     def close(self, number: int) -> None:
         """There is nothing to be closed."""
 
-    def submit(self, rows: Sequence[Row]) -> Submission:
+    def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """Refuse them."""
         raise PlanError("an encoder generates nothing")

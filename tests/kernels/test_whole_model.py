@@ -20,7 +20,7 @@ from gpu.attention import packing
 from gpu.attention.shared_prefix import PrefixCost
 from gpu.kernels import KernelLoader
 from tests.kernels.serving import PAGE_SIZE, Judge, Server
-from tests.plans import GREEDY
+from tests.plans import GREEDY, outputs_over_moved_pages
 from tests.tiny_models import make_tiny
 from trioserve.sampling import SamplerParams
 from trioserve.wire import StepResult, floats, ints
@@ -340,3 +340,16 @@ def test_a_row_without_a_token_to_draw(llama: Path, loader: KernelLoader, graphs
     assert [step[1] for step in given] == [[-1], [], [], []]
     assert int(server.executor._state.history[1, 17]) == -1
     check(Judge(llama), server, {0: 5})
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_pages_go_to_the_host_and_come_back(
+    llama: Path, loader: KernelLoader, kv_cache_dtype: str, graphs: bool
+) -> None:
+    server = Server.of(
+        llama, loader, kv_cache_dtype=kv_cache_dtype, graphs=graphs, num_host_pages=8
+    )
+    prompt = [*PROMPTS[0], *PROMPTS[3]]
+    before, after = outputs_over_moved_pages(server.maker, prompt[:60], PAGE_SIZE)
+    assert before == after

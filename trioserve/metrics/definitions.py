@@ -268,7 +268,31 @@ _CACHE = (
         "cache",
         "kv_cache_evicted_pages",
         lambda s: s.scheduler.pages_evicted,
-        "Cached pages that were given to somebody else",
+        "Cached pages whose content was lost to others",
+    ),
+    engine_counter(
+        "cache",
+        "kv_cache_offloaded_pages",
+        lambda s: s.scheduler.pages_offloaded,
+        "Cached pages that were copied to the host's memory",
+    ),
+    engine_counter(
+        "cache",
+        "kv_cache_onloaded_pages",
+        lambda s: s.scheduler.pages_onloaded,
+        "Pages that were copied back from there",
+    ),
+    Definition(
+        name="kv_cache_host_pages",
+        kind="gauge",
+        help="Room for pages in the host's memory: `cached` for prompts to come, or `free`",
+        group="cache",
+        labels=("state",),
+        watching=True,
+        read=lambda s: [
+            (("cached",), s.scheduler.host_pages_cached),
+            (("free",), s.scheduler.host_pages_total - s.scheduler.host_pages_cached),
+        ],
     ),
     engine_gauge(
         "cache", "sessions", lambda s: s.statistics.num_sessions, "Sessions that are open"

@@ -6,8 +6,8 @@ loop sends plans while another receives results.
 
 Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
 (one sequence) and ``counts`` (how far all of them are), ``siblings`` (several of one request),
-``memory`` with ``slots``, ``pages`` and ``prefix`` (what sequences hold), ``priorities`` with
-``holds`` and ``idle`` (what cached pages are worth), ``draft``, ``results``
+``memory`` with ``slots``, ``pages``, ``host_pages`` and ``prefix`` (what sequences hold),
+``priorities`` with ``holds`` and ``idle`` (what cached pages are worth), ``draft``, ``results``
 and ``intake`` (a plan on its way out and back), ``calls`` (what the worker is asked for besides
 plans), ``residency`` with ``adapters`` (which adapters the worker holds), ``gate`` with ``quiet``
 (when nobody is to be computed) and ``weights`` (by which weights), ``recovery`` with ``blame``

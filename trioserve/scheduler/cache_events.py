@@ -32,14 +32,17 @@ class CacheEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     number: int
     """Counts up by one, whoever listens, since the first reader came."""
-    kind: Literal["stored", "removed", "cleared"]
-    """A page came in; a page went out; or nothing of what came in is found any more."""
+    kind: Literal["stored", "moved", "removed", "cleared"]
+    """A page came in; went to the host's memory or back; went out; or nothing of what came in is
+    found any more."""
     hash: int = 0
     """The page's, unless all are gone."""
     parent_hash: int | None = None
     """That of the page before one that came in; None for the first page of a prompt."""
     num_tokens: int = 0
     """Tokens that a page which came in holds."""
+    cache_level: int = 0
+    """Where a page that came in or moved is: 0 on the device, 1 in the host's memory."""
 
 
 def page_hash(parent_hash: int, tokens: Sequence[int]) -> int:
@@ -78,6 +81,15 @@ class CacheEvents:
                     num_tokens=len(node.key),
                 )
             )
+
+    def on_moved(self, node: Node, *, on_host: bool) -> None:
+        """``node`` is on the host now, or isn't any more."""
+        hash = self._hash_of(node)
+        if hash is not None:
+            event = CacheEvent(
+                number=self._number, kind="moved", hash=hash, cache_level=int(on_host)
+            )
+            self._tell(event)
 
     def on_removed(self, node: Node) -> None:
         """``node`` has gone out of the tree."""

@@ -155,7 +155,8 @@ class SchedulerCore:
             self._plan_running(draft)
             self._plan_admissions(draft, now)
             self.siblings.let_go()
-        sealed = draft.seal(self.memory.slots.take_unclosed(), self.memory.counts)
+        closed, copies = self.memory.slots.take_unclosed(), self.memory.prefix.take_copies()
+        sealed = draft.seal(closed, copies, self.memory.counts)
         if sealed is None:
             return None
         plan, in_flight = sealed
@@ -437,6 +438,8 @@ class SchedulerCore:
             pages_cached=pool.num_idle,
             pages_held=pool.num_held,
             pages_total=pool.num_pages,
+            host_pages_cached=pool.host.num_stored,
+            host_pages_total=pool.num_host_pages,
         )
 
     def check_integrity(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
@@ -59,7 +60,7 @@ class InFlight:
     """What a plan that was sent asked for: who computes, and columns of one entry for each row.
 
     ``pieces`` are by slot; most plans have none. ``size`` is that of :mod:`.watchdog`: the tokens,
-    and more for those with a long context.
+    more for those with a long context, and one for each page that is copied.
     """
 
     number: int
@@ -160,15 +161,18 @@ class Draft:
         if start < stop:
             self._pieces[computation.slot] = DuePiece(sequence, start, stop)
 
-    def seal(self, closed: list[int], counts: Counts) -> tuple[wire.Plan, InFlight] | None:
+    def seal(
+        self, closed: list[int], copies: list[tuple[int, int]], counts: Counts
+    ) -> tuple[wire.Plan, InFlight] | None:
         """The finished plan, rows of one token first; None where there is nothing to be done.
 
         Args:
             closed: the slots that the worker is to close.
+            copies: from where to where it is to copy pages.
             counts: the slots' columns.
         """
         others = self._singles + self._chunks
-        if not others and not self._decodes and not closed:
+        if not others and not self._decodes and not closed and not copies:
             return None
         steady = len(self._decodes)
         computations = self._decodes + [computation for computation, _, _ in others]
@@ -180,6 +184,7 @@ class Draft:
             opened=self._opened,
             page_slots=wire.from_ints(self._page_slots),
             page_ids=wire.from_ints(self._page_ids),
+            copies=wire.from_ints(list(itertools.chain(*copies))),
             row_slots=wire.from_ints(slots),
             row_counts=wire.from_ints(tokens),
         )
@@ -194,7 +199,7 @@ class Draft:
             pieces=self._pieces,
             num_tokens=int(tokens.sum()),
             num_decodes=self._num_decodes,
-            size=self._size,
+            size=self._size + len(copies),
         )
 
 

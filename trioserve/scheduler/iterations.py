@@ -54,12 +54,19 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefix_cache_hits: int
     """Those of them that needed no computation."""
     pages_evicted: int
-    """Cached pages that were given to somebody else."""
+    """Cached pages whose content was lost to others."""
+    pages_offloaded: int
+    """Cached pages that were copied to the host."""
+    pages_onloaded: int
+    """Pages that were copied back from there."""
     pages_free: int
     pages_cached: int
     """Pages that nobody holds, and that are kept for what they contain."""
     pages_held: int
     pages_total: int
+    host_pages_cached: int
+    """Places in the host's memory that hold what was offloaded."""
+    host_pages_total: int
     step_us: int
     """Microseconds that the worker spent in the step."""
     idle_us: int
@@ -105,10 +112,14 @@ class Iterations:
                 prefix_cache_queries=is_.prefix_cache_queries - was.prefix_cache_queries,
                 prefix_cache_hits=is_.prefix_cache_hits - was.prefix_cache_hits,
                 pages_evicted=is_.pages_evicted - was.pages_evicted,
+                pages_offloaded=is_.pages_offloaded - was.pages_offloaded,
+                pages_onloaded=is_.pages_onloaded - was.pages_onloaded,
                 pages_free=pool.num_free,
                 pages_cached=pool.num_idle,
                 pages_held=pool.num_held,
                 pages_total=pool.num_pages,
+                host_pages_cached=pool.host.num_stored,
+                host_pages_total=pool.num_host_pages,
                 step_us=result.step_us,
                 idle_us=is_.idle_us - was.idle_us,
             )

@@ -34,6 +34,7 @@ class Limits:
     enable_prefix_caching: bool
     scheduling_policy: str
     capacity_policy: str
+    num_host_pages: int = 0
     max_loras: int = 1
     max_cpu_loras: int = 1
     max_prompt_tokens_beside_decodes: int = attrs.field(
@@ -53,6 +54,7 @@ class Limits:
             vocab_size=ready.vocab_size,
             page_size=ready.page_size,
             num_pages=ready.num_pages,
+            num_host_pages=ready.num_host_pages,
             max_plans_in_flight=config.max_plans_in_flight or (1 if on_cpu else 2),
             enable_prefix_caching=config.enable_prefix_caching,
             scheduling_policy=config.scheduling_policy,

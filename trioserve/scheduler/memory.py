@@ -30,7 +30,9 @@ class Memory:
         self.limits = limits
         self._counters = feeds.counters
         self._now = 0.0
-        self.pool = PagePool(limits.num_pages)
+        # Without a prefix cache, nobody would ever look for what was kept on the host.
+        num_host_pages = limits.num_host_pages if limits.enable_prefix_caching else 0
+        self.pool = PagePool(limits.num_pages, num_host_pages)
         self.prefix = PrefixCache(self.pool, limits.page_size, feeds.cache)
         self.slots = SlotTable(limits.max_num_seqs)
         self.counts = Counts(limits.max_num_seqs, limits.vocab_size)
@@ -51,7 +53,8 @@ class Memory:
     def fits(self, computation: Computation, match: Match, running: Ints) -> bool:
         """Whether the capacity policy lets ``computation`` enter, with pages for all that is known.
 
-        Idle pages that it shares leave those that can be evicted, so they count as needed too.
+        Idle pages that it shares leave those that can be evicted, so they count as needed too, and
+        those on the host need a page each.
         ``running`` are the slots of those in the running.
         """
         total = self.limits.pages_for(computation.sequence.num_tokens)
@@ -59,22 +62,25 @@ class Memory:
             self.limits.capacity_policy,
             available=self.num_available,
             retiring=self.pool.num_retiring,
-            need=total - len(match.nodes) + self.pool.count_idle(match.pages),
+            need=total - len(match.pages) + self.pool.count_idle(match.pages),
             growth=self.limits.pages_for(computation.limit) - total,
             running_growth=self._growth(running),
         )
 
     def enter(self, computation: Computation, match: Match) -> None:
         """Give ``computation``, which fits, a slot and pages for all that is known of it."""
-        shared = match.pages
+        shared, on_host = match.pages, match.on_host
         self.pool.share(shared)
+        self.prefix.pin(on_host)
         missing = self.limits.pages_for(computation.sequence.num_tokens) - len(shared)
         enough = self._make_free(missing)
         assert enough, "a sequence was let in without pages for it"
-        computation.pages = shared + self.pool.allocate(missing)
+        loaded = self.prefix.load(on_host)
+        self._counters.pages_onloaded += len(loaded)
+        computation.pages = shared + loaded + self.pool.allocate(missing - len(loaded))
         computation.cursor = match.nodes[-1] if match.nodes else None
         slot, generation = self.slots.open()
-        computed = len(shared) * self.limits.page_size
+        computed = len(match.nodes) * self.limits.page_size
         computation.enter_slot(self.counts, slot, generation, computed)
         self.counts.room[slot] = len(computation.pages) * self.limits.page_size
         computation.prompt_logprobs_from = first_logprob(computation.sequence)
@@ -186,6 +192,7 @@ class Memory:
         if missing > self.pool.num_idle:
             return False
         if missing > 0:
-            self.prefix.evict(missing)
-            self._counters.pages_evicted += missing
+            num_offloaded, num_lost = self.prefix.evict(missing)
+            self._counters.pages_offloaded += num_offloaded
+            self._counters.pages_evicted += num_lost
         return True

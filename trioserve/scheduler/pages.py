@@ -1,6 +1,6 @@
 """The pool of KV pages: how many sequences hold each page, and which pages may be handed out.
 
-A page is in exactly one of four places:
+A page is in exactly one of four states:
 
 ======== ==========================================================================================
 free     its content means nothing; it may be allocated
@@ -14,13 +14,17 @@ idle     nobody holds it; the prefix cache *keeps* it for its content
     free ──allocate──▶ held ──release──▶ retiring ──acknowledge──▶ free, or idle where it is kept
                         ▲                   │                                  │
                         └────────share──────┴──────────────share───────────────┤
-    free ◀──────────────────────────────evict──────────────────────────────────┘
+    free ◀─────────────────────────evict or offload────────────────────────────┘
+
+What an idle page holds can also go on in the host's memory, where there is some for that
+(:mod:`~trioserve.scheduler.host_pages`): it is *offloaded* there, which frees the page, and
+*loaded* back onto any page. This module only says where things are; copying is the worker's.
 
 An *epoch* is the number of a plan. A page is released with the epoch of the last plan that named
 its holder, and is out of reach until that plan has been acknowledged. A kept page may be shared
 again at any time: it is full, and no plan in flight writes to a full page.
 
-Idle pages are evicted by their *level* (:mod:`~trioserve.scheduler.priorities`), and within one by
+Idle pages go by their *level* (:mod:`~trioserve.scheduler.priorities`), and within one by
 when they came there. Whoever releases a path of the prefix tree names the deepest page first, so a
 child always goes before a parent on the same level.
 """
@@ -32,6 +36,7 @@ from collections.abc import Iterable, Set
 import attrs
 
 from trioserve.retention import DEFAULT_PRIORITY
+from trioserve.scheduler.host_pages import HostPages
 from trioserve.scheduler.idle import IdlePages
 
 __all__ = ["PagePool"]
@@ -39,9 +44,14 @@ __all__ = ["PagePool"]
 
 @attrs.define(eq=False, repr=False)
 class PagePool:
-    """``num_pages`` pages, known by their numbers from 0. Pure bookkeeping."""
+    """``num_pages`` pages, known by their numbers from 0. Pure bookkeeping.
+
+    ``num_host_pages`` places in the host's memory have the numbers behind them.
+    """
 
     num_pages: int
+    num_host_pages: int = 0
+    host: HostPages = attrs.field(init=False)
     _holders: list[int] = attrs.field(init=False)
     _epochs: list[int] = attrs.field(init=False)
     _kept: set[int] = attrs.field(init=False)
@@ -52,13 +62,14 @@ class PagePool:
     _acknowledged: int = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.host = HostPages(self.num_pages, self.num_host_pages)
         self._holders = [0] * self.num_pages
         self._epochs = [0] * self.num_pages
         self._kept = set()
         self._free = list(range(self.num_pages - 1, -1, -1))
         self._retiring = {}
         self._idle = IdlePages()
-        self._levels = [DEFAULT_PRIORITY] * self.num_pages
+        self._levels = [DEFAULT_PRIORITY] * (self.num_pages + self.num_host_pages)
         self._acknowledged = 0
 
     @property
@@ -68,7 +79,7 @@ class PagePool:
 
     @property
     def num_idle(self) -> int:
-        """Pages that :meth:`evict` can free at once."""
+        """Pages that :meth:`evict` and :meth:`offload` can free at once."""
         return len(self._idle)
 
     @property
@@ -101,14 +112,18 @@ class PagePool:
         """Whether the prefix cache keeps ``page``."""
         return page in self._kept
 
+    def is_on_host(self, page: int) -> bool:
+        """Whether ``page`` is the number of a place in the host's memory."""
+        return page >= self.num_pages
+
     def level(self, page: int) -> int:
-        """How much ``page`` is worth keeping."""
+        """How much what ``page`` holds is worth keeping; also of a place on the host."""
         return self._levels[page]
 
     def set_level(self, page: int, level: int) -> None:
-        """How much ``page`` is worth keeping. If it is idle, it is so from now on."""
+        """How much ``page`` is worth keeping. If it is idle or on the host, it is from now on."""
         self._levels[page] = level
-        self._idle.move(page, level)
+        (self.host if self.is_on_host(page) else self._idle).move(page, level)
 
     def count_idle(self, pages: Iterable[int]) -> int:
         """How many of ``pages`` are idle: sharing them takes as many from what can be evicted."""
@@ -164,25 +179,62 @@ class PagePool:
         self._kept.remove(page)
 
     def give_up(self, page: int) -> None:
-        """The prefix cache wants ``page`` no more, whether somebody has it still or nobody."""
+        """The prefix cache wants ``page`` no more, wherever it is and whoever has it."""
+        if self.is_on_host(page):
+            self.host.free(page)
+            return
         self._kept.remove(page)
         if self._holders[page] == 0 and page not in self._retiring:
             self._idle.discard(page)
             self._free.append(page)
 
-    def evict(self) -> int:
-        """Free the idle page of the lowest level, and of them the one that has been there longest.
+    def next_idle(self) -> int:
+        """The idle page that is to go first: of the lowest level, the one longest there.
 
         There must be one.
+        """
+        return self._idle.first()
+
+    def evict(self) -> int:
+        """Free that page.
 
         Returns:
             which it was.
         """
-        page = self._idle.first()
-        self._idle.discard(page)
-        self._kept.remove(page)
-        self._free.append(page)
+        page = self.next_idle()
+        self.give_up(page)
         return page
+
+    def offload(self, page: int) -> int:
+        """Free idle ``page``, what it holds going to the host, where a place must be free.
+
+        Returns:
+            the place.
+        """
+        place = self.host.store(self._levels[page])
+        self._move_level(page, place)
+        self.give_up(page)
+        return place
+
+    def load(self, place: int) -> int:
+        """Give what ``place`` on the host holds a page, with one holder. One must be free.
+
+        Returns:
+            the page.
+        """
+        [page] = self.allocate(1)
+        self.replace(place, page)
+        return page
+
+    def replace(self, place: int, page: int) -> None:
+        """``page``, which is held, holds what ``place`` on the host did, and is kept for it."""
+        self.keep(page)
+        self._move_level(place, page)
+        self.host.free(place)
+
+    def _move_level(self, old: int, new: int) -> None:
+        self._levels[new] = self._levels[old]
+        self._levels[old] = DEFAULT_PRIORITY
 
     def _settle(self, page: int) -> None:
         del self._retiring[page]
@@ -192,7 +244,7 @@ class PagePool:
             self._free.append(page)
 
     def check(self) -> None:
-        """Assert that every page is in exactly one place, and that each place suits it."""
+        """Assert that every page is in exactly one state, and that each state suits it."""
         places = [set(self._free), self.held(), set(self._retiring), set(self._idle)]
         assert len(self._free) == len(places[0]), "a page is free twice"
         assert sum(map(len, places)) == len(set().union(*places)) == self.num_pages
@@ -202,3 +254,6 @@ class PagePool:
         usual = {page for page, level in enumerate(self._levels) if level == DEFAULT_PRIORITY}
         assert places[0] <= usual, "a free page is worth something"
         self._idle.check(self._levels)
+        self.host.check(self._levels)
+        free_places = set(range(self.num_pages, len(self._levels))) - self.host.stored()
+        assert free_places <= usual, "a free place on the host is worth something"

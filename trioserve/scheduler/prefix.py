@@ -17,12 +17,19 @@ Rules, and what follows from them:
 4. So whoever holds a node's page holds its ancestors' pages as long or longer. A page that is idle
    has only idle pages below it, all of them idle at least as long and worth no more
    (:mod:`~trioserve.scheduler.priorities`): of those that are worth the least, the page that has
-   been idle longest is always a leaf. Eviction just takes it, and all idle pages can be evicted.
+   been idle longest never has a page below it. Eviction just takes it, and all idle pages can be
+   evicted.
+5. Where the host has memory for it, an evicted page goes on there: its node stays, with the number
+   of a place on the host (:mod:`~trioserve.scheduler.host_pages`). Below such a node there are only
+   such nodes, and what rule 4 says of idle pages is true of them. A sequence that matches them has
+   them copied back onto pages of its own. :attr:`PrefixCache.copies` are in the order in which
+   evictions and loads happened, so that places and pages may be used again at once; they are done
+   before anything else in the plan that is in the making, or in the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import attrs
 
@@ -44,6 +51,7 @@ class Node:
     key: tuple[Hashable, ...]
     """The page's tokens; of a root, its namespace."""
     page: int
+    """Its number, or that of a place on the host."""
     plan: int
     """The number of the plan that computes the page."""
     depth: int
@@ -55,16 +63,23 @@ class Node:
 class Match:
     """The pages whose KV a prompt can use, from its start.
 
-    ``pending`` says that there would be more of them in the next plan: the plan in the making
-    computes the page that comes next.
+    Those that are on the host, if any, come last. ``pending`` says that there would be more of them
+    in the next plan: the plan in the making computes the page that comes next.
     """
 
     nodes: tuple[Node, ...] = ()
+    num_on_host: int = 0
     pending: bool = False
 
     @property
     def pages(self) -> list[int]:
-        return [node.page for node in self.nodes]
+        """Those on the device."""
+        return [node.page for node in self.nodes[: len(self.nodes) - self.num_on_host]]
+
+    @property
+    def on_host(self) -> tuple[Node, ...]:
+        """Those that have to be loaded."""
+        return self.nodes[len(self.nodes) - self.num_on_host :]
 
 
 @attrs.define(eq=False, repr=False)
@@ -77,6 +92,8 @@ class PrefixCache:
     """Is told what comes and goes."""
     priorities: Priorities = attrs.field(init=False)
     """How much each page is worth keeping."""
+    copies: list[tuple[int, int]] = attrs.field(init=False, factory=list)
+    """From where to where pages are to be copied, one after the other."""
     _roots: dict[Namespace, Node] = attrs.field(init=False, factory=dict)
     _node_of: dict[int, Node] = attrs.field(init=False, factory=dict)
     _num_flushes: int = attrs.field(init=False, default=0)
@@ -96,6 +113,7 @@ class PrefixCache:
         if node is None:
             return Match()
         path: list[Node] = []
+        num_on_host = 0
         size = self.page_size
         stop = len(tokens) - 1 if most is None else most
         for start in range(0, stop - size + 1, size):
@@ -103,9 +121,10 @@ class PrefixCache:
             if node is None:
                 break
             if node.plan == plan:
-                return Match(tuple(path), pending=True)
+                return Match(tuple(path), num_on_host, pending=True)
             path.append(node)
-        return Match(tuple(path))
+            num_on_host += self.pool.is_on_host(node.page)
+        return Match(tuple(path), num_on_host)
 
     def publish(
         self,
@@ -187,6 +206,11 @@ class PrefixCache:
             cursor = parent.children.get(key)
             if cursor is None:
                 cursor = self._add(parent, key, pages[index], plan=0)
+            elif self.pool.is_on_host(cursor.page):
+                # Its page holds the same, and is here already.
+                place = cursor.page
+                self.pool.replace(place, pages[index])
+                self._moved(cursor, pages[index])
             else:
                 self.pool.share([cursor.page])
                 held.append(cursor.page)
@@ -206,12 +230,65 @@ class PrefixCache:
             found.append(node)
         return found
 
-    def evict(self, count: int) -> None:
-        """Free ``count`` idle pages, in the order of rule 4. There must be as many."""
+    def evict(self, count: int) -> tuple[int, int]:
+        """Free ``count`` idle pages, in the order of rule 4. There must be as many.
+
+        Returns:
+            how many of them went to the host; and how many, of them or of those there, are nowhere
+            to be found any more.
+        """
+        num_offloaded = num_lost = 0
         for _ in range(count):
-            node = self._node_of.pop(self.pool.evict())
-            assert not node.children, "a page was evicted from under its children"
-            self._remove(node)
+            page = self.pool.next_idle()
+            node = self._node_of[page]
+            num_lost += self._make_place(self.pool.level(page))
+            if self.pool.host.num_free:
+                place = self.pool.offload(page)
+                self.copies.append((page, place))
+                self._moved(node, place)
+                num_offloaded += 1
+            else:
+                self._lose(node)
+                num_lost += 1
+        return num_offloaded, num_lost
+
+    def _make_place(self, level: int) -> bool:
+        """See that the host has a place for what is worth ``level``, if anything there isn't.
+
+        Returns:
+            whether something had to go for it.
+        """
+        host = self.pool.host
+        oldest = None if host.num_free else host.next()
+        if oldest is None or self.pool.level(oldest) > level:
+            return False
+        self._lose(self._node_of[oldest])
+        return True
+
+    def load(self, nodes: Sequence[Node]) -> list[int]:
+        """Have the pages of ``nodes``, which are on the host and pinned there, copied back.
+
+        There must be as many pages free; each has one holder then.
+
+        Returns:
+            the pages.
+        """
+        for node in nodes:
+            place = node.page
+            page = self.pool.load(place)
+            self.copies.append((place, page))
+            self._moved(node, page)
+        return [node.page for node in nodes]
+
+    def pin(self, nodes: Iterable[Node]) -> None:
+        """Keep ``nodes``, which are on the host, there until :meth:`load`."""
+        for node in nodes:
+            self.pool.host.pin(node.page)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """What is to be copied before the next plan's rows are computed."""
+        copies, self.copies = self.copies, []
+        return copies
 
     def drop(self, is_dropped: Callable[[Namespace], bool]) -> None:
         """Take the namespaces out that ``is_dropped`` is true of, which nobody looks into any more.
@@ -223,9 +300,7 @@ class PrefixCache:
             nodes.extend(node.children.values())
         for node in reversed(nodes):  # the deepest first
             if node.parent is not None:
-                del self._node_of[node.page]
-                self.pool.give_up(node.page)
-                self._remove(node)
+                self._lose(node)
 
     def flush(self) -> int:
         """Have nobody find what is cached now: free what is idle, and hide the rest.
@@ -236,8 +311,12 @@ class PrefixCache:
         Returns:
             how many pages were freed.
         """
-        freed = self.pool.num_idle
-        self.evict(freed)
+        host = self.pool.host
+        freed = host.num_stored + self.pool.num_idle
+        while (place := host.next()) is not None:
+            self._lose(self._node_of[place])
+        while self.pool.num_idle:
+            self._lose(self._node_of[self.pool.next_idle()])
         self.events.on_cleared()
         self._num_flushes += 1
         roots, self._roots = self._roots, {}
@@ -264,12 +343,17 @@ class PrefixCache:
             assert node.page not in seen, f"page {node.page} is published twice"
             seen.add(node.page)
             assert self._node_of[node.page] is node
+            if self.pool.is_on_host(node.page):
+                assert node.page in self.pool.host, f"nothing is stored in place {node.page}"
+                continue
             assert self.pool.is_kept(node.page), f"published page {node.page} is not kept"
+            assert not self.pool.is_on_host(node.parent.page), "a page's parent is on the host"
             if node.parent.page != _NO_PAGE:
                 mine, parents = self.pool.holders(node.page), self.pool.holders(node.parent.page)
                 assert parents >= mine, f"page {node.page} is held without its parent"
         assert seen == self._node_of.keys()
-        assert seen == self.pool.kept(), "a page is kept that isn't published"
+        kept = self.pool.kept() | self.pool.host.stored()
+        assert seen == kept, "a page is kept that isn't published"
         self.priorities.check(self._node_of.values())
 
     def _key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
@@ -280,6 +364,21 @@ class PrefixCache:
         if root is None:
             root = self._roots[namespace] = Node(None, namespace, _NO_PAGE, plan=0, depth=0)
         return root
+
+    def _lose(self, node: Node) -> None:
+        """Take ``node``, which nobody is to find any more, out of the tree and its page back."""
+        assert not node.children, "a page was evicted from under its children"
+        del self._node_of[node.page]
+        self.pool.give_up(node.page)
+        self._remove(node)
+
+    def _moved(self, node: Node, page: int) -> None:
+        """What ``node`` stands for is at ``page`` now."""
+        del self._node_of[node.page]
+        node.page = page
+        self._node_of[page] = node
+        if self.events.feed.is_wanted:
+            self.events.on_moved(node, on_host=self.pool.is_on_host(page))
 
     def _remove(self, node: Node) -> None:
         """Take ``node``, which has nothing below it, out of the tree."""

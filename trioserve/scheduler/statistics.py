@@ -47,7 +47,11 @@ class Counters:
     prefix_cache_hits: int = 0
     """Those of them that needed no computation, because their pages were cached."""
     pages_evicted: int = 0
-    """Cached pages that were given to somebody else. Those of an emptied cache aren't counted."""
+    """Cached pages whose content was lost to others. Those of an emptied cache aren't counted."""
+    pages_offloaded: int = 0
+    """Cached pages that were copied to the host, for their room on the device was needed."""
+    pages_onloaded: int = 0
+    """Pages that were copied back from there."""
     step_us: int = 0
     """Microseconds that workers spent in steps."""
     idle_us: int = 0
@@ -78,6 +82,9 @@ class SchedulerStatistics(Counters):
     pages_held: int = 0
     """Pages of running sequences, and those that a plan in flight still names."""
     pages_total: int = 0
+    host_pages_cached: int = 0
+    """Places in the host's memory that hold what was offloaded."""
+    host_pages_total: int = 0
     running_adapters: tuple[str, ...] = ()
     """Names of the adapters of running sequences."""
     waiting_adapters: tuple[str, ...] = ()

@@ -100,7 +100,7 @@ class FakeWorker:
     """A worker whose model is a function. Takes plans, gives results; no task, no clock.
 
     Args:
-        num_pages, page_size: its page pool.
+        num_pages, num_host_pages, page_size: its page pool, and places on the host.
         vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens: what it says in ``Ready``.
         token: makes the next token (default: :func:`hashed_token`), -1 if there is none to draw.
             Where ``allowed_token_ids`` leaves it out, one of those stands in for it.
@@ -119,6 +119,7 @@ class FakeWorker:
     """
 
     num_pages: int = 256
+    num_host_pages: int = 0
     page_size: int = 16
     vocab_size: int = 256
     max_model_len: int = 2048
@@ -145,13 +146,14 @@ class FakeWorker:
     _failed: bool = attrs.field(init=False, default=False)
     _dropped: set[tuple[int, int]] = attrs.field(init=False, factory=set)
     _tokens: Ints = attrs.field(init=False, repr=False)
-    """[num_pages * page_size]: the token at each place, -1 where nothing is."""
+    """[all pages * page_size]: the token at each place, -1 where nothing is."""
     _digests: npt.NDArray[np.uint64] = attrs.field(init=False, repr=False)
-    """[num_pages * page_size]: the digest of each place's token and everything before it."""
+    """[all pages * page_size]: the digest of each place's token and everything before it."""
 
     def __attrs_post_init__(self) -> None:
-        self._tokens = np.full(self.num_pages * self.page_size, -1, dtype=np.int32)
-        self._digests = np.zeros(self.num_pages * self.page_size, dtype=np.uint64)
+        size = (self.num_pages + self.num_host_pages) * self.page_size
+        self._tokens = np.full(size, -1, dtype=np.int32)
+        self._digests = np.zeros(size, dtype=np.uint64)
 
     def ready(self, **changes: Any) -> wire.Ready:
         """What a worker like this says once its model is loaded."""
@@ -167,6 +169,7 @@ class FakeWorker:
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            num_host_pages=self.num_host_pages,
         )
         return attrs.evolve(ready, **changes)
 
@@ -243,6 +246,17 @@ class FakeWorker:
         assert len(used) <= self.max_loras, "too many adapters are computed together"
         for number, page in zip(_list(plan.page_slots), _list(plan.page_ids), strict=True):
             self.slots[number].pages.append(page)
+        self._copy(wire.ints(plan.copies).reshape(-1, 2))
+
+    def _copy(self, copies: Ints) -> None:
+        """Copy pages; what they came from holds nothing of use any more."""
+        for source, destination in copies.tolist():
+            assert (source < self.num_pages) != (destination < self.num_pages), "on one side"
+            for column in (self._tokens, self._digests):
+                pages = column.reshape(-1, self.page_size)
+                pages[destination] = pages[source]
+            gone = slice(source * self.page_size, (source + 1) * self.page_size)
+            self._tokens[gone] = -1
 
     def _compute(self, slot: _Slot, count: int) -> list[int]:
         """Compute the next ``count`` tokens of ``slot``, and sample if they are its last."""

@@ -47,6 +47,14 @@ void Decoder::finish(const DecoderLimits& limits, const float* cos_sin) {
   make_room(limits.max_tokens);
 }
 
+void Decoder::copy_pages(const int32_t (*pairs)[2], int64_t count) {
+  const int64_t stride = attention_.page_stride();
+  for (int64_t i = 0; i < count; ++i)
+    for (Layer& layer : layers)
+      for (bf16* pages : {layer.keys, layer.values})
+        std::copy_n(pages + pairs[i][0] * stride, stride, pages + pairs[i][1] * stride);
+}
+
 void Decoder::make_room(int64_t tokens) {
   const int64_t width = shape.hidden_size;
   const int64_t query_width = shape.num_heads * shape.head_dim;

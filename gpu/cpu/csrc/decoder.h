@@ -53,6 +53,9 @@ class Decoder {
   // Throws std::bad_alloc.
   void finish(const DecoderLimits& limits, const float* cos_sin);
 
+  // Copies `count` pages one after the other, all layers of each, from pairs[i][0] to pairs[i][1].
+  void copy_pages(const int32_t (*pairs)[2], int64_t count);
+
   // Of the tokens that forward() computed: [tokens, hidden_size].
   const bf16* hidden() const { return h_; }
 

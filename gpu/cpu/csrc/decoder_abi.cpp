@@ -117,6 +117,10 @@ int32_t decoder_finish(Decoder* decoder, const DecoderLimits* limits, const floa
 
 const bf16* decoder_hidden(const Decoder* decoder) { return decoder->hidden(); }
 
+void decoder_copy_pages(Decoder* decoder, const int32_t (*pairs)[2], int64_t count) {
+  decoder->copy_pages(pairs, count);
+}
+
 void decoder_forward(Decoder* decoder, const int32_t* tokens, const AttentionStep* step,
                      const AdapterStep* adapters) {
   decoder->forward(tokens, *step, adapters);

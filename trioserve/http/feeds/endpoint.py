@@ -15,9 +15,11 @@ from trioserve.http.feeds.schemas import (
     CacheCleared,
     CacheRemoved,
     CacheStored,
+    CacheUpdated,
     IterationStats,
     KvCacheEvent,
     KvCacheStats,
+    LevelChange,
     StoredBlock,
 )
 from trioserve.http.service import Service, json_response
@@ -57,11 +59,14 @@ class FeedEndpoints:
 
 
 def _event(event: CacheEvent) -> KvCacheEvent:
-    data: CacheStored | CacheRemoved | CacheCleared
+    data: CacheStored | CacheUpdated | CacheRemoved | CacheCleared
     match event.kind:
         case "stored":
             block = StoredBlock(block_hash=event.hash, num_tokens=event.num_tokens)
             data = CacheStored(parent_hash=event.parent_hash, blocks=[block])
+        case "moved":
+            change = LevelChange(new_value=event.cache_level, old_value=1 - event.cache_level)
+            data = CacheUpdated(block_hash=event.hash, cache_level=change)
         case "removed":
             data = CacheRemoved(block_hashes=[event.hash])
         case "cleared":
@@ -95,6 +100,10 @@ def _stats(
             used_num_blocks=iteration.pages_held,
             cached_num_blocks=iteration.pages_cached,
             evicted_blocks=iteration.pages_evicted,
+            offloaded_blocks=iteration.pages_offloaded,
+            onloaded_blocks=iteration.pages_onloaded,
+            host_max_num_blocks=iteration.host_pages_total,
+            host_used_num_blocks=iteration.host_pages_cached,
             tokens_per_block=page_size,
             cache_hit_rate=iteration.prefix_cache_hits / max(iteration.prefix_cache_queries, 1),
         ),

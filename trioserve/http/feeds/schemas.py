@@ -42,7 +42,11 @@ class KvCacheStats(msgspec.Struct, kw_only=True, rename="camel"):
     cached_num_blocks: Annotated[
         int, about("Those of `freeNumBlocks` that are kept for what they contain.")
     ]
-    evicted_blocks: Annotated[int, about("Cached pages given up since the step before.")]
+    evicted_blocks: Annotated[int, about("Cached pages lost since the step before.")]
+    offloaded_blocks: Annotated[int, about("Those that went to the host's memory since then.")]
+    onloaded_blocks: Annotated[int, about("Those that came back from there.")]
+    host_max_num_blocks: Annotated[int, about("All pages that the host has room for.")]
+    host_used_num_blocks: Annotated[int, about("Those of them that hold something.")]
     tokens_per_block: Annotated[int, about("Tokens that a page holds.")]
     cache_hit_rate: Annotated[
         float,
@@ -102,6 +106,21 @@ class CacheStored(msgspec.Struct, kw_only=True, tag_field="type", tag="stored"):
     blocks: Annotated[list[StoredBlock], about("The page.")]
 
 
+class LevelChange(msgspec.Struct, kw_only=True):
+    """Where a page was, and where it is: 0 in the worker's memory, 1 in the host's."""
+
+    type: Annotated[str, about("Always `event_diff`.")] = "event_diff"
+    new_value: Annotated[int, about("Where it is.")]
+    old_value: Annotated[int, about("Where it was.")]
+
+
+class CacheUpdated(msgspec.Struct, kw_only=True, tag_field="type", tag="updated"):
+    """A page went to the host's memory, or came back."""
+
+    block_hash: Annotated[int, about("Its hash.")]
+    cache_level: Annotated[LevelChange, about("From where to where.")]
+
+
 class CacheRemoved(msgspec.Struct, kw_only=True, tag_field="type", tag="removed"):
     """A page went out."""
 
@@ -116,4 +135,4 @@ class KvCacheEvent(msgspec.Struct, kw_only=True):
     """Something that happened to the prefix cache."""
 
     event_id: Annotated[int, about("Counts up by one; a gap tells of events that were lost.")]
-    data: Annotated[CacheStored | CacheRemoved | CacheCleared, about("What it was.")]
+    data: Annotated[CacheStored | CacheUpdated | CacheRemoved | CacheCleared, about("What it was.")]

@@ -53,6 +53,7 @@ def draw_scenario(seed: int) -> Scenario:
         clients[poisoned] = _poisonous(clients[poisoned])
         faults = []
         options["max_worker_restarts"] = 3
+    worker = _with_host_pages(random.Random(f"host {seed}"), worker)
     clients = _with_retention(random.Random(f"retention {seed}"), clients)
     clients = _with_sessions(random.Random(f"sessions {seed}"), clients)
     return Scenario(
@@ -87,6 +88,13 @@ def _worker(choose: random.Random) -> WorkerKind:
         link_delay=choose.choice((0.0, 0.0, STEP / 3)),
         pages_after_loss=max(1, num_pages // 2) if shrinks else None,
     )
+
+
+def _with_host_pages(choose: random.Random, worker: WorkerKind) -> WorkerKind:
+    """Half of the workers have some memory of the host, most of them too little."""
+    if choose.random() < 0.5:
+        return worker
+    return attrs.evolve(worker, num_host_pages=choose.choice((1, 4, worker.num_pages, 1000)))
 
 
 def _options(choose: random.Random) -> dict[str, Any]:

@@ -143,6 +143,8 @@ class WorkerKind:
     """Seconds that a message of the engine is under way."""
     pages_after_loss: int | None = None
     """Pages of every worker but the first, if they have fewer."""
+    num_host_pages: int = 0
+    """Places for pages in the host's memory."""
 
     def pages_of(self, worker: int) -> int:
         """The pages of one of the workers."""

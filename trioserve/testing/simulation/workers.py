@@ -89,6 +89,7 @@ class Workers:
         luck = _Luck(self._scenario, self._books, number, faults)
         return FakeWorker(
             num_pages=kind.pages_of(number),
+            num_host_pages=kind.num_host_pages,
             page_size=kind.page_size,
             max_model_len=kind.max_model_len,
             max_num_batched_tokens=kind.max_num_batched_tokens,
