@@ -52,6 +52,29 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "/v1/messages/count_tokens": [{"messages": _CHAT["messages"], "system": [], "tools": []}],
+    "/api/chat": [
+        {
+            "messages": _CHAT["messages"],
+            "tools": [_TOOL],
+            "format": "json",
+            "options": {"num_predict": 2, "seed": -1, "stop": ["a"], "num_ctx": 4096},
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+                {"role": "tool", "tool_name": "f", "content": "y"},
+            ],
+            "stream": False,
+            "think": False,
+            "options": {"num_predict": 2},
+        },
+    ],
+    "/api/generate": [
+        {"prompt": "hi", "system": "x", "options": {"num_predict": 2}, "logprobs": True},
+        {"prompt": "hi", "raw": True, "format": {}, "keep_alive": 0},
+        {},
+    ],
     "/tokenize": [{"prompt": "hi"}, {"messages": _CHAT["messages"], "add_generation_prompt": True}],
     "/detokenize": [{"tokens": [1, 2]}],
 }

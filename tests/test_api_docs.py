@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
+from ollama import _types as ollama_types
 from openai.types import completion_create_params as text_params
 from openai.types import embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
@@ -20,6 +21,14 @@ from trioserve.http.completions.schemas import CompletionRequest
 from trioserve.http.errors import ERROR_STATUSES
 from trioserve.http.messages.schemas import CountTokensRequest, MessagesRequest
 from trioserve.http.native.schemas import GenerateRequest, NativeSampling
+from trioserve.http.ollama.model_schemas import ShowRequest
+from trioserve.http.ollama.schemas import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaOptions,
+)
 from trioserve.http.openapi import openapi_path
 from trioserve.http.pooling.schemas import EmbeddingRequest
 from trioserve.http.routes import GROUPS, ROUTES
@@ -157,3 +166,25 @@ def test_whatever_the_anthropic_client_sends_is_known(
     assert sent <= {field.name for field in msgspec.structs.fields(request_type)}
     names = (request_type.__name__,)
     assert all("Anthropic" in tables.peers_of(names, name) for name in sent)
+
+
+@pytest.mark.parametrize(
+    ("params", "request_type"),
+    [
+        (ollama_types.ChatRequest, OllamaChatRequest),
+        (ollama_types.GenerateRequest, OllamaGenerateRequest),
+        (ollama_types.EmbedRequest, OllamaEmbedRequest),
+        (ollama_types.ShowRequest, ShowRequest),
+        (ollama_types.Message, OllamaMessage),
+        (ollama_types.Options, OllamaOptions),
+    ],
+)
+def test_whatever_the_ollama_client_sends_is_known(
+    params: Any, request_type: type[msgspec.Struct], tables: Any
+) -> None:
+    sent = set(params.model_fields)
+    assert sent
+    assert sent <= {field.name for field in msgspec.structs.fields(request_type)}
+    names = (request_type.__name__,)
+    if request_type not in (OllamaMessage, OllamaOptions):
+        assert all("Ollama" in tables.peers_of(names, name) for name in sent)

@@ -36,6 +36,7 @@ TWO = ("--api-server-count", "2")
 MOCK = ("--mock-worker", "10ms", *TWO)
 """Where it doesn't matter what the model says."""
 MESSAGES = [{"role": "user", "content": "the cat and the dog"}]
+GREEDY = {"num_predict": 8, "temperature": 0}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (PATH, {"prompt": "hello there", "max_tokens": 12, "temperature": 0}),
     (PATH, {"prompt": ["hello", "the world"], "max_tokens": 5, "temperature": 0, "n": 2}),
@@ -49,10 +50,19 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ),
     (CHAT, {"messages": MESSAGES, "max_tokens": 9, "temperature": 0, "stream": True}),
     (CHAT, {"messages": MESSAGES, "max_tokens": 7, "temperature": 0, "logprobs": True}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ("/api/chat", {"messages": MESSAGES, "stream": False, "options": GREEDY}),
+    ("/api/generate", {"prompt": "hello", "raw": True, "stream": False, "options": GREEDY}),
+    ("/api/show", {}),
     (PATH, {"prompt": "x", "max_tokens": 100_000}),
     (PATH, {"prompt": "x", "structured_outputs": {"regex": "("}}),
 ]
-CHANGING = {"id", "created", "cached_tokens", "prompt_tokens_details"}
+CHANGING = {
+    *("id", "created", "cached_tokens", "prompt_tokens_details"),
+    *("input_tokens", "cache_read_input_tokens", "created_at", "modified_at", "total_duration"),
+    *("prompt_eval_duration", "eval_duration"),
+}
 
 
 def lasting(value: Any) -> Any:
@@ -132,11 +142,11 @@ async def test_the_answers_are_those_of_one_process(tiny: Path, start: Any) -> N
     one.wait_until_it_serves()
     two.wait_until_it_serves()
     expected = await answers(one.url)
-    assert [each[0] for each in expected] == [200] * 9 + [400] * 2
+    assert [each[0] for each in expected] == [200] * 14 + [400] * 2
     assert await answers(two.url) == expected
     counted = await values(two.url)
     # Each answer's outputs, and those of nobody else.
-    assert counted["trioserve:e2e_request_latency_seconds_count"] == 10
+    assert counted["trioserve:e2e_request_latency_seconds_count"] == 13
     assert counted["trioserve:request_rejections_total"] == 2
     for server in (one, two):
         server.process.send_signal(signal.SIGTERM)

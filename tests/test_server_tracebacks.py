@@ -16,13 +16,17 @@ from trioserve.http.routes import ROUTES, Route
 
 SECRET = "/home/operator/secret"
 ADMIN = {"Authorization": "Bearer admin"}
-NEEDS_NO_ENGINE = {"welcome", "version", "tasks"}
+NEEDS_NO_ENGINE = {"welcome", "version", "tasks", "ollama_version"}
 BODIES: dict[str, dict[str, Any]] = {
     "chat_completions": {"messages": [{"role": "user", "content": "x"}]},
     "completions": {"prompt": "x"},
     "generate": {"text": "x"},
     "messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
     "count_message_tokens": {"model": "x", "messages": [{"role": "user", "content": "x"}]},
+    "ollama_chat": {"messages": [{"role": "user", "content": "x"}]},
+    "ollama_generate": {"prompt": "x"},
+    "ollama_embed": {"input": "x"},
+    "ollama_show": {},
     "tokenize": {"prompt": "x"},
     "detokenize": {"tokens": [1]},
     "embeddings": {"input": "x"},
@@ -83,8 +87,8 @@ async def test_no_route_tells_a_client_what_went_wrong(
 
 async def _ask(client: httpx.AsyncClient, route: Route, rule: str, streams: bool) -> Any:
     body = BODIES.get(route.handler)
-    if body is not None and streams and route.events is not None:
-        body = {**body, "stream": True}
+    if body is not None and route.events is not None:
+        body = {**body, "stream": streams}
     path = rule.replace("<path:name>", "x")
     return await client.request(route.method, path, json=body)
 

@@ -1,7 +1,7 @@
 """Which fields of requests the other servers have, by the names of our classes.
 
-OpenAI's and Anthropic's are those of their references; vLLM's and SGLang's were read from their
-sources of July and August 2026, together with those that vLLM had before (``guided_json`` and
+OpenAI's, Anthropic's and Ollama's are those of their references; vLLM's and SGLang's were read from
+their sources of July and August 2026, together with those that vLLM had before (``guided_json`` and
 others). Of TensorRT-LLM there is what its requests have and no other server's do.
 """
 
@@ -14,6 +14,8 @@ _CONVERSATION = (
     "context_management mcp_servers speed"
 )
 """What both of Anthropic's requests have, with what is in beta."""
+_OLLAMA = "format keep_alive logprobs model options shift stream think top_logprobs truncate"
+"""What both of Ollama's requests that generate have."""
 _NAMES = {
     "ChatCompletionRequest": {
         "OpenAI": (
@@ -124,6 +126,14 @@ _NAMES = {
         ),
     },
     "CountTokensRequest": {"Anthropic": _CONVERSATION},
+    "OllamaChatRequest": {"Ollama": f"{_OLLAMA} messages tools"},
+    "OllamaGenerateRequest": {
+        "Ollama": (
+            f"{_OLLAMA} context height images prompt raw steps suffix system template width"
+        ),
+    },
+    "OllamaEmbedRequest": {"Ollama": "dimensions input keep_alive model options truncate"},
+    "ShowRequest": {"Ollama": "model name options system template verbose"},
     "TokenizeRequest": {
         "vLLM": (
             "add_generation_prompt add_special_tokens chat_template chat_template_kwargs "
@@ -229,7 +239,7 @@ _NAMES = {
 def peers_of(class_names: tuple[str, ...], field: str) -> list[str]:
     """The servers whose requests, of one of the classes, have ``field``."""
     found = []
-    for server in ("OpenAI", "vLLM", "SGLang", "TensorRT-LLM", "Anthropic"):
+    for server in ("OpenAI", "vLLM", "SGLang", "TensorRT-LLM", "Anthropic", "Ollama"):
         names = (_NAMES.get(name, {}).get(server, "") for name in class_names)
         if any(field in text.split() for text in names):
             found.append(server)

@@ -30,6 +30,8 @@ from trioserve.http.cors import CrossOrigin
 from trioserve.http.feeds.endpoint import FeedEndpoints
 from trioserve.http.messages.endpoint import MessageEndpoints
 from trioserve.http.native.endpoint import NativeEndpoints
+from trioserve.http.ollama.endpoint import OllamaEndpoints
+from trioserve.http.ollama.models import OllamaModelEndpoints
 from trioserve.http.openai.models import ModelEndpoints
 from trioserve.http.pooling.embeddings import EmbeddingEndpoints
 from trioserve.http.pooling.scores import ScoreEndpoints
@@ -183,6 +185,8 @@ def _add_routes(app: App, service: Service) -> None:
         MessageEndpoints(service, chats, tokens),
         ModelEndpoints(service),
         NativeEndpoints(service),
+        OllamaEndpoints(service, chats),
+        OllamaModelEndpoints(service, chats.format),
         SessionEndpoints(service),
         AdminEndpoints(service),
         ScoreEndpoints(service),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from trioserve.http.errors import ErrorBody, ErrorResponse
 from trioserve.http.messages.errors import MessagesError
+from trioserve.http.ollama.errors import OllamaError
 
 __all__ = ["error_body"]
 
-_BODIES: tuple[tuple[str, type[ErrorBody]], ...] = (("/v1/messages", MessagesError),)
+_BODIES: tuple[tuple[str, type[ErrorBody]], ...] = (
+    ("/v1/messages", MessagesError),
+    ("/api/", OllamaError),
+)
 """By what paths begin with."""
 
 

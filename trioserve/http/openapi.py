@@ -213,13 +213,15 @@ def _content(route: Route, references: _References) -> dict[str, Any]:
         whole = {"anyOf": [whole, {"type": "array", "items": whole}]}
     content = {"application/json": {"schema": whole}}
     if route.events is not None:
-        content["text/event-stream"] = {"schema": _event(route, references)}
+        content[route.stream_type] = {"schema": _event(route, references)}
     return content
 
 
 def _event(route: Route, references: _References) -> dict[str, Any]:
-    """The schema of one event: its data is JSON, but for that of the last one."""
+    """The schema of one event: its data is JSON, but for that of the last one. A line is JSON."""
     schemas = [references.of(route.events), references.of(error_body(route.rule))]
+    if route.stream_type != "text/event-stream":
+        return {"anyOf": schemas, "description": "A line"}
     data = {
         "type": "string",
         "contentMediaType": "application/json",

@@ -41,6 +41,22 @@ from trioserve.http.messages.schemas import (
     TokenCount,
 )
 from trioserve.http.native.schemas import GenerateRequest, GenerateResponse
+from trioserve.http.ollama.model_schemas import (
+    OllamaModels,
+    OllamaRunningModels,
+    OllamaVersion,
+    ShowRequest,
+    ShowResponse,
+)
+from trioserve.http.ollama.schemas import (
+    OllamaChatRequest,
+    OllamaChatResponse,
+    OllamaEmbedRequest,
+    OllamaEmbedResponse,
+    OllamaGenerateRequest,
+    OllamaGenerateResponse,
+)
+from trioserve.http.ollama.writer import LINES
 from trioserve.http.openai.schemas import ModelCard, ModelList
 from trioserve.http.pooling.schemas import (
     ClassifyRequest,
@@ -109,6 +125,8 @@ class Route:
     """Whether the body may be left out."""
     response: Any
     events: Any = None
+    stream_type: str = "text/event-stream"
+    """The content type of a stream: of server-sent events, or of lines of JSON."""
     batch: bool = False
     errors: tuple[int, ...] = ()
     """Statuses of errors that not every endpoint has."""
@@ -186,6 +204,32 @@ ROUTES = (
     ),
     Route(
         method="POST",
+        rule="/api/chat",
+        handler="ollama_chat",
+        summary="Answer a conversation, with Ollama's fields",
+        group="Generation",
+        peers="Ollama, SGLang",
+        request=OllamaChatRequest,
+        response=OllamaChatResponse,
+        events=OllamaChatResponse,
+        stream_type=LINES,
+        errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/api/generate",
+        handler="ollama_generate",
+        summary="Answer a prompt or continue it, with Ollama's fields",
+        group="Generation",
+        peers="Ollama, SGLang",
+        request=OllamaGenerateRequest,
+        response=OllamaGenerateResponse,
+        events=OllamaGenerateResponse,
+        stream_type=LINES,
+        errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
         rule="/v1/embeddings",
         handler="embeddings",
         summary="The embeddings of texts",
@@ -193,6 +237,17 @@ ROUTES = (
         peers="OpenAI, vLLM, SGLang",
         request=EmbeddingRequest,
         response=EmbeddingResponse,
+        errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/api/embed",
+        handler="ollama_embed",
+        summary="The embeddings of texts, with Ollama's fields",
+        group="Embeddings and scores",
+        peers="Ollama",
+        request=OllamaEmbedRequest,
+        response=OllamaEmbedResponse,
         errors=(404, *_GENERATING),
     ),
     Route(
@@ -318,6 +373,35 @@ ROUTES = (
     ),
     Route(
         method="GET",
+        rule="/api/tags",
+        handler="ollama_tags",
+        summary="The models that are served, as Ollama tells them",
+        group="Models",
+        peers="Ollama, SGLang",
+        response=OllamaModels,
+    ),
+    Route(
+        method="GET",
+        rule="/api/ps",
+        handler="ollama_ps",
+        summary="The same, as they are loaded",
+        group="Models",
+        peers="Ollama",
+        response=OllamaRunningModels,
+    ),
+    Route(
+        method="POST",
+        rule="/api/show",
+        handler="ollama_show",
+        summary="One model that is served, as Ollama tells it",
+        group="Models",
+        peers="Ollama, SGLang",
+        request=ShowRequest,
+        response=ShowResponse,
+        errors=(404,),
+    ),
+    Route(
+        method="GET",
         rule="/model_info",
         aliases=("/get_model_info",),
         handler="model_info",
@@ -343,6 +427,15 @@ ROUTES = (
         group="The server",
         peers="vLLM",
         response=VersionReply,
+    ),
+    Route(
+        method="GET",
+        rule="/api/version",
+        handler="ollama_version",
+        summary="The same, at Ollama's path",
+        group="The server",
+        peers="Ollama",
+        response=OllamaVersion,
     ),
     Route(
         method="GET",

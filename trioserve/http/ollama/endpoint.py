@@ -1,0 +1,154 @@
+"""Ollama's ``/api/chat``, ``/api/generate`` and ``/api/embed``."""
+
+from __future__ import annotations
+
+import msgspec
+import quart
+import trio
+
+from trioserve.http.chat.answer import ReaderOptions
+from trioserve.http.chat.preparation import ChatPreparation, PreparedChat, chat_sampling
+from trioserve.http.chat.schemas import ChatCompletionRequest
+from trioserve.http.chat.writer import WantedChat
+from trioserve.http.ollama.fields import (
+    CHAT_WORDS,
+    GENERATE_WORDS,
+    generate_request,
+    ollama_chat_request,
+    raw_request,
+    served_name,
+)
+from trioserve.http.ollama.schemas import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaEmbedResponse,
+    OllamaGenerateRequest,
+    OllamaRequest,
+)
+from trioserve.http.ollama.writer import ChatLines, GenerateLines, OllamaWriter, nanoseconds
+from trioserve.http.openai.fields import make_job
+from trioserve.http.pooling.asked import Asked
+from trioserve.http.pooling.embeddings import run_if_many
+from trioserve.http.service import Service, json_response
+from trioserve.http.threads import num_logprobs, run_if_long
+from trioserve.pooling.inputs import as_items
+from trioserve.request import ChatPrompt, TextPrompt
+
+__all__ = ["OllamaEndpoints"]
+
+
+class OllamaEndpoints:
+    """The handlers, over one service."""
+
+    def __init__(self, service: Service, chats: ChatPreparation) -> None:
+        self._service = service
+        self._chats = chats
+        self._all_text = ReaderOptions(
+            format=chats.format, prompt=ChatPrompt(messages=()), separate_reasoning=False
+        )
+        """How outputs are read in which nothing is told apart."""
+
+    async def ollama_chat(self) -> quart.Response:
+        """``POST /api/chat``."""
+        service = self._service
+        request = await service.read(OllamaChatRequest)
+        with service.deadline(None).enforced():
+            model = served_name(request.model, service)
+            if not request.messages:
+                return json_response(self._writer(ChatLines, model).loaded())
+            with CHAT_WORDS.spoken():
+                chat = ollama_chat_request(request, model, self._chats.format)
+                prepared = await self._chats.prepare(chat, self._id("chatcmpl"))
+            job = CHAT_WORDS.job(prepared.job)
+            return await self._answer(
+                request, ChatLines, model, PreparedChat(job, prepared.options)
+            )
+
+    async def ollama_generate(self) -> quart.Response:
+        """``POST /api/generate``."""
+        service = self._service
+        request = await service.read(OllamaGenerateRequest)
+        with service.deadline(None).enforced():
+            model = served_name(request.model, service)
+            if not request.prompt:
+                return json_response(self._writer(GenerateLines, model).loaded())
+            with GENERATE_WORDS.spoken():
+                if request.raw:
+                    prepared = self._raw(raw_request(request, model), request.prompt)
+                else:
+                    chat = generate_request(request, model, self._chats.format)
+                    prepared = await self._chats.prepare(chat, self._id("cmpl"))
+            job = GENERATE_WORDS.job(prepared.job)
+            prepared = PreparedChat(job, prepared.options)
+            return await self._answer(request, GenerateLines, model, prepared)
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}-{self._service.record.request_id}"
+
+    def _raw(self, chat: ChatCompletionRequest, prompt: str) -> PreparedChat:
+        """The job of a prompt that is the whole text; nothing is told apart in its output."""
+        fields, renames = chat_sampling(chat)
+        job = make_job(self._service, chat, TextPrompt(prompt), self._id("cmpl"), fields, renames)
+        return PreparedChat(job, self._all_text)
+
+    async def _answer(
+        self, request: OllamaRequest, kind: type[OllamaWriter], model: str, chat: PreparedChat
+    ) -> quart.Response:
+        service = self._service
+        top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        writer = self._writer(kind, model, chat.options, top_logprobs)
+        if request.stream is not False:
+            return service.stream([chat.job], writer, writer.framing)
+        (completion,) = await service.complete([chat.job])
+        (times,) = service.record.times
+        now = trio.current_time()
+        reply = await run_if_long(
+            num_logprobs([completion]), lambda: writer.whole(completion, times, now)
+        )
+        return json_response(reply)
+
+    def _writer(
+        self,
+        kind: type[OllamaWriter],
+        model: str,
+        options: ReaderOptions | None = None,
+        top_logprobs: int | None = None,
+    ) -> OllamaWriter:
+        tokenizer = self._service.engine.tokenizer
+        wanted = WantedChat(
+            tokenizer=tokenizer, options=options or self._all_text, top_logprobs=top_logprobs
+        )
+        return kind(model=model, wanted=wanted, started=self._service.record.started)
+
+    async def ollama_embed(self) -> quart.Response:
+        """``POST /api/embed``."""
+        service = self._service
+        request = await service.read(OllamaEmbedRequest)
+        asked = Asked.of(service, "embd", None, None)
+        with service.deadline(None).enforced():
+            model = served_name(request.model, service)
+            adapter, _ = service.adapter(model, None)
+            items = as_items(request.input)
+            service.check_number_of_prompts(len(items), "input")
+            service.note_texts(items)
+            found = await service.engine.embed(
+                items,
+                dimensions=request.dimensions,
+                normalize=True,
+                truncate_prompt_tokens=None if request.truncate is False else -1,
+                adapter=adapter,
+                **asked.options,
+            )
+            service.record.usage = found.usage
+            duration = nanoseconds(trio.current_time() - service.record.started)
+
+            def answer() -> msgspec.Raw:
+                response = OllamaEmbedResponse(
+                    model=model,
+                    embeddings=found.vectors.tolist(),
+                    total_duration=duration,
+                    prompt_eval_count=found.usage.prompt_tokens,
+                )
+                return msgspec.Raw(msgspec.json.encode(response))
+
+            return json_response(await run_if_many(found.vectors.size, answer))
