@@ -116,7 +116,7 @@ PARAMS = st.fixed_dictionaries(
     deadline=None,
     # A smaller example isn't worth the hundreds of launches that the search for it takes.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_any_combination_draws_the_reference_token(

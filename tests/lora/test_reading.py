@@ -163,7 +163,9 @@ def test_files_that_are_missing_or_damaged(adapter: Path, config: ModelConfig) -
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_any_byte_may_be_wrong(data: st.DataObject, model: Path, config: ModelConfig) -> None:
