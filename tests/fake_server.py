@@ -17,7 +17,7 @@ from trioserve.sampling import SamplerParams
 from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker
 
-STALL = 0.5
+STALL = 2.0
 STEP_TIME = 0.01
 
 _MARK, _LETTER = (byte_tokenizer().token_to_id(character) for character in "!a")

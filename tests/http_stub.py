@@ -30,8 +30,9 @@ from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob
 from trioserve.text.chat_template import ChatTemplate
 
-Step = Chunk | float | Exception
-"""A chunk to give, seconds to wait (``math.inf``: for ever), or an error to raise."""
+Step = Chunk | float | trio.Event | Exception
+"""A chunk to give, seconds to wait (``math.inf``: for ever), what to wait for, or an error to
+raise."""
 
 
 class StubTokenizer:
@@ -127,6 +128,11 @@ class ScriptedStream(GenerationStream):
                     await trio.sleep_until(self._wake_at)
                 self._wake_at = 0.0
                 self._script.popleft()
+                continue
+            if isinstance(step, trio.Event):
+                with trio.CancelScope() as self._waiting:
+                    await step.wait()
+                    self._script.popleft()
                 continue
             self._script.popleft()
             if isinstance(step, Exception):
@@ -311,7 +317,7 @@ async def running(stub: StubEngine, **options: Any) -> AsyncIterator[Running]:
 
 def http_client(url: str, **options: Any) -> httpx.AsyncClient:
     """A client of a real server."""
-    return httpx.AsyncClient(base_url=url, timeout=10, trust_env=False, **options)
+    return httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, **options)
 
 
 class _Capture(logging.Handler):
@@ -342,6 +348,19 @@ def captured_logs() -> Iterator[list[dict[str, Any]]]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+async def standstill(stub: StubEngine, count: int = 1) -> list[int]:
+    """Wait until ``count`` generations have given something and nothing more is taken of any, as
+    when what the system buffers is full; the tokens that each has given."""
+    produced: list[int] = []
+    while True:
+        before = produced
+        streams = [call.stream for call in stub.calls]
+        produced = [stream.usage.completion_tokens if stream else 0 for stream in streams]
+        if len(produced) == count and all(produced) and produced == before:
+            return produced
+        await trio.sleep(0.3)
 
 
 async def connect(url: str) -> trio.SocketStream:

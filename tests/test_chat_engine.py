@@ -64,7 +64,7 @@ async def with_client(url: str, talk: Callable[[openai.OpenAI], Result]) -> Resu
     """What ``talk`` returns, which runs in a thread: the client knows no trio."""
 
     def run() -> Result:
-        with httpx.Client(trust_env=False) as http:
+        with httpx.Client(trust_env=False, timeout=60) as http:
             return talk(
                 openai.OpenAI(base_url=f"{url}/v1", api_key="key", http_client=http, max_retries=0)
             )

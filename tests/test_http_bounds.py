@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from http_stub import StubEngine, app_of, client_of, with_logprobs, words
 
 from trioserve import EngineConfig
 from trioserve.config import ServerConfig
-from trioserve.http import bounds, create_app
+from trioserve.http import bounds, create_app, schemas
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 
@@ -146,10 +145,11 @@ class TestBodies:
             (b'{"prompt":"x","stop_token_ids":[' + b"1," * 2_200_000 + b"1]}", "values; at most"),
         ],
     )
-    async def test_too_many_values(self, body: bytes, message: str) -> None:
-        start = time.process_time()
+    async def test_too_many_values(
+        self, body: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(schemas, "_decode", lambda *_: pytest.fail("the body was read"))
         error = await refusal(CHAT if b"messages" in body else TEXT, body)
-        assert time.process_time() - start < 1.0
         assert message in error["message"]
         assert (
             str(bounds.MAX_LISTS if "lists" in message else bounds.MAX_VALUES) in error["message"]

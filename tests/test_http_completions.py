@@ -419,7 +419,7 @@ async def test_what_the_engine_refuses_has_the_clients_name(
 
 async def test_the_openai_client() -> None:
     def talk(url: str) -> None:
-        with httpx.Client(trust_env=False) as http:
+        with httpx.Client(trust_env=False, timeout=60) as http:
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", http_client=http)
             whole = client.completions.create(
                 model="stub", prompt="xy", n=2, best_of=2, echo=True, logprobs=1, max_tokens=2

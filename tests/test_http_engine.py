@@ -37,8 +37,8 @@ class Site:
         return await self.client.post(path, json=body)
 
     async def idle(self) -> None:
-        """Wait until the engine has nothing to do, within a second; then look for leftovers."""
-        with trio.fail_after(1):
+        """Wait until the engine has nothing to do; then look for leftovers."""
+        with trio.fail_after(20):
             while not self._is_idle():
                 await trio.sleep(0.005)
         self.engine.check_integrity()
@@ -117,9 +117,9 @@ async def test_a_client_that_leaves_takes_its_request_along(
     stage: str, stream: bool, leave: str
 ) -> None:
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
-    async with site(slow(0.01), **options) as server, contextlib.AsyncExitStack() as stack:
+    async with site(slow(0.02), **options) as server, contextlib.AsyncExitStack() as stack:
         if stage == "waiting":
-            blocker = server.engine.generate("block", max_tokens=500)
+            blocker = server.engine.generate("block", max_tokens=2000)
             await stack.enter_async_context(blocker)
         prompt = "x" * (1000 if stage == "prefill" else 5)
         body = json.dumps({"prompt": prompt, "max_tokens": 900, "stream": stream}).encode()
@@ -130,12 +130,14 @@ async def test_a_client_that_leaves_takes_its_request_along(
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.socket.close()
         if stage == "waiting":
-            with trio.fail_after(1):
+            with trio.fail_after(20):
                 while server.engine.statistics().scheduler.num_waiting:
                     await trio.sleep(0.005)
             assert server.engine.statistics().num_streams == 1
         await stack.aclose()
         await server.idle()
+        # It was not served to its end.
+        assert set(server.engine.metrics.finished) == {"abort"}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -147,14 +149,14 @@ async def test_a_client_that_leaves_while_its_text_is_encoded(stream: bool) -> N
         encode = engine.tokenizer.encode
 
         def encode_later(text: str, **options: bool) -> list[int]:
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             return encode(text, **options)
 
         engine.tokenizer.encode = encode_later  # type: ignore[method-assign]
         body = json.dumps({"prompt": "x" * 2040, "max_tokens": 5, "stream": stream}).encode()
         client = await connect(server.url)
         await client.send_all(raw_request(body, path=TEXT))
-        with trio.fail_after(5):
+        with trio.fail_after(20):
             while not engine.statistics().num_tokenizing:
                 await trio.sleep(0.005)
         client.socket.close()
@@ -168,7 +170,7 @@ async def test_a_client_that_leaves_while_its_text_is_encoded(stream: bool) -> N
 
 async def _reach(engine: Engine, stage: str) -> None:
     """Wait until the request is in its stage."""
-    with trio.fail_after(5):
+    with trio.fail_after(20):
         while True:
             scheduler = engine.statistics().scheduler
             if stage == "waiting" and scheduler.num_waiting:
@@ -194,7 +196,7 @@ class TestSlowReaders:
         client = await connect(server.url)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         await client.send_all(raw_request(self.BODY, path=TEXT, close=True))
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             while not server.engine.metrics.finished:
                 await trio.sleep(0.01)
         return client
@@ -315,6 +317,7 @@ async def test_a_stream_is_kept_alive_while_the_worker_is_replaced() -> None:
     """The client sees comments in the gap, and then the tokens that were to come."""
     body: dict[str, Any] = {"prompt": "A", "max_tokens": 40, "seed": 7, "stream": True}
     opened: list[None] = []
+    commented = trio.Event()
 
     def die_once(step: int, _: wire.Plan) -> None:
         if step == 5 and len(opened) == 1:
@@ -323,7 +326,7 @@ async def test_a_stream_is_kept_alive_while_the_worker_is_replaced() -> None:
     @contextlib.asynccontextmanager
     async def open_worker() -> AsyncIterator[tuple[Link, wire.Ready]]:
         if opened:
-            await trio.sleep(0.5)
+            await commented.wait()
         opened.append(None)
         async with run_fake_worker(FakeWorker(script=die_once), EngineConfig("fake")) as pair:
             yield pair
@@ -334,17 +337,19 @@ async def test_a_stream_is_kept_alive_while_the_worker_is_replaced() -> None:
 
     async with site() as calm:
         expected = (await calm.post(TEXT, **body)).text.strip().split("\n\n")
-    server: dict[str, Any] = {"keep_alive_interval": 0.1}
+    server: dict[str, Any] = {"keep_alive_interval": 0.5}
     async with site(server=server, open_worker=open_worker) as here:
-        events = (await here.post(TEXT, **body)).text.strip().split("\n\n")
+        text = ""
+        async with here.client.stream("POST", TEXT, json=body) as response:
+            async for piece in response.aiter_text():
+                text += piece
+                if text.count(": keep-alive\n\n") >= 3:
+                    commented.set()
         assert here.engine.statistics().worker_restarts == 1
-        comments = [index for index, event in enumerate(events) if event == ": keep-alive"]
-        assert len(comments) >= 3
-        before, after = events[: comments[0]], events[comments[-1] + 1 :]
-        assert [events[index] for index in range(comments[0], comments[-1] + 1)] == (
-            [": keep-alive"] * len(comments)
-        )
-        assert before
-        assert after[-1] == expected[-1] == "data: [DONE]"
-        assert tokens_of(before + after[:-1]) == tokens_of(expected[:-1])
+        before, *gap, after = text.strip().split(": keep-alive\n\n")
+        assert before.startswith("data: ")
+        assert set(gap) == {""}
+        events = before.split("\n\n")[:-1] + after.split("\n\n")
+        assert events[-1] == expected[-1] == "data: [DONE]"
+        assert tokens_of(events[:-1]) == tokens_of(expected[:-1])
         await here.idle()

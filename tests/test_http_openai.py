@@ -325,7 +325,7 @@ async def test_the_openai_client() -> None:
     """The library that most clients use, over a socket; it speaks asyncio, so in a thread."""
 
     def talk(url: str) -> tuple[str, str, list[str], str]:
-        with httpx.Client(trust_env=False) as http:
+        with httpx.Client(trust_env=False, timeout=60) as http:
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", http_client=http)
             whole = client.chat.completions.create(
                 model="stub", messages=[{"role": "user", "content": "Hi"}]

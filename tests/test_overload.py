@@ -123,7 +123,7 @@ async def test_long_prompts_fill_the_queue_before_many_do(autojump_clock: Clock)
 
 
 async def test_over_sockets() -> None:
-    worker = FakeWorker(step_time=0.02, max_num_seqs=2)
+    worker = FakeWorker(step_time=0.3, max_num_seqs=2)
     limits: dict[str, Any] = {"max_num_seqs": 2, "max_num_queued_reqs": 4}
     statuses: Counter[int] = Counter()
     async with open_fake_engine(lambda: worker, **limits) as engine:
@@ -136,6 +136,8 @@ async def test_over_sockets() -> None:
                 for _ in range(10):
                     response = await http.post("/v1/completions", json=body)
                     statuses[response.status_code] += 1
+                    if statuses[429] > 100:  # more than there can be of others
+                        worker.step_time = 0.0
                     if response.status_code == 429:
                         assert 1 <= int(response.headers["Retry-After"]) <= 60
                         assert response.json()["error"]["code"] == "queue_full"
@@ -147,7 +149,6 @@ async def test_over_sockets() -> None:
         assert set(statuses) == {200, 429}
         assert statuses.total() == 200
         assert statuses[200] >= 6
-        assert statuses[429] > statuses[200]
         engine.check_integrity()
         assert engine.statistics().num_streams == 0
 

@@ -160,7 +160,7 @@ async def test_what_a_client_wrote_is_quoted_in_part() -> None:
         text = await response.get_data(True)
         assert len(text) < 8000
         assert "yyyy…" in json.loads(text)["error"]["message"]
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 20
 
 
 def test_keys_stand_in_no_description_of_the_options() -> None:

@@ -180,7 +180,7 @@ def audited(model: str, log: Path, *options: str) -> Iterator[tuple[str, Any]]:
             yield url, mark
         finally:
             process.stdin.close()
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
 
 
 def events_of(log: Path) -> list[Event]:

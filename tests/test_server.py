@@ -72,13 +72,13 @@ class TestStalledReaders:
         stub = StubEngine(script=lambda _: list(FLOOD))
         with captured_logs() as logs:
             async with served(stub, send_timeout=0.3) as url, await connect(url) as client:
+                started = trio.current_time()
                 await client.send_all(raw_request(STREAM, path=TEXT))
                 while not stub.calls:
                     await trio.sleep(0.01)
-                started = trio.current_time()
-                with trio.fail_after(2):
+                with trio.fail_after(20):
                     await stub.calls[0].left.wait()
-                assert trio.current_time() - started >= 0.2
+                assert trio.current_time() - started >= 0.3
                 while not logs:
                     await trio.sleep(0.01)
         (line,) = logs
@@ -86,15 +86,15 @@ class TestStalledReaders:
 
     async def test_one_that_reads_slowly_is_not(self) -> None:
         stub = StubEngine(script=lambda _: [*FLOOD[:60], *words("end")])
-        async with served(stub, send_timeout=0.3) as url, await connect(url) as client:
+        async with served(stub, send_timeout=2.0) as url, await connect(url) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
             await client.send_all(raw_request(STREAM, path=TEXT, close=True))
             size = 0
             started = trio.current_time()
             while part := await client.receive_some(1 << 17):
                 size += len(part)
-                if trio.current_time() - started < 0.7:
-                    await trio.sleep(0.02)
+                if trio.current_time() - started < 2.5:
+                    await trio.sleep(0.05)
         assert size > 60 * 100_000
 
     async def test_shutdown_does_not_wait_for_one(self) -> None:
@@ -104,7 +104,7 @@ class TestStalledReaders:
             await client.send_all(raw_request(STREAM, path=TEXT))
             await read_until(client, b"aaa")
             server.shutdown.set()
-            with trio.fail_after(FINAL_GRACE + 5):
+            with trio.fail_after(FINAL_GRACE + 30):
                 await server.ended.wait()
         assert stub.calls[0].left.is_set()
         assert server.num_cut == 1
@@ -116,7 +116,7 @@ class TestStalledReaders:
             client = await connect(url)
             await client.send_all(raw_request(STREAM, path=TEXT))
             await read_until(client, b"aaa")
-        assert trio.current_time() - started < CANCELLED_GRACE + 5
+        assert trio.current_time() - started < CANCELLED_GRACE + 30
         await client.aclose()
 
 
@@ -165,13 +165,13 @@ class TestListening:
             await client.send_all(raw_request(STREAM, path=TEXT) + b"\r\n")
             await read_until(client, b"\r\n\r\n")
             await client.aclose()
-            with trio.fail_after(1):
+            with trio.fail_after(20):
                 await stub.calls[0].left.wait()
 
 
 async def _serve_briefly(**options: Any) -> None:
     config = server_config(**options)
-    with trio.fail_after(5):
+    with trio.fail_after(20):
         await serve_app(create_app(as_engine(StubEngine()), config), config)
 
 
@@ -214,7 +214,7 @@ async def test_an_answer_before_the_body_was_read(reads: bool) -> None:
             await client.send_all(head + piece * 30)
             await trio.sleep(0.05)
             answer.set()
-            with trio.fail_after(1):
+            with trio.fail_after(20):
                 await read_until(client, b"early")
                 await ended.wait()
             await client.send_all(piece * 30)

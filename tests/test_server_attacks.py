@@ -29,6 +29,7 @@ from http_stub import (
     read_until,
     served,
     server_config,
+    standstill,
     words,
 )
 from hypercorn.config import Config
@@ -175,10 +176,10 @@ class TestPlainHypercorn:
         with pytest.raises(BaseExceptionGroup):
             async with served_plainly(StubEngine(), max_body_size=1000) as url:
                 await attack(url)
-                await trio.sleep(2)
+                await trio.sleep(30)
 
     async def test_a_pipelined_request_hides_that_the_client_has_gone(self) -> None:
-        assert not await notices(served_plainly, b"\r\n")
+        assert not await notices(served_plainly, b"\r\n", within=1.0)
 
     async def test_a_stalled_reader_holds_up_cancellation(self) -> None:
         client: trio.SocketStream | None = None
@@ -188,7 +189,7 @@ class TestPlainHypercorn:
             nonlocal client
             stub = StubEngine(script=lambda _: list(FLOOD))
             async with served_plainly(stub) as url:
-                client = await stalled_reader(url)
+                client = await stalled_reader(url, stub)
             ended.set()
 
         async with trio.open_nursery() as nursery:
@@ -200,7 +201,7 @@ class TestPlainHypercorn:
             await client.aclose()
 
     async def test_what_a_window_keeps_piles_up(self) -> None:
-        assert await bytes_taken_from_an_engine(served_plainly) > 5_000_000
+        assert await tokens_taken_from_an_engine(served_plainly, most=50) >= 50
 
 
 @pytest.mark.parametrize("attack", [*ENDS_HYPERCORN, *OTHERS])
@@ -210,7 +211,7 @@ async def test_no_client_ends_the_server(attack: Attack) -> None:
         async with served(stub, max_body_size=1000) as url, await connect(url) as bystander:
             await bystander.send_all(raw_request(STREAM, path=TEXT))
             await read_until(bystander, b'"text":"a"')
-            with trio.fail_after(10):
+            with trio.fail_after(20):
                 await attack(url)
             await read_until(bystander, b"[DONE]")
             async with http_client(url) as client:
@@ -238,7 +239,7 @@ async def test_a_client_that_closes_its_half_has_gone(admitted: bool) -> None:
         if admitted:
             await read_until(client, b'"text":"a"')
         await client.send_eof()
-        with trio.fail_after(1):
+        with trio.fail_after(20):
             await stub.calls[0].left.wait()
 
 
@@ -262,25 +263,25 @@ async def test_a_client_that_leaves_behind_a_full_queue_of_its_bodys_pieces() ->
             await trio.sleep(0.05)
         await trio.sleep(0.05)
         go_on.set()
-        with trio.fail_after(1):
+        with trio.fail_after(20):
             await left.wait()
         nursery.cancel_scope.cancel()
 
 
 async def test_a_stalled_reader_does_not_hold_up_cancellation() -> None:
     stub = StubEngine(script=lambda _: list(FLOOD))
-    with trio.fail_after(10):
+    with trio.fail_after(20):
         async with served(stub, send_timeout=60.0) as url:
-            client = await stalled_reader(url)
+            client = await stalled_reader(url, stub)
     await client.aclose()
 
 
 async def test_what_a_window_keeps_is_bounded() -> None:
-    assert await bytes_taken_from_an_engine(served) < 1_000_000
+    assert await tokens_taken_from_an_engine(served, most=50) < 10
 
 
-async def notices(server: Any, more: bytes) -> bool:
-    """Whether a server aborts a request within a second of its client's leaving."""
+async def notices(server: Any, more: bytes, within: float = 20.0) -> bool:
+    """Whether a server aborts a request within so many seconds of its client's leaving."""
     stub = StubEngine(script=lambda _: [math.inf])
     with captured_logs():
         async with server(stub) as url:
@@ -288,28 +289,32 @@ async def notices(server: Any, more: bytes) -> bool:
                 await client.send_all(raw_request(STREAM, path=TEXT) + more)
                 while not stub.calls:
                     await trio.sleep(0.01)
-            with trio.move_on_after(1):
+            with trio.move_on_after(within):
                 await stub.calls[0].left.wait()
             return stub.calls[0].left.is_set()
 
 
-async def stalled_reader(url: str) -> trio.SocketStream:
-    """A client of a stream that has stopped reading it."""
+async def stalled_reader(url: str, stub: StubEngine) -> trio.SocketStream:
+    """A client of a stream that has stopped reading it, when the system holds all it can."""
     client = await connect(url)
     await client.send_all(raw_request(STREAM, path=TEXT))
     await read_until(client, b"aaa")
-    await trio.sleep(0.2)
+    await standstill(stub)
     return client
 
 
-async def bytes_taken_from_an_engine(server: Any) -> int:
-    """What a server takes in 300 ms for a client of HTTP/2 whose window is closed."""
+async def tokens_taken_from_an_engine(server: Any, most: int) -> int:
+    """What a server takes for a client of HTTP/2 whose window is closed, until it stands still or
+    has taken ``most``. A token is 100,000 bytes."""
     stub = StubEngine(script=lambda _: list(FLOOD))
     with captured_logs():
         async with server(stub) as url, h2_client(url) as client:
             client.post(TEXT, STREAM)
             await client.flush()
-            while not stub.calls or stub.calls[0].stream is None:
-                await trio.sleep(0.01)
-            await trio.sleep(0.3)
-            return 100_000 * stub.calls[0].stream.usage.completion_tokens
+            taken, before = 0, 0
+            while taken < most and (taken == 0 or taken > before):
+                await trio.sleep(0.3)
+                before = taken
+                if stub.calls and stub.calls[0].stream is not None:
+                    taken = stub.calls[0].stream.usage.completion_tokens
+            return taken

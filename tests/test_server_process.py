@@ -35,7 +35,7 @@ async def serving(*options: str, stderr: Any = subprocess.PIPE) -> AsyncIterator
             assert part, "the server ended"
             line += part
         url = line.decode().split(" at ")[1].strip()
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             yield process, client
     finally:
         process.kill()
@@ -104,7 +104,7 @@ async def test_a_worker_shows_its_threads_at_a_signal_and_at_a_crash(tmp_path: P
     url = f"ipc://{tmp_path}/worker.sock"
     command = [sys.executable, "-P", "-m", "gpu", "--connect", url]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with pynng.Pair0(listen=url, recv_timeout=50_000) as socket:
+    with pynng.Pair0(listen=url, recv_timeout=150_000) as socket:
         process = await trio.lowlevel.open_process(
             command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
         )

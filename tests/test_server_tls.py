@@ -130,7 +130,7 @@ class TestLeaving:
                 await client.send_all(raw_request(STREAM, path=TEXT) + more)
                 while not stub.calls:
                     await trio.sleep(0.01)
-            with trio.fail_after(1):
+            with trio.fail_after(20):
                 await stub.calls[0].left.wait()
 
     async def test_a_client_that_is_cut_off_says_no_goodbye(
@@ -142,7 +142,7 @@ class TestLeaving:
             while not stub.calls:
                 await trio.sleep(0.01)
             client.transport_stream.socket.shutdown(trio.socket.SHUT_RDWR)
-            with trio.fail_after(1):
+            with trio.fail_after(20):
                 await stub.calls[0].left.wait()
 
     async def test_the_server_says_goodbye(
@@ -166,7 +166,7 @@ class TestLeaving:
                     await client.send_all(raw_request(STREAM, path=TEXT))
                     while not stub.calls:
                         await trio.sleep(0.01)
-                    with trio.fail_after(5):
+                    with trio.fail_after(20):
                         await stub.calls[0].left.wait()
                     while not logs:
                         await trio.sleep(0.01)
@@ -179,7 +179,7 @@ class TestHandshake:
         async with served(StubEngine(), request_timeout=0.3, **options) as url:
             async with await connect(url.replace("https", "http")) as client:
                 await client.send_all(said)
-                with trio.fail_after(5):
+                with trio.fail_after(20):
                     assert await read_to_end(client) == b""
 
     async def test_a_client_without_tls_is_told(self, options: dict[str, str]) -> None:
@@ -249,7 +249,7 @@ class TestDrain:
                 await idle.send_all(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
                 await read_until(idle, b'"ok"}')  # type: ignore[arg-type]
                 server.shutdown.set()
-                with trio.fail_after(5):
+                with trio.fail_after(20):
                     assert await idle.receive_some() == b""
                     assert await read_to_end(shaking_hands) == b""
                     await server.ended.wait()

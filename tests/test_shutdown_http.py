@@ -30,6 +30,7 @@ from http_stub import (
 
 from trioserve.errors import ShuttingDown
 from trioserve.http import create_app, serve_app
+from trioserve.http import server as server_module
 from trioserve.http.server import FINAL_GRACE
 from trioserve.stream import Chunk
 
@@ -45,19 +46,21 @@ async def settled() -> None:
     await trio.testing.wait_all_tasks_blocked(0.05)
 
 
-async def ends(server: Running, within: float = 5.0) -> None:
+async def ends(server: Running, within: float = 25.0) -> None:
     with trio.fail_after(within):
         await server.ended.wait()
 
 
 async def test_what_runs_is_finished() -> None:
-    stub = StubEngine(script=lambda _: [A, 0.3, *words("b")])
+    go_on = trio.Event()
+    stub = StubEngine(script=lambda _: [A, go_on, *words("b")])
     async with running(stub) as server, await connect(server.url) as client:
         await client.send_all(raw_request(STREAM, path=TEXT))
         await read_until(client, b'"text":"a"')
         server.shutdown.set()
         await settled()
         assert not server.ended.is_set()
+        go_on.set()
         assert (await read_to_end(client)).endswith(b"data: [DONE]\n\n" + LAST_CHUNK)
         await ends(server)
         with pytest.raises(OSError, match="connect"):
@@ -109,7 +112,8 @@ async def test_new_requests_on_an_open_http2_connection_are_refused() -> None:
 
 
 async def test_requests_that_come_late_do_not_draw_the_end_out() -> None:
-    stub = StubEngine(script=lambda _: [A, 0.3, *words("b")])
+    go_on = trio.Event()
+    stub = StubEngine(script=lambda _: [A, go_on, *words("b")])
     async with running(stub, shutdown_timeout=60) as server:
         client = await connect(server.url)
         await client.send_all(raw_request(STREAM, path=TEXT))
@@ -123,18 +127,22 @@ async def test_requests_that_come_late_do_not_draw_the_end_out() -> None:
         late = await connect(server.url)
         await late.send_all(raw_request(WHOLE, path=TEXT)[:-1])
         await settled()
-        await ends(server, FINAL_GRACE + 5)
+        go_on.set()
+        await ends(server, FINAL_GRACE + 30)
     assert server.num_cut == 0
 
 
-async def test_idle_connections_are_closed_where_nothing_runs() -> None:
+async def test_idle_connections_are_closed_where_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "FINAL_GRACE", 60.0)
     async with running(StubEngine()) as server, await connect(server.url) as client:
         await client.send_all(HEALTH)
         await read_until(client, b'"ok"}')
         async with await connect(server.url) as silent:
             await settled()
             server.shutdown.set()
-            with trio.fail_after(FINAL_GRACE / 2):
+            with trio.fail_after(25):
                 assert await read_to_end(client) == b""
                 assert await read_to_end(silent) == b""
             await ends(server)
@@ -221,10 +229,11 @@ class TestCutOff:
                 await client.send_all(raw_request(STREAM, path=TEXT))
                 await read_until(client, b'"text":"a"')
                 server.shutdown.set()
-                with trio.fail_after(FINAL_GRACE / 2):
+                with trio.fail_after(25):
                     answer = await read_to_end(client)
+                # It would lack its end, had it waited for those who don't read.
                 assert answer.endswith(b"}}\n\n" + LAST_CHUNK)
-                await ends(server, FINAL_GRACE + 5)
+                await ends(server, FINAL_GRACE + 30)
         assert server.num_cut == 2
 
 
@@ -247,7 +256,11 @@ async def by_error(nursery: trio.Nursery) -> None:
 
 
 @pytest.mark.parametrize("leave", [by_cancel, by_deadline, by_error])
-async def test_a_server_that_is_cancelled_ends_its_streams(leave: Leave) -> None:
+async def test_a_server_that_is_cancelled_ends_its_streams(
+    leave: Leave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As long as a slow machine takes for fifty.
+    monkeypatch.setattr(server_module, "CANCELLED_GRACE", 30.0)
     stub = StubEngine(script=lambda _: [A, math.inf])
     answers: list[bytes] = []
     config = server_config()
