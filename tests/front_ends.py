@@ -60,7 +60,7 @@ class Server:
 
     async def wait_nothing_held(self) -> None:
         """Wait until nobody is computed or waits, then assert that nothing is held anywhere."""
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             while not (self.host.idle and all(each.engine.idle for each in self.front_ends)):
                 await trio.sleep(0.005)
         self.host.check_integrity()

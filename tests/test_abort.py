@@ -34,7 +34,7 @@ async def engine_that_ends_clean(tiny: Path, **options: Any) -> AsyncIterator[En
         yield engine
         await assert_idle(engine)
         # A thread that was abandoned in the middle of a long text still ends, and says so to trio.
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             while trio.lowlevel.current_statistics().tasks_living != tasks:
                 await trio.sleep(0.01)
 
@@ -52,7 +52,7 @@ async def leave_when(
                     pass
 
         nursery.start_soon(run)
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             while True:
                 new = engine._open.keys() - before
                 if new and reached(next(iter(new)).sequences[0].state):

@@ -59,7 +59,7 @@ async def under_load(model: str, **options: Any) -> AsyncIterator[tuple[Engine, 
         before = await Holdings.now()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(load.run)
-            with trio.fail_after(120):
+            with trio.fail_after(170):
                 await load.wait_token()
                 yield engine, load
                 await load.wait_token()
@@ -83,9 +83,9 @@ async def test_a_worker_that_is_killed_every_second(model: str) -> None:
 
 
 async def test_a_worker_that_is_stopped(model: str) -> None:
-    async with under_load(model, watchdog_timeout=0.5) as (engine, load):
+    async with under_load(model, watchdog_timeout=3.0) as (engine, load):
         (pause,) = await stop_workers(engine, load, 1, seed=0)
-        assert pause.noticed > 0.5
+        assert pause.noticed > 3.0
 
 
 async def test_messages_that_are_cut_short_and_garbled(model: str) -> None:

@@ -110,7 +110,7 @@ def front_ends(server: Server) -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.create_time())
 
 
-async def until(condition: Callable[[], Awaitable[bool]], within: float = 30) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], within: float = 60) -> None:
     with trio.fail_after(within):
         while not await condition():
             await trio.sleep(0.02)
@@ -174,7 +174,7 @@ async def test_tls_over_a_unix_socket_and_a_client_that_leaves(start: Any, tmp_p
         transport = httpx.AsyncHTTPTransport(uds=str(path), verify=context)
         async with http_client("https://127.0.0.1", transport=transport) as client:
             assert (await client.get("/health")).json() == {"status": "ok"}
-            with contextlib.suppress(httpx.ReadTimeout):
+            with contextlib.suppress(httpx.TimeoutException):
                 body = {"prompt": "x", "max_tokens": 5000, "ignore_eos": True}
                 await client.post(PATH, json=body, timeout=0.3)
     transport = httpx.AsyncHTTPTransport(uds=str(path), verify=context)
@@ -193,23 +193,22 @@ async def test_tls_over_a_unix_socket_and_a_client_that_leaves(start: Any, tmp_p
 async def test_a_front_end_that_is_killed_under_load(start: Any) -> None:
     server = start(Path("smollm2-135m"), *MOCK, "--log-format", "json")
     server.wait_until_it_serves()
-    dumps = await _dump(server)
-    # On a machine that is very busy their pieces may mix.
-    assert dumps.count(b'"task dump"') == 3
-    assert b'"front_end": 0' in dumps
-    assert b'"front_end": 1' in dumps
-    # They would take 20 seconds.
-    clients = [await server.stream(max_tokens=2000) for _ in range(16)]
+    await _all_dump(server)
     victim, other = front_ends(server)
-    held = [client for client in clients if _port(client) in _ports_of_clients(other)]
-    assert 0 < len(held) < 16
+    clients: list[trio.SocketStream] = []
+    held: list[trio.SocketStream] = []
+    # The system deals them out as it likes.
+    while len(clients) < 16 or not 0 < len(held) < len(clients):
+        # It would take more than a minute.
+        clients.append(await server.stream(max_tokens=7000))
+        held = [client for client in clients if _port(client) in _ports_of_clients(other)]
     victim.kill()
 
     async def is_left_alone() -> bool:
         return (await load(server.url))["num_reqs"] == len(held)
 
     # The requests of the dead are gone at once, and the others go on.
-    await until(is_left_alone, within=10)
+    await until(is_left_alone, within=30)
     for client in clients:
         if client in held:
             await read_until(client, b"data: {")
@@ -227,18 +226,25 @@ async def test_a_front_end_that_is_killed_under_load(start: Any) -> None:
     await _end(server, "drain")
 
 
-async def _dump(server: Server) -> bytes:
-    """What all processes log when the engine's is asked what all tasks do."""
+async def _all_dump(server: Server) -> None:
+    """Have all processes log what their tasks do, which the engine's process is asked for."""
     assert server.process.stderr is not None
     descriptor = server.process.stderr.fileno()
-    server.process.send_signal(signal.SIGUSR1)
-    data = b""
-    with trio.fail_after(20):
-        while data.count(b'"task dump"') < 3 or b'"front_end": 1' not in data:
-            # At once: what isn't taken soon is dropped.
-            await trio.lowlevel.wait_readable(descriptor)
-            data += os.read(descriptor, 1 << 16)
-    return data
+
+    def are_there(data: bytes) -> bool:
+        front_ends = (b'"front_end": 0', b'"front_end": 1')
+        return data.count(b'"task dump"') >= 3 and all(each in data for each in front_ends)
+
+    with trio.fail_after(60):
+        data = b""
+        while not are_there(data):
+            data = b""
+            server.process.send_signal(signal.SIGUSR1)
+            # What isn't taken soon is dropped or mixed with what others say: then again.
+            with trio.move_on_after(5):
+                while not are_there(data):
+                    await trio.lowlevel.wait_readable(descriptor)
+                    data += os.read(descriptor, 1 << 16)
 
 
 async def _end(server: Server, how: str) -> None:
@@ -300,7 +306,7 @@ async def test_a_front_end_that_is_stopped_holds_nobody_else_up(start: Any) -> N
 async def test_a_worker_that_dies_is_a_pause_for_all(start: Any) -> None:
     server = start(Path("smollm2-135m"), *MOCK, "--shutdown-timeout", "0.5")
     server.wait_until_it_serves()
-    clients = [await server.stream(max_tokens=150) for _ in range(6)]
+    clients = [await server.stream(max_tokens=500) for _ in range(6)]
     (await server.worker()).kill()
     for client in clients:
         answer = await read_until(client, LAST_CHUNK)
@@ -319,7 +325,7 @@ async def test_an_engine_process_that_is_killed_takes_all_with_it(start: Any) ->
     clients = [await server.stream(max_tokens=5000) for _ in range(4)]
     assert len(server.children()) == 3
     server.process.kill()
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         while server.children():
             await trio.sleep(0.01)
         for client in clients:
@@ -345,7 +351,7 @@ async def test_front_ends_that_die_again_and_again_end_the_server(start: Any) ->
     server = start(Path("smollm2-135m"), *MOCK, "--max-worker-restarts", "1")
     server.wait_until_it_serves()
     killed: set[int] = set()
-    with trio.fail_after(30):
+    with trio.fail_after(120):
         while server.process.poll() is None:
             for process in front_ends(server)[-1:]:
                 if process.pid not in killed and len(front_ends(server)) == 2:
@@ -381,7 +387,7 @@ async def test_bounds_hold_over_all_front_ends(start: Any) -> None:
     async def open_stream(key: str) -> bytes:
         """The first line of the answer; the connection stays open."""
         client = await connect(server.url)
-        whole = request(max_tokens=3000)
+        whole = request(max_tokens=7000)
         head = b"\r\nAuthorization: Bearer " + key.encode() + b"\r\n"
         await client.send_all(whole.replace(b"\r\n", head, 1))
         answer = await read_until(client, b"\r\n\r\n")
@@ -389,7 +395,7 @@ async def test_bounds_hold_over_all_front_ends(start: Any) -> None:
         return answer.partition(b"\r\n")[0]
 
     opened: list[trio.SocketStream] = []
-    with trio.fail_after(40):
+    with trio.fail_after(60):
         # One runs and four wait, which is as many as this key may have, too.
         firsts = [await open_stream("one") for _ in range(5)]
         assert all(b" 200 " in line for line in firsts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,14 +111,14 @@ async def test_times_and_states_arrive(tmp_path: Path) -> None:
         async with front_end.engine.generate(PROMPT, max_tokens=4) as stream:
             chunks = [chunk async for chunk in stream]
             times: Times = stream.times
-        assert len(chunks) == 4
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 4
         order = [times.arrived, times.queued, times.first_scheduled, times.first_token]
         order += [times.last_token, times.finished]
         assert None not in order
         moments = [moment or math.nan for moment in order]
         assert moments == sorted(moments)
-        assert moments[-1] - moments[0] < 10
-        async with front_end.engine.generate(PROMPT, max_tokens=4) as stream:
+        assert moments[-1] - moments[0] < 60
+        async with front_end.engine.generate(PROMPT, max_tokens=1000) as stream:
             first = await stream.receive()
             (sequence,) = stream._request.sequences
             assert first.finish_reason is None
@@ -136,13 +137,13 @@ async def test_leaving_a_block_frees_what_was_held(tmp_path: Path) -> None:
                 await stream.receive()
             for front_end in (first, second):
                 await _enter(stack, front_end)
-            with trio.fail_after(5):
+            with trio.fail_after(30):
                 while not first.remote.num_waiting == second.remote.num_waiting == 2:
                     await trio.sleep(0.005)
             assert first.remote.num_waiting_tokens == 2 * len(PROMPT)
             assert not server.host.idle
         await server.wait_nothing_held()
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             while first.remote.num_waiting or second.remote.num_waiting:
                 await trio.sleep(0.005)
         counted = (await first.whole._collect()).snapshot
@@ -152,12 +153,12 @@ async def test_leaving_a_block_frees_what_was_held(tmp_path: Path) -> None:
 async def test_a_front_end_that_dies_takes_nobody_with_it(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow_worker, max_num_queued_reqs=100) as server:
         first, second = server.front_ends
-        async with second.engine.generate(PROMPT, max_tokens=40) as stream:
+        async with second.engine.generate(PROMPT, max_tokens=300) as stream:
             await stream.receive()
             async with trio.open_nursery() as nursery:
                 for _ in range(5):
                     nursery.start_soon(_wait_in, first)
-                with trio.fail_after(5):
+                with trio.fail_after(30):
                     while server.host.statistics().scheduler.num_running < 6:
                         await trio.sleep(0.005)
                 assert len(first.home.requests) == 5
@@ -165,13 +166,13 @@ async def test_a_front_end_that_dies_takes_nobody_with_it(tmp_path: Path) -> Non
                 await first.gone.wait()
                 assert first.home.num_lost == 5
                 assert server.host.homes == [second.home]
-                with trio.fail_after(5):
+                with trio.fail_after(30):
                     while server.host.statistics().scheduler.num_running > 1:
                         await trio.sleep(0.005)
                 nursery.cancel_scope.cancel()
             chunks = [chunk async for chunk in stream]
         assert chunks[-1].finish_reason == "length"
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             while not server.host.idle:
                 await trio.sleep(0.005)
         server.host.check_integrity()
@@ -193,12 +194,12 @@ async def test_a_lost_worker_is_a_pause_for_all(tmp_path: Path) -> None:
         return run_fake_worker(slow_worker(), config, killed=None if next(workers) else killed)
 
     async with open_fake_engine() as engine:
-        expected = await engine.complete(PROMPT, seed=1, max_tokens=30)
+        expected = await engine.complete(PROMPT, seed=1, max_tokens=200)
     async with open_server(tmp_path, open_worker=open_worker) as server:
         completions: list[Completion] = []
 
         async def ask(front_end: FrontEnd) -> None:
-            completions.append(await front_end.engine.complete(PROMPT, seed=1, max_tokens=30))
+            completions.append(await front_end.engine.complete(PROMPT, seed=1, max_tokens=200))
 
         async with trio.open_nursery() as nursery:
             for front_end in server.front_ends:
@@ -220,12 +221,12 @@ async def test_the_queue_is_bounded_over_all(tmp_path: Path) -> None:
         first, second = server.front_ends
         async with contextlib.AsyncExitStack() as stack:
             await _enter(stack, first)
-            with trio.fail_after(5):
+            with trio.fail_after(30):
                 while server.host.statistics().scheduler.num_running < 1:
                     await trio.sleep(0.005)
             for front_end in (first, second, first):
                 await _enter(stack, front_end)
-            with trio.fail_after(5):
+            with trio.fail_after(30):
                 while second.remote.num_waiting < 3:
                     await trio.sleep(0.005)
             for front_end in (first, second):
@@ -259,12 +260,17 @@ async def test_what_cannot_be_served_is_refused_as_ever(tmp_path: Path) -> None:
 
 
 async def test_an_abort_while_a_grammar_is_prepared(tmp_path: Path) -> None:
-    worker = FakeWorker(call_time=30, calls={"prepare": lambda _: None})
+    worker = FakeWorker(call_time=300, calls={"prepare": lambda _: None})
     async with open_server(tmp_path, lambda: worker) as server:
         first, second = server.front_ends
         for front_end in (first, second):
-            with trio.move_on_after(0.1):
-                await front_end.engine.complete(PROMPT, grammar=Grammar("regex", "a"))
+            async with trio.open_nursery() as nursery:
+                grammar = Grammar("regex", "a")
+                nursery.start_soon(partial(front_end.engine.complete, PROMPT, grammar=grammar))
+                with trio.fail_after(20):
+                    while not front_end.home.requests:
+                        await trio.sleep(0.005)
+                nursery.cancel_scope.cancel()
         await server.wait_nothing_held()
         assert dict((await second.whole._collect()).snapshot.counters["aborts"]) == {
             ("preparing",): 2
@@ -290,7 +296,7 @@ async def test_a_call_is_given_up_on_both_sides(tmp_path: Path) -> None:
         with trio.move_on_after(0.05) as patience:
             await front_end.engine.call_worker("slow")
         assert patience.cancelled_caught
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             while front_end.home.asks._answering:
                 await trio.sleep(0.005)
 
@@ -351,9 +357,9 @@ async def _says_nothing(*_: object) -> None:
 async def test_an_engine_process_that_says_nothing_is_stalled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "HEALTH_SECONDS", 0.05)
     async with open_server(tmp_path) as server:
         (first, _) = server.front_ends
+        monkeypatch.setattr(shared, "HEALTH_SECONDS", 0.05)
         monkeypatch.setattr(first.remote, "look", _says_nothing)
         assert await first.whole.health_word() == "stalled"
         monkeypatch.undo()
@@ -363,13 +369,13 @@ async def test_an_engine_process_that_says_nothing_is_stalled(
 async def test_a_front_end_that_says_nothing_is_counted_as_it_last_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "ANSWER_SECONDS", 0.05)
     async with open_server(tmp_path) as server:
         first, second = server.front_ends
         await first.engine.complete(PROMPT, max_tokens=3)
         name = 'request_success_total{engine="0",finished_reason="length",model_name="fake"}'
         assert f"trioserve:{name} 1.0" in (await second.whole.metrics()).decode()
         await first.engine.complete(PROMPT, max_tokens=3)
+        monkeypatch.setattr(host, "ANSWER_SECONDS", 0.05)
         monkeypatch.setitem(cast(Any, first.remote.asks._handlers), "count", _says_nothing)
         assert f"trioserve:{name} 1.0" in (await second.whole.metrics()).decode()
         monkeypatch.undo()
@@ -402,7 +408,7 @@ async def test_seats_of_a_key_are_those_of_all(tmp_path: Path) -> None:
 
 async def _seat(front_end: FrontEnd, keys: Keys, caller: Caller) -> Seat:
     """A seat as soon as there is one: one that was left a moment ago may not be free yet."""
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while True:
             with contextlib.suppress(KeyLimit):
                 return await front_end.whole.seat(keys, caller)

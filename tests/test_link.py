@@ -24,7 +24,7 @@ def url(tmp_path: Path) -> str:
 @pytest.fixture
 def peer(url: str) -> Iterator[pynng.Pair0]:
     """A worker's end of the link that the test opens at ``url``."""
-    socket = pynng.Pair0(recv_timeout=5000, send_timeout=5000, recv_max_size=0)
+    socket = pynng.Pair0(recv_timeout=60_000, send_timeout=60_000, recv_max_size=0)
     yield socket
     socket.close()
 
@@ -122,6 +122,6 @@ async def test_links_leave_no_descriptor_behind(tmp_path: Path) -> None:
     for number in range(1, 20):
         await open_and_close(number)
     # nng reaps closed sockets on a thread of its own.
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while len(os.listdir("/proc/self/fd")) > before:
             await trio.sleep(0.01)

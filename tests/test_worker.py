@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ import torch
 
 from gpu.__main__ import examine
 from gpu.constraints.adjuster import Constraints
+from gpu.constraints.grammar_trial import MAX_SECONDS
 from gpu.kernels.device import KernelLaunchError
 from gpu.loading import choose_max_model_len, choose_num_threads
 from gpu.worker import MAX_PREPARING, Quit, Worker
@@ -37,7 +39,7 @@ from trioserve.model_files import RopeScaling, open_model
 from trioserve.sampling import SamplerParams
 
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE = 60.0
+DEADLINE = 180.0
 PROMPT = [5, 17, 200, 31, 8, 90, 44, 123, 9, 250]
 
 
@@ -64,6 +66,8 @@ class Peer:
 
     socket: pynng.Pair0
     process: subprocess.Popen[bytes]
+    late: list[wire.Reply] = attrs.field(factory=list)
+    """Answers that came while another one was waited for."""
 
     def send(self, message: wire.Message) -> None:
         self.socket.send(wire.encode(message))
@@ -81,17 +85,20 @@ class Peer:
 
     def step(self, plan: wire.Plan) -> wire.StepResult:
         self.send(plan)
-        result = self.receive()
+        while isinstance(result := self.receive(), wire.Reply):
+            self.late.append(result)
         assert isinstance(result, wire.StepResult)
         return result
 
     def call(self, number: int, name: str, arguments: object = None) -> wire.Reply:
         encoded = msgspec.msgpack.encode(arguments)
         self.send(wire.Call(number=number, name=name, arguments=encoded))
-        reply = self.receive()
-        assert isinstance(reply, wire.Reply)
-        assert reply.number == number
-        return reply
+        while True:
+            reply = self.receive()
+            assert isinstance(reply, wire.Reply)
+            if reply.number == number:
+                return reply
+            self.late.append(reply)
 
 
 @pytest.fixture
@@ -197,12 +204,14 @@ def test_steps_go_on_while_a_grammar_is_compiled(folder: Path, peer: Peer) -> No
     for number in range(4, 12):
         maker.step({0: 1})
         assert peer.call(number, "ping", number).result == msgspec.msgpack.encode(number)
-    results = {}
-    while len(results) < 3:  # with nothing else to do
+        # Were they held up, the first of them would have come after all that was compiled.
+        assert number > 4 or peer.late == []
+    while len(peer.late) < 3:  # with nothing else to do
         reply = peer.receive()
         assert isinstance(reply, wire.Reply)
-        assert not reply.error
-        results[reply.number] = msgspec.msgpack.decode(reply.result)
+        peer.late.append(reply)
+    assert not any(reply.error for reply in peer.late)
+    results = {reply.number: msgspec.msgpack.decode(reply.result) for reply in peer.late}
     for number in (1, 2):
         assert results[number]["param"] == "grammar"
         assert "Unable to determine if regex is empty" in results[number]["error"]
@@ -216,15 +225,19 @@ def test_steps_go_on_while_a_grammar_is_compiled(folder: Path, peer: Peer) -> No
     assert tokens[3] == 2
 
     children = psutil.Process(peer.process.pid).children()
-    before = sum(child.cpu_times().user for child in children)
+    before = used = sum(child.cpu_times().user for child in children)
     peer.send(prepare(90, "json_schema", HOPELESS))
     while sum(child.cpu_times().user for child in children) < before + 0.1:
         time.sleep(0.02)
     peer.send(wire.Quit())
-    began = time.monotonic()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while peer.process.poll() is None:
+            used = sum(child.cpu_times().user for child in children)
+            time.sleep(0.02)
     assert peer.process.wait(DEADLINE) == 0
-    assert psutil.wait_procs(children, timeout=2.0)[1] == []
-    assert time.monotonic() - began < 3.0
+    assert psutil.wait_procs(children, timeout=DEADLINE)[1] == []
+    # It didn't wait until the processor time that a grammar may take was used up.
+    assert used - before < MAX_SECONDS - 1
 
 
 class SlowConstraints(Constraints):
@@ -353,9 +366,7 @@ def test_end_of_standard_input_ends_it(folder: Path, peer: Peer) -> None:
     assert isinstance(ready, wire.Ready)
     assert peer.process.stdin is not None
     peer.process.stdin.close()
-    began = time.monotonic()
     assert peer.process.wait(DEADLINE) != 0
-    assert time.monotonic() - began < 2.0
 
 
 def test_signals_and_a_model_that_is_missing(tmp_path: Path, peer: Peer) -> None:

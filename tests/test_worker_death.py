@@ -59,24 +59,23 @@ class Answers:
 
     outputs: dict[str, dict[int, str]] = attrs.field(factory=dict)
     token_ids: dict[str, dict[int, list[int]]] = attrs.field(factory=dict)
-    reported: dict[str, object] = attrs.field(factory=dict)
+    reported: dict[str, list[float]] = attrs.field(factory=dict)
     num_tokens: int = 0
 
     async def ask(self, engine: Engine, kind: str) -> None:
         params = {"ignore_eos": kind != "in a grammar", **KINDS[kind]}
         texts = self.outputs.setdefault(kind, {})
         tokens = self.token_ids.setdefault(kind, {})
-        logprobs: list[object] = []
+        logprobs: list[float] = []
         async with engine.generate(params.pop("prompt"), **params) as stream:
             async for chunk in stream:
                 texts[chunk.index] = texts.get(chunk.index, "") + chunk.text
                 tokens.setdefault(chunk.index, []).extend(chunk.token_ids)
-                # Rounding may differ in the last digit: another batch computes it.
-                logprobs += [round(each.logprob, 4) for each in chunk.logprobs or ()]
+                logprobs += [each.logprob for each in chunk.logprobs or ()]
                 self.num_tokens += len(chunk.token_ids)
             if stream.prompt_logprobs is not None:
                 entries = stream.prompt_logprobs.entries(list(stream.prompt_token_ids))
-                logprobs += [round(each.logprob, 4) for each in entries]
+                logprobs += [each.logprob for each in entries]
         self.reported[kind] = logprobs
 
     async def ask_all(self, engine: Engine) -> None:
@@ -93,7 +92,7 @@ async def test_requests_of_every_kind_outlive_their_worker(
     tiny: Path, caplog: pytest.LogCaptureFixture, depth: int, signals: tuple[signal.Signals, ...]
 ) -> None:
     """No token is retracted, repeated or another one, whatever it was that ended the worker."""
-    options = {"max_plans_in_flight": depth, "watchdog_timeout": 2, "max_num_batched_tokens": 64}
+    options = {"max_plans_in_flight": depth, "watchdog_timeout": 5, "max_num_batched_tokens": 64}
     async with open_tiny_engine(tiny, **options) as engine:
         calm, disturbed = Answers(), Answers()
         await calm.ask_all(engine)
@@ -118,7 +117,9 @@ async def test_requests_of_every_kind_outlive_their_worker(
         assert engine.statistics().worker_restarts == len(signals)
         assert disturbed.token_ids == calm.token_ids
         assert disturbed.outputs == calm.outputs
-        assert disturbed.reported == calm.reported
+        # Rounding may differ: another batch computes it.
+        expected = {kind: pytest.approx(each, abs=1e-4) for kind, each in calm.reported.items()}
+        assert disturbed.reported == expected
         assert "request blamed" not in caplog.text
         await assert_idle(engine)
 
@@ -239,7 +240,7 @@ async def test_what_a_worker_has_started_ends_with_it() -> None:
     await process.wait()
     assert child.is_running()
     await supervisor._stop(process, cast(NngLink, DeafLink()))
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
             await trio.sleep(0.01)
     await process.stdout.aclose()

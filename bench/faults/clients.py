@@ -36,7 +36,7 @@ from trioserve import Engine
 
 __all__ = ["clients", "crowd", "main"]
 
-_PATIENCE = 60.0
+_PATIENCE = 170.0
 _PAGES = 1024
 """Few, so that the prefix cache is full after the first crowd and grows no more."""
 _MIB = 1 << 20

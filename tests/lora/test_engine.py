@@ -30,7 +30,7 @@ class Setting:
     """A model, three adapters, and the models that they make of it."""
 
     def __init__(self, root: Path) -> None:
-        self.model = make_tiny("qwen3", root / "model")
+        self.model = make_tiny("qwen3", root / "model", max_position_embeddings=2048)
         self.adapters = {
             "low": make_adapter(self.model, root / "low", seed=1, rank=4),
             "high": make_adapter(self.model, root / "high", seed=2, rank=20, use_rslora=True),
@@ -175,7 +175,8 @@ async def test_loaded_and_unloaded_while_others_run(
             left.set()
 
         async with trio.open_nursery() as nursery:
-            long = {**GREEDY, "max_tokens": 460}
+            # Far longer than the other one is read for.
+            long = {**GREEDY, "max_tokens": 1500}
             async with engine.generate(PROMPT, adapter="low", **long) as stream:
                 tokens = list((await anext(stream)).token_ids)
                 nursery.start_soon(unload)
@@ -192,7 +193,7 @@ async def test_loaded_and_unloaded_while_others_run(
                 async for chunk in stream:
                     tokens += chunk.token_ids
         assert tuple(tokens[:30]) == expected["low"]
-        assert len(tokens) == 460
+        assert len(tokens) == 1500
         await assert_idle(engine)
 
 
@@ -243,7 +244,7 @@ async def test_a_worker_that_is_sent_away_and_weights_that_are_exchanged(
     setting: Setting, expected: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
     """Adapters are over whatever weights there are, in whatever worker."""
-    other = make_tiny("qwen3", tmp_path / "other", seed=7)
+    other = make_tiny("qwen3", tmp_path / "other", seed=7, max_position_embeddings=2048)
     merged = merge(other, setting.adapters["low"], tmp_path / "merged")
     async with open_tiny_engine(merged) as engine:
         anew = (await engine.complete(PROMPT, **GREEDY)).token_ids

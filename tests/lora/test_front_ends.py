@@ -25,7 +25,7 @@ async def test_whoever_loads_one_all_serve_it(tmp_path: Path) -> None:
             return completion.token_ids
 
         async def offered(front_end: FrontEnd, names: list[str]) -> None:
-            with trio.fail_after(5):
+            with trio.fail_after(30):
                 while [adapter.name for adapter in front_end.engine.adapters] != names:
                     await trio.sleep(0.001)
 
