@@ -1,7 +1,8 @@
 """Streaming clients in a process of their own: ``python -m bench.engine_clients URL ...``.
 
 One Python process reads some 20,000 events a second; several of these together don't hold up the
-server that they measure. Prints one line of JSON.
+server that they measure. Says ``ready`` and waits for a line on standard input, so that all begin
+together however long each took to start; then prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def main() -> int:
     )
     texts = prompts(options.streams, options.prompt_tokens, options.seed)
     requests = [{"prompt": text, "seed": options.seed + i} for i, text in enumerate(texts)]
+    print("ready", flush=True)
+    sys.stdin.readline()
     run = trio.run(closed_loop, target, requests, options.streams)
     figures = figures_of(run)
     errors = sorted({record.error for record in run.records if record.error})

@@ -7,6 +7,7 @@ a second; what counts is the time in which all streams run.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def _tiny_load(streams: int) -> EngineLoad:
         processes=2,
         prompt_tokens=12,
         output_tokens=400,
-        sample_seconds=0.02,  # All of it takes a second or two.
+        sample_seconds=0.01,  # All of it takes a second or two.
         flags=["--device", "cpu", "--dtype", "float32", "--num-threads", "1"],
     )
 
@@ -215,26 +216,41 @@ async def _clients(up: Running, load: EngineLoad, seed: int) -> list[dict[str, A
     """All streams, spread over processes; what each of these printed."""
     url = f"http://127.0.0.1:{up.port}"
     shares = [len(range(i, load.streams, load.processes)) for i in range(load.processes)]
+    shares = [share for share in shares if share]
     results: list[dict[str, Any]] = []
+    num_ready, all_ready = 0, trio.Event()
 
     async def one(number: int, streams: int) -> None:
+        nonlocal num_ready
         command = [
             *(sys.executable, "-m", "bench.engine_clients", url, "--model", _MODEL),
             *("--streams", str(streams), "--seed", str(seed + 10_000 * number)),
             *("--prompt-tokens", str(load.prompt_tokens)),
             *("--output-tokens", str(load.output_tokens)),
         ]
-        ended = await trio.run_process(
-            command, capture_stdout=True, stderr=subprocess.STDOUT, check=False
-        )
-        said = ended.stdout.decode(errors="replace")
-        if ended.returncode:
-            raise ClientsFailed(f"the clients failed:\n{said[-1000:]}")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        start = functools.partial(trio.run_process, command, check=False, **pipes)
+        said, is_told = b"", False
+        async with trio.open_nursery() as nursery:
+            process: trio.Process = await nursery.start(start)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            async for part in process.stdout:
+                said += part
+                if b"ready\n" in said and not is_told:
+                    is_told = True
+                    num_ready += 1
+                    if num_ready == len(shares):
+                        all_ready.set()
+                    await all_ready.wait()
+                    await process.stdin.send_all(b"\n")
+        if process.returncode:
+            raise ClientsFailed(f"the clients failed:\n{said.decode(errors='replace')[-1000:]}")
         results.append(json.loads(said.splitlines()[-1]))
 
     try:
         async with trio.open_nursery() as nursery:
-            for number, streams in enumerate(share for share in shares if share):
+            for number, streams in enumerate(shares):
                 nursery.start_soon(one, number, streams)
     except* ClientsFailed as group:
         raise group.exceptions[0] from None
