@@ -27,7 +27,7 @@ class Collector:
                 message = ExportTraceServiceRequest.FromString(body)
                 collector.requests.append((self.path, self.headers["X-Key"], message))
                 if hang:
-                    collector.released.wait(10)
+                    collector.released.wait(100)
                 self.send_response(status)
                 self.end_headers()
 

@@ -88,7 +88,7 @@ def test_a_server_that_refuses_or_leaves_ends_the_run(
 async def test_a_server_with_a_mock_worker_is_measured_from_outside() -> None:
     measured = await whole_path(4, output_tokens=20)
     assert (measured.requests, measured.tokens) == (8, 160)
-    assert 1.0 <= measured.tokens_per_event < 3.0
+    assert 1.0 <= measured.tokens_per_event <= 20.0
     assert measured.server_us_per_token > 0
     assert measured.ttft_p99_ms >= measured.ttft_p50_ms > 0
 

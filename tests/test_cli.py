@@ -133,7 +133,7 @@ def run_cli(
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         cwd=ROOT,
         env={**os.environ, **(environment or {})},
     )
@@ -188,7 +188,7 @@ from trioserve.cli.commands import run
 run()
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT)
     assert done.returncode == 1
     assert "/no/such/model" in done.stderr
 
@@ -228,7 +228,7 @@ class FakeServe:
         if self.starts:
             task_status.started(["http://127.0.0.1:1"])
         try:
-            with trio.fail_after(5):
+            with trio.fail_after(30):
                 await self.then(shutdown)
         except trio.Cancelled:
             self.cancelled = True
@@ -372,6 +372,6 @@ def test_the_server_process_serves_and_drains() -> None:
             assert connection.getresponse().status == 200
             connection.close()
             server.send_signal(signal.SIGTERM)
-            assert server.wait(20) == 0
+            assert server.wait(120) == 0
         finally:
             server.kill()

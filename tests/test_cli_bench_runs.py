@@ -144,12 +144,13 @@ def rows(tmp_path: Path, *rows: dict[str, Any]) -> str:
 
 
 def test_clients_of_a_trace_leave_too(tmp_path: Path) -> None:
-    trace = rows(tmp_path, *[{}] * 6)
+    # So many tokens that those who leave do, although a busy machine puts some into one chunk.
+    trace = rows(tmp_path, *[{"output_tokens": 400}] * 6)
     options = BenchOptions(trace=trace, cancel_rate=0.5, seed=1)
     (point,), _ = points_of(options, GuessedTexts())
     leaving = [turn.cancel for one in point.work for turn in one.turns if turn.cancel]
     assert 0 < len(leaving) < 6
-    assert all(cancel.events is not None and 1 <= cancel.events <= 20 for cancel in leaving)
+    assert all(cancel.events is not None and 1 <= cancel.events <= 200 for cancel in leaving)
     run(
         *("--embedded", "fake", "--trace", trace, "--cancel-rate", "0.5", "--seed", "1"),
         *("--json", str(tmp_path / "x.json")),

@@ -70,7 +70,7 @@ def test_a_program_runs_as_it_stands(page: str, number: int, tmp_path: Path) -> 
         [sys.executable, str(program)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )

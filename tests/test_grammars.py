@@ -217,7 +217,7 @@ def test_many_choices() -> None:
     matcher = make_matcher("choice", json.dumps(choices))
     began = time.process_time()
     assert text_of(sorted(allowed(matcher))) == "o"
-    assert time.process_time() - began < 0.1
+    assert time.process_time() - began < 2
 
 
 def test_a_trigger_that_is_a_special_token() -> None:

@@ -225,17 +225,17 @@ def test_invalid_bytes_cost_the_same_however_many_came_before(
     decoder = Tokenizer(backend).incremental_decoder([])
 
     def seconds(number: int) -> float:
-        started = time.perf_counter()
+        started = time.thread_time()
         for _ in range(number):
             decoder.push(bad)
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
-    first = min(seconds(500) for _ in range(3))
-    for _ in range(6):
+    first = min(seconds(100) for _ in range(10))
+    for _ in range(10):
         seconds(1000)
-    last = min(seconds(500) for _ in range(3))
+    last = min(seconds(100) for _ in range(10))
     # A decoder that goes over all that is undecided again is 20 times slower by now.
-    assert last < 5 * first
+    assert last < 8 * first
 
 
 def decoded(backend: tokenizers.Tokenizer, ids: list[int], **options: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -239,11 +240,11 @@ async def test_a_refusal_is_recorded_with_its_status_and_body(autojump_clock: An
 
 
 async def test_a_server_that_is_not_there_is_recorded() -> None:
-    listener = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
-    port = listener.socket.getsockname()[1]
-    await listener.aclose()
-    nobody = Target(connect=over_tcp(f"http://127.0.0.1:{port}"), path="/", fields={})
-    assert "OSError" in (await send(nobody, {})).error
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        record = await send(Target(connect=over_tcp(address), path="/", fields={}), {})
+    assert "OSError" in record.error
 
 
 async def test_over_tcp_reaches_a_real_socket() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -123,10 +124,10 @@ async def test_a_connection_that_breaks_in_an_answer_is_told_as_lost() -> None:
 
 
 async def test_nobody_there_is_told_with_the_systems_reason() -> None:
-    async with listening(Listener([])) as port:
-        pass
-    target = Target(connect=over_tcp(f"http://127.0.0.1:{port}"), path="/", fields={})
-    record = await send(target, {})
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        record = await send(Target(connect=over_tcp(address), path="/", fields={}), {})
     assert record.error_kind == "no connection"
     assert record.error.endswith("Connection refused")
 
@@ -185,7 +186,7 @@ async def test_tls_is_checked_with_the_given_authority(
         async with listening(listener, server_context(authority)) as port:
             connect = parse_url(f"https://127.0.0.1:{port}").connect(contexts["unknown"])
             record = await send(Target(connect=connect, path="/", fields={}), {})
-            await trio.sleep(0.2)
+            await trio.sleep(30)
     assert record.error_kind == "no connection"
     assert "the certificate isn't trusted: " in record.error
     assert record.error.endswith(" (--ca-file, --insecure)")

@@ -137,10 +137,10 @@ async def test_a_client_that_leaves_really_leaves(embedded: bool, cancel: Cancel
             target: AnyTarget = EmbeddedTarget(engine=engine, fields=FIELDS)
             if not embedded:
                 target = http(await stack.enter_async_context(served(engine)))
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 run = await closed_loop(target, work, 3)
             # Hundreds of steps of 20 ms would still be to come.
-            await assert_idle(engine, within=5.0)
+            await assert_idle(engine, within=10.0)
     assert [record.cancelled for record in run.records] == [False, False, True, True]
     assert [record.conversation for record in run.records] == [0, 0, 1, 2]
     for record in run.records[2:]:
@@ -149,14 +149,15 @@ async def test_a_client_that_leaves_really_leaves(embedded: bool, cancel: Cancel
         if cancel.events is not None:
             assert cancel.events <= len(record.chunks) < 100
         else:
-            assert 0.08 <= record.ended - record.started < 5.0
+            assert 0.08 <= record.ended - record.started < 15.0
     figures = figures_of(run)
     assert (figures.completed, figures.cancelled, figures.failed) == (2, 2, 0)
     assert figures.completion_tokens == 40
 
 
 async def test_cancellations_of_a_whole_run_leave_nothing_behind() -> None:
-    work = random_prompts(TEXTS, 30, Lengths(input_tokens=5, output_tokens=30))
+    # So many tokens that those who leave do, although a busy machine puts some into one event.
+    work = random_prompts(TEXTS, 30, Lengths(input_tokens=5, output_tokens=300))
     work = with_cancellations(work, rate=0.5, events=(1, 9), seed=2)
     expected = sum(one.turns[0].cancel is not None for one in work)
     async with open_fake_engine(lambda: FakeWorker(step_time=0.001)) as engine:

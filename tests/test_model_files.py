@@ -356,7 +356,7 @@ def run_python(code: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=180,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

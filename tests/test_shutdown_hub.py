@@ -82,9 +82,9 @@ def test_a_download_ends_with_the_first_signal(hub: Any, tmp_path: Path) -> None
     command = [sys.executable, "-m", "trioserve", "serve", "org/name", "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE) as server:
         try:
-            assert hub.begun.wait(50)
+            assert hub.begun.wait(120)
             server.send_signal(signal.SIGTERM)
-            assert server.wait(30) == 128 + signal.SIGTERM
+            assert server.wait(120) == 128 + signal.SIGTERM
             assert server.stderr is not None
             assert b"Traceback" not in server.stderr.read()
         finally:

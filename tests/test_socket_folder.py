@@ -43,7 +43,7 @@ def killed_after(program: str, temporary: Path) -> None:
         f"{program}\nos.kill(os.getpid(), 9)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=180)
     assert done.returncode == -signal.SIGKILL
 
 

@@ -222,12 +222,12 @@ def test_usual_patterns_pass() -> None:
 
 def test_a_pattern_that_takes_for_ever_ends_its_request_soon() -> None:
     matcher = matcher_of([], ["(a|aa)+$b"])
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(InvalidRequest, match="takes too long to search for") as caught:
         matcher.feed("a" * 60 + "c")
     assert caught.value.param == "stop_regex"
-    # Generous for a machine that is busy; without the limit this takes centuries.
-    assert time.perf_counter() - started < 50 * SEARCH_SECONDS
+    # Generous, for clocks that tick seldom; without the limit this takes centuries.
+    assert time.thread_time() - started < 50 * SEARCH_SECONDS
 
 
 def test_searches_that_are_slow_together_end_their_request_too() -> None:
@@ -237,7 +237,7 @@ def test_searches_that_are_slow_together_end_their_request_too() -> None:
         while True:
             matcher.feed("aaaa")
             pieces += 1
-            assert pieces < 10_000
+            assert pieces < 100_000
     assert pieces > SECONDS_AT_FIRST / SEARCH_SECONDS
 
 

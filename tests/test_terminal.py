@@ -146,7 +146,7 @@ class Person:
     def type(self, text: str) -> None:
         os.write(self.descriptor, text.encode())
 
-    def wait_for(self, text: str, within: float = 20.0) -> str:
+    def wait_for(self, text: str, within: float = 120.0) -> str:
         """Read until ``text`` shows; what was seen up to its end, which is then forgotten."""
         deadline = time.monotonic() + within
         while text not in self.seen:
@@ -174,7 +174,7 @@ def at_a_terminal() -> Iterator[Person]:
     )
     try:
         yield Person(ours)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         assert termios.tcgetattr(theirs) == before
     finally:
         process.kill()

@@ -259,7 +259,7 @@ def test_no_room_for_another_thread_is_an_error(tmp_path: Path) -> None:
         [sys.executable, "-c", FULL, str(make_tiny("qwen3", tmp_path))],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -48,7 +48,7 @@ class ForkServer:
             text=True,
         )
 
-    def run(self, arguments: list[str], *, log: Path, seconds: float = 300) -> int:
+    def run(self, arguments: list[str], *, log: Path, seconds: float = 900) -> int:
         """pytest's exit code, minus the number of a signal, or TIMED_OUT; its output is in log."""
         options = [*_OPTIONS, f"--kernels-sanitizer={self.sanitizer}", *arguments]
         request = {"arguments": options, "log": str(log), "seconds": seconds}

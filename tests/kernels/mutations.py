@@ -34,7 +34,7 @@ __all__ = ["Inapplicable", "Outcome", "apply", "judge", "main", "run_all"]
 MODES = {"": "orders", "address": "address", "thread": "thread"}
 HERE = Path(__file__).parent
 NO_FAILURE, TESTS_FAILED = 0, 1
-SECONDS = 300  # far more than any of the tests takes
+SECONDS = 900  # far more than any of the tests takes
 
 
 class Inapplicable(Exception):
@@ -134,6 +134,11 @@ def _runner() -> Iterator[Runner]:
         runner.close()
 
 
+def _num_processes() -> int:
+    """One for each core, of which few are enough: each has a copy of torch in each mode."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
 def _try_defect(runner: Runner, defect: Defect, every_mode: bool) -> Outcome:
     outcome = Outcome(defect.what, defect.file)
     start = time.monotonic()
@@ -175,7 +180,7 @@ def run_all(
 ) -> list[Outcome]:
     """The outcomes of ``defects``, in their order; ``report`` gets each when it is there."""
     outcomes = []
-    with _runner() as runner, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with _runner() as runner, ThreadPoolExecutor(_num_processes()) as pool:
         for outcome in pool.map(lambda defect: _try_defect(runner, defect, every_mode), defects):
             outcomes.append(outcome)
             report(outcome)
@@ -190,7 +195,7 @@ def run_without(defects: Sequence[Defect], outcomes: Sequence[Outcome]) -> list[
         for sanitizer, how in outcome.noticed.items()
         if how
     }
-    with _runner() as runner, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with _runner() as runner, ThreadPoolExecutor(_num_processes()) as pool:
         return list(pool.map(lambda pair: _try_without(runner, *pair), used))
 
 

@@ -75,7 +75,7 @@ def timeline(loader: KernelLoader) -> Timeline:
 
 def check_finished(timeline: Timeline) -> None:
     """A step that has ended shows, if steps can be pending at all."""
-    assert timeline.completions is None or is_readable(timeline.completions, 10)
+    assert timeline.completions is None or is_readable(timeline.completions, 60)
 
 
 def test_outputs_are_those_of_their_step(timeline: Timeline, loader: KernelLoader) -> None:
@@ -97,13 +97,13 @@ def test_outputs_are_those_of_their_step(timeline: Timeline, loader: KernelLoade
 def test_idle_time_lies_between_steps(timeline: Timeline) -> None:
     timeline.begin_step()
     timeline.end_step([]).wait()
-    time.sleep(0.02)
+    time.sleep(0.5)
     skipped = timeline.skip_step()
     check_finished(timeline)
     assert skipped.wait().step_us == 0
     timeline.begin_step()
     finished = timeline.end_step([]).wait()
-    assert finished.idle_us >= 20_000
-    assert finished.step_us < 20_000
+    assert finished.idle_us >= 500_000
+    assert finished.step_us < 500_000
     timeline.begin_step()
     assert timeline.end_step([]).wait().idle_us < finished.idle_us
