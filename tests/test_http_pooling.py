@@ -116,8 +116,9 @@ async def test_encode_speaks_sglangs_language() -> None:
         one = await post(client, "/encode", text="one", rid="mine")
         np.testing.assert_allclose(one["embedding"], expected("one"), rtol=1e-6)
         assert one["meta_info"]["id"] == "embd-mine"
-        several = await post(client, "/encode", text=["one", "two"])
+        several = await post(client, "/encode", text=["three", "two"])
         np.testing.assert_allclose(several[1]["embedding"], expected("two"), rtol=1e-6)
+        assert [each["meta_info"]["prompt_tokens"] for each in several] == [5, 3]
         ids = await post(client, "/encode", input_ids=ids_of("one"))
         np.testing.assert_allclose(ids["embedding"], expected("one"), rtol=1e-6)
         error = await refused(client, "/encode", text="x" * 600)

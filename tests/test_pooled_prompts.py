@@ -65,6 +65,7 @@ async def test_prompts_are_pooled_beside_generations(
             found = await engine.embed(TEXTS, pooling=pooling, normalize=False)
         np.testing.assert_allclose(found.vectors, fake_vectors(TEXTS, pooling), rtol=1e-6)
         assert found.usage.prompt_tokens == sum(map(len, TEXTS))
+        assert found.num_tokens == tuple(map(len, TEXTS))
         unit = await engine.embed(ids_of("x"), pooling=pooling)
         assert np.linalg.norm(unit.vectors[0]) == pytest.approx(1)
         cut = await engine.embed("x", dimensions=1)

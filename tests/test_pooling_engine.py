@@ -72,6 +72,7 @@ async def test_vectors_are_the_workers(autojump_clock: trio.testing.MockClock) -
         found = await engine.embed(["one", "three"])
         np.testing.assert_array_equal(found.vectors, [expected("one"), expected("three")])
         assert found.usage.prompt_tokens == 8
+        assert found.num_tokens == (3, 5)
         assert found.usage.completion_tokens == 0
         np.testing.assert_array_equal((await engine.embed("one")).vectors, [expected("one")])
         ids = byte_ids("one")

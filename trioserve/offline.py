@@ -172,7 +172,11 @@ class LLM:
             self._call(functools.partial(Engine.embed, inputs=part, **options))
             for part in _parts(inputs, self._engine_thread.config.max_num_queued_reqs)
         ]
-        return Embeddings(np.concatenate([part.vectors for part in parts]), _usage_of(parts))
+        return Embeddings(
+            np.concatenate([part.vectors for part in parts]),
+            _usage_of(parts),
+            tuple(count for part in parts for count in part.num_tokens),
+        )
 
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Any

@@ -15,7 +15,6 @@ import numpy as np
 from trioserve import wire
 from trioserve.deadline import Deadline
 from trioserve.errors import InvalidRequest
-from trioserve.generation import Usage
 from trioserve.model_files.decoder_embedding import DecoderPooling
 from trioserve.pooling.columns import Floats
 from trioserve.pooling.inputs import Item
@@ -69,8 +68,8 @@ async def pool_prompts(
     truncate: int | None,
     cache_salt: str,
     adapter: str,
-) -> tuple[Floats, Usage]:
-    """The vectors [N, E] of N texts or lists of token ids, and the tokens that took.
+) -> tuple[Floats, list[int]]:
+    """The vectors [N, E] of N texts or lists of token ids, and how many each has.
 
     Raises:
         TrioserveError: the first of them that failed; the others are aborted then.
@@ -98,8 +97,7 @@ async def pool_prompts(
 
     found = await all_together(pool, items)
     vectors = np.stack([wire.floats(vector) for vector, _ in found])
-    num_tokens = sum(count for _, count in found)
-    return vectors, Usage(prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
+    return vectors, [count for _, count in found]
 
 
 def _prompt_of(item: Item) -> Prompt:

@@ -127,14 +127,14 @@ class Pooling:
         if any(isinstance(item, tuple) for item in items):
             raise InvalidRequest("an embedding is one text's, not a pair's", param="input")
         if self.encoding is None:
-            vectors, usage = await self._prompt_vectors(
+            vectors, lengths = await self._prompt_vectors(
                 items, truncate_prompt_tokens, sender, pooling, cache_salt, adapter
             )
             if normalize is None and self.embedding.normalize:
                 normalize = True
             shape = Shape(dimensions, normalize, are_normalized=False)
             shape.check(vectors.shape[1])
-            return Embeddings(shape.of(vectors), usage)
+            return Embeddings(shape.of(vectors), _usage(lengths), tuple(lengths))
         config = self._config("embed", "give embeddings")
         if adapter:
             raise InvalidRequest("an encoder has no adapters", param="adapter")
@@ -144,8 +144,8 @@ class Pooling:
             )
         wanted = Shape(dimensions, normalize, config.normalize)
         wanted.check(config.num_outputs)
-        vectors, usage = await self._vectors(items, truncate_prompt_tokens, sender)
-        return Embeddings(wanted.of(vectors), usage)
+        vectors, lengths = await self._vectors(items, truncate_prompt_tokens, sender)
+        return Embeddings(wanted.of(vectors), _usage(lengths), tuple(lengths))
 
     async def score(
         self,
@@ -161,13 +161,13 @@ class Pooling:
         if self.task == "generate" or (config is not None and len(config.labels) > 1):
             raise self.refusal("score pairs of texts")
         if config is not None and config.labels:
-            vectors, usage = await self._vectors(pairs, truncate_prompt_tokens, sender)
-            return Scores(activated(vectors, config.score_activation)[:, 0], usage)
+            vectors, lengths = await self._vectors(pairs, truncate_prompt_tokens, sender)
+            return Scores(activated(vectors, config.score_activation)[:, 0], _usage(lengths))
         place = {query: index for index, query in enumerate(dict.fromkeys(q for q, _ in pairs))}
         texts = [*place, *(document for _, document in pairs)]
-        vectors, usage = await self._embeddings(texts, truncate_prompt_tokens, sender)
+        vectors, lengths = await self._embeddings(texts, truncate_prompt_tokens, sender)
         of_queries = vectors[[place[query] for query, _ in pairs]]
-        return Scores(similarities(of_queries, vectors[len(place) :]), usage)
+        return Scores(similarities(of_queries, vectors[len(place) :]), _usage(lengths))
 
     async def classify(
         self,
@@ -178,9 +178,9 @@ class Pooling:
     ) -> Classifications:
         """See :meth:`trioserve.engine.Engine.classify`."""
         config = self._config("classify", "classify texts")
-        logits, usage = await self._vectors(as_items(inputs), truncate_prompt_tokens, sender)
+        logits, lengths = await self._vectors(as_items(inputs), truncate_prompt_tokens, sender)
         probabilities = probabilities_of(logits, independent=config.independent_labels)
-        return Classifications(config.labels, logits, probabilities, usage)
+        return Classifications(config.labels, logits, probabilities, _usage(lengths))
 
     async def score_labels(
         self,
@@ -247,8 +247,8 @@ class Pooling:
 
     async def _embeddings(
         self, items: Sequence[Item], truncate: int | None, sender: Sender
-    ) -> tuple[Floats, Usage]:
-        """The vectors [N, dim] of texts, as the model gives them, and the tokens that took."""
+    ) -> tuple[Floats, list[int]]:
+        """The vectors [N, dim] of texts, as the model gives them, and the tokens of each."""
         if self.encoding is None:
             return await self._prompt_vectors(items, truncate, sender)
         return await self._vectors(items, truncate, sender)
@@ -261,7 +261,7 @@ class Pooling:
         pooling: str | None = None,
         cache_salt: str = "",
         adapter: str = "",
-    ) -> tuple[Floats, Usage]:
+    ) -> tuple[Floats, list[int]]:
         """The same of a decoder, pooled as its files say or as asked, of any length."""
         sender.check(cache_salt=cache_salt)
         self._check(len(items), truncate)
@@ -278,21 +278,21 @@ class Pooling:
 
     async def _vectors(
         self, items: Sequence[Item], truncate: int | None, sender: Sender
-    ) -> tuple[Floats, Usage]:
-        """What the encoder says of each item: [N, num_outputs]; and the tokens that took."""
+    ) -> tuple[Floats, list[int]]:
+        """What the encoder says of each item: [N, num_outputs]; and how many tokens it has."""
         assert self.encoding is not None
         sender.check()
         self._check(len(items), truncate)
         self.check_open()
         began = trio.current_time()
         deadline = Deadline.of(sender.timeout, sender.arrived, self.config)
-        num_tokens = 0
+        lengths: list[int] = []
         reason = "abort"
         failure: TrioserveError | None = None
         try:
             with self.open.opened(sender.id), deadline.enforced():
                 texts = await self.encoding.encoder.encode(items, truncate)
-                num_tokens = sum(len(text.ids) for text in texts)
+                lengths = [len(text.ids) for text in texts]
                 vectors = await self.encoding.compute(Columns.of(texts))
                 reason = "stop"
         except TrioserveError as error:
@@ -300,6 +300,7 @@ class Pooling:
             raise
         finally:
             now = trio.current_time()
+            num_tokens = sum(lengths)
             self.metrics.observe_texts(len(items), num_tokens, reason, now - began)
             self.on_end(
                 EndedTexts(
@@ -314,7 +315,12 @@ class Pooling:
                     tracestate=sender.tracestate,
                 )
             )
-        return vectors, Usage(prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
+        return vectors, lengths
+
+
+def _usage(lengths: Sequence[int]) -> Usage:
+    """What texts of so many tokens each have used."""
+    return Usage(prompt_tokens=sum(lengths), completion_tokens=0, cached_tokens=0)
 
 
 def _check_truncation(truncate: int | None) -> None:

@@ -34,6 +34,8 @@ class Embeddings:
     vectors: Floats
     """[N, dim] float32."""
     usage: Usage
+    num_tokens: tuple[int, ...]
+    """Of each text."""
 
 
 @attrs.frozen(eq=False)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import quart
 
 from trioserve.errors import InvalidRequest
-from trioserve.generation import Usage
 from trioserve.http.generations import renamed
 from trioserve.http.pooling.asked import Asked, check_truncation, text_usage
 from trioserve.http.pooling.schemas import (
@@ -111,7 +110,10 @@ class EmbeddingEndpoints:
             listed = not isinstance(given, str) and not isinstance(given[0], int)
 
             def answer() -> msgspec.Raw:
-                replies = [_encoded(each, asked.id, found.usage) for each in found.vectors]
+                replies = [
+                    _encoded(vector, asked.id, count)
+                    for vector, count in zip(found.vectors, found.num_tokens, strict=True)
+                ]
                 return msgspec.Raw(msgspec.json.encode(replies if listed else replies[0]))
 
             return json_response(await run_if_many(found.vectors.size, answer))
@@ -122,8 +124,8 @@ async def run_if_many(num_numbers: int, work: Callable[[], Result]) -> Result:
     return await run_if_long(num_numbers // NUMBERS_AS_LONG_AS_A_LOGPROB, work)
 
 
-def _encoded(vector: npt.NDArray[np.float32], id: str, usage: Usage) -> EncodeResponse:
-    meta = EncodedMeta(id=id, finish_reason={"type": "stop"}, prompt_tokens=usage.prompt_tokens)
+def _encoded(vector: npt.NDArray[np.float32], id: str, num_tokens: int) -> EncodeResponse:
+    meta = EncodedMeta(id=id, finish_reason={"type": "stop"}, prompt_tokens=num_tokens)
     return EncodeResponse(embedding=vector.tolist(), meta_info=meta)
 
 

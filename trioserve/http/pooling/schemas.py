@@ -262,7 +262,7 @@ class EncodedMeta(msgspec.Struct, kw_only=True):
 
     id: Annotated[str, about("The request's id.")]
     finish_reason: Annotated[dict[str, str], about("Always of type `stop`.")]
-    prompt_tokens: Annotated[int, about("Tokens of all texts of the request.")]
+    prompt_tokens: Annotated[int, about("Tokens of the text, special ones included.")]
 
 
 class EncodeResponse(msgspec.Struct, kw_only=True):
