@@ -272,6 +272,20 @@ async def test_the_worker_dies_while_it_reads(old: Path, new: Path) -> None:
         await assert_idle(engine)
 
 
+async def test_a_worker_that_is_stopped_while_it_reads(old: Path, new: Path) -> None:
+    async with open_tiny_engine(old, watchdog_timeout=5) as engine:
+        before = await tokens_of(engine)
+        sole_worker().suspend()
+        # Whether it still holds something may have been asked before.
+        with pytest.raises(WorkerLost, match=r"no answer to '(read_weights|statistics)' within"):
+            await engine.update_weights(str(new))
+        await until(lambda: engine.healthy)
+        assert engine.statistics().worker_restarts == 1
+        assert engine.weight_version == "default"
+        assert await tokens_of(engine) == before
+        await assert_idle(engine)
+
+
 async def test_an_unknown_mode(old: Path) -> None:
     async with open_tiny_engine(old) as engine:
         with pytest.raises(InvalidRequest, match="mode is one of wait, abort, retract"):
@@ -318,9 +332,13 @@ async def kill_worker(engine: Engine) -> None:
     """Kill it, and wait for the next one."""
     await trio.sleep(0.05)
     restarts = engine.statistics().worker_restarts
-    (worker,) = [each for each in psutil.Process().children() if "gpu" in each.cmdline()]
-    worker.kill()
+    sole_worker().kill()
     await until(lambda: engine.statistics().worker_restarts > restarts and engine.healthy)
+
+
+def sole_worker() -> psutil.Process:
+    (worker,) = [each for each in psutil.Process().children() if "gpu" in each.cmdline()]
+    return worker
 
 
 async def until_running(engine: Engine, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,18 +105,22 @@ class Control:
             raise InvalidRequest(f"mode is one of {modes}, not {mode!r}", param="mode")
         self._check_exchangeable()
         try:
-            path = await trio.to_thread.run_sync(_locate, model, abandon_on_cancel=True)
+            path, num_bytes = await trio.to_thread.run_sync(_locate, model, abandon_on_cancel=True)
         except ModelLoadError as error:
             raise InvalidRequest(str(error), param="model") from error
-        await self.exchange_weights(str(path), mode, version)
+        await self.exchange_weights(str(path), mode, version, num_bytes=num_bytes)
 
-    async def exchange_weights(self, path: str, mode: str, version: str | None = None) -> None:
-        """:meth:`update_weights` from what has been found at ``path``."""
+    async def exchange_weights(
+        self, path: str, mode: str, version: str | None = None, *, num_bytes: int = 0
+    ) -> None:
+        """:meth:`update_weights` from the so many bytes that have been found at ``path``."""
         self._check_exchangeable()
         weights = self._scheduler.weights
         assert weights is not None, "it is the engine process that is asked"
         try:
-            checksum = await weights.exchange(path, functools.partial(self._clear, mode))
+            checksum = await weights.exchange(
+                path, functools.partial(self._clear, mode), num_bytes=num_bytes
+            )
         except CallFailed as error:
             raise InvalidRequest(
                 f"the weights stay as they are: {error.reason}", param="model"
@@ -170,7 +175,16 @@ class Control:
         return quiet
 
 
-def _locate(model: str) -> Path:
-    """Where ``model`` is: a single file of weights, too."""
+def _locate(model: str) -> tuple[Path, int]:
+    """Where ``model`` is, and how many bytes its files have: a single file of weights, too."""
     path = Path(model).expanduser()
-    return path.resolve() if path.is_file() else locate(model).resolve()
+    path = path.resolve() if path.is_file() else locate(model).resolve()
+    return path, _num_bytes(path)
+
+
+def _num_bytes(path: Path) -> int:
+    """Of a file, or of all files in a folder; 0 where they can't be looked at."""
+    with contextlib.suppress(OSError):
+        files = path.iterdir() if path.is_dir() else [path]
+        return sum(each.stat().st_size for each in files if each.is_file())
+    return 0

@@ -82,7 +82,7 @@ class Scheduler:
         """Called whenever the last plan has come back and nobody is left to be computed."""
         self._num_steps_idle = 0
         """Steps that were done when it was called last."""
-        self._calls = Calls(self._send_first, self._watchdog_held)
+        self._calls = Calls(self._send_first, self._owed)
         self._watchdog = Watchdog(config.watchdog_timeout)
         self.quiet = Quiet(self._existing_core, self._wake)
         self.holds = Holds(lambda: self._core)
@@ -93,7 +93,7 @@ class Scheduler:
             self._existing_core, self._calls.call, self._wake, self._deliver
         )
         self._accusation = ""
-        """Why the worker counts as hung, if somebody else has found that."""
+        """Why the worker counts as hung, once it does."""
         self._overdue = trio.CancelScope()
         """Ends when the worker counts as hung."""
 
@@ -200,10 +200,10 @@ class Scheduler:
             self._worker_there = trio.Event()
             self._core.recovery.on_worker_lost()
             self._is_stuck = False
-            self._follow(self._core)
+            self._watchdog.settle_all(trio.current_time())
             self._outbox.clear()
-            self._calls.on_worker_lost()
-            self.adapters.on_worker_lost()
+            self._calls.on_worker_lost(self._accusation)
+            self.adapters.on_worker_lost(self._accusation)
             self._look()
         raise error
 
@@ -311,17 +311,16 @@ class Scheduler:
 
     async def _watch(self) -> None:
         """Wait until the worker counts as hung."""
-        while True:
+        while not self._accusation:
             with trio.CancelScope(deadline=self._watchdog.deadline) as self._overdue:
                 await trio.sleep_forever()
-            if self._accusation:
-                raise WorkerLost(self._accusation, reason="hung")
-            if self._watchdog.forgive(trio.current_time()):
+            if self._accusation or self._watchdog.forgive(trio.current_time()):
                 continue
             # If it is this process that was stopped, what the worker said meanwhile comes first.
             await trio.sleep(SECOND_LOOK)
-            if trio.current_time() >= self._watchdog.deadline:
-                raise WorkerLost(self._watchdog.accusation(), reason="hung")
+            if not self._accusation and trio.current_time() >= self._watchdog.deadline:
+                self._accusation = self._watchdog.accusation()
+        raise WorkerLost(self._accusation, reason="hung")
 
     def _follow(self, core: SchedulerCore) -> None:
         """Plans may have come or gone: move the watchdog's deadline."""
@@ -343,20 +342,24 @@ class Scheduler:
 
     # ---- calls
 
-    async def call(self, name: str, arguments: object = None) -> Any:
-        """Have the worker do something rare and slow, by name. The deadline is the caller's.
+    async def call(self, name: str, arguments: object = None, *, num_bytes: int = 0) -> Any:
+        """Have the worker do something rare and slow, by name.
+
+        One that doesn't answer in time counts as hung; how long it may take is the watchdog's
+        business, or else the caller's.
 
         Args:
             name: what the worker knows it by.
             arguments: whatever it takes, of MessagePack's types.
+            num_bytes: how much it is about, where that is what it takes its time for.
 
         Raises:
             EngineError: the worker says why it can't.
-            WorkerLost: there is no worker, or it was lost before it answered.
+            WorkerLost: there is no worker, or it was lost before it answered; it may have hung.
         """
         if not self.attached:
             raise WorkerLost(f"there is no worker to call {name!r}")
-        return await self._calls.call(name, arguments)
+        return await self._calls.call(name, arguments, num_bytes=num_bytes)
 
     def accuse(self, reason: str) -> None:
         """The worker that is attached counts as hung, and is replaced."""
@@ -369,14 +372,15 @@ class Scheduler:
         self._work.set()
 
     @contextlib.contextmanager
-    def _watchdog_held(self) -> Iterator[None]:
-        """The worker isn't blamed for a step that has to wait for something else."""
-        self._watchdog.hold()
+    def _owed(self, name: str, num_bytes: int) -> Iterator[None]:
+        """The worker owes the answer to a call, which it is sent before the next plan."""
+        before_plan = self._existing_core().next_number
+        reply = self._watchdog.expect(name, num_bytes, before_plan, trio.current_time())
         self._overdue.deadline = self._watchdog.deadline
         try:
             yield
         finally:
-            self._watchdog.release(trio.current_time())
+            self._watchdog.settle(reply, trio.current_time())
             self._overdue.deadline = self._watchdog.deadline
 
     # ---- what can be seen from outside

@@ -201,10 +201,14 @@ class HeldAdapters:
         for request in requests:
             self._deliver(core.finish_all(request, Finish(FinishReason.ERROR, error=failure)))
 
-    def on_worker_lost(self) -> None:
-        """All adapters are to be brought to the next worker, but one that may be to blame."""
+    def on_worker_lost(self, accusation: str) -> None:
+        """All adapters are to be brought to the next worker, but one that may be to blame.
+
+        ``accusation`` says why the worker counts as hung, if it does.
+        """
         self._core().residency.on_worker_lost()
         held = self._held.get(self._bringing)
         self._bringing = 0
         if held is not None and not held.settled.is_set():
-            self._fail(held, WorkerLost("the worker was lost while it loaded the adapter"))
+            why = f": {accusation}" if accusation else ""
+            self._fail(held, WorkerLost(f"the worker was lost while it loaded the adapter{why}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import msgspec
@@ -13,22 +13,25 @@ import trio
 from trioserve import wire
 from trioserve.errors import CallFailed, WorkerLost
 
-__all__ = ["Calls"]
+__all__ = ["Call", "Calls"]
 
-QUICK_CALLS = frozenset(
-    {"load_adapter", "ping", "prepare", "read_weights", "statistics", "unload_adapter"}
-)
-"""Calls that keep the worker from its steps for no time to speak of, or for none."""
+
+class Call(Protocol):
+    """:meth:`trioserve.scheduler.Scheduler.call`."""
+
+    async def __call__(self, name: str, arguments: object = None, *, num_bytes: int = 0) -> Any: ...
 
 
 @attrs.define(eq=False)
 class _PendingCall:
-    """A call that the worker hasn't answered: ``reply`` is None if it never will."""
+    """A call that the worker hasn't answered: ``reply`` is None if it never will be."""
 
     done: trio.Event = attrs.field(factory=trio.Event)
     reply: wire.Reply | None = None
     result: Any = None
     """What the reply holds, if it is no error."""
+    accusation: str = ""
+    """Why the worker counted as hung that was to answer, if it did."""
 
 
 @attrs.define(eq=False)
@@ -37,28 +40,29 @@ class Calls:
 
     Args:
         send: sends a message before the next plan.
-        hold: a context in which the worker isn't blamed for a step that has to wait.
+        owed: given a call's name and its size, a context in which the worker owes the answer.
     """
 
     _send: Callable[[wire.Message], None]
-    _hold: Callable[[], contextlib.AbstractContextManager[None]]
+    _owed: Callable[[str, int], contextlib.AbstractContextManager[None]]
     _pending: dict[int, _PendingCall] = attrs.field(init=False, factory=dict)
     _number: int = attrs.field(init=False, default=0)
 
-    async def call(self, name: str, arguments: object) -> Any:
+    async def call(self, name: str, arguments: object = None, *, num_bytes: int = 0) -> Any:
         """See :meth:`trioserve.scheduler.Scheduler.call`; there is a worker."""
         encoded = msgspec.msgpack.encode(arguments)
         self._number += 1
         number = self._number
         call = self._pending[number] = _PendingCall()
-        self._send(wire.Call(number=number, name=name, arguments=encoded))
         try:
-            with contextlib.nullcontext() if name in QUICK_CALLS else self._hold():
+            with self._owed(name, num_bytes):
+                self._send(wire.Call(number=number, name=name, arguments=encoded))
                 await call.done.wait()
         finally:
             del self._pending[number]
         if call.reply is None:
-            raise WorkerLost(f"the worker was lost before it answered {name!r}")
+            why = f": {call.accusation}" if call.accusation else ""
+            raise WorkerLost(f"the worker was lost before it answered {name!r}{why}")
         if call.reply.error:
             raise CallFailed(name, call.reply.error)
         return call.result
@@ -80,7 +84,8 @@ class Calls:
         call.reply = reply
         call.done.set()
 
-    def on_worker_lost(self) -> None:
-        """Nobody will answer any more."""
+    def on_worker_lost(self, accusation: str) -> None:
+        """Nobody will answer any more; ``accusation`` says why the worker counts as hung, if so."""
         for call in self._pending.values():
+            call.accusation = accusation
             call.done.set()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import attrs
 import trio
 
 from trioserve.errors import EngineError, WorkerLost
+from trioserve.scheduler.calls import Call
 from trioserve.scheduler.quiet import Quiet
 
 __all__ = ["Weights"]
@@ -30,33 +30,37 @@ class Weights:
         quiet: the scheduler's pauses.
     """
 
-    _call: Callable[[str, object], Awaitable[Any]]
+    _call: Call
     _quiet: Quiet
     path: str = attrs.field(init=False, default="")
     """Where those are that serve; empty for the model's own."""
     _lock: trio.Lock = attrs.field(init=False, factory=trio.Lock)
 
-    async def exchange(self, path: str, clear: Callable[[str], Awaitable[None]]) -> str:
+    async def exchange(
+        self, path: str, clear: Callable[[str], Awaitable[None]], *, num_bytes: int = 0
+    ) -> str:
         """Serve the weights at ``path``; others that want an exchange wait for their turn.
 
         Args:
             path: of a folder or a file.
             clear: pauses the scheduler in the given name so that nobody holds KV, in whatever way.
+            num_bytes: how many there are, which is what the worker is given its time for.
 
         Returns:
             their checksum.
 
         Raises:
             EngineError: the worker says why it can't; the old ones serve.
-            WorkerLost: there is no worker, or it was lost meanwhile; the old ones serve.
+            WorkerLost: there is no worker, or it was lost meanwhile, or took longer than can be;
+                the old ones serve.
         """
         async with self._lock:
             try:
-                checksum: str = await self._call("read_weights", path)
+                checksum: str = await self._call("read_weights", path, num_bytes=num_bytes)
                 await clear(_HOLDER)
                 # It is done or it isn't: nobody may leave before it is known.
                 with trio.CancelScope(shield=True):
-                    await self._call("swap_weights", path)
+                    await self._call("swap_weights", path, num_bytes=num_bytes)
                     self.path = path
                     self._quiet.flush_prefixes()
             except BaseException:
@@ -70,4 +74,4 @@ class Weights:
         """Have the worker keep nothing but what serves; without one, there is nothing to keep."""
         with trio.move_on_after(_DISCARD_SECONDS, shield=True):
             with contextlib.suppress(EngineError, WorkerLost):
-                await self._call("discard_weights", None)
+                await self._call("discard_weights")

@@ -113,7 +113,8 @@ class FakeWorker:
             each token.
         calls: what it answers to a call, by name: functions of the arguments. ``prepare``, which
             asks whether it can serve a grammar, is answered with "yes" unless it is given here.
-        call_time: seconds that :func:`serve_fake` takes for a call; steps go on meanwhile.
+        call_time: seconds that :func:`serve_fake` takes for a call, or a function of it that says
+            so; steps go on meanwhile.
         calls_in_turn: whether they don't, nor do other calls. A call may then be the worker's death
             (:class:`WorkerDies`).
     """
@@ -134,7 +135,7 @@ class FakeWorker:
     computes_past_stop: bool = False
     script: Script = lambda _step, _plan: None
     calls: dict[str, Callable[[Any], Any]] = attrs.field(factory=dict)
-    call_time: float = 0.0
+    call_time: float | Callable[[wire.Call], float] = 0.0
     calls_in_turn: bool = False
     num_steps: int = attrs.field(init=False, default=0)
     weights: str = attrs.field(init=False, default="")
@@ -371,6 +372,10 @@ class FakeWorker:
         """How long a step is to take."""
         return self.step_time(plan) if callable(self.step_time) else self.step_time
 
+    def seconds_for_call(self, call: wire.Call) -> float:
+        """How long a call is to take."""
+        return self.call_time(call) if callable(self.call_time) else self.call_time
+
     def _origin(self, slot: _Slot) -> np.uint64:
         """What the digests of a sequence begin with: by weights, and by adapter."""
         return np.uint64(zlib.crc32(self.weights.encode()) | slot.adapter << 48)
@@ -469,9 +474,9 @@ async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.N
             case wire.Reset() as reset:
                 worker.reset(reset)
             case wire.Call() as call if worker.calls_in_turn:
-                await trio.sleep(worker.call_time)
+                await trio.sleep(worker.seconds_for_call(call))
                 await link.send(worker.answer(call))
-            case wire.Call() as call if worker.call_time:
+            case wire.Call() as call if worker.seconds_for_call(call):
                 nursery.start_soon(_answer_late, worker, link, call)
             case wire.Call() as call:
                 await link.send(worker.answer(call))
@@ -482,5 +487,5 @@ async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.N
 
 
 async def _answer_late(worker: FakeWorker, link: MemoryLink, call: wire.Call) -> None:
-    await trio.sleep(worker.call_time)
+    await trio.sleep(worker.seconds_for_call(call))
     await link.send(worker.answer(call))
