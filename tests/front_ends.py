@@ -16,6 +16,7 @@ from trioserve.errors import FrontEndLost
 from trioserve.front_end.encoding import remote_encoding
 from trioserve.front_end.home import Home
 from trioserve.front_end.host import Host, open_host
+from trioserve.front_end.pulse import interval_of
 from trioserve.front_end.remote import RemoteScheduler
 from trioserve.front_end.shared import SharedServer
 from trioserve.metrics import Metrics
@@ -156,7 +157,13 @@ async def _open_front_end(
         contextlib.closing(PairSocket.dial(url)) as dialed,
     ):
         home = await nursery.start(keep, listening)
-        remote = RemoteScheduler(dialed, handlers, on_drain=lambda: None, on_stop=lambda: None)
+        remote = RemoteScheduler(
+            dialed,
+            handlers,
+            on_drain=lambda: None,
+            on_stop=lambda: None,
+            alive_interval=interval_of(config.engine),
+        )
         async with run_tasks(
             config.engine,
             model,

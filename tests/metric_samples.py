@@ -95,4 +95,5 @@ class Watched:
             stream_bytes=77,
             worker_restarts=5,
             num_sessions=3,
+            front_end_restarts=4,
         )

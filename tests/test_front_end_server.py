@@ -303,6 +303,46 @@ async def test_a_front_end_that_is_stopped_holds_nobody_else_up(start: Any) -> N
     assert not _lives(second)
 
 
+async def test_a_front_end_that_hangs_is_replaced(start: Any) -> None:
+    options = ("--watchdog-timeout", "10", "--log-level", "info", "--log-format", "json")
+    server = start(Path("smollm2-135m"), *MOCK, *options)
+    server.wait_until_it_serves()
+    # They would take minutes.
+    clients = [await server.stream(max_tokens=8000) for _ in range(12)]
+    victim, other = front_ends(server)
+    held = [client for client in clients if _port(client) in _ports_of_clients(other)]
+    assert 0 < len(held) < 12
+    victim.suspend()
+
+    async def is_replaced() -> bool:
+        found = front_ends(server)
+        return victim not in found and len(found) == 2
+
+    await until(is_replaced, within=60)
+
+    async def is_left_alone() -> bool:
+        return (await load(server.url))["num_reqs"] == len(held)
+
+    await until(is_left_alone)
+    for client in clients:
+        if client in held:
+            await read_until(client, b"data: {")
+        else:
+            assert not (await read_to_end(client)).endswith(LAST_CHUNK)
+        await client.aclose()
+    assert (await values(server.url))["trioserve:front_end_restarts_total"] == 1
+    await until(lambda: nothing_runs(server.url))
+    server.process.send_signal(signal.SIGTERM)
+    code, lines = await server.ended()
+    assert code == 0
+    events = [json.loads(line) for line in lines.splitlines()]
+    (lost,) = [event for event in events if event["event"] == "front end lost"]
+    assert (lost["kind"], lost["requests"]) == ("hung", 12 - len(held))
+    assert "no sign of life within 10 s" in lost["reason"]
+    (replaced,) = [event for event in events if event["event"] == "front end replaced"]
+    assert (replaced["front_end"], replaced["restarts"]) == (lost["front_end"], 1)
+
+
 async def test_a_worker_that_dies_is_a_pause_for_all(start: Any) -> None:
     server = start(Path("smollm2-135m"), *MOCK, "--shutdown-timeout", "0.5")
     server.wait_until_it_serves()

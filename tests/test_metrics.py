@@ -262,6 +262,7 @@ def test_gauges_are_read_when_somebody_asks() -> None:
         "worker_idle_seconds_total": 0.25,
         "worker_plans_in_flight": 1,
         "worker_restarts_total": 5,
+        "front_end_restarts_total": 4,
     }
     assert {name: value(metrics, name) for name in expected} == expected
     by_reason = "num_requests_waiting_by_reason"

@@ -314,7 +314,8 @@ class EngineConfig:
     watchdog_timeout: float = option(
         60.0,
         "seconds a step may take beyond the slowest so far, and more for one larger than those "
-        "that came back, before the worker counts as hung and is replaced; 0 waits for ever",
+        "that came back, before the worker counts as hung and is replaced; as long may what "
+        "else it is asked for take, and a front end give no sign of life; 0 waits for ever",
         group="worker",
         kind=float,
         low=0,

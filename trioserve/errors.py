@@ -144,7 +144,15 @@ class WorkerLost(TrioserveError):
 
 
 class FrontEndLost(TrioserveError):
-    """A front-end process died, or spoke nonsense; whoever supervises it decides what follows."""
+    """A front-end process died, hung or spoke nonsense; its supervisor decides what follows.
+
+    Attributes:
+        is_hung: whether it is there and says nothing any more.
+    """
+
+    def __init__(self, message: str, *, is_hung: bool = False) -> None:
+        super().__init__(message)
+        self.is_hung = is_hung
 
 
 class NoRoomForWorker(WorkerLost):

@@ -15,7 +15,7 @@ class EngineStatistics:
 
     ``num_tokenizing`` outputs are asked for by requests that are not yet in the queue;
     ``num_streams`` scopes are open; ``stream_bytes`` of output wait for slow readers;
-    ``num_sessions`` are open.
+    ``num_sessions`` are open; ``front_end_restarts`` front ends were replaced, where there are any.
     """
 
     scheduler: SchedulerStatistics
@@ -24,6 +24,7 @@ class EngineStatistics:
     stream_bytes: int
     worker_restarts: int
     num_sessions: int = 0
+    front_end_restarts: int = 0
 
     def summary(self) -> str:
         """The numbers in a few lines, for people."""

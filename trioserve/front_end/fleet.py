@@ -6,7 +6,7 @@ import attrs
 import trio
 
 from trioserve.config import ServerConfig
-from trioserve.errors import EngineError, TrioserveError
+from trioserve.errors import EngineError, FrontEndLost, TrioserveError
 from trioserve.front_end.faults import fault_of
 from trioserve.front_end.home import Home
 from trioserve.front_end.host import Host
@@ -44,8 +44,6 @@ class Fleet:
     config: ServerConfig
     path: str
     listening: SharedListening
-    restarts: int = attrs.field(default=0, init=False)
-    """Front ends that were replaced."""
     _num_listening: int = attrs.field(default=0, init=False)
     _all_listen: trio.Event = attrs.field(factory=trio.Event, init=False)
     _is_draining: bool = attrs.field(default=False, init=False)
@@ -91,6 +89,7 @@ class Fleet:
         """Run one front end after the other at a place, until one has drained."""
         deaths = 0
         has_listened = False
+        lost_at = trio.current_time()
         while True:
             began = trio.current_time()
             home: Home | None = None
@@ -100,7 +99,12 @@ class Fleet:
                 ) as socket:
                     with self.host.at_home(socket) as home:
                         if has_listened:
-                            _log.info("front end replaced", front_end=index)
+                            _log.info(
+                                "front end replaced",
+                                front_end=index,
+                                seconds=round(trio.current_time() - lost_at, 3),
+                                restarts=self.host.front_end_restarts,
+                            )
                         else:
                             has_listened = True
                             self._note_listening()
@@ -125,7 +129,8 @@ class Fleet:
                 self._note_loss(loss, index, num_requests, deaths)
                 if deaths > self.config.engine.max_worker_restarts:
                     raise EngineError(f"front ends died {deaths} times: {loss}") from loss
-            self.restarts += 1
+                lost_at = trio.current_time()
+            self.host.front_end_restarts += 1
             await trio.sleep(min(FIRST_DELAY * 2 ** (deaths - 1), MAX_DELAY))
 
     def _start(self, index: int) -> Start:
@@ -152,8 +157,9 @@ class Fleet:
         _log.warning(
             "front end lost",
             reason=str(loss),
+            kind="hung" if isinstance(loss, FrontEndLost) and loss.is_hung else "died",
             front_end=index,
             requests=num_requests,
-            restarts=self.restarts,
+            restarts=self.host.front_end_restarts,
             deaths_without_progress=deaths,
         )

@@ -24,6 +24,7 @@ from trioserve.front_end.merging import merged
 from trioserve.front_end.messages import (
     STATES,
     Abort,
+    Alive,
     Answer,
     Ask,
     Drained,
@@ -45,6 +46,7 @@ from trioserve.front_end.messages import (
     packed,
     plain_entries,
 )
+from trioserve.front_end.pulse import Pulse
 from trioserve.groups import sole_exception
 from trioserve.metrics.snapshot import Snapshot
 from trioserve.pair_socket import PairSocket, SocketFailed
@@ -111,6 +113,8 @@ class Hosting:
     """Requests that are open of each limited key."""
     max_seats: int
     """How many may be, of one key."""
+    patience: float
+    """Seconds after which a front end counts as hung that gives no sign of life."""
 
 
 @attrs.frozen(kw_only=True)
@@ -171,6 +175,7 @@ class Home:
     def __init__(self, socket: PairSocket, hosting: Hosting, handlers: Handlers) -> None:
         self._socket = socket
         self._hosting = hosting
+        self._pulse = Pulse(hosting.patience)
         self._work = trio.Event()
         """There may be something to send."""
         self._letters: list[FromEngine] = []
@@ -308,7 +313,7 @@ class Home:
             how many of its requests were cut off.
 
         Raises:
-            FrontEndLost: it can't be understood.
+            FrontEndLost: it can't be understood, or hangs.
             TrioserveError: it has failed, and why.
         """
         num_cut = 0
@@ -316,6 +321,7 @@ class Home:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send)
+                nursery.start_soon(self._pulse.watch)
                 num_cut = await self._receive(nursery)
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
@@ -400,6 +406,8 @@ class Home:
                     self.asks.on_answer(message)
                 case Withdraw():
                     self.asks.on_withdraw(message)
+                case Alive():
+                    self._pulse.beat()
                 case LeaveSeat():
                     self._leave_seat(message.number)
                 case Drained():

@@ -32,6 +32,7 @@ from trioserve.feed import Tail
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Home, Hosting
 from trioserve.front_end.messages import Offered
+from trioserve.front_end.pulse import patience_of
 from trioserve.front_end.remote import EngineState
 from trioserve.idle_check import IdleCheck
 from trioserve.metrics import Metrics
@@ -96,6 +97,8 @@ class Host:
         self._scheduler = scheduler
         self._supervisor = supervisor
         self._batcher = batcher
+        self.front_end_restarts = 0
+        """Front ends that were replaced."""
         self._homes: dict[Home, None] = {}
         scheduler.adapters.on_change = self._tell_adapters
         self._departed = Snapshot()
@@ -119,6 +122,7 @@ class Host:
             on_line=self._on_line,
             seats=Counter(),
             max_seats=config.max_requests_per_key or 0,
+            patience=patience_of(config.engine),
         )
         self.on_none_open: Callable[[], None] = lambda: None
         """Called whenever the last open request has ended."""
@@ -316,6 +320,7 @@ class Host:
             num_streams=sum(each.num_streams for each in counted),
             stream_bytes=sum(each.stream_bytes for each in counted),
             worker_restarts=self._supervisor.restarts,
+            front_end_restarts=self.front_end_restarts,
         )
 
     def check_integrity(self) -> None:

@@ -22,6 +22,7 @@ from trioserve.front_end.encoding import remote_encoding
 from trioserve.front_end.faults import fault_of
 from trioserve.front_end.messages import Drained, Failed, Hello, Listening, Start, Stop, encode
 from trioserve.front_end.process import package_folder
+from trioserve.front_end.pulse import interval_of
 from trioserve.front_end.remote import RemoteScheduler, receive_from_engine
 from trioserve.front_end.shared import SharedServer
 from trioserve.heap import rare_collections
@@ -126,7 +127,11 @@ class _FrontEnd:
         metrics = Metrics(names[0], config.engine.metrics_prefix)
         handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {}
         remote = self._remote = RemoteScheduler(
-            socket, handlers, on_drain=self._shutdown.set, on_stop=self._serving.cancel
+            socket,
+            handlers,
+            on_drain=self._shutdown.set,
+            on_stop=self._serving.cancel,
+            alive_interval=interval_of(config.engine),
         )
 
         remote.adapters.catalogue.replace(start.adapters)

@@ -8,9 +8,10 @@ sequence, and the others follow it. Times are those of :mod:`~trioserve.front_en
 The conversation: the front end says :class:`Hello`, is told :class:`Start`, and says
 :class:`Listening` or, where it can't, :class:`Failed`. Then requests go one way
 (:class:`Submit`, :class:`Abort`) and updates the other, no more of them than the front end keeps up
-with (:class:`Taken`). Either side may :class:`Ask` the other for
-something rare, by name, and take that back (:class:`Withdraw`). At the end the front end is told to
-:class:`Drain`, says :class:`Drained` when it has, and leaves when it is told to :class:`Stop`.
+with (:class:`Taken`), which says again and again that it lives (:class:`Alive`). Either side may
+:class:`Ask` the other for something rare, by name, and take that back (:class:`Withdraw`). At the
+end the front end is told to :class:`Drain`, says :class:`Drained` when it has, and leaves when it
+is told to :class:`Stop`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from trioserve.stream import TokenLogprob
 __all__ = [
     "STATES",
     "Abort",
+    "Alive",
     "Answer",
     "Ask",
     "Drain",
@@ -151,6 +153,10 @@ class Taken(_Message):
     """The detokenizer has taken what so many more updates gave: others may come."""
 
     count: int
+
+
+class Alive(_Message):
+    """The front end's event loop turns."""
 
 
 class LeaveSeat(_Message):
@@ -286,6 +292,7 @@ FromFrontEnd = (
     | Answer
     | Withdraw
     | Taken
+    | Alive
     | LeaveSeat
     | Drained
 )

@@ -54,7 +54,7 @@ async def run_front_end(
         last_word: gives what it is told at the end.
 
     Raises:
-        FrontEndLost: the process died, or spoke nonsense; a block that had begun is cancelled.
+        FrontEndLost: the process died, hung or spoke nonsense; a block that had begun is cancelled.
         TrioserveError: it says that it can't serve, and why.
     """
     lost: FrontEndLost | None = None
@@ -71,6 +71,7 @@ async def run_front_end(
             scope.cancel()
 
         body_error: BaseException | None = None
+        is_hung = False
         try:
             try:
                 async with trio.open_nursery() as nursery:
@@ -92,12 +93,13 @@ async def run_front_end(
                 message = f"{name} didn't listen within {START_TIMEOUT:g} s of its start"
                 raise FrontEndLost(message) from body_error
             if isinstance(body_error, FrontEndLost):
-                raise FrontEndLost(f"{name}: {body_error}") from body_error
+                is_hung = body_error.is_hung
+                raise FrontEndLost(f"{name}: {body_error}", is_hung=is_hung) from body_error
             if body_error is not None:
                 raise body_error
         finally:
             with trio.CancelScope(shield=True):
-                await _stop(process, socket, last_word())
+                await _stop(process, socket, last_word(), 0.0 if is_hung else STOP_GRACE)
     if lost is not None:
         raise lost
 
@@ -148,10 +150,12 @@ async def _greet(socket: PairSocket, start: Start) -> None:
         raise FrontEndLost(f"it sent {type(listening).__name__} before it listened")
 
 
-async def _stop(process: trio.Process, socket: PairSocket, last_word: Stop | Failed) -> None:
+async def _stop(
+    process: trio.Process, socket: PairSocket, last_word: Stop | Failed, grace: float
+) -> None:
     """End the process: politely, then by force. Called shielded; takes at most the two graces."""
     if process.returncode is None:
         socket.send_nowait(encode(last_word))
-        with trio.move_on_after(STOP_GRACE):
+        with trio.move_on_after(grace):
             await process.wait()
     await end_child(process, _log, "front end")

@@ -8,6 +8,7 @@ still comes for it is dropped.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from trioserve.front_end.faults import error_of
 from trioserve.front_end.messages import (
     STATES,
     Abort,
+    Alive,
     Answer,
     Ask,
     Drain,
@@ -96,6 +98,7 @@ class RemoteScheduler:
         handlers: what that process may ask of this one.
         on_drain: called when no new requests are to be admitted any more.
         on_stop: called when this process is to leave.
+        alive_interval: seconds between two signs of life; infinity for none.
     """
 
     quiet = None
@@ -116,8 +119,10 @@ class RemoteScheduler:
         *,
         on_drain: Callable[[], None],
         on_stop: Callable[[], None],
+        alive_interval: float = math.inf,
     ) -> None:
         self._socket = socket
+        self._alive_interval = alive_interval
         self._on_drain, self._on_stop = on_drain, on_stop
         self.is_dismissed = False
         """Whether the engine process has failed, and said its last word."""
@@ -275,6 +280,7 @@ class RemoteScheduler:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send)
                 nursery.start_soon(self._receive, nursery)
+                nursery.start_soon(self._say_alive)
         except BaseExceptionGroup as group:
             failure = sole_exception(group)
         finally:
@@ -288,6 +294,11 @@ class RemoteScheduler:
         self._put_aborts()
         self._outbox.append(encode(message))
         self._work.set()
+
+    async def _say_alive(self) -> None:
+        while True:
+            await trio.sleep(self._alive_interval)
+            self.tell(Alive())
 
     def _put_aborts(self) -> None:
         if self._aborted:

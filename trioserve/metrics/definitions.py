@@ -411,6 +411,12 @@ _RELIABILITY = (
         lambda s: s.metrics.interruption_seconds,
         "From a worker's loss to the next token, where requests waited for it",
     ),
+    engine_counter(
+        "reliability",
+        "front_end_restarts",
+        lambda s: s.statistics.front_end_restarts,
+        "Front ends started in place of one that died or hung, where there are several",
+    ),
     counter(
         "reliability",
         "integrity_violations",
