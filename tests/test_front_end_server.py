@@ -159,6 +159,74 @@ async def test_the_answers_are_those_of_one_process(tiny: Path, start: Any) -> N
     assert {event["front_end"] for event in requests} <= {0, 1}
 
 
+async def talk(url: str, session: str) -> list[Any]:
+    """What the turns of a conversation give, each of which comes over a connection of its own."""
+    found: list[Any] = []
+
+    async def post(path: str, body: dict[str, Any]) -> None:
+        async with http_client(url) as client:
+            response = await client.post(path, json=body, timeout=60)
+        if response.headers["content-type"].startswith("text/event-stream"):
+            *events, done = response.text.removesuffix("\n\n").split("\n\n")
+            assert done == "data: [DONE]"
+            answer = json.loads(events[-1].removeprefix("data: "))
+        else:
+            answer = response.json()
+        if isinstance(answer, dict):
+            names = ("output_ids", "prompt_token_ids", "error", "success")
+            answer = {name: answer[name] for name in names if name in answer}
+        found.append((response.status_code, answer))
+
+    async def turn(text: str, rid: str, after: str | None = None, **fields: Any) -> None:
+        params = {"id": session, "rid": after, **fields.pop("params", {})}
+        body = {
+            "text": text,
+            "rid": rid,
+            "session_params": params,
+            "sampling_params": {"max_new_tokens": 8, "temperature": 0},
+            "return_prompt_token_ids": True,
+            **fields,
+        }
+        await post("/generate", body)
+
+    await post("/open_session", {"capacity_of_str_len": 1000, "session_id": session})
+    await turn("hello there", "a")
+    for number, rid in enumerate("bcdefg"):
+        await turn(" and more", rid, "abcdefg"[number], stream=number % 2 == 0)
+    await turn(" branch", "h", "c", params={"offset": 5})
+    await turn(" instead", "i", "a", params={"replace": True})
+    await turn("!", "j", "b")
+    await turn("!", "k", "i", params={"drop_previous_output": True}, stream=True)
+    await turn("!", "l", "nobody", stream=True)
+    return found
+
+
+async def test_a_session_over_whichever_front_end_is_that_of_one_process(
+    tiny: Path, start: Any
+) -> None:
+    one = start(tiny, "--dtype", "float32")
+    two = start(tiny, "--dtype", "float32", "--max-worker-restarts", "10", *TWO)
+    one.wait_until_it_serves()
+    two.wait_until_it_serves()
+    expected = await talk(one.url, "mine")
+    assert [status for status, _ in expected] == [200] * 10 + [400, 200, 400]
+    assert await talk(two.url, "mine") == expected
+    # A session outlives the front ends that its turns came over.
+    for victim in front_ends(two):
+        victim.kill()
+
+        async def is_replaced(victim: psutil.Process = victim) -> bool:
+            found = front_ends(two)
+            return victim not in found and len(found) == 2
+
+        await until(is_replaced)
+    assert (await values(two.url))["trioserve:sessions"] == 1
+    assert await talk(two.url, "other") == [(200, "other"), *expected[1:]]
+    for server in (one, two):
+        server.process.send_signal(signal.SIGTERM)
+        assert (await server.ended())[0] == 0
+
+
 async def test_tls_over_a_unix_socket_and_a_client_that_leaves(start: Any, tmp_path: Path) -> None:
     authority = make_authority(tmp_path / "certificates")
     certificate, key = authority.issue("server")

@@ -63,6 +63,19 @@ async def test_a_turn_equals_the_whole_prompt(autojump_clock: object) -> None:
         await nothing_left(engine)
 
 
+async def test_who_has_the_end_of_a_turn_can_go_on_from_it(autojump_clock: object) -> None:
+    async with open_fake_engine(slow_worker) as engine:
+        with engine.open_session() as session:
+            async with session.generate("hello", request_id="a", **SAMPLING) as stream:
+                async for chunk in stream:
+                    if chunk.finish_reason is not None:
+                        turn = await session.complete(" more", request_id="b", **SAMPLING)
+            assert session.turns == ["a", "b"]
+            base = [*stream.prompt_token_ids, *stream.output_token_ids]
+            assert list(turn.prompt_token_ids[: len(base)]) == base
+        await nothing_left(engine)
+
+
 async def test_branch_offset_and_drop(autojump_clock: object) -> None:
     async with open_fake_engine(slow_worker) as engine:
         with engine.open_session() as session:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trioserve.config import EngineConfig, ServerConfig
+    from trioserve.continuation import Continuation
     from trioserve.engine import Engine
     from trioserve.errors import (
         AdapterNotFound,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from trioserve.retention import Retention, RetentionRange
     from trioserve.sampling import SamplingParams
     from trioserve.serving import serve
-    from trioserve.sessions import Continuation, Session
+    from trioserve.sessions import Session
     from trioserve.stream import Chunk, TokenLogprob
 
 __version__ = "0.1.0"
@@ -79,7 +80,7 @@ _HOME = {
     "RetentionRange": "retention",
     "SamplingParams": "sampling",
     "serve": "serving",
-    "Continuation": "sessions",
+    "Continuation": "continuation",
     "Session": "sessions",
     "Chunk": "stream",
     "TokenLogprob": "stream",

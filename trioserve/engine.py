@@ -140,7 +140,7 @@ class Engine:
             open=OpenRequests(self._on_left),
         )
         self.sessions = Sessions(
-            self.generate, self._end, self._scheduler.holds, config.max_sessions
+            self._scheduler.holds, config.max_sessions, self.generate, self._end
         )
         self._entrance = Entrance(
             line=self._scheduler,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -106,6 +106,10 @@ class GenerationStream:
     _completion_tokens: int = 0
     is_complete: bool = attrs.field(init=False, default=False)
     """Whether all of a single output has been handed out, and nobody ended it early."""
+    before_complete: Callable[[list[int]], Awaitable[None]] | None = attrs.field(
+        init=False, default=None
+    )
+    """Called with all tokens before that becomes true: the last chunk is handed out afterwards."""
 
     @property
     def request(self) -> Request:
@@ -187,9 +191,13 @@ class GenerationStream:
             self._taken = await self._request.stream.take()
         else:
             await trio.lowlevel.checkpoint()
-        chunk = self._taken.pop(0)
-        self._completion_tokens += len(chunk.token_ids)
-        self.is_complete = chunk.finish_reason in _WHOLE
+        chunk = self._taken[0]
+        num_tokens = self._completion_tokens + len(chunk.token_ids)
+        is_complete = chunk.finish_reason in _WHOLE
+        if is_complete and self.before_complete is not None:
+            await self.before_complete(self._request.sequences[0].output_ids[:num_tokens])
+        del self._taken[0]
+        self._completion_tokens, self.is_complete = num_tokens, is_complete
         return chunk
 
 

@@ -1,7 +1,7 @@
 """Sessions: conversations whose earlier turns the server remembers, and whose KV it keeps.
 
 A turn is a request like any other: its prompt is what came before, as tokens, and what is new. It
-becomes part of the session's history when it has ended as it should and its reader has got all of
+becomes part of the session's history when it has ended as it should and its reader gets the last of
 it; one that was cut off leaves no trace, and the next turn goes on from before it. What has been
 computed is found by the prefix cache. It is kept by a hold on each end of the history, which raises
 what the cached pages are worth: so a session owns no page, and nothing can leak.
@@ -14,22 +14,27 @@ from __future__ import annotations
 import contextlib
 import math
 import uuid
-from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 import attrs
 import trio
 
-from trioserve.errors import InvalidRequest, RequestAborted, SessionLimit
-from trioserve.generation import (
-    Completion,
-    GenerationStream,
-    PromptLike,
-    as_prompt,
-    completion_of,
+from trioserve.continuation import (
+    AFTER_THE_LAST,
+    Beginning,
+    Continuation,
+    Generate,
+    Generation,
+    Said,
+    check_turn_sampling,
+    new_turn_id,
+    session_closed,
+    turn_prompt,
 )
-from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt
+from trioserve.errors import InvalidRequest, RequestAborted, SessionLimit
+from trioserve.generation import Completion, GenerationStream, PromptLike, completion_of
+from trioserve.request import Request
 from trioserve.sampling import SamplingParams
 from trioserve.scheduler.holds import Holds
 from trioserve.turns import Turn, Turns
@@ -42,46 +47,6 @@ MAX_CAPACITY = 1 << 20
 """Most tokens that a session may hold."""
 MAX_TURNS = 10_000
 MAX_ID_CHARACTERS = 256
-
-Generation = contextlib.AbstractAsyncContextManager[GenerationStream]
-
-
-class Generate(Protocol):
-    """:meth:`trioserve.Engine.generate`."""
-
-    def __call__(
-        self, prompt: PromptLike, params: SamplingParams | None = None, **options: Any
-    ) -> Generation: ...
-
-
-@attrs.frozen(kw_only=True)
-class Continuation:
-    """Where a turn goes on from.
-
-    Args:
-        after: the id of a turn; None for the last one.
-        anew: go on from nothing, without forgetting anything.
-        offset: keep only so many tokens of what came before; negative ones count from its end.
-        replace: once this turn has ended, forget all others that went on from the same one; with
-            no ``after``, forget everything, and go on from nothing.
-        drop_previous_output: leave out the output of the turn before.
-    """
-
-    after: str | None = None
-    anew: bool = False
-    offset: int | None = None
-    replace: bool = False
-    drop_previous_output: bool = False
-
-
-@attrs.frozen
-class _Start:
-    """What is settled when a turn begins."""
-
-    id: str
-    parent: Turn | None
-    prefix: list[int]
-    replace: bool
 
 
 @attrs.define(eq=False)
@@ -96,12 +61,14 @@ class Session:
     owner: str | None
     """Whose it is: nobody else finds it."""
     goes_on: bool
-    """Whether a turn that names no other one goes on from the last, for whoever leaves it open."""
+    """Whether a turn that names no other one goes on from the last."""
     _name: str
     _sessions: Sessions = attrs.field(repr=False)
     _turns: Turns = attrs.field(init=False, factory=Turns, repr=False)
-    _running: dict[str, GenerationStream | None] = attrs.field(init=False, factory=dict)
-    """Turns by their ids, and their streams as soon as they are admitted."""
+    _running: dict[str, tuple[Beginning, Callable[[], None]]] = attrs.field(
+        init=False, factory=dict, repr=False
+    )
+    """Turns by their ids, each with what ends it if the session is closed."""
     is_closed: bool = attrs.field(init=False, default=False)
     deadline: float = attrs.field(init=False, default=math.inf)
     """When it will be closed, in seconds on trio's clock."""
@@ -130,7 +97,7 @@ class Session:
         prompt: PromptLike,
         params: SamplingParams | None = None,
         *,
-        continuation: Continuation = Continuation(),
+        continuation: Continuation = AFTER_THE_LAST,
         request_id: str | None = None,
         **options: Any,
     ) -> Generation:
@@ -148,19 +115,17 @@ class Session:
             InvalidRequest: the session is closed or full, there is no such turn, or an argument
                 can't be served; ``param`` names it.
         """
-        self._check_open()
-        id = request_id or f"req-{uuid.uuid4().hex}"
-        self._check_id(id)
-        _check_sampling(params, options)
-        start = self._start(id, continuation)
+        check_turn_sampling(params, options)
+        id = request_id or new_turn_id()
+        beginning = self.begin(id, continuation)
         generation = self._sessions.generate(
-            _own_prompt(prompt, start),
+            turn_prompt(prompt, beginning.prefix),
             params,
             request_id=id,
-            prefix_ids=start.prefix,
+            prefix_ids=beginning.prefix,
             **options,
         )
-        return self._turn(start, generation)
+        return self._turn(beginning, generation)
 
     async def complete(
         self,
@@ -178,11 +143,102 @@ class Session:
         if self.is_closed:
             return
         self.is_closed = True
-        for stream in self._running.values():
-            if stream is not None:
-                self._sessions.end(stream.request, RequestAborted("the session was closed"))
+        for _, end in self._running.values():
+            end()
         self._forget(list(self._turns))
         self._sessions.on_closed(self)
+
+    @contextlib.asynccontextmanager
+    async def _turn(
+        self, beginning: Beginning, generation: Generation
+    ) -> AsyncIterator[GenerationStream]:
+        stream: GenerationStream | None = None
+
+        def end() -> None:
+            if stream is not None:
+                self._sessions.end(stream.request, session_closed())
+
+        async def keep(output_ids: list[int]) -> None:
+            assert stream is not None
+            self.keep(beginning, Said.of(stream, len(beginning.prefix), output_ids))
+
+        self.enter(beginning, end)
+        try:
+            async with generation as stream:
+                if self.is_closed:
+                    raise session_closed()
+                stream.before_complete = keep
+                yield stream
+        finally:
+            self.leave(beginning)
+
+    # ---- a turn, wherever its request is made
+
+    def begin(self, id: str, continuation: Continuation) -> Beginning:
+        """Settle where the turn of that id goes on from. It doesn't run yet.
+
+        Raises:
+            InvalidRequest: as :meth:`generate`.
+        """
+        self._check_open()
+        self._check_id(id)
+        if continuation.after is not None:
+            parent: Turn | None = self._find(continuation.after)
+        elif continuation.anew or continuation.replace or not self.goes_on:
+            parent = None
+        else:
+            parent = self._turns.last
+        prefix: list[int] = []
+        if parent is not None:
+            prefix = parent.tokens()
+            if continuation.drop_previous_output:
+                prefix = prefix[: parent.cut + parent.num_prompt_tokens]
+            if continuation.offset is not None:
+                prefix = prefix[: continuation.offset]
+        return Beginning(id, parent, prefix, continuation.replace)
+
+    def enter(self, beginning: Beginning, end: Callable[[], None]) -> None:
+        """The turn runs; ``end`` is called if the session is closed meanwhile.
+
+        Raises:
+            InvalidRequest: the session is closed or full by now, or another turn has that id.
+        """
+        self._check_open()
+        self._check_id(beginning.id)
+        self._running[beginning.id] = beginning, end
+        self.deadline = math.inf
+
+    def keep(self, beginning: Beginning, said: Said) -> None:
+        """The turn has ended as it should, and its reader is about to have all: it is history."""
+        self.leave(beginning)
+        if self.is_closed:
+            return
+        parent = beginning.parent
+        if parent is not None and self._turns.get(parent.id) is not parent:
+            return  # What it went on from was replaced meanwhile.
+        if beginning.replace:
+            others = list(self._turns) if parent is None else list(parent.children)
+            self._forget(others)
+        turn = Turn(
+            id=beginning.id,
+            parent=parent,
+            cut=len(beginning.prefix),
+            own=said.own,
+            num_prompt_tokens=said.num_prompt_tokens,
+            salt=said.salt,
+            adapter=said.adapter,
+        )
+        self._turns.add(turn)
+        self._hold(turn)
+        if parent is not None:
+            self._hold(parent)
+
+    def leave(self, beginning: Beginning) -> None:
+        """The turn runs no more; if it wasn't kept it leaves no trace. Idempotent."""
+        running, _ = self._running.get(beginning.id, (None, None))
+        if running is beginning:
+            del self._running[beginning.id]
+            self.touch()
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -205,65 +261,6 @@ class Session:
             state = "has not ended yet" if id in self._running else "isn't in the session"
             raise InvalidRequest(f"the turn {id!r} {state}", param="after")
         return turn
-
-    def _start(self, id: str, continuation: Continuation) -> _Start:
-        if continuation.after is not None:
-            parent: Turn | None = self._find(continuation.after)
-        elif continuation.anew or continuation.replace:
-            parent = None
-        else:
-            parent = self._turns.last
-        prefix: list[int] = []
-        if parent is not None:
-            prefix = parent.tokens()
-            if continuation.drop_previous_output:
-                prefix = prefix[: parent.cut + parent.num_prompt_tokens]
-            if continuation.offset is not None:
-                prefix = prefix[: continuation.offset]
-        return _Start(id, parent, prefix, continuation.replace)
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, start: _Start, generation: Generation) -> AsyncIterator[GenerationStream]:
-        self._check_open()
-        self._check_id(start.id)
-        stream: GenerationStream | None = None
-        self._running[start.id] = None
-        self.deadline = math.inf
-        try:
-            async with generation as stream:
-                self._running[start.id] = stream
-                if self.is_closed:
-                    raise RequestAborted("the session was closed")
-                yield stream
-        finally:
-            del self._running[start.id]
-            if stream is not None and stream.is_complete and not self.is_closed:
-                self._keep(start, stream)
-            self.touch()
-
-    def _keep(self, start: _Start, stream: GenerationStream) -> None:
-        """The turn has ended as it should: it is part of the history."""
-        parent = start.parent
-        if parent is not None and self._turns.get(parent.id) is not parent:
-            return  # What it went on from was replaced meanwhile.
-        if start.replace:
-            others = list(self._turns) if parent is None else list(parent.children)
-            self._forget(others)
-        cut = len(start.prefix)
-        prompt = stream.prompt_token_ids
-        turn = Turn(
-            id=start.id,
-            parent=parent,
-            cut=cut,
-            own=array("i", [*prompt[cut:], *stream.output_token_ids]),
-            num_prompt_tokens=len(prompt) - cut,
-            salt=stream.request.cache_salt,
-            adapter=stream.request.adapter,
-        )
-        self._turns.add(turn)
-        self._hold(turn)
-        if parent is not None:
-            self._hold(parent)
 
     def _hold(self, turn: Turn) -> None:
         """Hold the ends of the history: what is covered by another turn is kept with that."""
@@ -300,47 +297,27 @@ class Session:
         assert (self.deadline == math.inf) >= bool(self._running)
 
 
-def _check_sampling(params: SamplingParams | None, options: dict[str, Any]) -> None:
-    n = options.get("n", 1) if params is None else params.n
-    if n not in (None, 1):
-        raise InvalidRequest(f"n must be 1 in a session, got {n}", param="n")
-    if params is None:
-        truncate = options.get("truncate_prompt_tokens")
-    else:
-        truncate = params.truncate_prompt_tokens
-    if truncate is not None:
-        raise InvalidRequest(
-            "truncate_prompt_tokens isn't served in a session; see offset",
-            param="truncate_prompt_tokens",
-        )
-
-
-def _own_prompt(prompt: PromptLike, start: _Start) -> Prompt:
-    """What is new in a turn. Special tokens come before the first turn only."""
-    own = as_prompt(prompt)
-    if isinstance(own, ChatPrompt):
-        raise InvalidRequest("a turn's prompt is text or token ids", param="prompt")
-    if isinstance(own, TextPrompt) and start.prefix:
-        return attrs.evolve(own, add_special_tokens=False)
-    return own
+def _elsewhere(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("requests are made in front ends")
 
 
 class Sessions:
     """The open sessions of one engine.
 
     Args:
-        generate: the engine's.
-        end: ends a turn that runs, with an error.
-        holds: of the engine's scheduler; None where that is in another process.
+        holds: of the engine's scheduler; None where that is in another process, which then has the
+            sessions.
         max_sessions: how many may be open.
+        generate: the engine's, where there is one.
+        end: ends a turn that runs, with an error.
     """
 
     def __init__(
         self,
-        generate: Generate,
-        end: Callable[[Request, RequestAborted], None],
         holds: Holds | None,
         max_sessions: int,
+        generate: Generate = _elsewhere,
+        end: Callable[[Request, RequestAborted], None] = _elsewhere,
     ) -> None:
         self.generate = generate
         self.end = end
@@ -360,7 +337,7 @@ class Sessions:
     @property
     def holds(self) -> Holds:
         """What keeps the pages."""
-        assert self._holds is not None
+        assert self._holds is not None, "the engine process has the sessions"
         return self._holds
 
     def open(
@@ -385,11 +362,7 @@ class Sessions:
             InvalidRequest: an argument is wrong, or there is a session of that id.
             SessionLimit: as many sessions are open as may be.
         """
-        if self._holds is None:
-            raise InvalidRequest(
-                "sessions are served by a single process only (--api-server-count 1)",
-                code="unsupported",
-            )
+        assert self._holds is not None, "the engine process has the sessions"
         id = id or f"session-{uuid.uuid4().hex}"
         if len(id) > MAX_ID_CHARACTERS:
             raise InvalidRequest(

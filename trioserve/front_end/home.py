@@ -20,6 +20,7 @@ from trioserve.errors import FrontEndLost, Paused, QueueFull
 from trioserve.front_end.asks import Asks, Handlers
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import Fault, error_of, fault_of
+from trioserve.front_end.hosted_turns import HostedTurns
 from trioserve.front_end.merging import merged
 from trioserve.front_end.messages import (
     STATES,
@@ -33,6 +34,7 @@ from trioserve.front_end.messages import (
     FromEngine,
     FromFrontEnd,
     LeaveSeat,
+    LeaveTurn,
     Prompt,
     Row,
     Step,
@@ -60,6 +62,7 @@ from trioserve.request import (
     Times,
     TokensPrompt,
 )
+from trioserve.sessions import Sessions
 from trioserve.stream import Stream, StreamBudget
 
 __all__ = [
@@ -113,6 +116,7 @@ class Hosting:
     """Requests that are open of each limited key."""
     max_seats: int
     """How many may be, of one key."""
+    sessions: Sessions
     patience: float
     """Seconds after which a front end counts as hung that gives no sign of life."""
 
@@ -204,7 +208,8 @@ class Home:
         """Those that were open when it went."""
         self.num_ended = 0
         """Requests that aren't open any more."""
-        handlers = {**handlers, "take_seat": self._take_seat}
+        self._turns = HostedTurns(hosting.sessions, self.tell)
+        handlers = {**handlers, **self._turns.handlers, "take_seat": self._take_seat}
         self.counted = Counted()
         """What the front end answered when it was asked last what it has counted."""
         self.asks = Asks(self.tell, handlers, FrontEndLost("the front end is gone"))
@@ -410,6 +415,8 @@ class Home:
                     self._pulse.beat()
                 case LeaveSeat():
                     self._leave_seat(message.number)
+                case LeaveTurn():
+                    self._turns.leave(message.number)
                 case Drained():
                     return message.num_cut
                 case _:
@@ -490,6 +497,7 @@ class Home:
         self._abort(sorted(self._sequences, reverse=True))
         for number in list(self._seats):
             self._leave_seat(number)
+        self._turns.leave_all()
 
 
 async def receive_from_front_end(socket: PairSocket) -> FromFrontEnd:

@@ -47,6 +47,7 @@ from trioserve.scheduler import Scheduler
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 from trioserve.scheduler.statistics import SchedulerStatistics
+from trioserve.sessions import Sessions
 from trioserve.statistics import EngineStatistics
 from trioserve.task_dump import reporting
 from trioserve.worker.supervisor import Supervisor
@@ -112,6 +113,7 @@ class Host:
         self._control = Control(scheduler, _Open(self._homes), batcher)
         self._iterations = Tail(scheduler.feeds.iterations.feed.subscribe)
         self._cache_events = Tail(scheduler.feeds.cache.feed.subscribe)
+        self.sessions = Sessions(scheduler.holds, self.config.max_sessions)
         self._clock = SharedClock.now()
         self._hosting = Hosting(
             scheduler=scheduler,
@@ -122,6 +124,7 @@ class Host:
             on_line=self._on_line,
             seats=Counter(),
             max_seats=config.max_requests_per_key or 0,
+            sessions=self.sessions,
             patience=patience_of(config.engine),
         )
         self.on_none_open: Callable[[], None] = lambda: None
@@ -320,17 +323,19 @@ class Host:
             num_streams=sum(each.num_streams for each in counted),
             stream_bytes=sum(each.stream_bytes for each in counted),
             worker_restarts=self._supervisor.restarts,
+            num_sessions=len(self.sessions),
             front_end_restarts=self.front_end_restarts,
         )
 
     def check_integrity(self) -> None:
-        """Assert the invariants of the scheduler, the page pool and the queue.
+        """Assert the invariants of the scheduler, the page pool, the queue and the sessions.
 
         Raises:
             AssertionError: one is violated; this is a bug in trioserve.
         """
         self._scheduler.check_integrity()
         self._entrance.check_integrity()
+        self.sessions.check_integrity()
         if self._batcher is not None:
             self._batcher.check_integrity()
         num_open = sum(len(each.sequences) for home in self._homes for each in home.requests)
@@ -413,6 +418,7 @@ async def open_host(
         submit = to_preparation.send_nowait
         await scheduler.adapters.load_first(named_paths(config.engine.lora_modules))
         host = Host(config, ready, scheduler, supervisor, metrics, submit, batcher)
+        host.sessions.start_task = tasks.start_soon
         tasks.is_ready = True
         tasks.start_soon(host.route, routing_inbox)
         metrics.watch(host)

@@ -45,6 +45,7 @@ __all__ = [
     "FromFrontEnd",
     "Hello",
     "LeaveSeat",
+    "LeaveTurn",
     "Listening",
     "Offered",
     "Prompt",
@@ -54,6 +55,7 @@ __all__ = [
     "Stop",
     "Submit",
     "Taken",
+    "TurnClosed",
     "Update",
     "Withdraw",
     "decode_from_engine",
@@ -165,6 +167,12 @@ class LeaveSeat(_Message):
     number: int
 
 
+class LeaveTurn(_Message):
+    """A turn of a session runs no more, whose number in this front end is that."""
+
+    number: int
+
+
 class Drained(_Message):
     """All that ran has ended, or was cut off: so many requests."""
 
@@ -192,6 +200,12 @@ class Offered(_Message):
     """The adapters that requests may name from now on."""
 
     adapters: list[Adapter]
+
+
+class TurnClosed(_Message):
+    """The session of that turn was closed."""
+
+    number: int
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
@@ -294,9 +308,10 @@ FromFrontEnd = (
     | Taken
     | Alive
     | LeaveSeat
+    | LeaveTurn
     | Drained
 )
-FromEngine = Start | Offered | Update | Ask | Answer | Withdraw | Failed | Drain | Stop
+FromEngine = Start | Offered | Update | TurnClosed | Ask | Answer | Withdraw | Failed | Drain | Stop
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_FRONT_END: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)

@@ -40,6 +40,7 @@ from trioserve.front_end.messages import (
     Stop,
     Submit,
     Taken,
+    TurnClosed,
     Update,
     Withdraw,
     decode_from_engine,
@@ -110,7 +111,7 @@ class RemoteScheduler:
     feeds = None
     """And that process tells what happens."""
     holds = None
-    """And keeps prefixes."""
+    """And keeps prefixes, and sessions."""
 
     def __init__(
         self,
@@ -158,6 +159,8 @@ class RemoteScheduler:
         self.asks = Asks(self.tell, handlers, gone)
         """What this process asks of the engine process."""
         self.adapters = RemoteAdapters(self.asks)
+        self.on_turn_closed: Callable[[int], None] = lambda _: None
+        """Called with the number of a turn whose session was closed."""
 
     # ---- requests
 
@@ -339,6 +342,8 @@ class RemoteScheduler:
                 raise error_of(message.fault)
             case Offered():
                 self.adapters.catalogue.replace(message.adapters)
+            case TurnClosed():
+                self.on_turn_closed(message.number)
             case Drain():
                 self._on_drain()
             case Stop():

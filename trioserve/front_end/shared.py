@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import trio
 
 from trioserve import wire
 from trioserve.config import EngineConfig
+from trioserve.continuation import Continuation, Generate
 from trioserve.engine import Engine
 from trioserve.errors import EngineError
 from trioserve.front_end.clock import SharedClock
@@ -19,6 +21,7 @@ from trioserve.front_end.home import Counted
 from trioserve.front_end.host import Collected
 from trioserve.front_end.messages import LeaveSeat
 from trioserve.front_end.remote import RemoteScheduler
+from trioserve.front_end.remote_turns import RemoteTurns
 from trioserve.http.auth import Caller, Keys
 from trioserve.http.whole import Seat, health_word
 from trioserve.metrics.snapshot import filled, snapshot_of
@@ -44,6 +47,11 @@ class SharedServer:
     _engine: Engine
     _remote: RemoteScheduler
     _num_seats: int = attrs.field(default=0, init=False)
+    _turns: RemoteTurns = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._turns = RemoteTurns(self._engine, self._remote)
+        self._remote.on_turn_closed = self._turns.on_closed
 
     async def health_word(self) -> str:
         """How the server is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
@@ -156,6 +164,22 @@ class SharedServer:
         told = msgspec.convert(await self._remote.asks.ask("iterations"), list[Iteration])
         clock = SharedClock.now()
         return [msgspec.structs.replace(each, time=clock.own(each.time)) for each in told]
+
+    async def open_session(
+        self, id: str | None, *, capacity: int, timeout: float, owner: str | None, goes_on: bool
+    ) -> str:
+        """As :meth:`trioserve.sessions.Sessions.open`; the id of the session."""
+        arguments = [id, capacity, timeout, owner, goes_on]
+        opened: str = await self._remote.asks.ask("open_session", arguments)
+        return opened
+
+    async def close_session(self, id: str, owner: str | None) -> None:
+        """Close a session of ``owner``; raises ``InvalidRequest`` if there is none of that id."""
+        await self._remote.asks.ask("close_session", [id, owner])
+
+    def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
+        """What generates a turn of a session of ``owner``, if there is one when it is used."""
+        return functools.partial(self._turns.generate, id, owner, continuation)
 
     # ---- what the engine process asks
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -17,6 +16,7 @@ from types import TracebackType
 import attrs
 import trio
 
+from trioserve.continuation import Generate
 from trioserve.engine import Engine
 from trioserve.errors import AdapterNotFound, InvalidRequest
 from trioserve.generation import GenerationStream, Usage
@@ -24,18 +24,9 @@ from trioserve.http.bounds import check_prompt_logprobs
 from trioserve.request import Prompt
 from trioserve.retention import Retention
 from trioserve.sampling import SamplingParams
-from trioserve.sessions import Continuation, Generate, Session
 from trioserve.stream import Chunk
 
-__all__ = ["Generations", "Job", "SessionTurn", "open_generations", "renamed", "total_usage"]
-
-
-@attrs.frozen
-class SessionTurn:
-    """Whose turn a job is, and where it goes on from."""
-
-    session: Session
-    continuation: Continuation
+__all__ = ["Generations", "Job", "open_generations", "renamed", "total_usage"]
 
 
 @attrs.frozen(kw_only=True)
@@ -53,7 +44,8 @@ class Job:
     retention: Retention | None = None
     adapter: str = ""
     """The name of its adapter, empty for none."""
-    turn: SessionTurn | None = None
+    turn: Generate | None = None
+    """What generates it in place of the engine, if it is a turn of a session."""
     traceparent: str = ""
     tracestate: str = ""
     renames: Mapping[str, str] = attrs.field(factory=dict)
@@ -145,9 +137,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
 
 
 def _generate(engine: Engine, job: Job) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
-    generate: Generate = engine.generate
-    if job.turn is not None:
-        generate = functools.partial(job.turn.session.generate, continuation=job.turn.continuation)
+    generate: Generate = engine.generate if job.turn is None else job.turn
     return generate(
         job.prompt,
         job.params,

@@ -7,11 +7,13 @@ than that; where there are more, :class:`trioserve.front_end.shared.SharedServer
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable
 from typing import Protocol
 
 import attrs
 
+from trioserve.continuation import Continuation, Generate
 from trioserve.engine import Engine
 from trioserve.feed import Tail
 from trioserve.http.auth import Caller, Keys
@@ -76,6 +78,20 @@ class Whole(Protocol):
 
     async def cache_events(self) -> list[CacheEvent]:
         """The same of the prefix cache's events."""
+
+    async def open_session(
+        self, id: str | None, *, capacity: int, timeout: float, owner: str | None, goes_on: bool
+    ) -> str:
+        """As :meth:`trioserve.sessions.Sessions.open`; the id of the session."""
+
+    async def close_session(self, id: str, owner: str | None) -> None:
+        """Close a session of ``owner``; raises ``InvalidRequest`` if there is none of that id."""
+
+    def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
+        """What generates a turn of a session of ``owner``.
+
+        If there is no such session, this raises ``InvalidRequest``, or the first use does.
+        """
 
 
 def health_word(engine: Engine) -> str:
@@ -171,3 +187,21 @@ class OneProcess:
     async def cache_events(self) -> list[CacheEvent]:
         """The same of the prefix cache's events."""
         return self._cache_events.take()
+
+    async def open_session(
+        self, id: str | None, *, capacity: int, timeout: float, owner: str | None, goes_on: bool
+    ) -> str:
+        """As :meth:`trioserve.sessions.Sessions.open`; the id of the session."""
+        session = self._engine.sessions.open(
+            id, capacity=capacity, timeout=timeout, owner=owner, goes_on=goes_on
+        )
+        return session.id
+
+    async def close_session(self, id: str, owner: str | None) -> None:
+        """Close a session of ``owner``; raises ``InvalidRequest`` if there is none of that id."""
+        self._engine.sessions.find(id, owner).close()
+
+    def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
+        """What generates a turn of a session of ``owner``; raises ``InvalidRequest``."""
+        session = self._engine.sessions.find(id, owner)
+        return functools.partial(session.generate, continuation=continuation)

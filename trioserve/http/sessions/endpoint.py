@@ -28,7 +28,7 @@ class SessionEndpoints:
         """``POST /open_session``: the session's id, as a JSON string."""
         request = await self._service.read(OpenSessionRequest)
         try:
-            session = self._service.engine.sessions.open(
+            id = await self._service.whole.open_session(
                 request.session_id,
                 capacity=min(request.capacity_of_str_len, MAX_CAPACITY),
                 timeout=request.timeout or DEFAULT_TIMEOUT,
@@ -37,10 +37,10 @@ class SessionEndpoints:
             )
         except InvalidRequest as error:
             raise renamed(error, {"capacity": "capacity_of_str_len"}) from None
-        return json_response(session.id)
+        return json_response(id)
 
     async def close_session(self) -> quart.Response:
         """``POST /close_session``: turns that run are ended."""
         request = await self._service.read(CloseSessionRequest)
-        self._service.engine.sessions.find(request.session_id, self._service.record.key).close()
+        await self._service.whole.close_session(request.session_id, self._service.record.key)
         return json_response(Done(message="the session is closed"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import attrs
 
+from trioserve.continuation import Continuation
 from trioserve.errors import InvalidRequest
-from trioserve.http.generations import Job, SessionTurn, renamed
+from trioserve.http.generations import Job, renamed
 from trioserve.http.service import Service
 from trioserve.http.sessions.schemas import SessionParams
-from trioserve.sessions import Continuation
 
 __all__ = ["as_turn"]
 
@@ -25,7 +25,8 @@ def as_turn(service: Service, params: SessionParams | None, jobs: list[Job]) -> 
     """``jobs`` as they are, or the one that there has to be as a turn of the session.
 
     Raises:
-        InvalidRequest: there is no such session of this client's, or there are several prompts.
+        InvalidRequest: there are several prompts, or no such session of this client's; where other
+            processes have the sessions, that is told when the turn begins.
     """
     if params is None or params == SessionParams():
         return jobs
@@ -35,18 +36,14 @@ def as_turn(service: Service, params: SessionParams | None, jobs: list[Job]) -> 
         raise InvalidRequest(
             f"a turn of a session has one prompt, got {len(jobs)}", param=f"{_FIELD}.id"
         )
+    continuation = Continuation(
+        after=params.rid,
+        offset=params.offset or None,
+        replace=bool(params.replace),
+        drop_previous_output=bool(params.drop_previous_output),
+    )
     try:
-        session = service.engine.sessions.find(params.id, service.record.key)
+        turn = service.whole.turn(params.id, service.record.key, continuation)
     except InvalidRequest as error:
         raise renamed(error, _RENAMES) from None
-    turn = SessionTurn(
-        session,
-        Continuation(
-            after=params.rid,
-            anew=not session.goes_on,
-            offset=params.offset or None,
-            replace=bool(params.replace),
-            drop_previous_output=bool(params.drop_previous_output),
-        ),
-    )
     return [attrs.evolve(jobs[0], turn=turn, renames={**jobs[0].renames, **_RENAMES})]

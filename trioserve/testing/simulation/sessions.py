@@ -68,24 +68,28 @@ class SessionBooks:
         visit.go_on_from(prefix)
         return generation
 
-    def end(self, visit: Visit, use: SessionUse) -> None:
-        """The client has left its block: its turn is kept if it has got all of it, and only then.
-
-        Raises:
-            Violation: it isn't so.
-        """
-        number = visit.client.number
-        if number not in self._parents:
+    def note_chunk(self, visit: Visit, use: SessionUse) -> None:
+        """The client has got a chunk: if it was the last, its turn is kept, and only then."""
+        if visit.chunks[0][-1].finish_reason not in ("stop", "length"):
             return
-        book, parent = self._books[use.number], self._parents.pop(number)
-        finals = [chunk.finish_reason for chunk in visit.chunks[0] if chunk.finish_reason]
+        number = visit.client.number
+        book, parent = self._books[use.number], self._parents[number]
         is_there = parent is None or parent in book.tokens
-        if finals and finals[0] in ("stop", "length") and is_there and not book.session.is_closed:
+        if is_there and not book.session.is_closed:
             if use.how == "replace":
                 book.tokens.clear()
             output = [token for chunk in visit.chunks[0] for token in chunk.token_ids]
             book.tokens[str(number)] = [*visit.prompt_ids, *output]
-        self._check(book)
+
+    def end(self, visit: Visit, use: SessionUse) -> None:
+        """The client has left its block.
+
+        Raises:
+            Violation: its session keeps something else than the turns that have ended well.
+        """
+        if visit.client.number in self._parents:
+            del self._parents[visit.client.number]
+            self._check(self._books[use.number])
 
     def close(self) -> None:
         """Close all sessions."""

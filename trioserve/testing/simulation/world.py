@@ -389,6 +389,8 @@ class _World:
                 async for chunk in stream:
                     self.trace.note(f"client {client.number} gets {chunk}")
                     visit.take(chunk)
+                    if client.session is not None:
+                        self.sessions.note_chunk(visit, client.session)
                     if self._leaves_now(visit):
                         return "left"
                     await trio.sleep(client.pause)

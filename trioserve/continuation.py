@@ -1,0 +1,142 @@
+"""One turn of a session: where it goes on from, what it may be, and what it adds to the history."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from array import array
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from trioserve.errors import InvalidRequest, RequestAborted
+from trioserve.generation import GenerationStream, PromptLike, as_prompt
+from trioserve.request import ChatPrompt, Prompt, TextPrompt
+from trioserve.sampling import SamplingParams
+from trioserve.turns import Turn
+
+__all__ = [
+    "AFTER_THE_LAST",
+    "Beginning",
+    "Continuation",
+    "Generate",
+    "Generation",
+    "Said",
+    "check_turn_sampling",
+    "new_turn_id",
+    "session_closed",
+    "turn_prompt",
+]
+
+Generation = contextlib.AbstractAsyncContextManager[GenerationStream]
+
+
+class Generate(Protocol):
+    """:meth:`trioserve.Engine.generate`."""
+
+    def __call__(
+        self, prompt: PromptLike, params: SamplingParams | None = None, **options: Any
+    ) -> Generation: ...
+
+
+@attrs.frozen(kw_only=True)
+class Continuation:
+    """Where a turn goes on from.
+
+    Args:
+        after: the id of a turn; None for the last one.
+        anew: go on from nothing, without forgetting anything.
+        offset: keep only so many tokens of what came before; negative ones count from its end.
+        replace: once this turn has ended, forget all others that went on from the same one; with
+            no ``after``, forget everything, and go on from nothing.
+        drop_previous_output: leave out the output of the turn before.
+    """
+
+    after: str | None = None
+    anew: bool = False
+    offset: int | None = None
+    replace: bool = False
+    drop_previous_output: bool = False
+
+
+AFTER_THE_LAST = Continuation()
+"""Go on from the last turn, whichever that is."""
+
+
+@attrs.frozen(eq=False)
+class Beginning:
+    """What is settled when a turn begins."""
+
+    id: str
+    parent: Turn | None
+    prefix: list[int]
+    """The tokens that it goes on from."""
+    replace: bool
+
+
+@attrs.frozen(kw_only=True)
+class Said:
+    """What a turn that has ended adds to the history."""
+
+    own: array[int]
+    """The tokens of its prompt and its output."""
+    num_prompt_tokens: int
+    """How many of them are the prompt's."""
+    salt: str
+    adapter: int
+
+    @classmethod
+    def of(cls, stream: GenerationStream, cut: int, output_ids: Sequence[int]) -> Said:
+        """What is new in the turn of ``stream``, which goes on from ``cut`` tokens."""
+        prompt = stream.prompt_token_ids
+        return cls(
+            own=array("i", [*prompt[cut:], *output_ids]),
+            num_prompt_tokens=len(prompt) - cut,
+            salt=stream.request.cache_salt,
+            adapter=stream.request.adapter,
+        )
+
+
+def new_turn_id() -> str:
+    """An id for a turn that brings none."""
+    return f"req-{uuid.uuid4().hex}"
+
+
+def session_closed() -> RequestAborted:
+    """What ends the turns of a session that is closed."""
+    return RequestAborted("the session was closed")
+
+
+def check_turn_sampling(params: SamplingParams | None, options: dict[str, Any]) -> None:
+    """Refuse what no turn can have.
+
+    Raises:
+        InvalidRequest: there would be several outputs, or a prompt that is cut.
+    """
+    n = options.get("n", 1) if params is None else params.n
+    if n not in (None, 1):
+        raise InvalidRequest(f"n must be 1 in a session, got {n}", param="n")
+    if params is None:
+        truncate = options.get("truncate_prompt_tokens")
+    else:
+        truncate = params.truncate_prompt_tokens
+    if truncate is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens isn't served in a session; see offset",
+            param="truncate_prompt_tokens",
+        )
+
+
+def turn_prompt(prompt: PromptLike, prefix: Sequence[int]) -> Prompt:
+    """What is new in a turn behind ``prefix``: special tokens come before the first turn only.
+
+    Raises:
+        InvalidRequest: it is neither text nor token ids.
+    """
+    own = as_prompt(prompt)
+    if isinstance(own, ChatPrompt):
+        raise InvalidRequest("a turn's prompt is text or token ids", param="prompt")
+    if isinstance(own, TextPrompt) and prefix:
+        return attrs.evolve(own, add_special_tokens=False)
+    return own

@@ -1,0 +1,113 @@
+"""The turns of sessions as a front end runs them: the sessions are in the engine process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import attrs
+
+from trioserve.continuation import (
+    Continuation,
+    Said,
+    check_turn_sampling,
+    new_turn_id,
+    session_closed,
+    turn_prompt,
+)
+from trioserve.deadline import Deadline
+from trioserve.engine import Engine
+from trioserve.front_end.messages import LeaveTurn, numbers_of, packed
+from trioserve.front_end.remote import RemoteScheduler
+from trioserve.generation import GenerationStream, PromptLike
+from trioserve.sampling import SamplingParams
+
+__all__ = ["RemoteTurns"]
+
+
+@attrs.define(eq=False)
+class _Running:
+    """A turn of which the engine process may know."""
+
+    stream: GenerationStream | None = None
+    is_closed: bool = False
+    """Whether its session was closed."""
+
+
+@attrs.define(eq=False)
+class RemoteTurns:
+    """Those of one front end: :mod:`trioserve.front_end.hosted_turns` is the other side.
+
+    Args:
+        engine: this process's.
+        remote: what asks the engine process.
+    """
+
+    _engine: Engine
+    _remote: RemoteScheduler
+    _num_begun: int = attrs.field(init=False, default=0)
+    _running: dict[int, _Running] = attrs.field(init=False, factory=dict)
+
+    @contextlib.asynccontextmanager
+    async def generate(
+        self,
+        session_id: str,
+        owner: str | None,
+        continuation: Continuation,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        arrived: float | None = None,
+        **options: Any,
+    ) -> AsyncIterator[GenerationStream]:
+        """A turn, as :meth:`trioserve.sessions.Session.generate`; what it raises, entering does."""
+        check_turn_sampling(params, options)
+        id = request_id or new_turn_id()
+        self._num_begun += 1
+        number = self._num_begun
+        running = self._running[number] = _Running()
+        try:
+            with Deadline.of(timeout, arrived, self._engine.config).enforced():
+                arguments = [number, session_id, owner, id, continuation]
+                prefix = numbers_of(await self._remote.asks.ask("begin_turn", arguments))
+            generation = self._engine.generate(
+                turn_prompt(prompt, prefix),
+                params,
+                request_id=id,
+                timeout=timeout,
+                arrived=arrived,
+                prefix_ids=prefix,
+                **options,
+            )
+            async with generation as stream:
+                running.stream = stream
+                if running.is_closed:
+                    raise session_closed()
+                stream.before_complete = functools.partial(self._keep, number, stream, len(prefix))
+                yield stream
+        finally:
+            del self._running[number]
+            # It may run there even if its beginning was never answered.
+            self._remote.tell(LeaveTurn(number))
+
+    async def _keep(
+        self, number: int, stream: GenerationStream, cut: int, output_ids: list[int]
+    ) -> None:
+        """Have the turn kept, before whoever reads it can send the next one."""
+        said = Said.of(stream, cut, output_ids)
+        await self._remote.asks.ask(
+            "keep_turn",
+            [number, packed(said.own), said.num_prompt_tokens, said.salt, said.adapter],
+        )
+
+    def on_closed(self, number: int) -> None:
+        """The session of a turn was closed, which ends it."""
+        running = self._running.get(number)
+        if running is not None:
+            running.is_closed = True
+            if running.stream is not None:
+                self._engine.sessions.end(running.stream.request, session_closed())
