@@ -177,14 +177,23 @@ async def test_mistakes_name_the_field() -> None:
             ("/pause_generation", {"mode": "sometimes"}, "mode"),
             ("/abort_requests", {"request_ids": []}, "request_ids"),
             ("/flush_cache", {"hard": True}, "hard"),
+            ("/sleep", {"mode": "abort"}, "mode"),
         ):
             answer = await control(client, path, body, status=400)
             assert answer["error"]["param"] == param
 
 
-async def test_memory_is_released_and_comes_back() -> None:
+@pytest.mark.parametrize(
+    ("release", "body", "resume"),
+    [
+        ("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, "/resume_memory"),
+        ("/sleep?level=1&mode=keep", None, "/wake_up?tags=weights&tags=kv_cache"),
+        ("/sleep", None, "/wake_up?tags=weights"),
+    ],
+)
+async def test_memory_is_released_and_comes_back(release: str, body: Any, resume: str) -> None:
     async with serving() as (engine, client):
-        await control(client, "/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        await control(client, release, body)
         assert not engine.healthy
         results: list[Any] = []
         async with trio.open_nursery() as nursery:
@@ -195,6 +204,6 @@ async def test_memory_is_released_and_comes_back() -> None:
             nursery.start_soon(ask)
             await trio.sleep(0.05)
             assert results == []
-            await control(client, "/resume_memory")
+            await control(client, resume)
         assert [status for status, _ in results] == [200]
         assert engine.statistics().worker_restarts == 0

@@ -212,7 +212,7 @@ _NAMES = {
         ),
     },
     "UpdateWeightVersionRequest": {"SGLang": "abort_all_requests new_version"},
-    "MemoryRequest": {"SGLang": "tags"},
+    "MemoryRequest": {"vLLM": "level mode tags", "SGLang": "tags"},
     "FlushRequest": {"SGLang": "timeout_s"},
     "KvCacheRetentionConfig": {
         "TensorRT-LLM": (

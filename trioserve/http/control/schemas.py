@@ -195,12 +195,19 @@ class WeightVersion(msgspec.Struct, kw_only=True):
     weight_version: Annotated[str, about("`default` for those that were loaded first.")]
 
 
+_MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+
+
 class MemoryRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /release_memory_occupation`` and of its counterpart; it may be empty."""
 
     tags: Annotated[
-        list[Literal["kv_cache", "weights", "cuda_graph"]] | None,
+        _MemoryTag | list[_MemoryTag] | None,
         about("What is meant; whichever it is, all of it goes, and all of it comes back."),
+    ] = None
+    level: Annotated[int | None, hint()] = None
+    mode: Annotated[
+        str | None, only("keep", why="requests keep their tokens, and go on afterwards")
     ] = None
 
 
