@@ -55,6 +55,8 @@ def test_a_message_and_the_same_message_streamed(client: anthropic.Anthropic) ->
     whole = client.messages.create(**options)
     assert "Paris" in text_of(whole)
     assert (whole.role, whole.model, whole.stop_reason) == ("assistant", MODEL, "end_turn")
+    assert whole._request_id
+    assert whole.id == f"msg_{whole._request_id}"
     with client.messages.stream(**options) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()

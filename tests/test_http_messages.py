@@ -250,6 +250,25 @@ class TestConversations:
             assert first["content"] == (content or [text("A"), text("B")])
             assert second == MESSAGES[0]
 
+    async def test_messages_of_one_role_in_a_row_are_one(self) -> None:
+        use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+        prompt = await prompt_of(
+            messages=[
+                *MESSAGES,
+                {"role": "user", "content": [text("A"), text("B")]},
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}]},
+                {"role": "assistant", "content": [text("C"), use]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]},
+                {"role": "user", "content": "D"},
+            ]
+        )
+        first, second, third, last = prompt.messages
+        assert first["content"] == [text("Hi"), text("A"), text("B")]
+        assert second["content"] == [text("C")]
+        assert second["reasoning_content"] == "Hm."
+        assert [call["id"] for call in second["tool_calls"]] == ["t"]
+        assert (third["role"], last) == ("tool", {"role": "user", "content": "D"})
+
     async def test_a_system_message_among_others(self) -> None:
         said = {"role": "system", "content": [text("Be brief.")]}
         prompt = await prompt_of(messages=[*MESSAGES, said])
@@ -492,6 +511,7 @@ class TestErrors:
             "error": {"type": kind, "message": str(error)},
         }
         assert ("Retry-After" in response.headers) is (status in (429, 503))
+        assert response.headers["Request-Id"] == response.headers["X-Request-Id"]
 
     async def test_in_a_stream(self) -> None:
         stub = StubEngine(script=lambda _: [Chunk("a", (97,)), EngineError("broken")])

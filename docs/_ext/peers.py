@@ -126,11 +126,29 @@ _NAMES = {
         ),
     },
     "CountTokensRequest": {"Anthropic": _CONVERSATION},
+    "InputMessage": {"Anthropic": "content role"},
+    "ToolDefinition": {
+        "Anthropic": (
+            "allowed_callers cache_control defer_loading description eager_input_streaming "
+            "input_examples input_schema name strict type"
+        ),
+    },
     "OllamaChatRequest": {"Ollama": f"{_OLLAMA} messages tools"},
     "OllamaGenerateRequest": {
         "Ollama": (
             f"{_OLLAMA} context height images prompt raw steps suffix system template width"
         ),
+    },
+    "OllamaOptions": {
+        "Ollama": (
+            "embedding_only f16_kv frequency_penalty logits_all low_vram main_gpu min_p mirostat "
+            "mirostat_eta mirostat_tau num_batch num_ctx num_gpu num_keep num_predict num_thread "
+            "numa penalize_newline presence_penalty repeat_last_n repeat_penalty seed stop "
+            "temperature tfs_z top_k top_p typical_p use_mlock use_mmap vocab_only"
+        ),
+    },
+    "OllamaMessage": {
+        "Ollama": "content images role thinking tool_call_id tool_calls tool_name",
     },
     "OllamaEmbedRequest": {"Ollama": "dimensions input keep_alive model options truncate"},
     "ShowRequest": {"Ollama": "model name options system template verbose"},

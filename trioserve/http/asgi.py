@@ -29,7 +29,7 @@ from quart_trio.wrappers import TrioRequest
 from trioserve.errors import InvalidRequest
 from trioserve.http.access_log import AccessRecord, request_id_from
 from trioserve.http.bodies import Body
-from trioserve.http.dialects import error_body
+from trioserve.http.dialects import error_body, id_headers
 from trioserve.http.direct import WriteNow, body_message, writer_for
 from trioserve.http.errors import ErrorReply, describe_error
 from trioserve.http.sse import EventStream
@@ -182,7 +182,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
             self.record.note_error("slow_reader")
 
     async def _send_response(self, send: ASGISendCallable, response: Any) -> None:
-        response.headers["X-Request-Id"] = self.record.request_id
+        self._tell_id(response)
         body = getattr(response, "response", None)
         if isinstance(body, EventStream):
             await self._send_stream(send, response, body)
@@ -208,12 +208,16 @@ class HTTPConnection(TrioASGIHTTPConnection):
             refusal, reply = error_response(error, self.record.path)
             self.record.note_error(reply.reason)
             if not begun:
-                refusal.headers["X-Request-Id"] = self.record.request_id
+                self._tell_id(refusal)
                 await super()._send_response(send, refusal)
                 return
             await send(body_message(body.framing.error(reply.body)))
         self._events = None
         await send(body_message(b"", more=False))
+
+    def _tell_id(self, response: Response) -> None:
+        for name in id_headers(self.record.path):
+            response.headers[name] = self.record.request_id
 
     async def _send_piece(self, data: bytes) -> None:
         if self._write_now is None or not self._write_now(data):

@@ -10,6 +10,7 @@ import attrs
 
 from trioserve.errors import InvalidRequest
 from trioserve.http.generations import Job
+from trioserve.sampling import SamplingParams
 
 __all__ = ["Words"]
 
@@ -27,6 +28,7 @@ class Words:
         self._names = [
             (re.compile(rf"(?<![\w.])(?:{pattern})(?!\w)"), own) for pattern, own in names
         ]
+        self._sampling = {name: self.name(name) for name in attrs.fields_dict(SamplingParams)}
 
     def name(self, theirs: str) -> str:
         """Its own name of a field, which is the same where there is no other."""
@@ -45,11 +47,8 @@ class Words:
 
     def job(self, job: Job) -> Job:
         """``job``, whose later errors are about its own fields."""
-        names = {name: name for name in attrs.fields_dict(type(job.params))}
-        renames = {**names, **job.renames}
-        return attrs.evolve(
-            job, renames={name: self.name(theirs) for name, theirs in renames.items()}
-        )
+        renames = {name: self.name(theirs) for name, theirs in job.renames.items()}
+        return attrs.evolve(job, renames={**self._sampling, **renames})
 
     @contextlib.contextmanager
     def spoken(self) -> Iterator[None]:

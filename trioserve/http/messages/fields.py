@@ -87,6 +87,7 @@ def _messages(request: Conversation) -> list[ChatMessage]:
             messages.append(_from_assistant(message, number))
         else:
             messages += _from_others(message, number)
+    messages = _joined(messages)
     if messages[-1].role == "assistant" and messages[-1].tool_calls:
         param = f"messages[{len(request.messages) - 1}]"
         raise InvalidRequest(
@@ -95,6 +96,31 @@ def _messages(request: Conversation) -> list[ChatMessage]:
             param=param,
         )
     return messages
+
+
+def _joined(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """``messages`` with one for those that follow each other and are of one role.
+
+    So Anthropic has it, and many templates want users and assistants to take turns.
+    """
+    joined = messages[:1]
+    for message in messages[1:]:
+        before = joined[-1]
+        if message.role != before.role or message.role not in ("user", "assistant"):
+            joined.append(message)
+            continue
+        before.content = [*_parts(before), *_parts(message)]
+        before.tool_calls = [*(before.tool_calls or ()), *(message.tool_calls or ())] or None
+        thoughts = [each.reasoning_content for each in (before, message) if each.reasoning_content]
+        before.reasoning_content = "\n".join(thoughts) or None
+    return joined
+
+
+def _parts(message: ChatMessage) -> Parts:
+    content = message.content
+    if isinstance(content, str):
+        return [TextPart(text=content)] if content else []
+    return content or []
 
 
 def _from_others(message: InputMessage, number: int) -> list[ChatMessage]:

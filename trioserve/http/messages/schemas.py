@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName
+from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from trioserve.http.schemas import Count, Temperature, TopK, TopP, about, hint, only
 from trioserve.sampling import MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
@@ -51,6 +51,7 @@ __all__ = [
     "ToolUseInput",
 ]
 
+_ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern="^[a-zA-Z0-9_.-]+$")]
 _StopSequences = Annotated[
     list[Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]],
     msgspec.Meta(max_length=MAX_STOP_STRINGS),
@@ -82,7 +83,7 @@ class ToolUseInput(
     """An earlier tool call."""
 
     id: Annotated[str, about("The name that the tool's result refers to.")]
-    name: Annotated[FunctionName, about("Which tool was called.")]
+    name: Annotated[_ToolName, about("Which tool was called.")]
     input: Annotated[dict[str, Any], about("With what.")]
     cache_control: Annotated[Any, hint()] = None
     caller: Annotated[Any, hint()] = None
@@ -122,7 +123,7 @@ class InputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A tool that the model may call, and the client runs."""
 
-    name: Annotated[FunctionName, about("How it is called.")]
+    name: Annotated[_ToolName, about("How it is called.")]
     description: Annotated[str | None, about("What it does, for the model.")] = None
     input_schema: Annotated[dict[str, Any], about("The JSON schema of its input.")]
     type: Annotated[
@@ -165,7 +166,7 @@ class NamedToolChoice(
 ):
     """The one tool that has to be called."""
 
-    name: Annotated[FunctionName, about("That of one of the tools.")]
+    name: Annotated[_ToolName, about("That of one of the tools.")]
     disable_parallel_tool_use: Annotated[Any, hint()] = None
 
 
