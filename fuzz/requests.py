@@ -51,6 +51,27 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
             ],
         },
     ],
+    "/v1/responses": [
+        {"input": "hi", "max_output_tokens": 2, "instructions": "x", "temperature": 0},
+        {"input": [{"role": "user", "content": "x"}], "store": False, "previous_response_id": "y"},
+        {
+            "input": [
+                {
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": ""}],
+                },
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "x"},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": {}}],
+            "tool_choice": {"type": "function", "name": "f"},
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+        },
+    ],
     "/v1/messages/count_tokens": [{"messages": _CHAT["messages"], "system": [], "tools": []}],
     "/api/chat": [
         {

@@ -20,6 +20,11 @@ from ollama import _types as ollama_types
 from openai.types import completion_create_params as text_params
 from openai.types import embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import (
+    input_item_list_params,
+    response_create_params,
+    response_retrieve_params,
+)
 
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.completions.schemas import CompletionRequest
@@ -41,6 +46,7 @@ from trioserve.http.ollama.schemas import (
 )
 from trioserve.http.openapi import openapi_path
 from trioserve.http.pooling.schemas import EmbeddingRequest
+from trioserve.http.responses.schemas import InputItemsQuery, ResponseQuery, ResponsesRequest
 from trioserve.http.routes import GROUPS, ROUTES
 from trioserve.http.schemas import struct_classes
 
@@ -103,12 +109,11 @@ def test_every_endpoint_is_in_the_table(tables: Any) -> None:
 
 
 def test_every_field_has_a_peer_or_is_our_own(tables: Any) -> None:
-    for route in ROUTES:
-        if route.request is None:
-            continue
+    given = [type_ for route in ROUTES for type_ in (route.request, route.query)]
+    for request_type in filter(None, given):
         names = ("ChatCompletionRequest", "CompletionRequest")
-        kind = route.request.__name__
-        for field in msgspec.structs.fields(route.request):
+        kind = request_type.__name__
+        for field in msgspec.structs.fields(request_type):
             peers = tables.peers_of(names if kind in names else (kind,), field.name)
             name = f"{kind}.{field.name}"
             own = (field.name in OWN or name in OWN) and name not in THEIRS
@@ -144,14 +149,18 @@ def test_types_in_words(tables: Any) -> None:
         (chat_params.CompletionCreateParamsBase, ChatCompletionRequest),
         (text_params.CompletionCreateParamsBase, CompletionRequest),
         (embedding_create_params.EmbeddingCreateParams, EmbeddingRequest),
+        (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
+        (response_retrieve_params.ResponseRetrieveParamsBase, ResponseQuery),
+        (input_item_list_params.InputItemListParams, InputItemsQuery),
     ],
 )
 def test_whatever_the_openai_client_sends_is_known(
     params: type, request_type: type[msgspec.Struct], tables: Any
 ) -> None:
     sent = set(typing.get_type_hints(params))
-    if request_type is not EmbeddingRequest:
+    if request_type not in (EmbeddingRequest, InputItemsQuery):
         sent.add("stream")
+    if request_type in (ChatCompletionRequest, CompletionRequest, ResponsesRequest):
         assert len(sent) > 15
     assert sent <= {field.name for field in msgspec.structs.fields(request_type)}
     names = (request_type.__name__,)

@@ -42,6 +42,9 @@ UNGUESSABLE = {
     "/update_weights_from_disk": 400,
     "/update_weights_from_tensor": 400,
     "/close_session": 400,
+    "/v1/responses/{response_id}": 404,
+    "/v1/responses/{response_id}/input_items": 404,
+    "/v1/responses/{response_id}/cancel": 404,
     **dict.fromkeys(("/load_lora_adapter", "/v1/load_lora_adapter"), 400),
     **dict.fromkeys(("/unload_lora_adapter", "/v1/unload_lora_adapter"), 404),
 }

@@ -17,8 +17,10 @@ from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from trioserve.http.connections import MAX_CONNECTIONS
 from trioserve.http.http1 import MAX_HEADERS
 from trioserve.http.openai.structured import MAX_SCHEMA_DEPTH
+from trioserve.http.responses.items import MAX_ITEMS
 from trioserve.http.routes import ROUTES
 from trioserve.http.settings import MAX_HEAD_SIZE, MAX_STREAMS, server_settings
+from trioserve.kept_responses import MAX_BYTES, MAX_CONVERSATION_BYTES, MAX_RESPONSES
 from trioserve.options import options_of
 from trioserve.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 from trioserve.text.stop_regex import MAX_PATTERN_CHARACTERS, SEARCH_SECONDS
@@ -46,7 +48,14 @@ def bound_of(what: str) -> str:
         ("Open requests on one HTTP/2 connection", f"{MAX_STREAMS}"),
         ("Connections", f"{MAX_CONNECTIONS}, or what the system's limit of files leaves"),
         ("Values in a body, lists in it", f"{MAX_VALUES:,}, and {MAX_LISTS:,}"),
-        ("Messages, parts of one, tools", f"{MAX_MESSAGES}, {MAX_PARTS}, {MAX_TOOLS}"),
+        (
+            "Messages, items of a response's input, parts of one, tools",
+            f"{MAX_MESSAGES}, {MAX_ITEMS}, {MAX_PARTS}, {MAX_TOOLS}",
+        ),
+        (
+            "[Responses that are kept](responses.md#what-is-kept), and a conversation of them",
+            f"{MAX_RESPONSES:,} and {MAX_BYTES >> 20} MiB; {MAX_CONVERSATION_BYTES >> 20} MiB",
+        ),
         ("Prompts in a request", f"{SERVER.max_prompts_per_request}"),
         ("Outputs of a prompt (`n`)", f"{MAX_SEQUENCES}"),
         ("Stop strings", f"{MAX_STOP_STRINGS} of {MAX_STRING_CHARACTERS} characters"),

@@ -62,7 +62,8 @@ class Field:
 
 def request_classes() -> list[type[msgspec.Struct]]:
     """Every class that a request may hold."""
-    return struct_classes(route.request for route in ROUTES if route.request is not None)
+    given = [type_ for route in ROUTES for type_ in (route.request, route.query)]
+    return struct_classes(type_ for type_ in given if type_ is not None)
 
 
 def fields_of(cls: type[msgspec.Struct]) -> list[Field]:

@@ -93,6 +93,38 @@ _NAMES = {
         ),
         "TensorRT-LLM": "kv_cache_retention_config",
     },
+    "ResponsesRequest": {
+        "OpenAI": (
+            "access_programs background context_management conversation image include input "
+            "instructions max_output_tokens max_tool_calls metadata model moderation "
+            "parallel_tool_calls previous_response_id prompt prompt_cache_key "
+            "prompt_cache_options prompt_cache_retention reasoning safety_identifier "
+            "service_tier store stream stream_options temperature text tool_choice tools "
+            "top_logprobs top_p truncation user"
+        ),
+        "vLLM": (
+            "background cache_salt chat_template_kwargs ec_transfer_params "
+            "enable_response_messages ignore_eos include include_stop_str_in_output input "
+            "instructions kv_transfer_params logit_bias max_output_tokens max_tool_calls "
+            "media_io_kwargs metadata mm_processor_kwargs model parallel_tool_calls "
+            "previous_input_messages previous_response_id priority prompt prompt_cache_key "
+            "reasoning repetition_penalty request_id seed service_tier skip_special_tokens stop "
+            "store stream structured_outputs temperature text tool_choice tools top_k "
+            "top_logprobs top_p truncation user vllm_xargs"
+        ),
+        "SGLang": (
+            "background cache_salt chat_template_kwargs extra_key frequency_penalty include "
+            "input instructions max_output_tokens max_tool_calls metadata min_p model "
+            "ngram_corpus_id parallel_tool_calls presence_penalty previous_response_id priority "
+            "reasoning repetition_penalty request_id service_tier session_id stop store stream "
+            "temperature text tool_choice tools top_k top_logprobs top_p truncation user"
+        ),
+    },
+    "ResponseQuery": {
+        "OpenAI": "include include_obfuscation starting_after stream",
+        "vLLM": "starting_after stream",
+    },
+    "InputItemsQuery": {"OpenAI": "after include limit order"},
     "GenerateRequest": {
         "SGLang": (
             "audio_data background bootstrap_host bootstrap_pair_key bootstrap_port "

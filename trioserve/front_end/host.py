@@ -35,6 +35,7 @@ from trioserve.front_end.messages import Offered
 from trioserve.front_end.pulse import patience_of
 from trioserve.front_end.remote import EngineState
 from trioserve.idle_check import IdleCheck
+from trioserve.kept_responses import KeptResponses
 from trioserve.metrics import Metrics
 from trioserve.metrics.snapshot import Snapshot, add_up, snapshot_of
 from trioserve.model_files.encoder_files import ModelTask
@@ -114,6 +115,7 @@ class Host:
         self._iterations = Tail(scheduler.feeds.iterations.feed.subscribe)
         self._cache_events = Tail(scheduler.feeds.cache.feed.subscribe)
         self.sessions = Sessions(scheduler.holds, self.config.max_sessions)
+        self._responses = KeptResponses()
         self._clock = SharedClock.now()
         self._hosting = Hosting(
             scheduler=scheduler,
@@ -156,6 +158,9 @@ class Host:
                 "cache_events": self._take_cache_events,
                 "load_adapter": self._load_adapter,
                 "unload_adapter": self._unload_adapter,
+                "keep_response": self._keep_response,
+                "kept_conversation": self._kept_conversation,
+                "drop_response": self._drop_response,
             },
         )
         self._homes[home] = None
@@ -294,6 +299,15 @@ class Host:
 
     async def _unload_adapter(self, name: Any) -> None:
         await self._scheduler.adapters.unload(name)
+
+    async def _keep_response(self, arguments: Any) -> bool:
+        return self._responses.keep(*arguments)
+
+    async def _kept_conversation(self, arguments: Any) -> list[bytes]:
+        return self._responses.conversation(*arguments)
+
+    async def _drop_response(self, arguments: Any) -> bool:
+        return self._responses.drop(*arguments)
 
     def _tell_adapters(self) -> None:
         for home in self._homes:

@@ -181,6 +181,23 @@ class SharedServer:
         """What generates a turn of a session of ``owner``, if there is one when it is used."""
         return functools.partial(self._turns.generate, id, owner, continuation)
 
+    async def keep_response(
+        self, owner: str | None, id: str, data: bytes, previous: str | None
+    ) -> bool:
+        """As :meth:`trioserve.kept_responses.KeptResponses.keep`, for all processes."""
+        kept: bool = await self._remote.asks.ask("keep_response", [owner, id, data, previous])
+        return kept
+
+    async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
+        """As :meth:`trioserve.kept_responses.KeptResponses.conversation`."""
+        turns: list[bytes] = await self._remote.asks.ask("kept_conversation", [owner, id])
+        return turns
+
+    async def drop_response(self, owner: str | None, id: str) -> bool:
+        """As :meth:`trioserve.kept_responses.KeptResponses.drop`."""
+        dropped: bool = await self._remote.asks.ask("drop_response", [owner, id])
+        return dropped
+
     # ---- what the engine process asks
 
     async def count(self, _: Any) -> Counted:

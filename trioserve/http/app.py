@@ -35,6 +35,7 @@ from trioserve.http.ollama.models import OllamaModelEndpoints
 from trioserve.http.openai.models import ModelEndpoints
 from trioserve.http.pooling.embeddings import EmbeddingEndpoints
 from trioserve.http.pooling.scores import ScoreEndpoints
+from trioserve.http.responses.endpoint import ResponseEndpoints
 from trioserve.http.routes import ROUTES
 from trioserve.http.service import Service
 from trioserve.http.sessions.endpoint import SessionEndpoints
@@ -187,6 +188,7 @@ def _add_routes(app: App, service: Service) -> None:
         NativeEndpoints(service),
         OllamaEndpoints(service, chats),
         OllamaModelEndpoints(service, chats.format),
+        ResponseEndpoints(service, chats),
         SessionEndpoints(service),
         AdminEndpoints(service),
         ScoreEndpoints(service),

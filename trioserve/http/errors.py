@@ -40,6 +40,7 @@ __all__ = [
     "Forbidden",
     "KeyLimit",
     "ModelNotFound",
+    "ResponseNotFound",
     "Unauthorized",
     "describe_error",
 ]
@@ -52,6 +53,13 @@ CLIENT_CLOSED_REQUEST = 499
 
 class ModelNotFound(TrioserveError):
     """The request names a model that isn't served here."""
+
+
+class ResponseNotFound(InvalidRequest):
+    """The request names a response that isn't kept, or isn't any more, or is somebody else's."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"Response with id '{id}' not found.", code="response_not_found")
 
 
 class Unauthorized(TrioserveError):
@@ -120,6 +128,7 @@ _KINDS: dict[type[Exception], _Kind] = {
     Unauthorized: _Kind(401, "authentication_error", "invalid_api_key"),
     Forbidden: _Kind(403, "permission_error", "forbidden"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
+    ResponseNotFound: _Kind(404, "invalid_request_error"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
     KeyLimit: _Kind(429, "rate_limit_error", "key_limit"),
     SessionLimit: _Kind(429, "rate_limit_error", "session_limit"),
@@ -147,7 +156,7 @@ ERROR_STATUSES = {
     400: "The request can't be served as it stands; `param` names the field",
     401: "There is no key, or a wrong one",
     403: "The route controls the server, which has no `--admin-api-key`",
-    404: "The model or the path isn't served",
+    404: "The model or the path isn't served, or the response isn't kept",
     405: "The path doesn't take this method",
     408: "The body didn't come in time",
     413: "The body is larger than `--max-body-size`",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from trioserve.http.schemas import (
     Exclusive,
     exclusive_fields,
     struct_classes,
+    usual_types,
 )
 
 __all__ = ["build_document", "error_statuses", "openapi_path"]
@@ -76,6 +78,7 @@ def build_document(
     )
     for cls in struct_classes(types):
         _add_exclusive(components[cls.__name__], exclusive_fields(cls))
+        _add_usual_types(components, cls)
     if vocab_size is not None:
         _bound_token_ids(components, vocab_size - 1)
     references = _References(list(zip(types, schemas, strict=True)))
@@ -83,7 +86,7 @@ def build_document(
     taken: set[str] = set()
     for route in routes:
         for rule in route.rules:
-            operation = _operation(route, rule, references)
+            operation = _operation(route, rule, references, components)
             operation["operationId"] = _operation_id(route, rule, taken)
             paths.setdefault(openapi_path(rule), {})[route.method.lower()] = operation
     return {
@@ -111,7 +114,8 @@ def _types(routes: Sequence[Route]) -> list[Any]:
     types: list[Any] = []
     for route in routes:
         error = error_body(route.rule)
-        for type_ in (error, route.request, route.response, route.events, route.unwell):
+        types_of_route = (route.request, route.query, route.response, route.events, route.unwell)
+        for type_ in (error, *types_of_route):
             if type_ is not None and not isinstance(type_, str) and type_ not in types:
                 types.append(type_)
     return types
@@ -145,6 +149,25 @@ def _add_exclusive(component: dict[str, Any], groups: Sequence[Exclusive]) -> No
             )
 
 
+def _add_usual_types(components: dict[str, Any], cls: type[msgspec.Struct]) -> None:
+    """Say in a class's schema which items of its lists may leave out their ``type``."""
+    for name, type_ in usual_types(cls).items():
+        _drop_discriminators(components[cls.__name__]["properties"][name])
+        for item in struct_classes([typing.get_type_hints(cls)[name]]):
+            if item.__struct_config__.tag == type_:
+                components[item.__name__]["required"].remove(item.__struct_config__.tag_field)
+
+
+def _drop_discriminators(value: Any) -> None:
+    """Classes that are told apart by a field can't be where that may be left out."""
+    if isinstance(value, dict):
+        value.pop("discriminator", None)
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _drop_discriminators(item)
+
+
 def _only_one(name: str, group: Exclusive) -> dict[str, Any]:
     """What an object fits that gives none of the group's fields but perhaps ``name``."""
     others = {other: {"type": "null"} for other in group.names if other != name}
@@ -153,7 +176,9 @@ def _only_one(name: str, group: Exclusive) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}, **others}}
 
 
-def _operation(route: Route, rule: str, references: _References) -> dict[str, Any]:
+def _operation(
+    route: Route, rule: str, references: _References, components: dict[str, Any]
+) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": route.summary,
         "tags": [route.group],
@@ -161,23 +186,49 @@ def _operation(route: Route, rule: str, references: _References) -> dict[str, An
     }
     if rule not in OPEN_PATHS:
         operation["security"] = [{"key": []}] if route.control else [{}, {"key": []}]
-    names = _PARAMETER_PATTERN.findall(rule)
-    if names:
-        operation["parameters"] = [
-            {
-                "name": name,
-                "in": "path",
-                "required": True,
-                "schema": {"type": "string", "minLength": 1},
-            }
-            for name in names
-        ]
+    parameters = [
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string", "minLength": 1},
+        }
+        for name in _PARAMETER_PATTERN.findall(rule)
+    ]
+    parameters += _query_parameters(route.query, components)
+    if parameters:
+        operation["parameters"] = parameters
     if route.request is not None:
         operation["requestBody"] = {
             "required": not route.body_optional,
             "content": {"application/json": {"schema": references.of(route.request)}},
         }
     return operation
+
+
+def _query_parameters(
+    query: type[msgspec.Struct] | None, components: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """What the query of an operation may hold; nothing in it can be null."""
+    if query is None:
+        return []
+    schemas = components[query.__name__]["properties"]
+    parameters = []
+    for name in schemas:
+        schema = _without_null(schemas[name])
+        if schema.get("enum") != []:  # Nothing but null would be served.
+            parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
+    return parameters
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
+    if "enum" in rest:
+        rest["enum"] = [value for value in rest["enum"] if value is not None]
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
+    if len(kinds) == 1:
+        return {**rest, **kinds[0]}
+    return {**rest, "anyOf": kinds} if kinds else rest
 
 
 def _responses(route: Route, rule: str, references: _References) -> dict[str, Any]:

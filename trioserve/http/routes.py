@@ -70,6 +70,9 @@ from trioserve.http.pooling.schemas import (
     ScoreRequest,
     ScoreResponse,
 )
+from trioserve.http.responses.events import ResponseEvent
+from trioserve.http.responses.replies import DeletedResponse, InputItemList, ResponseReply
+from trioserve.http.responses.schemas import InputItemsQuery, ResponseQuery, ResponsesRequest
 from trioserve.http.sessions.schemas import CloseSessionRequest, OpenSessionRequest
 from trioserve.http.utilities.schemas import (
     DetokenizeRequest,
@@ -124,6 +127,8 @@ class Route:
     body_optional: bool = False
     """Whether the body may be left out."""
     response: Any
+    query: type[msgspec.Struct] | None = None
+    """The class of its query, where it looks at one."""
     events: Any = None
     stream_type: str = "text/event-stream"
     """The content type of a stream: of server-sent events, or of lines of JSON."""
@@ -227,6 +232,60 @@ ROUTES = (
         events=OllamaGenerateResponse,
         stream_type=LINES,
         errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/v1/responses",
+        handler="create_response",
+        summary="Answer a conversation, and keep the answer for later ones",
+        group="Generation",
+        peers="OpenAI, vLLM, SGLang",
+        request=ResponsesRequest,
+        response=ResponseReply,
+        events=ResponseEvent,
+        errors=(404, *_GENERATING),
+    ),
+    Route(
+        method="GET",
+        rule="/v1/responses/<response_id>",
+        handler="kept_response",
+        summary="A response that is kept",
+        group="Generation",
+        peers="OpenAI, vLLM, SGLang",
+        query=ResponseQuery,
+        response=ResponseReply,
+        errors=(400, 404),
+    ),
+    Route(
+        method="DELETE",
+        rule="/v1/responses/<response_id>",
+        handler="delete_response",
+        summary="Keep it no longer",
+        group="Generation",
+        peers="OpenAI, TensorRT-LLM",
+        response=DeletedResponse,
+        errors=(404,),
+    ),
+    Route(
+        method="GET",
+        rule="/v1/responses/<response_id>/input_items",
+        handler="response_input_items",
+        summary="The items of its own input",
+        group="Generation",
+        peers="OpenAI",
+        query=InputItemsQuery,
+        response=InputItemList,
+        errors=(400, 404),
+    ),
+    Route(
+        method="POST",
+        rule="/v1/responses/<response_id>/cancel",
+        handler="cancel_response",
+        summary="Refused: what is kept has ended, and no response is made in the background",
+        group="Generation",
+        peers="OpenAI, vLLM, SGLang",
+        response=ResponseReply,
+        errors=(400, 404),
     ),
     Route(
         method="POST",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import attrs
@@ -47,7 +47,9 @@ __all__ = [
     "one_worker",
     "only",
     "parse_body",
+    "parse_query",
     "struct_classes",
+    "usual_types",
 ]
 
 _INT32_MAX = 2**31 - 1
@@ -104,6 +106,15 @@ class Exclusive:
 def exclusive_fields(request_type: type[msgspec.Struct]) -> tuple[Exclusive, ...]:
     """What a request class says of fields that exclude each other."""
     return getattr(request_type, "EXCLUSIVE", ())
+
+
+def usual_types(request_type: type[msgspec.Struct]) -> Mapping[str, str]:
+    """Lists whose items may leave out their ``type``, and what it is then, by the field's name.
+
+    A request class names its own in ``USUAL_TYPES``; :func:`parse_body` and ``/openapi.json`` both
+    go by it.
+    """
+    return getattr(request_type, "USUAL_TYPES", {})
 
 
 def struct_classes(types: Iterable[Any]) -> list[type[msgspec.Struct]]:
@@ -186,16 +197,61 @@ def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
     return request
 
 
+def parse_query(query_type: type[RequestType], pairs: Iterable[tuple[str, str]]) -> RequestType:
+    """The query that has these names and values; a list has a pair for each item.
+
+    Raises:
+        InvalidRequest: it isn't of that type; ``param`` names the field.
+    """
+    lists = _list_fields(query_type)
+    given: dict[str, Any] = {}
+    for name, value in pairs:
+        plain = name.removesuffix("[]")  # As OpenAI's clients call the items of a list.
+        if plain in lists:
+            given.setdefault(plain, []).append(value)
+        else:
+            given[name] = value
+    try:
+        query = msgspec.convert(given, query_type, strict=False)
+    except msgspec.ValidationError as error:
+        body = msgspec.json.encode(given)
+        raise as_invalid_request(str(error), query_type, body) from None
+    _check_values(query, "")
+    return query
+
+
 def _decode(request_type: type[RequestType], body: bytes) -> RequestType:
+    usual = usual_types(request_type)
     try:
         request: RequestType = _decoder(request_type).decode(body)
         return request
     except msgspec.ValidationError as error:
-        if _WHOLE_FLOAT not in str(error) or len(body) > MAX_REREAD_BYTES:
+        if not usual and not _is_whole_float(error, body):
+            raise
+    value = _with_usual_types(msgspec.json.decode(body), usual)
+    try:
+        return msgspec.convert(value, type=request_type)
+    except msgspec.ValidationError as error:
+        if not _is_whole_float(error, body):
             raise
     # JSON has one kind of number, and so has JSON Schema: 5.0 is as good an integer as 5.
-    whole = _with_whole_numbers(msgspec.json.decode(body))
-    return msgspec.convert(whole, type=request_type)
+    return msgspec.convert(_with_whole_numbers(value), type=request_type)
+
+
+def _is_whole_float(error: msgspec.ValidationError, body: bytes) -> bool:
+    """Whether ``error`` may be of a whole float, and ``body`` is short enough to look for them."""
+    return _WHOLE_FLOAT in str(error) and len(body) <= MAX_REREAD_BYTES
+
+
+def _with_usual_types(value: Any, usual: Mapping[str, str]) -> Any:
+    """``value`` with a ``type`` in the items of those lists that have none."""
+    for name, type_ in usual.items():
+        items = value.get(name) if isinstance(value, dict) else None
+        if isinstance(items, list):
+            value[name] = [
+                {"type": type_, **item} if isinstance(item, dict) else item for item in items
+            ]
+    return value
 
 
 def _with_whole_numbers(value: Any) -> Any:
@@ -265,6 +321,16 @@ def _holding_fields(request_type: type[msgspec.Struct]) -> list[str]:
     """The fields that may hold an object of another class, or several."""
     hints = typing.get_type_hints(request_type)
     return [name for name in request_type.__struct_fields__ if _names_struct(hints[name])]
+
+
+def _list_fields(query_type: type[msgspec.Struct]) -> set[str]:
+    """The fields that are lists."""
+    hints = typing.get_type_hints(query_type)
+    return {
+        name
+        for name, hint in hints.items()
+        if any(typing.get_origin(each) is list for each in typing.get_args(hint))
+    }
 
 
 def _names_struct(hint: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import attrs
@@ -15,13 +15,13 @@ from trioserve.config import ServerConfig
 from trioserve.deadline import Deadline
 from trioserve.engine import Engine
 from trioserve.errors import InvalidRequest
-from trioserve.generation import Completion, completion_of, sampling_params
+from trioserve.generation import Completion, GenerationStream, completion_of, sampling_params
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.asgi import Request
 from trioserve.http.bounds import AnswerSize, check_batch
 from trioserve.http.errors import ModelNotFound
 from trioserve.http.generations import Generations, Job, open_generations, renamed
-from trioserve.http.schemas import parse_body
+from trioserve.http.schemas import parse_body, parse_query
 from trioserve.http.sse import EventStream, Framing, StreamWriter, stream_response
 from trioserve.http.whole import Whole
 from trioserve.pooling.inputs import Item
@@ -110,6 +110,14 @@ class Service:
             return parse_body(request_type, _query_as_json())
         _check_media_type(quart.request)
         return parse_body(request_type, body or b"{}")
+
+    def read_query(self, query_type: type[RequestType]) -> RequestType:
+        """The query of the request being served.
+
+        Raises:
+            InvalidRequest: it isn't a query of this type.
+        """
+        return parse_query(query_type, quart.request.args.items(multi=True))
 
     def model(self, name: str | None) -> str:
         """The served name that a request means.
@@ -208,6 +216,15 @@ class Service:
             InvalidRequest: the answer would be too large to be held.
             TrioserveError: a job failed.
         """
+        return [completion_of(stream, own) for stream, own in await self.chunks(jobs)]
+
+    async def chunks(self, jobs: Sequence[Job]) -> list[tuple[GenerationStream, list[Chunk]]]:
+        """The same, piece by piece: of each job its stream, and all chunks of that.
+
+        Raises:
+            InvalidRequest: the answer would be too large to be held.
+            TrioserveError: a job failed.
+        """
         generations = self._open(jobs)
         chunks: list[list[Chunk]] = [[] for _ in jobs]
         record = self.record
@@ -222,20 +239,26 @@ class Service:
                 raise renamed(error, jobs[0].renames) from error
             finally:
                 record.note_streams(generations.streams)
-        return [
-            completion_of(stream, own)
-            for stream, own in zip(generations.streams, chunks, strict=True)
-        ]
+        return list(zip(generations.streams, chunks, strict=True))
 
     def stream(
-        self, jobs: Sequence[Job], writer: StreamWriter, framing: Framing = OPENAI_FRAMING
+        self,
+        jobs: Sequence[Job],
+        writer: StreamWriter,
+        framing: Framing = OPENAI_FRAMING,
+        *,
+        before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> quart.Response:
-        """A response that streams the jobs' output as ``writer`` puts it."""
+        """A response that streams the jobs' output as ``writer`` puts it.
+
+        ``before_end`` is awaited after the last of it, before the client is told that this is all.
+        """
         body = EventStream(
             self._open(jobs),
             writer,
             record=self.record,
             keep_alive_interval=self.config.keep_alive_interval,
             framing=framing,
+            before_end=before_end,
         )
         return stream_response(body)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -95,6 +95,8 @@ class StreamWriter(Protocol):
 class EventStream(ResponseBody):
     """The body of a streaming response. Entering it waits until the generations are admitted.
 
+    ``before_end`` is awaited after the last chunk, before the writer is asked for the end.
+
     Errors of the generations come out of ``__aenter__`` (before the response has begun) or out of
     the iteration; :class:`~trioserve.http.asgi.HTTPConnection` makes them a response or an event.
     """
@@ -107,12 +109,14 @@ class EventStream(ResponseBody):
         record: AccessRecord,
         keep_alive_interval: float,
         framing: Framing,
+        before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._generations = generations
         self._writer = writer
         self._record = record
         self._keep_alive_interval = keep_alive_interval
         self.framing = framing
+        self._before_end = before_end
         self._begun: set[tuple[int, int]] = set()
         self._started = False
         self._ended = False
@@ -166,6 +170,8 @@ class EventStream(ResponseBody):
                 index, chunk = await self._generations.receive()
             except trio.EndOfChannel:
                 self._ended = True
+                if self._before_end is not None:
+                    await self._before_end()
                 return self._writer.end(self._generations.streams) + self.framing.last
             finally:
                 self._waiting_since = math.inf

@@ -17,6 +17,7 @@ from trioserve.continuation import Continuation, Generate
 from trioserve.engine import Engine
 from trioserve.feed import Tail
 from trioserve.http.auth import Caller, Keys
+from trioserve.kept_responses import KeptResponses
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
@@ -93,6 +94,17 @@ class Whole(Protocol):
         If there is no such session, this raises ``InvalidRequest``, or the first use does.
         """
 
+    async def keep_response(
+        self, owner: str | None, id: str, data: bytes, previous: str | None
+    ) -> bool:
+        """As :meth:`trioserve.kept_responses.KeptResponses.keep`."""
+
+    async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
+        """As :meth:`trioserve.kept_responses.KeptResponses.conversation`."""
+
+    async def drop_response(self, owner: str | None, id: str) -> bool:
+        """As :meth:`trioserve.kept_responses.KeptResponses.drop`."""
+
 
 def health_word(engine: Engine) -> str:
     """How ``engine`` is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
@@ -120,6 +132,7 @@ class OneProcess:
             lambda self: Tail(lambda: self._engine.cache_events()), takes_self=True
         ),
     )
+    responses: KeptResponses = attrs.field(init=False, factory=KeptResponses)
 
     async def health_word(self) -> str:
         """How it is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
@@ -205,3 +218,17 @@ class OneProcess:
         """What generates a turn of a session of ``owner``; raises ``InvalidRequest``."""
         session = self._engine.sessions.find(id, owner)
         return functools.partial(session.generate, continuation=continuation)
+
+    async def keep_response(
+        self, owner: str | None, id: str, data: bytes, previous: str | None
+    ) -> bool:
+        """As :meth:`trioserve.kept_responses.KeptResponses.keep`."""
+        return self.responses.keep(owner, id, data, previous)
+
+    async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
+        """As :meth:`trioserve.kept_responses.KeptResponses.conversation`."""
+        return self.responses.conversation(owner, id)
+
+    async def drop_response(self, owner: str | None, id: str) -> bool:
+        """As :meth:`trioserve.kept_responses.KeptResponses.drop`."""
+        return self.responses.drop(owner, id)

@@ -93,6 +93,11 @@ class AnswerReader:
         return self._splitter is None and self._parser is None and self._hidden is None
 
     @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
+        return self._splitter is not None and self._splitter.inside
+
+    @property
     def call_reason(self) -> str:
         """Why an answer has ended that has a tool call."""
         return "function_call" if self._functions else "tool_calls"

@@ -61,7 +61,7 @@ def sampling_fields(request: GenerationRequest) -> tuple[dict[str, Any], dict[st
     return fields, renames
 
 
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "embd-", "score-", "rerank-", "classify-")
+ID_PREFIXES = (*("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-", "rerank-", "classify-"),)
 """What comes before a request's id in its response."""
 
 

@@ -10,6 +10,7 @@ from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.schemas import Exclusive, about, only
 
 __all__ = [
+    "JsonObjectFormat",
     "JsonSchema",
     "JsonSchemaFormat",
     "JsonText",

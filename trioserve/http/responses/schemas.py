@@ -1,0 +1,349 @@
+"""Requests of ``/v1/responses``, as classes; :mod:`~trioserve.http.responses.items` has the input.
+
+The names and the meaning of the fields are OpenAI's, with vLLM's and SGLang's additions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from trioserve.http.chat.messages import MAX_TOOLS, FunctionName
+from trioserve.http.openai.structured_schemas import (
+    JsonObjectFormat,
+    StructuredOutputs,
+    TextFormat,
+)
+from trioserve.http.responses.items import InputItems
+from trioserve.http.schemas import (
+    Count,
+    Exclusive,
+    Identifier,
+    LogitBias,
+    Penalty,
+    Priority,
+    Probability,
+    Seconds,
+    Seed,
+    StopStrings,
+    Temperature,
+    TopK,
+    TopP,
+    about,
+    hint,
+    one_worker,
+    only,
+)
+from trioserve.sampling import MAX_EXTRA_ARGS
+
+__all__ = [
+    "LOGPROBS",
+    "AllowedFunctions",
+    "ChosenFunctionTool",
+    "FunctionTool",
+    "InputItemsQuery",
+    "NamedSchemaFormat",
+    "ReasoningOptions",
+    "ResponseQuery",
+    "ResponsesRequest",
+    "TextOptions",
+]
+
+LOGPROBS = "message.output_text.logprobs"
+"""What to include for log-probabilities."""
+
+_TEXT_ONLY = "the models that are served read and write text only"
+_NO_SUMMARY = "reasoning comes as it is, without a summary"
+_KEPT_WHOLE = "a response that is kept comes as a whole"
+
+_Include = Annotated[
+    list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None,
+    about(
+        f"What else to tell. `{LOGPROBS}`: the log-probabilities of the text's tokens. "
+        "`reasoning.encrypted_content` adds nothing, because reasoning comes in plain words, which "
+        "can be sent back."
+    ),
+]
+
+
+class FunctionTool(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"
+):
+    """A function that the model may call; there are no other tools."""
+
+    name: Annotated[FunctionName, about("How it is called.")]
+    description: Annotated[str | None, about("What it does, for the model.")] = None
+    parameters: Annotated[
+        dict[str, Any] | None, about("The JSON schema of its arguments; none if it isn't given.")
+    ] = None
+    strict: Annotated[
+        bool | None,
+        about("If true, arguments have to follow the schema; a grammar sees to it."),
+    ] = None
+    output_schema: Annotated[Any, hint()] = None
+    defer_loading: Annotated[Any, only(False, why="there is no search over tools")] = None
+    allowed_callers: Annotated[Any, only(["direct"], why="no program calls functions here")] = None
+
+
+class ChosenFunctionTool(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"
+):
+    """The one function that has to be called, or one of those that may be."""
+
+    name: Annotated[FunctionName, about("That of one of the tools.")]
+
+
+class AllowedFunctions(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="allowed_tools"
+):
+    """A choice among some of the tools."""
+
+    mode: Annotated[
+        Literal["auto", "required"], about("`required` if one of them has to be called.")
+    ]
+    tools: Annotated[
+        Annotated[list[ChosenFunctionTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)],
+        about("Those that may be called; the prompt shows the others, too."),
+    ]
+
+
+class NamedSchemaFormat(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="json_schema"
+):
+    """JSON that follows a schema."""
+
+    name: Annotated[str, about("A name for the schema; it isn't shown to the model.")]
+    schema: Annotated[dict[str, Any], about("The JSON schema.")]
+    description: Annotated[
+        str | None, about("What the schema is for; it isn't shown to the model.")
+    ] = None
+    strict: Annotated[
+        bool | None, about("The schema is followed strictly, whatever this says.")
+    ] = None
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the text of an answer is to look like."""
+
+    format: Annotated[
+        TextFormat | JsonObjectFormat | NamedSchemaFormat | None,
+        about("Any text if it isn't given."),
+    ] = None
+    verbosity: Annotated[Any, only("medium", why="no chat template that is served knows it")] = None
+
+
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How the model is to reason."""
+
+    effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+        about("For the chat template; refused where that doesn't look at it."),
+    ] = None
+    summary: Annotated[Any, only("auto", why=_NO_SUMMARY)] = None
+    generate_summary: Annotated[Any, only("auto", why=_NO_SUMMARY)] = None
+    context: Annotated[
+        Any, only("auto", why="the chat template decides what it shows of earlier reasoning")
+    ] = None
+    mode: Annotated[Any, only("standard", why="there is one mode")] = None
+
+
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a stream carries besides its events."""
+
+    include_obfuscation: Annotated[
+        Any, only(False, why="events aren't padded to hide their lengths")
+    ] = None
+
+
+_MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
+_MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/responses``."""
+
+    EXCLUSIVE: ClassVar = (Exclusive(("cache_salt", "extra_key")),)
+    USUAL_TYPES: ClassVar = {"input": "message"}
+
+    input: Annotated[
+        str | InputItems, about("What is said now: the user's words, or messages and other items.")
+    ]
+    instructions: Annotated[
+        str | None,
+        about("A system message before everything else. Later responses don't inherit it."),
+    ] = None
+    previous_response_id: Annotated[
+        Identifier | None,
+        about("The response to go on from: its input and output come before this input."),
+    ] = None
+    store: Annotated[
+        bool | None, about("If false, the response isn't kept, and can't be named later.")
+    ] = None
+    metadata: Annotated[
+        Annotated[dict[_MetadataKey, _MetadataValue], msgspec.Meta(max_length=16)] | None,
+        about("Kept with the response, and told with it."),
+    ] = None
+    model: Annotated[
+        str | None, about("A name out of `/v1/models`; the first of them if it isn't given.")
+    ] = None
+    stream: Annotated[bool | None, about("Send the response as events, as it comes.")] = None
+    stream_options: Annotated[
+        ResponseStreamOptions | None, about("What else a stream carries.")
+    ] = None
+    include: _Include = None
+
+    max_output_tokens: Annotated[
+        Count | None,
+        about("Tokens at most, reasoning among them; what the model's context leaves if none."),
+    ] = None
+    top_logprobs: Annotated[
+        Count | None,
+        about("Log-probabilities of as many most probable tokens, where `include` asks for some."),
+    ] = None
+    temperature: Annotated[
+        Temperature | None, about("Divides the logits; 0 takes the most probable token.")
+    ] = None
+    top_p: Annotated[
+        TopP | None, about("Draw from the fewest tokens whose probability together reaches it.")
+    ] = None
+    top_k: Annotated[TopK | None, about("Draw from as many best tokens; -1 or 0 for all.")] = None
+    min_p: Annotated[
+        Probability | None,
+        about("Draw from tokens at least this many times as probable as the best one."),
+    ] = None
+    repetition_penalty: Annotated[
+        Annotated[float, msgspec.Meta(gt=0)] | None,
+        about("Above 1, makes tokens of prompt and output less probable; below 1, more."),
+    ] = None
+    frequency_penalty: Annotated[
+        Penalty | None, about("Taken off a token's logit for each time it is in the output.")
+    ] = None
+    presence_penalty: Annotated[
+        Penalty | None, about("Taken off a token's logit if it is in the output.")
+    ] = None
+    logit_bias: Annotated[
+        LogitBias | None, about("Added to logits: numbers by token id, which is a string.")
+    ] = None
+    seed: Annotated[
+        Seed | None, about("With the same seed, the same request draws the same numbers.")
+    ] = None
+    stop: Annotated[
+        StopStrings | None, about("Strings that end the output where they first occur in its text.")
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, about("Don't end the output at the model's own end of sequence.")
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, about("Leave special tokens out of the text; true if it isn't given.")
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, about("Leave what ended the output, the stop string or token, in its text.")
+    ] = None
+    vllm_xargs: Annotated[
+        Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)] | None,
+        about("Parameters for the server's own logits processors (`--logits-processors`)."),
+    ] = None
+
+    text: Annotated[TextOptions | None, about("What the text is to look like.")] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, about("What the text is to look like: vLLM's field.")
+    ] = None
+    tools: Annotated[
+        Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        about("Functions that the model may call."),
+    ] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ChosenFunctionTool | AllowedFunctions | None,
+        about(
+            "`none`: tools are left out of the prompt. `auto`: the model decides. `required`, or a "
+            "function: a grammar makes it call one, or this one. `auto` if there are tools."
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, about("If false, an answer has one call at most; a grammar sees to it.")
+    ] = None
+    reasoning: Annotated[ReasoningOptions | None, about("How the model is to reason.")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        about("More arguments for the chat template, such as `enable_thinking`."),
+    ] = None
+
+    priority: Annotated[
+        Priority | None,
+        about("Smaller numbers run sooner; it needs `--scheduling-policy priority`."),
+    ] = None
+    request_id: Annotated[
+        Identifier | None, about("An id, which the response's own is made of; else that is random.")
+    ] = None
+    cache_salt: Annotated[
+        str | None, about("Cached prompts are shared among requests of the same salt only.")
+    ] = None
+    extra_key: Annotated[str | None, about("SGLang's name of `cache_salt`.")] = None
+    timeout: Annotated[
+        Seconds | None, about("Seconds after which the request ends with an error.")
+    ] = None
+
+    user: Annotated[Any, hint()] = None
+    safety_identifier: Annotated[Any, hint()] = None
+    prompt_cache_key: Annotated[Any, hint()] = None
+    prompt_cache_options: Annotated[Any, hint()] = None
+    prompt_cache_retention: Annotated[Any, hint()] = None
+    session_id: Annotated[Any, hint()] = None
+    max_tool_calls: Annotated[Any, hint()] = None
+
+    background: Annotated[
+        Any, only(False, why="a response is made while its client waits for it")
+    ] = None
+    truncation: Annotated[
+        Any, only("disabled", why="nothing is left out of a conversation that is too long")
+    ] = None
+    service_tier: Annotated[Any, only("auto", "default", why="there is one tier")] = None
+    conversation: Annotated[
+        Any, only(why="there are no conversations beside responses: see previous_response_id")
+    ] = None
+    prompt: Annotated[Any, only(why="no prompts are kept: give instructions and input")] = None
+    context_management: Annotated[Any, only([], why="conversations aren't compacted")] = None
+    moderation: Annotated[Any, only(why="there is no moderation")] = None
+    access_programs: Annotated[Any, only({}, why="there are none")] = None
+    image: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
+    media_io_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
+    mm_processor_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
+    enable_response_messages: Annotated[
+        Any, only(False, why="the input is at /v1/responses/{id}/input_items")
+    ] = None
+    previous_input_messages: Annotated[
+        Any, only([], why="input tells what came before, or previous_response_id")
+    ] = None
+    ngram_corpus_id: Annotated[Any, only(why="outputs aren't predicted")] = None
+    kv_transfer_params: Annotated[Any, one_worker()] = None
+    ec_transfer_params: Annotated[Any, one_worker()] = None
+
+
+class ResponseQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The query of ``GET /v1/responses/{response_id}``."""
+
+    include: _Include = None
+    stream: Annotated[bool | None, only(False, why=_KEPT_WHOLE)] = None
+    starting_after: Annotated[int | None, only(why=_KEPT_WHOLE)] = None
+    include_obfuscation: Annotated[
+        bool | None, only(False, why="events aren't padded to hide their lengths")
+    ] = None
+
+
+class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The query of ``GET /v1/responses/{response_id}/input_items``."""
+
+    after: Annotated[
+        str | None,
+        about("The id of an item: the list goes on behind it. From its beginning, if none."),
+    ] = None
+    limit: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=100)] | None,
+        about("Items at most; 20 if it isn't given."),
+    ] = None
+    order: Annotated[
+        Literal["asc", "desc"] | None,
+        about("`asc`: the first one first. `desc` if it isn't given."),
+    ] = None
+    include: _Include = None

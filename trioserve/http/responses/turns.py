@@ -1,0 +1,118 @@
+"""What is kept of a response: itself, its own input, and what came before, one way or another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from trioserve.http.chat.messages import RefusalPart
+from trioserve.http.responses.items import (
+    CallItem,
+    CallOutputItem,
+    InputItem,
+    InputText,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+)
+from trioserve.http.responses.output import item_id
+from trioserve.http.responses.replies import OutputCall, OutputItem, OutputReasoning, ResponseReply
+
+__all__ = ["encoded_turn", "input_of", "items_of", "listed_items", "response_of"]
+
+
+Part = InputText | OutputText | RefusalPart
+
+
+class _Turn(msgspec.Struct):
+    response: msgspec.Raw
+    input: list[InputItem]
+    output: list[InputItem]
+    """What the response says, as the model may be told it later."""
+    history: list[InputItem] = []
+    """The items before it, where these aren't kept as turns of their own."""
+
+
+_decode = msgspec.json.Decoder(_Turn).decode
+
+
+def encoded_turn(
+    response: ResponseReply, input: Sequence[InputItem], history: Sequence[InputItem] = ()
+) -> bytes:
+    """The bytes to keep of a response."""
+    turn = _Turn(
+        response=msgspec.Raw(msgspec.json.encode(response)),
+        input=list(input),
+        output=[_as_input(item) for item in response.output],
+        history=list(history),
+    )
+    return msgspec.json.encode(turn)
+
+
+def response_of(turn: bytes) -> bytes:
+    """The response, as JSON."""
+    return bytes(_decode(turn).response)
+
+
+def input_of(turn: bytes) -> list[InputItem]:
+    """Its own input."""
+    return _decode(turn).input
+
+
+def items_of(turns: Iterable[bytes]) -> list[InputItem]:
+    """All items of a conversation, outputs among them, in their order."""
+    items: list[InputItem] = []
+    for turn in map(_decode, turns):
+        items += [*turn.history, *turn.input, *turn.output]
+    return items
+
+
+def _as_input(item: OutputItem) -> InputItem:
+    if isinstance(item, OutputCall):
+        return CallItem(call_id=item.call_id, name=item.name, arguments=item.arguments)
+    if isinstance(item, OutputReasoning):
+        return ReasoningItem(content=item.content)
+    parts: list[Part] = [OutputText(text=part.text) for part in item.content]
+    return MessageItem(role="assistant", content=parts)
+
+
+_PREFIXES = {MessageItem: "msg", CallItem: "fc", CallOutputItem: "fco", ReasoningItem: "rs"}
+
+
+def listed_items(items: Iterable[InputItem]) -> list[InputItem]:
+    """Items as they are listed: each with an id and a status, and messages in parts.
+
+    What asks nothing of the output is left out: the model hasn't seen it.
+    """
+    return [_listed(item) for item in items]
+
+
+def _listed(item: InputItem) -> InputItem:
+    id = item.id or item_id(_PREFIXES[type(item)])
+    item = msgspec.structs.replace(item, id=id, status=item.status or "completed")
+    if isinstance(item, MessageItem):
+        item.content = _parts(item.content, is_said=item.role == "assistant")
+    elif isinstance(item, ReasoningItem):
+        item.summary = []
+    elif isinstance(item, CallOutputItem) and isinstance(item.output, list):
+        item.output = [InputText(text=part.text) for part in item.output]
+    return item
+
+
+def _parts(content: str | list[Part], *, is_said: bool) -> list[Part]:
+    """A message's content in parts; whether it is what the model has said."""
+    if isinstance(content, str):
+        return [_said(content) if is_said else InputText(text=content)]
+    return [_part(part) for part in content]
+
+
+def _part(part: Part) -> Part:
+    if isinstance(part, RefusalPart):
+        return part
+    return _said(part.text) if isinstance(part, OutputText) else InputText(text=part.text)
+
+
+def _said(text: str) -> OutputText:
+    """With all that a part of an answer has."""
+    return OutputText(text=text, annotations=[], logprobs=[])
