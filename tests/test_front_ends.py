@@ -433,6 +433,11 @@ async def test_control_reaches_all(tmp_path: Path) -> None:
         assert not await first.whole.paused()
         assert (await second.engine.complete(PROMPT, max_tokens=2)).finish_reason == "length"
         assert await first.whole.flush_cache() > 0
+        await first.whole.release_memory()
+        assert await second.whole.memory_released()
+        await second.whole.resume_memory()
+        assert not await first.whole.memory_released()
+        assert (await first.engine.complete(PROMPT, max_tokens=2)).finish_reason == "length"
         with pytest.raises(InvalidRequest, match="mode"):
             await first.whole.pause("sideways", refuse=False)
         await server.wait_nothing_held()

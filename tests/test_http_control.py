@@ -44,6 +44,13 @@ async def generate(client: TrioClient, rid: str, tokens: int, **fields: Any) -> 
     return response.status_code, json.loads(await response.get_data(True))
 
 
+async def is_sleeping(client: TrioClient) -> bool:
+    response = await client.get("/is_sleeping", headers=ADMIN)
+    answer = json.loads(await response.get_data(True))
+    assert list(answer) == ["is_sleeping"]
+    return bool(answer["is_sleeping"])
+
+
 async def until(condition: Any) -> None:
     with trio.fail_after(30):
         while not condition():
@@ -193,7 +200,9 @@ async def test_mistakes_name_the_field() -> None:
 )
 async def test_memory_is_released_and_comes_back(release: str, body: Any, resume: str) -> None:
     async with serving() as (engine, client):
+        assert not await is_sleeping(client)
         await control(client, release, body)
+        assert await is_sleeping(client)
         assert not engine.healthy
         results: list[Any] = []
         async with trio.open_nursery() as nursery:
@@ -205,5 +214,6 @@ async def test_memory_is_released_and_comes_back(release: str, body: Any, resume
             await trio.sleep(0.05)
             assert results == []
             await control(client, resume)
+        assert not await is_sleeping(client)
         assert [status for status, _ in results] == [200]
         assert engine.statistics().worker_restarts == 0

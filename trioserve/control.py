@@ -158,6 +158,11 @@ class Control:
             self._batcher.resume(_MEMORY)
         await self._switch.wait_there()
 
+    @property
+    def memory_released(self) -> bool:
+        """See :attr:`trioserve.engine.Engine.memory_released`."""
+        return not self._switch.is_on
+
     def flush_cache(self) -> int:
         """See :meth:`trioserve.engine.Engine.flush_cache`."""
         return self._quiet.flush_prefixes()

@@ -685,6 +685,11 @@ class Engine:
         """Have a worker again; return once it has loaded the model. Idempotent."""
         await self.control.resume_memory()
 
+    @property
+    def memory_released(self) -> bool:
+        """Whether there is no worker because somebody has asked for its memory."""
+        return self.control.memory_released
+
     def flush_cache(self) -> int:
         """Have no request find what has been computed up to now. What runs goes on with its own.
 

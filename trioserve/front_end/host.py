@@ -237,6 +237,7 @@ class Host:
             attached=self._scheduler.attached,
             stalled=self._scheduler.stalled,
             paused=self._scheduler.paused,
+            memory_released=self._control.memory_released,
             worker_restarts=self._supervisor.restarts,
             scheduler=self._scheduler_statistics(),
         )

@@ -71,6 +71,7 @@ class EngineState:
     attached: bool
     stalled: bool
     paused: bool
+    memory_released: bool
     worker_restarts: int
     scheduler: SchedulerStatistics
 
@@ -151,6 +152,7 @@ class RemoteScheduler:
             attached=True,
             stalled=False,
             paused=False,
+            memory_released=False,
             worker_restarts=0,
             scheduler=SchedulerStatistics(),
         )

@@ -123,6 +123,11 @@ class SharedServer:
         await self._remote.look()
         return self._remote.paused
 
+    async def memory_released(self) -> bool:
+        """As :attr:`trioserve.Engine.memory_released`."""
+        await self._remote.look()
+        return self._remote.state.memory_released
+
     async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
         """:meth:`trioserve.Engine.abort` for each of ``ids``, in all processes."""
         num_aborted: int = await self._remote.asks.ask("abort", [list(ids), prefix])

@@ -53,6 +53,9 @@ class Whole(Protocol):
     async def paused(self) -> bool:
         """As :attr:`trioserve.Engine.paused`."""
 
+    async def memory_released(self) -> bool:
+        """As :attr:`trioserve.Engine.memory_released`."""
+
     async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
         """:meth:`trioserve.Engine.abort` for each of ``ids``; how many were ended."""
 
@@ -163,6 +166,10 @@ class OneProcess:
     async def paused(self) -> bool:
         """As :attr:`trioserve.Engine.paused`."""
         return self._engine.paused
+
+    async def memory_released(self) -> bool:
+        """As :attr:`trioserve.Engine.memory_released`."""
+        return self._engine.memory_released
 
     async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
         """:meth:`trioserve.Engine.abort` for each of ``ids``; how many were ended."""

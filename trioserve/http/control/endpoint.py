@@ -21,6 +21,7 @@ from trioserve.http.control.schemas import (
     NewWeights,
     PauseReply,
     PauseRequest,
+    SleepReply,
     UnloadAdapterRequest,
     UpdateTensorsRequest,
     UpdateWeightsRequest,
@@ -129,6 +130,11 @@ class ControlEndpoints:
         await self._service.read_if_any(MemoryRequest)
         await self._service.whole.resume_memory()
         return json_response(Done(message="a worker is there, and what waits is computed"))
+
+    async def is_sleeping(self) -> quart.Response:
+        """``GET /is_sleeping``."""
+        released = await self._service.whole.memory_released()
+        return json_response(SleepReply(is_sleeping=released))
 
     async def load_adapter(self) -> quart.Response:
         """``POST /v1/load_lora_adapter`` and ``POST /load_lora_adapter``."""

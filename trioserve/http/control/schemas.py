@@ -22,6 +22,7 @@ __all__ = [
     "NewWeights",
     "PauseReply",
     "PauseRequest",
+    "SleepReply",
     "UnloadAdapterRequest",
     "UpdateTensorsRequest",
     "UpdateWeightVersionRequest",
@@ -209,6 +210,14 @@ class MemoryRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     mode: Annotated[
         str | None, only("keep", why="requests keep their tokens, and go on afterwards")
     ] = None
+
+
+class SleepReply(msgspec.Struct, kw_only=True):
+    """Whether the worker's memory was given back."""
+
+    is_sleeping: Annotated[
+        bool, about("Whether there is no worker until `/resume_memory_occupation` or `/wake_up`.")
+    ]
 
 
 class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
