@@ -390,7 +390,7 @@ async def test_a_client_that_leaves(path: str, stream: bool) -> None:
             while not stub.calls:
                 await trio.sleep(0.01)
             await client.aclose()
-            with trio.fail_after(5):
+            with trio.fail_after(20):
                 await stub.calls[0].left.wait()
                 while not logs:
                     await trio.sleep(0.01)
