@@ -103,7 +103,7 @@ async def conversation(wholes: Sequence[Whole], seed: int) -> list[Any]:
 async def nothing_left(server: Server) -> None:
     """Wait until no turn runs, then assert that nothing is kept for one, nor for a session."""
     await server.wait_nothing_held()
-    with trio.fail_after(5):
+    with trio.fail_after(20):
         while any(each.home._turns._running for each in server.front_ends):
             await trio.sleep(0.005)
     server.host.check_integrity()
@@ -180,7 +180,7 @@ async def test_a_turn_that_is_left_leaves_no_trace(tmp_path: Path) -> None:
             with trio.move_on_after(patience):
                 await turn(first, id, " cut", **LONG)
         await server.wait_nothing_held()
-        with trio.fail_after(5):
+        with trio.fail_after(20):
             while session._running:
                 await trio.sleep(0.005)
         assert session.turns == ["a"]
@@ -233,12 +233,12 @@ async def test_closing_ends_what_runs_over_another_front_end(tmp_path: Path) -> 
 async def test_a_session_times_out_whoever_used_it_last(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow_worker) as server:
         first, second = (each.whole for each in server.front_ends)
-        id = await opened(first, timeout=0.4)
+        id = await opened(first, timeout=1.5)
         session = server.host.sessions.find(id)
-        async with generation(second, id, "slow", max_tokens=100) as stream:
+        async with generation(second, id, "slow", max_tokens=200) as stream:
             assert len([chunk async for chunk in stream]) > 0
             assert not session.is_closed
-        with trio.fail_after(10):
+        with trio.fail_after(20):
             while not session.is_closed:
                 await trio.sleep(0.01)
         with pytest.raises(InvalidRequest) as caught:
@@ -273,7 +273,7 @@ async def test_a_front_end_that_dies_takes_its_turns_and_no_session(tmp_path: Pa
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run_on)
             async with generation(second.whole, other, "neighbour", max_tokens=60) as stream:
-                with trio.fail_after(5):
+                with trio.fail_after(20):
                     while not server.host.sessions.find(mine)._running:
                         await trio.sleep(0.005)
                 first.life.cancel()
@@ -288,7 +288,7 @@ async def test_a_front_end_that_dies_takes_its_turns_and_no_session(tmp_path: Pa
         assert len(server.host.sessions.find(other).turns) == 1
         for id in (mine, other):
             await second.whole.close_session(id, None)
-        with trio.fail_after(5):
+        with trio.fail_after(20):
             while not server.host.idle:
                 await trio.sleep(0.005)
         server.host.check_integrity()
