@@ -20,8 +20,16 @@ from trioserve.http.chat.schemas import ChatChunkChoice, ChatCompletionChunk, De
 from trioserve.http.chat.writer import ChatWriter, WantedChat
 from trioserve.http.completions.schemas import CompletionChoice, CompletionResponse
 from trioserve.http.completions.writer import CompletionWriter, Wanted
+from trioserve.http.messages.schemas import ContentBlockDelta, TextDelta
+from trioserve.http.messages.writer import MessageWriter
 from trioserve.http.native.schemas import GenerateResponse, MetaInfo
 from trioserve.http.native.writer import NativeWriter
+from trioserve.http.ollama.schemas import (
+    OllamaAnswer,
+    OllamaChatResponse,
+    OllamaGenerateResponse,
+)
+from trioserve.http.ollama.writer import ChatLines, GenerateLines
 from trioserve.request import ChatPrompt, Request, TextPrompt, Times
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, Stream, StreamBudget
@@ -45,16 +53,29 @@ def stream(prompt: Any = CHAT) -> GenerationStream:
     )
 
 
-def chat_writer(wanted: dict[str, Any], **fields: Any) -> ChatWriter:
+def wanted_chat(wanted: dict[str, Any]) -> WantedChat:
     tokenizer = cast(Any, StubTokenizer())
     style = ChatFormat(
         tokenizer=tokenizer, template="", variables=frozenset(), family=None, reasons=False
     )
     options = ReaderOptions(format=style, prompt=CHAT, **wanted.pop("options", {}))
+    return WantedChat(tokenizer=tokenizer, options=options, **wanted)
+
+
+def chat_writer(wanted: dict[str, Any], **fields: Any) -> ChatWriter:
     return ChatWriter(
         **{"id": "id", "model": "m", "created": 1, "include_usage": False, **fields},
-        wanted=WantedChat(tokenizer=tokenizer, options=options, **wanted),
+        wanted=wanted_chat(wanted),
     )
+
+
+def message_writer(wanted: dict[str, Any], **fields: Any) -> MessageWriter:
+    options = wanted_chat(wanted).options
+    return MessageWriter(**{"id": "id", "model": "m", "options": options, **fields})
+
+
+def line_writer(wanted: dict[str, Any], **fields: Any) -> ChatLines:
+    return ChatLines(**{"model": "m", "started": 0.0, "wanted": wanted_chat(wanted), **fields})
 
 
 def completion_writer(wanted: dict[str, Any], **fields: Any) -> CompletionWriter:
@@ -194,3 +215,45 @@ def test_native(id: str, texts: list[str]) -> None:
         ids = [token for each in range(1, number + 1) for token in (each, 7)]
         whole = GenerateResponse(text="".join(texts[:number]), output_ids=ids, meta_info=meta)
         assert event == encoded(whole)
+
+
+@given(id=NAMES, model=NAMES, texts=st.lists(TEXTS.filter(bool), min_size=1, max_size=4))
+def test_messages(id: str, model: str, texts: list[str]) -> None:
+    writer = message_writer({}, id=id, model=model)
+    writer.start([stream()])
+    first, *rest = texts
+    assert writer.text(Chunk(first, (1,))) is None  # The block has to begin.
+    begun = writer.chunk(0, Chunk(first, (1,)))
+    events = [begun.split(b"\n\n")[1] + b"\n\n"]
+    events += [cast(bytes, writer.text(Chunk(text, (1,)))) for text in rest]
+    assert events == [
+        b"event: content_block_delta\n" + encoded(ContentBlockDelta(0, TextDelta(text)))
+        for text in texts
+    ]
+    assert writer.text(Chunk("", (1,))) == b""
+    assert writer.text(Chunk("x", (1,), finish_reason="stop")) is None
+
+
+@given(model=NAMES, texts=st.lists(TEXTS.filter(bool), max_size=4))
+def test_lines(model: str, texts: list[str]) -> None:
+    chat = line_writer({}, model=model)
+    text = GenerateLines(model=model, started=0.0, wanted=wanted_chat({}))
+    for writer in (chat, text):
+        writer.start([stream()])
+        assert writer.text(Chunk("", (1,))) == b""
+        assert writer.text(Chunk("x", (1,), finish_reason="stop")) is None
+    for said in texts:
+        replies = (
+            OllamaChatResponse(
+                model=model, created_at=chat.created_at, message=OllamaAnswer(content=said)
+            ),
+            OllamaGenerateResponse(model=model, created_at=text.created_at, response=said),
+        )
+        for writer, reply in zip((chat, text), replies, strict=True):
+            assert writer.text(Chunk(said, (1,))) == msgspec.json.encode(reply) + b"\n"
+
+
+def test_lines_that_tell_more_than_text_take_the_long_way() -> None:
+    writer = line_writer({"top_logprobs": 0})
+    writer.start([stream()])
+    assert writer.text(Chunk("x", (1,))) is None
