@@ -29,7 +29,7 @@ from trioserve.testing.simulation import (
 )
 from trioserve.testing.simulation.command import Totals, main, run_seeds
 from trioserve.testing.simulation.expected import expected_outputs, ids_of
-from trioserve.testing.simulation.scenario import seed_of
+from trioserve.testing.simulation.scenario import AdapterChange, seed_of
 
 SECONDS = 60.0
 FEWEST_SEEDS, MOST_SEEDS = 120, 600
@@ -55,6 +55,7 @@ def test_nothing_goes_wrong_in_many_lives_of_an_engine(capsys: pytest.CaptureFix
     assert totals.num_requests > 4 * FEWEST_SEEDS
     # All that is to be tried was.
     wanted = {"whole", "left", "left by error", "DeadlineExceeded", "QueueFull", "EngineError"}
+    wanted.add("AdapterNotFound")
     assert wanted <= totals.outcomes.keys()
     kinds = {"loading", "killed", "dies", "fails", "blames", "fatal", "hangs", "pauses"}
     assert kinds <= totals.faults.keys()
@@ -132,6 +133,24 @@ def scene(
     return Scenario(seed=0, options=options, worker=worker, clients=clients, faults=faults)
 
 
+def with_adapters(scenario: Scenario) -> Scenario:
+    """The same with an adapter for client 0, which is unloaded under it, and one for client 1.
+
+    The worker holds one of them at a time.
+    """
+    first, second, *others = scenario.clients
+    return attrs.evolve(
+        scenario,
+        options={**scenario.options, "enable_lora": True, "max_loras": 1, "max_cpu_loras": 1},
+        clients=(attrs.evolve(first, adapter="x"), attrs.evolve(second, adapter="y"), *others),
+        adapters=(
+            AdapterChange(at=0.0, what="load", name="x", path="/x"),
+            AdapterChange(at=0.0, what="load", name="y", path="/y"),
+            AdapterChange(at=5 * STEP, what="unload", name="x"),
+        ),
+    )
+
+
 STAGES = {
     "alone": scene(others=0),
     "decoding": scene(),
@@ -146,6 +165,10 @@ STAGES = {
     "a worker that dies": scene(faults=(Fault(worker=0, what="dies", at=3),)),
     "a plan that fails": scene(faults=(Fault(worker=0, what="fails", at=3),)),
     "the final chunk": scene(stop=("ab", "b ", "a ")),
+    "adapters": with_adapters(scene(others=2)),
+    "adapters, and a worker that dies": with_adapters(
+        scene(faults=(Fault(worker=0, what="dies", at=8),))
+    ),
 }
 
 
@@ -204,6 +227,52 @@ def test_a_worker_that_hangs_is_replaced(depth: int) -> None:
     assert report.violation is None
     assert report.outcomes == {"whole": 4}
     assert report.workers_lost == 1
+
+
+# ---- adapters
+
+
+@pytest.mark.parametrize("what", ["dies", "killed", "fails", "fatal"])
+def test_adapters_are_there_again_after_whatever_befalls_the_worker(what: str) -> None:
+    scenario = with_adapters(scene(others=3, faults=(Fault(worker=0, what=what, at=7),)))
+    report = simulate(scenario)
+    assert report.violation is None
+    assert report.outcomes == {"whole": 4}
+
+
+def test_the_tokens_are_those_of_the_adapter_that_had_the_name_when_the_client_came() -> None:
+    """One that is loaded by the name of another, while that one is still in use."""
+    scenario = scene(others=0)
+    (client,) = scenario.clients
+    early, late = (
+        attrs.evolve(
+            client,
+            number=number,
+            arrives=arrives,
+            adapter="x",
+            leaves=None,
+            params={"max_tokens": 20, "seed": seed_of(1, number)},
+        )
+        for number, arrives in ((0, 0.0), (1, 7 * STEP))
+    )
+    adapters = (
+        AdapterChange(at=0.0, what="load", name="x", path="/x"),
+        AdapterChange(at=5 * STEP, what="unload", name="x"),
+        AdapterChange(at=6 * STEP, what="load", name="x", path="/again"),
+    )
+    options = {**OPTIONS, "enable_lora": True, "max_loras": 2, "max_cpu_loras": 2}
+    report = simulate(
+        attrs.evolve(scenario, options=options, clients=(early, late), adapters=adapters)
+    )
+    assert report.violation is None
+    assert report.outcomes == {"whole": 2}
+    lines = report.trace.lines
+    ended, loaded = (
+        next(at for at, line in enumerate(lines) if text in line)
+        for text in ("end of unload adapter x", "end of load adapter x /again")
+    )
+    assert loaded < ended
+    assert expected_outputs(scenario, late, "/x") != expected_outputs(scenario, late, "/again")
 
 
 # ---- the simulation itself

@@ -24,12 +24,14 @@ from trioserve.errors import RequestAborted, WorkerLost
 from trioserve.generation import GenerationStream
 from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler import Scheduler, SchedulerCore
+from trioserve.scheduler import computation as computations
 from trioserve.scheduler.computation import Computation
 from trioserve.scheduler.intake import Intake
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import PrefixCache
 from trioserve.scheduler.recovery import Recovery
+from trioserve.scheduler.residency import Residency
 from trioserve.scheduler.slots import SlotTable
 from trioserve.sessions import Session
 from trioserve.stream import Chunk
@@ -61,8 +63,8 @@ class Find:
     """Of the seed in which an invariant didn't hold; None if there was none."""
 
 
-def _over(owner: type, name: str, make: Callable[[Any], Any]) -> Plant:
-    """Put ``make(original)`` in the place of a method."""
+def _over(owner: object, name: str, make: Callable[[Any], Any]) -> Plant:
+    """Put ``make(original)`` in the place of a method, or of a module's function."""
     return lambda: mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
@@ -279,6 +281,31 @@ def _history_lost(original: Any) -> Any:
     return turn
 
 
+def _leaves_at_once(original: Any) -> Any:
+    """An adapter is let go of, whoever is computed with it."""
+    return lambda self, number: False
+
+
+def _kept_by_the_worker(original: Any) -> Any:
+    """An adapter that nobody may name any more stays where it is."""
+
+    def forget(self: Residency, number: int) -> None:
+        original(self, number)
+        self.known.add(number)
+
+    return forget
+
+
+def _prefixes_of_all_adapters(original: Any) -> Any:
+    """What was computed with one adapter is found by those with another."""
+    return lambda salt, adapter: (salt,)
+
+
+def _not_loaded_again(original: Any) -> Any:
+    """A new worker is taken to hold what the one before it held."""
+    return lambda self: None
+
+
 FAULTS = (
     PlantedFault(
         "an abort is lost during a batch's transition",
@@ -369,6 +396,26 @@ FAULTS = (
         "a turn that is cut off takes its session's history with it",
         "sgl-project/sglang#36475",
         _over(Session, "_turn", _history_lost),
+    ),
+    PlantedFault(
+        "an adapter is unloaded while requests run with it",
+        "huggingface/trl#7017",
+        _over(SchedulerCore, "has_adapter_users", _leaves_at_once),
+    ),
+    PlantedFault(
+        "an unloaded adapter stays in the worker",
+        "vllm-project/vllm#54839",
+        _over(Residency, "forget", _kept_by_the_worker),
+    ),
+    PlantedFault(
+        "a prefix of one adapter is found by another's requests",
+        "ggml-org/llama.cpp#26207",
+        _over(computations, "namespace_of", _prefixes_of_all_adapters),
+    ),
+    PlantedFault(
+        "a new worker doesn't get the adapters of the one before",
+        "vllm-project/aibrix#236",
+        _over(Residency, "on_worker_lost", _not_loaded_again),
     ),
 )
 

@@ -276,6 +276,7 @@ class FakeWorker:
         slot.computed = stop
         if stop < len(slot.tokens):
             return []
+        assert slot.adapter == 0 or slot.adapter in self.adapters, "an adapter is gone that is used"
         token = draw(self.token, self._read(slot, places), slot.sampler)
         if slot.adapter and token >= 0:
             token = (token + adapter_shift(self.adapters[slot.adapter])) % self.vocab_size

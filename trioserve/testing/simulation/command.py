@@ -126,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clients", type=_numbers, help="with these of its clients only: 0,3")
     parser.add_argument("--faults", type=_numbers, help="with these of its faults only")
     parser.add_argument("--pauses", type=_numbers, help="with these of its pauses only")
+    parser.add_argument("--adapters", type=_numbers, help="with these loads and unloads only")
     parser.add_argument("--trace", action="store_true", help="print all that happens")
     return parser
 
@@ -135,7 +136,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    scenario = draw_scenario(options.seed).only(options.clients, options.faults, options.pauses)
+    scenario = draw_scenario(options.seed).only(
+        options.clients, options.faults, options.pauses, options.adapters
+    )
     report = simulate(scenario)
     if options.trace:
         print("\n".join([*_listing(scenario), *report.trace.lines]))
@@ -144,7 +147,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _listing(scenario: Scenario) -> list[str]:
-    events = (*scenario.clients, *scenario.faults, *scenario.pauses)
+    events = (*scenario.clients, *scenario.faults, *scenario.pauses, *scenario.adapters)
     parts = [scenario.options, scenario.worker, *events]
     return [*map(str, parts), f"ends: {scenario.ends} at {scenario.ends_at:.3f}"]
 
@@ -156,12 +159,13 @@ def _describe(report: Report) -> str:
     clients = ",".join(str(client.number) for client in scenario.clients)
     faults = ",".join(str(whole.faults.index(fault)) for fault in scenario.faults)
     pauses = ",".join(str(whole.pauses.index(pause)) for pause in scenario.pauses)
+    adapters = ",".join(str(whole.adapters.index(change)) for change in scenario.adapters)
     return "\n".join(
         [
             f"seed {scenario.seed}: {report.violation}",
             *(f"    {line}" for line in report.trace.lines[-12:]),
             f"again: {COMMAND} --seed {scenario.seed} --clients {clients} --faults {faults or ','} "
-            f"--pauses {pauses or ','} --trace",
+            f"--pauses {pauses or ','} --adapters {adapters or ','} --trace",
         ]
     )
 

@@ -11,6 +11,7 @@ from trioserve.grammar import Grammar
 from trioserve.retention import Retention, RetentionRange
 from trioserve.testing.simulation.expected import ids_of
 from trioserve.testing.simulation.scenario import (
+    AdapterChange,
     Client,
     Departure,
     Fault,
@@ -56,6 +57,7 @@ def draw_scenario(seed: int) -> Scenario:
     worker = _with_host_pages(random.Random(f"host {seed}"), worker)
     clients = _with_retention(random.Random(f"retention {seed}"), clients)
     clients = _with_sessions(random.Random(f"sessions {seed}"), clients)
+    adapters, clients = _with_adapters(random.Random(f"adapters {seed}"), clients, span, options)
     return Scenario(
         seed=seed,
         options=options,
@@ -63,6 +65,7 @@ def draw_scenario(seed: int) -> Scenario:
         clients=tuple(clients),
         faults=tuple(faults),
         pauses=_pauses(random.Random(f"pauses {seed}"), span),
+        adapters=adapters,
         eos_token_ids=ids_of(_EOS),
         ends=choose.choice(("idle", "idle", "idle", "drain", "abort", "cancel")),
         ends_at=choose.uniform(0, span + 0.6),
@@ -290,3 +293,40 @@ def _may_be_a_turn(client: Client) -> bool:
 def _poisonous(client: Client) -> Client:
     params = {name: value for name, value in client.params.items() if name != "grammar"}
     return attrs.evolve(client, poisonous=True, leaves=None, timeout=None, params=params)
+
+
+def _with_adapters(
+    choose: random.Random, clients: list[Client], span: float, options: dict[str, Any]
+) -> tuple[tuple[AdapterChange, ...], list[Client]]:
+    """Adapters that come and go, and the same clients, of which some have one."""
+    if choose.random() < 0.65:
+        return (), clients
+    options["enable_lora"] = True
+    options["max_loras"] = choose.choice((1, 1, 2, 3))
+    options["max_cpu_loras"] = options["max_loras"] + choose.choice((0, 0, 1))
+    names = ("x", "y", "z", "w")[: choose.randint(1, 4)]
+    changes = [change for name in names for change in _comings(choose, name, span)]
+    having = [
+        attrs.evolve(client, adapter=choose.choice(names))
+        if client.session is None and choose.random() < 0.7
+        else client
+        for client in clients
+    ]
+    return tuple(changes), having
+
+
+def _comings(choose: random.Random, name: str, span: float) -> list[AdapterChange]:
+    """How the adapter of one name comes and goes, and another of that name after it."""
+    at = choose.choice((0.0, 0.0, choose.uniform(0, span)))
+    changes = [AdapterChange(at=at, what="load", name=name, path=f"/{name}/first")]
+    if choose.random() < 0.15:
+        path = f"/{name}/{choose.choice(('bad', 'second'))}"
+        at = choose.uniform(0, span)
+        changes.append(AdapterChange(at=at, what="load", name=name, path=path))
+    if choose.random() < 0.6:
+        at = choose.uniform(0, span + 0.4)
+        changes.append(AdapterChange(at=at, what="unload", name=name))
+        at += choose.choice(_SECONDS)
+        if choose.random() < 0.7:
+            changes.append(AdapterChange(at=at, what="load", name=name, path=f"/{name}/third"))
+    return changes

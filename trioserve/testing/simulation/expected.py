@@ -14,10 +14,14 @@ from typing import Any
 import attrs
 
 from trioserve.sampling import SamplerParams
+from trioserve.testing import adapter_shift
 from trioserve.testing.fake_model import draw, fake_logprob, fake_logprobs
 from trioserve.testing.simulation.scenario import Client, Scenario
 
 __all__ = ["ExpectedOutput", "expected_outputs", "ids_of", "prompt_ids_of", "text_of"]
+
+NUM_TOKENS = 256
+"""Of the vocabulary: one for each byte."""
 
 
 @attrs.frozen(kw_only=True)
@@ -71,9 +75,9 @@ def prompt_ids_of(client: Client) -> list[int]:
     return ids[:keep] if client.params.get("truncation_side") == "right" else ids[-keep:]
 
 
-def expected_outputs(scenario: Scenario, client: Client) -> list[ExpectedOutput]:
-    """What each of the client's outputs is."""
-    return [_output(scenario, client, index) for index in range(client.num_outputs)]
+def expected_outputs(scenario: Scenario, client: Client, adapter: str = "") -> list[ExpectedOutput]:
+    """What each of the client's outputs is, with the adapter from that folder, if it has one."""
+    return [_output(scenario, client, adapter, index) for index in range(client.num_outputs)]
 
 
 def text_of(tokens: Iterable[int]) -> str:
@@ -81,7 +85,7 @@ def text_of(tokens: Iterable[int]) -> str:
     return bytes(map(_bytes_of_tokens().__getitem__, tokens)).decode("utf-8", "replace")
 
 
-def _output(scenario: Scenario, client: Client, index: int) -> ExpectedOutput:
+def _output(scenario: Scenario, client: Client, adapter: str, index: int) -> ExpectedOutput:
     params = client.params
     prompt = prompt_ids_of(client)
     stops = set(params.get("stop_token_ids", ()))
@@ -101,6 +105,8 @@ def _output(scenario: Scenario, client: Client, index: int) -> ExpectedOutput:
         if token < 0:
             reason = "error"
             break
+        if adapter:
+            token = (token + adapter_shift(adapter)) % NUM_TOKENS
         tokens.append(token)
         if token in stop_ids and len(tokens) >= max(min_tokens, 1):
             reason = "stop"
@@ -118,7 +124,9 @@ def _output(scenario: Scenario, client: Client, index: int) -> ExpectedOutput:
         finish_reason=reason,
         stop_reason=stop_reason,
         logprobs=tuple(fake_logprob(token, 0) for token in tokens),
-        asked=tuple(tuple(fake_logprobs(context, 256)[asked_ids].tolist()) for context in contexts)
+        asked=tuple(
+            tuple(fake_logprobs(context, NUM_TOKENS)[asked_ids].tolist()) for context in contexts
+        )
         if asked_ids
         else (),
     )

@@ -8,6 +8,7 @@ import attrs
 from trio import EndOfChannel
 
 from trioserve.errors import (
+    AdapterNotFound,
     ContextTooLong,
     DeadlineExceeded,
     Draining,
@@ -20,6 +21,7 @@ from trioserve.errors import (
 from trioserve.generation import GenerationStream
 from trioserve.stream import Chunk
 from trioserve.testing.fake_model import fake_logprobs
+from trioserve.testing.simulation.adapters import AdapterBooks
 from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
 from trioserve.testing.simulation.expected import (
     ExpectedOutput,
@@ -40,6 +42,7 @@ class Circumstances:
 
     scenario: Scenario
     books: Books
+    adapters: AdapterBooks
     ended: bool = False
     """The scenario's end has come: draining, abort or cancellation."""
 
@@ -58,18 +61,29 @@ class Visit:
 
     client: Client
     circumstances: Circumstances
+    adapter: str = ""
+    """The folder of the adapter that it has."""
     entered_at: float | None = None
     left: bool = False
     num_request_ends: int = 0
-    flushed: bool = False
-    """What has come last has to be followed by an error."""
+    flushed: set[int] = attrs.field(factory=set)
+    """Outputs whose last chunk has to be followed by an error."""
     chunks: list[list[Chunk]] = attrs.field(init=False)
     """For each output."""
     expected: list[ExpectedOutput] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.chunks = [[] for _ in range(self.client.num_outputs)]
-        self.expected = expected_outputs(self.circumstances.scenario, self.client)
+        self._expect()
+
+    def _expect(self) -> None:
+        scenario = self.circumstances.scenario
+        self.expected = expected_outputs(scenario, self.client, self.adapter)
+
+    def compute_with(self, adapter: str) -> None:
+        """The client names the adapter that is from this folder, "" for none."""
+        self.adapter = adapter
+        self._expect()
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -80,7 +94,7 @@ class Visit:
         """The client's request is a turn that goes on from ``prefix``."""
         prompt = (*prefix, *prompt_ids_of(self.client))
         self.client = attrs.evolve(self.client, prompt=prompt)
-        self.expected = expected_outputs(self.circumstances.scenario, self.client)
+        self._expect()
 
     def is_over(self, index: int) -> bool:
         """Whether nothing more may be computed for an output."""
@@ -99,7 +113,8 @@ class Visit:
         """A chunk has come."""
         own, expected = self.chunks[chunk.index], self.expected[chunk.index]
         self._demand(not own or own[-1].finish_reason is None, "nothing comes after the end", chunk)
-        self._demand(not self.flushed, "text is the tokens' less the stop", chunk)
+        unflushed = chunk.index not in self.flushed
+        self._demand(unflushed, "text is the tokens' less the stop", chunk)
         own.append(chunk)
         tokens = tuple(token for each in own for token in each.token_ids)
         text = "".join(each.text for each in own)
@@ -107,8 +122,8 @@ class Visit:
             tokens == expected.token_ids[: len(tokens)], "tokens are those of the model", tokens
         )
         # Before an error comes what was held back, a part of a character too.
-        self.flushed = not expected.text.startswith(text)
-        if self.flushed:
+        if not expected.text.startswith(text):
+            self.flushed.add(chunk.index)
             flushed_well = text == text_of(tokens) and chunk.finish_reason is None
             self._demand(flushed_well, "text is the tokens' less the stop", text)
         if chunk.finish_reason is not None:
@@ -169,6 +184,7 @@ class Visit:
             Draining: around.ended and around.scenario.ends in ("drain", "abort"),
             RequestAborted: around.ended and around.scenario.ends == "abort",
             SlowReader: client.pause > 0 or around.scenario.worker.step_time == 0,
+            AdapterNotFound: around.adapters.may_be_missed(client.number, client.adapter),
             ContextTooLong: not self._fits(),
             InvalidRequest: self._is_refused(),
             EngineError: self._may_fail(),
@@ -187,7 +203,9 @@ class Visit:
 
     def check_ends(self, outcome: str) -> None:
         """It is gone: the engine must have said so once, unless it was refused at the door."""
-        refused = outcome in ("QueueFull", "Draining", "EngineError", "InvalidRequest")
+        refused = outcome in (
+            *("QueueFull", "Draining", "EngineError", "InvalidRequest", "AdapterNotFound"),
+        )
         fewest = 0 if refused or outcome == "ContextTooLong" else 1
         self._demand(
             fewest <= self.num_request_ends <= 1, "a request ends once", self.num_request_ends

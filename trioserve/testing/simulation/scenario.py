@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -14,6 +14,7 @@ from trioserve.sampling import SamplerParams
 from trioserve.testing.fake_model import TokenFunction
 
 __all__ = [
+    "AdapterChange",
     "Client",
     "Departure",
     "Fault",
@@ -24,6 +25,8 @@ __all__ = [
     "client_of",
     "seed_of",
 ]
+
+T = TypeVar("T")
 
 _MAX_CLIENTS = 1000
 
@@ -70,6 +73,8 @@ class Client:
     cache_salt: str = ""
     retention: Retention | None = None
     session: SessionUse | None = None
+    adapter: str = ""
+    """The name that it asks for when it is loaded, or after some time."""
     timeout: float | None = None
     leaves: Departure | None = None
     pause: float = 0.0
@@ -120,6 +125,24 @@ class Pause:
     seconds: float
     flushes: bool = False
     """Whether the prefix cache is emptied meanwhile."""
+
+
+@attrs.frozen(kw_only=True)
+class AdapterChange:
+    """Somebody has an adapter loaded or unloaded."""
+
+    at: float
+    """Seconds after the engine is up."""
+    what: str
+    """``load`` or ``unload``."""
+    name: str
+    path: str = ""
+    """The folder that it is loaded from. Workers refuse those called ``bad``."""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it can't be loaded."""
+        return self.path.endswith("/bad")
 
 
 @attrs.frozen(kw_only=True)
@@ -192,6 +215,7 @@ class Scenario:
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...] = ()
     pauses: tuple[Pause, ...] = ()
+    adapters: tuple[AdapterChange, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ends: str = "idle"
     """``idle``: when all clients are done; ``drain``: the same, and nobody is admitted after
@@ -209,11 +233,18 @@ class Scenario:
         clients: Collection[int] | None = None,
         faults: Collection[int] | None = None,
         pauses: Collection[int] | None = None,
+        adapters: Collection[int] | None = None,
     ) -> Scenario:
-        """The same with these clients, by number, these faults and pauses, by place; None: all."""
+        """The same with these clients, by number, these of all else, by place; None: all."""
         kept = [each for each in self.clients if clients is None or each.number in clients]
-        left = [each for place, each in enumerate(self.faults) if faults is None or place in faults]
-        rests = [
-            each for place, each in enumerate(self.pauses) if pauses is None or place in pauses
-        ]
-        return attrs.evolve(self, clients=tuple(kept), faults=tuple(left), pauses=tuple(rests))
+        return attrs.evolve(
+            self,
+            clients=tuple(kept),
+            faults=_at(self.faults, faults),
+            pauses=_at(self.pauses, pauses),
+            adapters=_at(self.adapters, adapters),
+        )
+
+
+def _at(events: tuple[T, ...], places: Collection[int] | None) -> tuple[T, ...]:
+    return tuple(each for at, each in enumerate(events) if places is None or at in places)

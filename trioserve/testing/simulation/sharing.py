@@ -19,7 +19,7 @@ __all__ = ["Sharing"]
 
 @attrs.define(eq=False)
 class _Prompt:
-    salt: str
+    namespace: object
     tokens: list[int]
     """All that was known when the slot was opened."""
     planned: int
@@ -30,8 +30,8 @@ class Sharing:
     """How far the prompt in each open slot has been given to plans."""
 
     page_size: int
-    salt_of: Callable[[int], str]
-    """The cache salt of a client's request."""
+    namespace_of: Callable[[int], object]
+    """What clients whose requests share prefixes have in common: cache salt and adapter."""
     enabled: bool
     _prompts: dict[int, _Prompt] = attrs.field(factory=dict)
 
@@ -40,11 +40,11 @@ class Sharing:
         self._prompts.pop(slot.slot, None)
         if self.enabled and slot.prompt_logprobs_from == -1:
             tokens = wire.ints(slot.tokens).tolist()
-            self._prompts[slot.slot] = _Prompt(self.salt_of(client), tokens, slot.computed)
+            self._prompts[slot.slot] = _Prompt(self.namespace_of(client), tokens, slot.computed)
 
     def planned(self, rows: Iterable[tuple[int, int]]) -> None:
         """One plan has rows of so many tokens for these slots."""
-        seen: dict[tuple[str, tuple[int, ...]], int] = {}
+        seen: dict[tuple[object, tuple[int, ...]], int] = {}
         size = self.page_size
         for slot, count in rows:
             prompt = self._prompts.get(slot)
@@ -54,7 +54,7 @@ class Sharing:
             # The last token is computed for its logits, whoever else has its page.
             stop = min(prompt.planned, len(prompt.tokens) - 1)
             for end in range((start // size + 1) * size, stop + 1, size):
-                key = (prompt.salt, tuple(prompt.tokens[:end]))
+                key = (prompt.namespace, tuple(prompt.tokens[:end]))
                 other = seen.setdefault(key, slot)
                 if other != slot:
                     raise Violation(

@@ -40,7 +40,7 @@ def shrink(report: Report, *, most_runs: int = 300) -> Report:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """The scenario with half of its clients, and without one of its clients, faults or pauses."""
+    """The scenario with half of its clients, and without one of its clients or of what happens."""
     numbers = [client.number for client in scenario.clients]
     half = len(numbers) // 2
     if half > 1:
@@ -52,6 +52,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for fault in scenario.faults:
         yield attrs.evolve(
             scenario, faults=tuple(other for other in scenario.faults if other is not fault)
+        )
+    for change in scenario.adapters:
+        yield attrs.evolve(
+            scenario, adapters=tuple(other for other in scenario.adapters if other is not change)
         )
     for pause in scenario.pauses:
         yield attrs.evolve(

@@ -50,6 +50,8 @@ class Books:
     page_size: int
     is_over: Callable[[Row], bool]
     """Whether nothing more is to be computed for an output."""
+    adapter_is_gone: Callable[[int], bool]
+    """Whether the adapter of a client's request was unloaded."""
     after_step: Callable[[], None]
     """Called when the engine has made a plan or taken a message."""
     blame: Callable[[Exception], None]
@@ -66,6 +68,8 @@ class Books:
     """Pages handed out since the prefix cache was emptied last; None if it never was."""
     num_unanswered: int = 0
     """Plans without an answer. A worker answers each, those too that it refuses."""
+    adapter_calls: set[int] = attrs.field(factory=set)
+    """Numbers of calls to load or unload an adapter that have no answer yet."""
     num_steps: int = 0
     num_tokens: int = 0
     steps_of_worker: int = 0
@@ -83,6 +87,7 @@ class Books:
     def _forget(self) -> None:
         self.slots.clear()
         self.in_flight.clear()
+        self.adapter_calls.clear()
         self.steps_of_worker = self.num_unanswered = 0
 
     def worker_lost(self) -> None:
@@ -123,6 +128,8 @@ class Books:
             self.trace.note(f"drop {message.slot}")
         elif isinstance(message, wire.Call):
             self.trace.note(f"call {message.number} {message.name}")
+            if message.name in ("load_adapter", "unload_adapter"):
+                self.adapter_calls.add(message.number)
 
     def _on_plan(self, plan: wire.Plan) -> None:
         closed = wire.ints(plan.closed).tolist()
@@ -149,6 +156,10 @@ class Books:
         for row, _ in rows:
             if self.is_over(row):
                 raise Violation("nothing is computed for who has left", f"output {row}")
+            if self.adapter_is_gone(row[0]):
+                raise Violation(
+                    "an adapter leaves when nobody is computed with it", f"output {row}"
+                )
         self.sharing.planned(counts)
         touched = {
             slot: (self.slots[slot].generation, tuple(self.slots[slot].pages)) for slot, _ in counts
@@ -222,6 +233,7 @@ class Books:
                     self.may_be_blamed |= set() if named is None else {named[0]}
         elif isinstance(message, wire.Reply):
             self.trace.note(f"reply {message.number}: {message.error or 'fine'}")
+            self.adapter_calls.discard(message.number)
 
 
 def _pairs(*columns: bytes) -> list[tuple[int, int]]:

@@ -99,6 +99,8 @@ class Workers:
             script=luck.script,
             calls={"prepare": _prepare},
             call_time=kind.call_time,
+            max_loras=self._scenario.options.get("max_loras", 1),
+            max_cpu_loras=self._scenario.options.get("max_cpu_loras", 1),
         )
 
 

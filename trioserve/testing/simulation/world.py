@@ -15,6 +15,7 @@ from trioserve.errors import EngineError, RequestAborted, TrioserveError, Worker
 from trioserve.generation import GenerationStream
 from trioserve.request import Request
 from trioserve.simulation import open_fake_engine
+from trioserve.testing.simulation.adapters import AdapterBooks
 from trioserve.testing.simulation.judge import Circumstances, Visit
 from trioserve.testing.simulation.scenario import Client, Pause, Scenario
 from trioserve.testing.simulation.sessions import SessionBooks
@@ -126,31 +127,41 @@ class _World:
         self.pausing = trio.Lock()
         """Held during a pause: the engine knows only one at a time."""
         self.outcomes: dict[str, int] = {}
+        self.adapters = AdapterBooks(self.trace, self._may_lose_workers)
         self.books = Books(
             trace=self.trace,
             depth=scenario.options["max_plans_in_flight"],
             page_size=scenario.worker.page_size,
             is_over=lambda row: self.visits[row[0]].is_over(row[1]),
+            adapter_is_gone=self.adapters.is_gone,
             after_step=self.check,
             blame=self.blame,
             turns=Turns(
                 is_unfinished=self._is_unfinished,
                 enabled=scenario.options["scheduling_policy"] == "fcfs"
-                and not scenario.options["enable_prefix_caching"],
+                and not scenario.options["enable_prefix_caching"]
+                and not scenario.adapters,
             ),
             sharing=Sharing(
                 page_size=scenario.worker.page_size,
-                salt_of=lambda client: self.visits[client].client.cache_salt,
+                namespace_of=lambda client: (
+                    self.visits[client].client.cache_salt,
+                    self.adapters.key_of(client),
+                ),
                 enabled=scenario.options["enable_prefix_caching"],
             ),
         )
         self.workers = Workers(scenario, self.books)
-        self.around = Circumstances(scenario, self.books)
+        self.around = Circumstances(scenario, self.books, self.adapters)
         self.visits = {each.number: Visit(each, self.around) for each in scenario.clients}
         self.sessions = SessionBooks()
         self.all_gone = trio.Event()
         self.scope = trio.CancelScope()
         self.engine_scope = trio.CancelScope()
+
+    def _may_lose_workers(self) -> bool:
+        away = any(pause.mode == "release" for pause in self.scenario.pauses)
+        return away or bool(self.scenario.faults) or self.scenario.is_poisoned
 
     def _is_unfinished(self, row: Row, num_tokens: int) -> bool:
         client, index = row
@@ -188,7 +199,7 @@ class _World:
         now = engine.statistics()
         if not engine.healthy or self.workers.current is None or self.books.num_unanswered:
             return
-        if self.pausing.locked():
+        if self.pausing.locked() or self.books.adapter_calls:
             return
         busy = now.scheduler.num_running + now.scheduler.num_waiting
         if busy and not self.scenario.worker.link_delay:
@@ -227,19 +238,25 @@ class _World:
     async def _run_engine(self, clients: trio.Nursery) -> None:
         try:
             with self.engine_scope:
-                async with open_fake_engine(
-                    open_worker=self.workers.open,
-                    eos_token_ids=self.scenario.eos_token_ids,
-                    **self.scenario.options,
-                ) as self.engine:
+                async with (
+                    open_fake_engine(
+                        open_worker=self.workers.open,
+                        eos_token_ids=self.scenario.eos_token_ids,
+                        **self.scenario.options,
+                    ) as self.engine,
+                    trio.open_nursery() as nursery,
+                ):
                     self.engine.on_request_end = self._request_ended
                     for client in self.scenario.clients:
                         clients.start_soon(self._blamed, self._visit, self.engine, client)
+                    for change in self.scenario.adapters:
+                        nursery.start_soon(self._blamed, self.adapters.change, self.engine, change)
                     for pause in self.scenario.pauses:
                         clients.start_soon(self._blamed, self._pause, self.engine, pause)
                     if self.scenario.ends != "idle":
                         clients.start_soon(self._end, self.engine)
                     await self._wait_until_done(self.engine)
+                    nursery.cancel_scope.cancel()
         except EngineError as error:
             self._check_failure(error)
         except WorkerLost as error:
@@ -250,6 +267,7 @@ class _World:
         await self.all_gone.wait()
         self.sessions.close()
         await trio.sleep(SETTLING)
+        await self._unload_all(engine)
         now = engine.statistics()
         idle = attrs.asdict(now.scheduler)
         held = {name: idle[name] for name in ("num_running", "num_waiting", "plans_in_flight")}
@@ -262,6 +280,18 @@ class _World:
         if counted != ends:
             raise Violation("each request is counted once", f"{counted}, not {ends}")
         engine.check_integrity()
+
+    async def _unload_all(self, engine: Engine) -> None:
+        """All adapters go, and then the worker knows of none."""
+        if not self.scenario.adapters:
+            return
+        if self.adapters.num_open:
+            raise Violation("loading and unloading come to an end", f"{self.adapters.num_open}")
+        await self.adapters.unload_all(engine)
+        await trio.sleep(SETTLING)
+        held = {} if self.workers.current is None else self.workers.current.adapters
+        if held or engine.adapters:
+            raise Violation("no adapter is left", f"{held}, {engine.adapters}")
 
     def _check_failure(self, error: Exception) -> None:
         """The engine has failed: only too many deaths may be the reason."""
@@ -337,6 +367,8 @@ class _World:
     async def _visit(self, engine: Engine, client: Client) -> None:
         visit = self.visits[client.number]
         await trio.sleep(client.arrives)
+        if client.adapter:
+            await self.adapters.wait_for(client.adapter)
         outcome = "left"
         try:
             with self._departure(client):
@@ -416,8 +448,10 @@ class _World:
             "timeout": client.timeout,
             **client.params,
         }
+        if client.adapter:
+            visit.compute_with(self.adapters.begin(client.number, client.adapter))
         if client.session is None:
-            return engine.generate(client.prompt, **options)
+            return engine.generate(client.prompt, adapter=client.adapter, **options)
         return self.sessions.begin(engine, visit, client.session, **options)
 
     def _leaves_now(self, visit: Visit) -> bool:
