@@ -68,6 +68,8 @@ class ScriptedWorker:
     calls: list[Any] = attrs.field(factory=list)
     num_open: int = 0
     most_open: int = 0
+    num_pings: int = 0
+    """How often it was asked whether it answers at all."""
     _there: trio.Event = attrs.field(factory=trio.Event)
     _lost: trio.Event = attrs.field(factory=trio.Event)
 
@@ -89,9 +91,12 @@ class ScriptedWorker:
             await self._there.wait()
 
     async def call(self, name: str, arguments: object = None) -> Any:
-        assert name == "prepare"
+        assert name in ("prepare", "ping")
         if not self.attached:
             raise WorkerLost("there is no worker")
+        if name == "ping":
+            self.num_pings += 1
+            return None
         self.calls.append(arguments)
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
@@ -337,8 +342,10 @@ async def test_a_worker_that_never_answers_keeps_no_turn_for_ever(autojump_clock
         case.send(good := make_request("good"))
         await trio.sleep(0.5)
         assert case.passed() == []
+        assert worker.num_pings == 0
         await trio.sleep(2)
         assert case.passed() == [good]
+        assert worker.num_pings == MAX_CALLS
 
 
 async def test_different_questions_that_wait_are_bounded_and_equal_ones_are_not(

@@ -14,7 +14,9 @@ import trio.testing
 from tests.scheduling import Bench, make_limits, worker
 from trioserve import wire
 from trioserve.engine import Engine
-from trioserve.errors import WorkerLost
+from trioserve.errors import InvalidRequest, WorkerLost
+from trioserve.grammar import Grammar
+from trioserve.preparation import MAX_CALL_SECONDS
 from trioserve.scheduler import SchedulerCore
 from trioserve.scheduler.draft import InFlight
 from trioserve.scheduler.watchdog import FIRST_SECONDS, MAX_FIRST_SECONDS, Watchdog
@@ -383,3 +385,17 @@ async def test_an_idle_worker_that_never_answers_shows(autojump_clock: Clock) ->
             assert engine.stalled
         await trio.sleep(1)
         assert engine.statistics().worker_restarts == 1
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+async def test_a_worker_that_answers_nobody_is_found_by_a_grammar(
+    autojump_clock: Clock, is_stopped: bool
+) -> None:
+    """A grammar may take for ever in a thread of its own; a worker that is stopped says nothing."""
+    make = hangs_in("prepare", in_turn=is_stopped)
+    async with open_fake_engine(make, watchdog_timeout=TIMEOUT) as engine:
+        with pytest.raises(InvalidRequest, match="--grammar-timeout"):
+            await engine.complete([1], max_tokens=2, grammar=Grammar("regex", "a"))
+        assert engine.statistics().worker_restarts == 0
+        await trio.sleep(MAX_CALL_SECONDS + TIMEOUT + 2)
+        assert engine.statistics().worker_restarts == is_stopped

@@ -299,8 +299,9 @@ class Preparation:
     async def _run(self, call: _Call) -> None:
         question, number = call.question, self._worker.num_attached
         started = trio.current_time()
+        patience = trio.CancelScope(deadline=started + max(self._timeout, MAX_CALL_SECONDS))
         try:
-            with trio.move_on_after(max(self._timeout, MAX_CALL_SECONDS)):
+            with patience:
                 answer = await self._worker.call("prepare", question.arguments)
                 call.verdict = _Verdict(_read(answer), number, question.num_bytes)
         except (EngineError, WorkerLost) as error:
@@ -312,6 +313,13 @@ class Preparation:
             outcome = "ok" if verdict.refusal is None else "refused"
             self._observe(question, outcome, trio.current_time() - started)
             self._remember(question, verdict)
+        if patience.cancelled_caught:
+            await self._look_after_worker()
+
+    async def _look_after_worker(self) -> None:
+        """No answer has come, which may be the worker's fault: if it answers nobody, it is hung."""
+        with contextlib.suppress(EngineError, WorkerLost):
+            await self._worker.call("ping")
 
     def _end(self, call: _Call) -> None:
         for turn in call.turns:

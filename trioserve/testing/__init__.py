@@ -397,6 +397,7 @@ class FakeWorker:
     def answer(self, call: wire.Call) -> wire.Reply:
         """Answer a call from ``calls``, or one that every worker knows."""
         known: dict[str, Callable[[Any], Any]] = {
+            "ping": lambda arguments: arguments,
             "prepare": lambda _: None,
             "read_weights": lambda path: f"checksum of {path}",
             "swap_weights": self.swap_weights,
