@@ -216,8 +216,8 @@ class TestAnswers:
             assert [block["type"] for block in reply["content"]] == ["text"]
 
     async def test_silence_is_broken_by_pings(self) -> None:
-        stub = StubEngine(script=lambda _: [0.25, *words("late")])
-        async with served(stub, keep_alive_interval=0.1) as url, http_client(url) as client:
+        stub = StubEngine(script=lambda _: [0.5, *words("late")])
+        async with served(stub, keep_alive_interval=0.05) as url, http_client(url) as client:
             body = {"messages": MESSAGES, "max_tokens": 5, "stream": True}
             response = await client.post(PATH, json=body)
         first, ping, *rest = parsed(response.text)

@@ -168,8 +168,8 @@ class TestAnswers:
             assert (reply["done_reason"], reply["response"]) == ("load", "")
 
     async def test_silence_is_broken_by_lines_that_add_nothing(self) -> None:
-        stub = StubEngine(script=lambda _: [0.25, *words("late")])
-        async with served(stub, keep_alive_interval=0.1) as url, http_client(url) as client:
+        stub = StubEngine(script=lambda _: [0.5, *words("late")])
+        async with served(stub, keep_alive_interval=0.05) as url, http_client(url) as client:
             response = await client.post(CHAT, json={"messages": MESSAGES})
         found = [json.loads(line) for line in response.text.splitlines()]
         assert len(found) > 2
