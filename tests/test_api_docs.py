@@ -18,11 +18,12 @@ from anthropic.types import (
 )
 from ollama import _types as ollama_types
 from openai.types import completion_create_params as text_params
-from openai.types import embedding_create_params
+from openai.types import embedding_create_params, responses, shared_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import (
     input_item_list_params,
     response_create_params,
+    response_input_item_param,
     response_retrieve_params,
 )
 
@@ -46,7 +47,24 @@ from trioserve.http.ollama.schemas import (
 )
 from trioserve.http.openapi import openapi_path
 from trioserve.http.pooling.schemas import EmbeddingRequest
-from trioserve.http.responses.schemas import InputItemsQuery, ResponseQuery, ResponsesRequest
+from trioserve.http.responses.items import (
+    CallItem,
+    CallOutputItem,
+    InputText,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+)
+from trioserve.http.responses.schemas import (
+    AllowedFunctions,
+    FunctionTool,
+    InputItemsQuery,
+    NamedSchemaFormat,
+    ReasoningOptions,
+    ResponseQuery,
+    ResponsesRequest,
+    TextOptions,
+)
 from trioserve.http.routes import GROUPS, ROUTES
 from trioserve.http.schemas import struct_classes
 
@@ -150,21 +168,48 @@ def test_types_in_words(tables: Any) -> None:
         (text_params.CompletionCreateParamsBase, CompletionRequest),
         (embedding_create_params.EmbeddingCreateParams, EmbeddingRequest),
         (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
-        (response_retrieve_params.ResponseRetrieveParamsBase, ResponseQuery),
-        (input_item_list_params.InputItemListParams, InputItemsQuery),
     ],
 )
 def test_whatever_the_openai_client_sends_is_known(
     params: type, request_type: type[msgspec.Struct], tables: Any
 ) -> None:
     sent = set(typing.get_type_hints(params))
-    if request_type not in (EmbeddingRequest, InputItemsQuery):
+    if request_type is not EmbeddingRequest:
         sent.add("stream")
-    if request_type in (ChatCompletionRequest, CompletionRequest, ResponsesRequest):
         assert len(sent) > 15
     assert sent <= {field.name for field in msgspec.structs.fields(request_type)}
     names = (request_type.__name__,)
     assert all("OpenAI" in tables.peers_of(names, name) for name in sent)
+
+
+@pytest.mark.parametrize(
+    ("params", "own_type"),
+    [
+        (response_retrieve_params.ResponseRetrieveParamsBase, ResponseQuery),
+        (input_item_list_params.InputItemListParams, InputItemsQuery),
+        (responses.EasyInputMessageParam, MessageItem),
+        (responses.ResponseOutputMessageParam, MessageItem),
+        (responses.ResponseInputTextParam, InputText),
+        (responses.ResponseOutputTextParam, OutputText),
+        (responses.ResponseFunctionToolCallParam, CallItem),
+        (response_input_item_param.FunctionCallOutput, CallOutputItem),
+        (responses.ResponseReasoningItemParam, ReasoningItem),
+        (responses.FunctionToolParam, FunctionTool),
+        (responses.ToolChoiceAllowedParam, AllowedFunctions),
+        (responses.ResponseTextConfigParam, TextOptions),
+        (responses.ResponseFormatTextJSONSchemaConfigParam, NamedSchemaFormat),
+        (shared_params.Reasoning, ReasoningOptions),
+    ],
+)
+def test_whatever_the_openai_client_sends_of_a_response_is_known(
+    params: type, own_type: type[msgspec.Struct], tables: Any
+) -> None:
+    sent = set(typing.get_type_hints(params))
+    known = {field.name for field in tables.fields_of(own_type)}
+    assert sent
+    assert sent <= known
+    names = (own_type.__name__,)
+    assert all("OpenAI" in tables.peers_of(names, name) for name in sent - {"type"})
 
 
 AS_HEADERS = {"user_profile_id", "workspace_id"}

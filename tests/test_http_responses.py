@@ -400,6 +400,7 @@ class TestInput:
             ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
             ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
             ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
+            ({"tools": [{**WEATHER, "async": True}]}, "tools[0].async"),
             ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
             (
                 {"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}},

@@ -120,6 +120,21 @@ _NAMES = {
             "temperature text tool_choice tools top_k top_logprobs top_p truncation user"
         ),
     },
+    "MessageItem": {"OpenAI": "content id phase role status"},
+    "InputText": {"OpenAI": "prompt_cache_breakpoint text"},
+    "OutputText": {"OpenAI": "annotations logprobs text"},
+    "CallItem": {"OpenAI": "arguments async call_id caller id name namespace status"},
+    "CallOutputItem": {"OpenAI": "call_id caller id name namespace output status"},
+    "ReasoningItem": {"OpenAI": "content encrypted_content id status summary"},
+    "FunctionTool": {
+        "OpenAI": (
+            "allowed_callers async defer_loading description name output_schema parameters strict"
+        ),
+    },
+    "AllowedFunctions": {"OpenAI": "mode tools"},
+    "TextOptions": {"OpenAI": "format verbosity"},
+    "NamedSchemaFormat": {"OpenAI": "description name schema strict"},
+    "ReasoningOptions": {"OpenAI": "context effort generate_summary mode summary"},
     "ResponseQuery": {
         "OpenAI": "include include_obfuscation starting_after stream",
         "vLLM": "starting_after stream",

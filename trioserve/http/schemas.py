@@ -282,7 +282,10 @@ def _check_values(value: msgspec.Struct, path: str) -> None:
         if given is None:  # Which always asks for nothing.
             continue
         if not any(_same(given, neutral) for neutral in unserved["only"]):
-            raise _not_served(path + name, unserved)
+            encoded = type(value).__struct_encode_fields__[
+                type(value).__struct_fields__.index(name)
+            ]
+            raise _not_served(path + encoded, unserved)
     for name in _holding_fields(type(value)):
         held = getattr(value, name)
         if isinstance(held, msgspec.Struct):

@@ -26,6 +26,8 @@ MAX_ITEMS = 4096
 _Id = Annotated[str | None, hint()]
 _Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, hint()]
 _Caller = Annotated[Any, only({"type": "direct"}, why="no program calls functions here")]
+_Namespace = Annotated[Any, only(why="functions have no namespaces")]
+_Async = Annotated[Any, only(False, why="an answer ends with the calls that it asks for")]
 
 
 class InputText(
@@ -93,7 +95,8 @@ class CallItem(
     id: _Id = None
     status: _Status = None
     caller: _Caller = None
-    namespace: Annotated[Any, only(why="functions have no namespaces")] = None
+    namespace: _Namespace = None
+    async_: _Async = msgspec.field(default=None, name="async")
 
 
 class CallOutputItem(
@@ -115,6 +118,7 @@ class CallOutputItem(
     status: _Status = None
     name: Annotated[str | None, hint()] = None
     caller: _Caller = None
+    namespace: _Namespace = None
 
 
 class ReasoningText(

@@ -82,6 +82,9 @@ class FunctionTool(
         about("If true, arguments have to follow the schema; a grammar sees to it."),
     ] = None
     output_schema: Annotated[Any, hint()] = None
+    async_: Annotated[Any, only(False, why="an answer ends with the calls that it asks for")] = (
+        msgspec.field(default=None, name="async")
+    )
     defer_loading: Annotated[Any, only(False, why="there is no search over tools")] = None
     allowed_callers: Annotated[Any, only(["direct"], why="no program calls functions here")] = None
 
