@@ -34,6 +34,7 @@ __all__ = [
     "event",
     "raw_event",
     "stream_response",
+    "typed_event",
 ]
 
 DONE = b"data: [DONE]\n\n"
@@ -45,6 +46,12 @@ _encoder = msgspec.json.Encoder()
 def event(value: Any) -> bytes:
     """One event whose data is ``value`` as JSON."""
     return b"data: %b\n\n" % _encoder.encode(value)
+
+
+def typed_event(value: msgspec.Struct) -> bytes:
+    """The same of a class with a tag, which is the event's name, too."""
+    tag = str(value.__struct_config__.tag).encode()
+    return b"event: %b\ndata: %b\n\n" % (tag, _encoder.encode(value))
 
 
 def raw_event(body: bytes) -> bytes:

@@ -21,7 +21,6 @@ from trioserve.http.messages.schemas import (
     MessageStop,
     MessageUsage,
     Ping,
-    StreamEvent,
     TextBlock,
     TextDelta,
     ThinkingBlock,
@@ -29,23 +28,15 @@ from trioserve.http.messages.schemas import (
     ToolUseBlock,
 )
 from trioserve.http.openai.writer import TextEvent
-from trioserve.http.sse import Framing
+from trioserve.http.sse import Framing, typed_event
 from trioserve.stream import Chunk
 
 __all__ = ["FRAMING", "MessageWriter", "message_reply"]
 
-_encoder = msgspec.json.Encoder()
-
-
-def _event(value: StreamEvent) -> bytes:
-    """One event, which has its type for a name."""
-    tag = str(value.__struct_config__.tag).encode()
-    return b"event: %b\ndata: %b\n\n" % (tag, _encoder.encode(value))
-
 
 FRAMING = Framing(
     last=b"",
-    keep_alive=_event(Ping()),
+    keep_alive=typed_event(Ping()),
     error=lambda body: b"event: error\ndata: %b\n\n" % body,
 )
 """Of Anthropic's streams, which ``message_stop`` ends."""
@@ -124,7 +115,7 @@ class MessageWriter:
         (stream,) = streams
         self._reader = self.options.reader(stream.prompt_token_ids)
         usage = message_usage(stream.usage)
-        return _event(
+        return typed_event(
             MessageStart(MessageReply(id=self.id, model=self.model, content=[], usage=usage))
         )
 
@@ -168,8 +159,8 @@ class MessageWriter:
         return b"".join(
             (
                 self._close(),
-                _event(MessageDelta(end, message_usage(stream.usage))),
-                _event(MessageStop()),
+                typed_event(MessageDelta(end, message_usage(stream.usage))),
+                typed_event(MessageStop()),
             )
         )
 
@@ -177,10 +168,10 @@ class MessageWriter:
         """The end of the block before, and the beginning of ``block``."""
         before = self._close()
         self._open, self._index = type(block), self._index + 1
-        return before + _event(ContentBlockStart(self._index, block))
+        return before + typed_event(ContentBlockStart(self._index, block))
 
     def _grown(self, delta: TextDelta | ThinkingDelta | InputJsonDelta) -> bytes:
-        return _event(ContentBlockDelta(self._index, delta))
+        return typed_event(ContentBlockDelta(self._index, delta))
 
     def _close(self) -> bytes:
-        return b"" if self._open is None else _event(ContentBlockStop(self._index))
+        return b"" if self._open is None else typed_event(ContentBlockStop(self._index))

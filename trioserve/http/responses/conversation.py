@@ -23,6 +23,7 @@ from trioserve.http.chat.messages import (
     FunctionDefinition,
     MessageFunction,
     MessageToolCall,
+    Parts,
     RefusalPart,
     TextPart,
     ToolChoice,
@@ -181,7 +182,7 @@ class _Said:
             self._assistant().content = ""
 
 
-_ChatContent = str | list[TextPart | RefusalPart]
+_ChatContent = str | Parts
 
 
 def _content(given: str | Sequence[InputText | OutputText | RefusalPart]) -> _ChatContent:

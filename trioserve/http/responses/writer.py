@@ -29,6 +29,7 @@ from trioserve.http.responses.replies import (
     ResponseReply,
     ResponseUsage,
 )
+from trioserve.http.sse import typed_event
 from trioserve.stream import Chunk
 
 __all__ = ["ResponseMaker", "ResponseWriter"]
@@ -167,18 +168,12 @@ class ResponseWriter:
     def _tell(self, event: ResponseEvent) -> None:
         event.sequence_number = self._num_events
         self._num_events += 1
-        self._untaken.append(_event(event))
+        self._untaken.append(typed_event(event))
 
     def _taken(self) -> bytes:
         events = b"".join(self._untaken)
         self._untaken.clear()
         return events
-
-
-def _event(event: ResponseEvent) -> bytes:
-    """An event with its name, which is its type once more."""
-    name = event.__struct_config__.tag
-    return b"event: %b\ndata: %b\n\n" % (str(name).encode(), _encode(event))
 
 
 _MARK = "\0"
@@ -203,7 +198,7 @@ class _TextEvent:
     def of(cls, make_event: Callable[[str], OutputTextDelta], pieces: list[str]) -> _TextEvent:
         """``make_event`` gives the event of a text."""
         # The number is the first field, the text the last one.
-        head, _, after = _event(make_event(_MARK)).rpartition(_ENCODED_MARK)
+        head, _, after = typed_event(make_event(_MARK)).rpartition(_ENCODED_MARK)
         before, number, between = head.partition(_NUMBER + b"0")
         return cls(before + number[:-1], between, after, pieces)
 
