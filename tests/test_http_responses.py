@@ -240,7 +240,7 @@ class TestStreams:
             while len(stub.calls) < 2:
                 await trio.sleep(0.001)
             nursery.cancel_scope.cancel()
-        with trio.fail_after(5):
+        with trio.fail_after(20):
             for call in stub.calls:
                 await call.left.wait()
         response = await app.test_client().get(f"{RESPONSES}/{stub.calls[0].options['request_id']}")
