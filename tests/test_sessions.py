@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.engine import Engine
-from trioserve.errors import InvalidRequest, RequestAborted, SessionLimit
+from trioserve.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.request import TokensPrompt
 from trioserve.retention import DEFAULT_PRIORITY
 from trioserve.sessions import SESSION_PRIORITY, Continuation
@@ -41,6 +41,14 @@ async def nothing_left(engine: Engine) -> None:
 
 
 SAMPLING: Any = {"max_tokens": 6, "seed": 3}
+
+
+async def test_an_engine_that_is_closed_opens_none(autojump_clock: object) -> None:
+    async with open_fake_engine(slow_worker) as engine:
+        pass
+    with pytest.raises(EngineError, match="the engine is closed"):
+        engine.open_session(timeout=1.0).__enter__()
+    assert engine.statistics().num_sessions == 0
 
 
 async def test_a_turn_equals_the_whole_prompt(autojump_clock: object) -> None:

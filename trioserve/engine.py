@@ -536,6 +536,7 @@ class Engine:
         Raises:
             InvalidRequest: an argument is wrong, or there is a session of that id.
             SessionLimit: as many sessions are open as may be (``max_sessions``).
+            EngineError: the engine is closed.
         """
         session = self.sessions.open(session_id, capacity=capacity, timeout=timeout)
         try:
@@ -885,6 +886,7 @@ class Engine:
             request.reject(error)
             request.stream.close(error)
         self.pooling.open.end_all(error)
+        self.sessions.close(error)
 
     def _evict(self, request: Request, error: SlowReader) -> None:
         """The request's stream was cut off for the sake of others. Never blocks."""

@@ -32,7 +32,7 @@ from trioserve.continuation import (
     session_closed,
     turn_prompt,
 )
-from trioserve.errors import InvalidRequest, RequestAborted, SessionLimit
+from trioserve.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.generation import Completion, GenerationStream, PromptLike, completion_of
 from trioserve.request import Request
 from trioserve.sampling import SamplingParams
@@ -328,6 +328,7 @@ class Sessions:
         self.start_task: Callable[[Callable[[], Any]], None] | None = None
         """Starts a task that lives as long as the engine."""
         self._has_task = False
+        self._closed: EngineError | None = None
         self._alarm = trio.CancelScope()
         """Ends when the next session is to be closed."""
 
@@ -361,8 +362,11 @@ class Sessions:
         Raises:
             InvalidRequest: an argument is wrong, or there is a session of that id.
             SessionLimit: as many sessions are open as may be.
+            EngineError: the engine is closed.
         """
         assert self._holds is not None, "the engine process has the sessions"
+        if self._closed is not None:
+            raise self._closed
         id = id or f"session-{uuid.uuid4().hex}"
         if len(id) > MAX_ID_CHARACTERS:
             raise InvalidRequest(
@@ -390,6 +394,10 @@ class Sessions:
             self._has_task = True
             self.start_task(self._run)
         return session
+
+    def close(self, error: EngineError) -> None:
+        """Have whoever wants to open a session from now on get ``error``."""
+        self._closed = error
 
     def find(self, id: str, owner: str | None = None) -> Session:
         """The open session of that id.
