@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from trioserve import preparation
-from trioserve.errors import EngineError, InvalidRequest, QueueFull, WorkerLost
+from trioserve.errors import EngineError, InvalidRequest, QueueFull, WorkerLost, WorkerSentAway
 from trioserve.grammar import Grammar
 from trioserve.preparation import (
     MAX_CALLS,
@@ -72,6 +72,7 @@ class ScriptedWorker:
     """How often it was asked whether it answers at all."""
     _there: trio.Event = attrs.field(factory=trio.Event)
     _lost: trio.Event = attrs.field(factory=trio.Event)
+    _loss: WorkerLost | None = None
 
     @property
     def attached(self) -> bool:
@@ -82,7 +83,8 @@ class ScriptedWorker:
         self._lost = trio.Event()
         self._there.set()
 
-    def lose(self) -> None:
+    def lose(self, loss: WorkerLost | None = None) -> None:
+        self._loss = loss or WorkerLost("it is gone")
         self._there = trio.Event()
         self._lost.set()
 
@@ -103,7 +105,8 @@ class ScriptedWorker:
         try:
             with trio.move_on_after(self.seconds):
                 await self._lost.wait()
-                raise WorkerLost("it is gone")
+                assert self._loss is not None
+                raise self._loss
             return self.verdict(arguments)
         finally:
             self.num_open -= 1
@@ -403,6 +406,23 @@ async def test_a_request_that_ends_workers_is_given_up_and_its_neighbours_are_no
         assert case.passed() == [neighbour]
         assert isinstance(poison.rejection, EngineError)
         assert "lost 3 times while it prepared the request's grammar" in str(poison.rejection)
+
+
+async def test_a_worker_that_is_sent_away_is_no_loss(autojump_clock: Clock) -> None:
+    """However often: whoever asks waits until it comes back, and is suspected of nothing."""
+    worker = ScriptedWorker(seconds=1)
+    async with running(worker) as case:
+        request = make_request("fine")
+        case.send(request)
+        for _ in range(3 * (1 + MAX_WORKERS_LOST)):
+            await trio.sleep(0.5)
+            worker.lose(WorkerSentAway("it is away for a while"))
+            await trio.sleep(5)
+            assert request.rejection is None
+            worker.come()
+        await trio.sleep(5)
+        assert case.passed() == [request]
+        assert len(worker.calls) == 3 * (1 + MAX_WORKERS_LOST) + 1
 
 
 async def test_a_worker_that_can_not_answer_is_the_engine_s_error(autojump_clock: Clock) -> None:

@@ -143,6 +143,10 @@ class WorkerLost(TrioserveError):
         self.reason = "killed" if from_outside else reason
 
 
+class WorkerSentAway(WorkerLost):
+    """The worker was sent away for a while, on request: no fault of anything that it was doing."""
+
+
 class FrontEndLost(TrioserveError):
     """A front-end process died, hung or spoke nonsense; its supervisor decides what follows.
 

@@ -37,7 +37,13 @@ import msgspec
 import trio
 
 from trioserve.channels import all_waiting, pass_on
-from trioserve.errors import EngineError, InvalidRequest, QueueFull, WorkerLost
+from trioserve.errors import (
+    EngineError,
+    InvalidRequest,
+    QueueFull,
+    WorkerLost,
+    WorkerSentAway,
+)
 from trioserve.request import Request
 from trioserve.sampling import SamplingParams
 
@@ -244,14 +250,16 @@ class Preparation:
 
     async def _answer(self, question: _Question) -> Exception | None:
         """Ask until a worker answers; the error that the answer is, if it is one."""
-        try:
-            with contextlib.suppress(WorkerLost):
-                return await self._ask(question, [self._turns])
-            for _ in range(MAX_WORKERS_LOST):
-                with contextlib.suppress(WorkerLost):
-                    return await self._ask(question, [self._suspects_turn, self._turns])
-        except EngineError as error:
-            return error
+        num_lost, turns = 0, [self._turns]
+        while num_lost <= MAX_WORKERS_LOST:
+            try:
+                return await self._ask(question, turns)
+            except WorkerSentAway:
+                pass  # It has done nothing wrong, and comes back.
+            except WorkerLost:
+                num_lost, turns = num_lost + 1, [self._suspects_turn, self._turns]
+            except EngineError as error:
+                return error
         return EngineError(
             f"the worker was lost {1 + MAX_WORKERS_LOST} times while it prepared the request's "
             f"{question.param}"

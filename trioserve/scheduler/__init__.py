@@ -202,7 +202,7 @@ class Scheduler:
             self._is_stuck = False
             self._watchdog.settle_all(trio.current_time())
             self._outbox.clear()
-            self._calls.on_worker_lost(self._accusation)
+            self._calls.on_worker_lost(self._accusation, sent_away=not self.switch.is_on)
             self.adapters.on_worker_lost(self._accusation)
             self._look()
         raise error

@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from trioserve import wire
-from trioserve.errors import CallFailed, WorkerLost
+from trioserve.errors import CallFailed, WorkerLost, WorkerSentAway
 
 __all__ = ["Call", "Calls"]
 
@@ -32,6 +32,8 @@ class _PendingCall:
     """What the reply holds, if it is no error."""
     accusation: str = ""
     """Why the worker counted as hung that was to answer, if it did."""
+    sent_away: bool = False
+    """Whether it was sent away."""
 
 
 @attrs.define(eq=False)
@@ -61,6 +63,8 @@ class Calls:
         finally:
             del self._pending[number]
         if call.reply is None:
+            if call.sent_away:
+                raise WorkerSentAway(f"the worker was sent away before it answered {name!r}")
             why = f": {call.accusation}" if call.accusation else ""
             raise WorkerLost(f"the worker was lost before it answered {name!r}{why}")
         if call.reply.error:
@@ -84,8 +88,13 @@ class Calls:
         call.reply = reply
         call.done.set()
 
-    def on_worker_lost(self, accusation: str) -> None:
-        """Nobody will answer any more; ``accusation`` says why the worker counts as hung, if so."""
+    def on_worker_lost(self, accusation: str, *, sent_away: bool) -> None:
+        """Nobody will answer any more.
+
+        Args:
+            accusation: why the worker counts as hung, if it does.
+            sent_away: whether it was sent away on request.
+        """
         for call in self._pending.values():
-            call.accusation = accusation
+            call.accusation, call.sent_away = accusation, sent_away
             call.done.set()
