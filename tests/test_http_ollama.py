@@ -296,6 +296,21 @@ class TestRequests:
             assert response.status_code in ((200,) if depth == 100 else (200, 400))
 
 
+@pytest.mark.parametrize("path", [CHAT, "/api/show"])
+async def test_a_body_that_curl_calls_a_form(path: str) -> None:
+    """Ollama's users write `curl -d` alone; a page's form says the same, and where it is from."""
+    fields = {"messages": MESSAGES, "stream": False} if path == CHAT else {}
+    body = json.dumps({"model": "stub", **fields})
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    client = client_of(engine(""))
+    response = await client.post(path, data=body, headers=headers)
+    assert response.status_code == 200
+    response = await client.post(path, data=body, headers={**headers, "Origin": "null"})
+    assert response.status_code == 415
+    response = await client.post(path, data=body, headers={"Content-Type": "text/plain"})
+    assert response.status_code == 415
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("path", "body", "begin"),

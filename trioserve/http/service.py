@@ -28,11 +28,14 @@ from trioserve.pooling.inputs import Item
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
 
-__all__ = ["Service", "json_response"]
+__all__ = ["CURLS_TYPE", "Service", "json_response"]
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 
 OPENAI_FRAMING = Framing()
+
+CURLS_TYPE = "application/x-www-form-urlencoded"
+"""What `curl -d` says of any body, unless it is told."""
 
 
 def json_response(value: Any, status: int = 200) -> quart.Response:
@@ -41,13 +44,14 @@ def json_response(value: Any, status: int = 200) -> quart.Response:
     return quart.Response(body, status=status, content_type="application/json")
 
 
-def _check_media_type(request: quart.Request) -> None:
+def _check_media_type(request: quart.Request, *also: str) -> None:
     """Refuse a body that says it is no JSON: so no web page can send one without being asked.
 
     A browser asks the server before it sends JSON to another site, and gets no permission here.
-    Clients may leave the type out, but so can a page, whose browser tells its origin.
+    Clients may leave the type out, or say one of ``also``, but so can a page, whose browser tells
+    its origin.
     """
-    media_type = request.mimetype
+    media_type = "" if request.mimetype in also else request.mimetype
     is_json = media_type == "application/json" or media_type.endswith("+json")
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     by_page = "Origin" in request.headers
@@ -88,15 +92,15 @@ class Service:
         """The access log's line of the request being served."""
         return cast(Request, quart.request).record
 
-    async def read(self, request_type: type[RequestType]) -> RequestType:
-        """The body of the request being served.
+    async def read(self, request_type: type[RequestType], *also: str) -> RequestType:
+        """The body of the request being served, whose media type may be one of ``also``, too.
 
         Raises:
             InvalidRequest: it isn't a request of this type.
             werkzeug.exceptions.HTTPException: it isn't sent as JSON, is too large, or didn't come
                 in time.
         """
-        _check_media_type(quart.request)
+        _check_media_type(quart.request, *also)
         body: bytes = await quart.request.get_data(False, False, False)
         return parse_body(request_type, body)
 

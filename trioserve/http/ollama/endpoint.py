@@ -29,7 +29,7 @@ from trioserve.http.ollama.writer import ChatLines, GenerateLines, OllamaWriter,
 from trioserve.http.openai.fields import make_job
 from trioserve.http.pooling.asked import Asked
 from trioserve.http.pooling.embeddings import run_if_many
-from trioserve.http.service import Service, json_response
+from trioserve.http.service import CURLS_TYPE, Service, json_response
 from trioserve.http.threads import num_logprobs, run_if_long
 from trioserve.pooling.inputs import as_items
 from trioserve.request import ChatPrompt, TextPrompt
@@ -51,7 +51,7 @@ class OllamaEndpoints:
     async def ollama_chat(self) -> quart.Response:
         """``POST /api/chat``."""
         service = self._service
-        request = await service.read(OllamaChatRequest)
+        request = await service.read(OllamaChatRequest, CURLS_TYPE)
         with service.deadline(None).enforced():
             model = served_name(request.model, service)
             if not request.messages:
@@ -67,7 +67,7 @@ class OllamaEndpoints:
     async def ollama_generate(self) -> quart.Response:
         """``POST /api/generate``."""
         service = self._service
-        request = await service.read(OllamaGenerateRequest)
+        request = await service.read(OllamaGenerateRequest, CURLS_TYPE)
         with service.deadline(None).enforced():
             model = served_name(request.model, service)
             if not request.prompt:
@@ -123,7 +123,7 @@ class OllamaEndpoints:
     async def ollama_embed(self) -> quart.Response:
         """``POST /api/embed``."""
         service = self._service
-        request = await service.read(OllamaEmbedRequest)
+        request = await service.read(OllamaEmbedRequest, CURLS_TYPE)
         asked = Asked.of(service, "embd", None, None)
         with service.deadline(None).enforced():
             model = served_name(request.model, service)

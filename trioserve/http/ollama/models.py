@@ -19,7 +19,7 @@ from trioserve.http.ollama.model_schemas import (
     ShowRequest,
     ShowResponse,
 )
-from trioserve.http.service import Service, json_response
+from trioserve.http.service import CURLS_TYPE, Service, json_response
 
 __all__ = ["OllamaModelEndpoints"]
 
@@ -69,7 +69,7 @@ class OllamaModelEndpoints:
     async def ollama_show(self) -> quart.Response:
         """``POST /api/show``."""
         service, engine = self._service, self._service.engine
-        request = await service.read(ShowRequest)
+        request = await service.read(ShowRequest, CURLS_TYPE)
         name = served_name(request.model or request.name, service)
         template = engine.tokenizer.chat_template
         return json_response(
