@@ -296,11 +296,11 @@ class TestRequests:
             assert response.status_code in ((200,) if depth == 100 else (200, 400))
 
 
-@pytest.mark.parametrize("path", [CHAT, "/api/show"])
+@pytest.mark.parametrize("path", [CHAT, "/api/generate"])
 async def test_a_body_that_curl_calls_a_form(path: str) -> None:
     """Ollama's users write `curl -d` alone; a page's form says the same, and where it is from."""
-    fields = {"messages": MESSAGES, "stream": False} if path == CHAT else {}
-    body = json.dumps({"model": "stub", **fields})
+    asked = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+    body = json.dumps({"model": "stub", "stream": False, **asked})
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
     client = client_of(engine(""))
     response = await client.post(path, data=body, headers=headers)
