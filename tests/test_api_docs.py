@@ -65,7 +65,8 @@ from trioserve.http.responses.schemas import (
     ResponsesRequest,
     TextOptions,
 )
-from trioserve.http.routes import GROUPS, ROUTES
+from trioserve.http.route import GROUPS
+from trioserve.http.routes import ROUTES
 from trioserve.http.schemas import struct_classes
 
 DOCS = Path(__file__).parent.parent / "docs"

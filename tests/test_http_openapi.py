@@ -12,7 +12,8 @@ import pytest
 from http_stub import StubEngine, app_of, client_of
 
 from trioserve.http.openapi import build_document, error_statuses, openapi_path
-from trioserve.http.routes import ROUTES, Route
+from trioserve.http.route import Route
+from trioserve.http.routes import ROUTES
 from trioserve.http.schemas import Exclusive, struct_classes
 
 

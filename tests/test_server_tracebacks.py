@@ -12,7 +12,8 @@ from http_stub import StubEngine, captured_logs, http_client, served
 
 from trioserve.http.dialects import error_body
 from trioserve.http.errors import ErrorDetail
-from trioserve.http.routes import ROUTES, Route
+from trioserve.http.route import Route
+from trioserve.http.routes import ROUTES
 
 SECRET = "/home/operator/secret"
 ADMIN = {"Authorization": "Bearer admin"}

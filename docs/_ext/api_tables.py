@@ -26,7 +26,8 @@ from sphinx.util.docutils import SphinxDirective
 from trioserve.http.dialects import error_body
 from trioserve.http.openai.schemas import GenerationRequest
 from trioserve.http.openapi import openapi_path
-from trioserve.http.routes import GROUPS, ROUTES, Route
+from trioserve.http.route import GROUPS, Route
+from trioserve.http.routes import ROUTES
 from trioserve.http.schemas import struct_classes
 
 __all__ = [

@@ -18,7 +18,6 @@ from werkzeug.routing import MapAdapter
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
 from trioserve.errors import QueueFull
-from trioserve.http.admin import AdminEndpoints
 from trioserve.http.asgi import HTTPConnection, Request, WebSocketConnection, error_response
 from trioserve.http.auth import OPEN_PATHS, Keys, authorization_of
 from trioserve.http.bodies import BodyRoom
@@ -39,6 +38,7 @@ from trioserve.http.responses.endpoint import ResponseEndpoints
 from trioserve.http.routes import ROUTES
 from trioserve.http.service import Service
 from trioserve.http.sessions.endpoint import SessionEndpoints
+from trioserve.http.utilities.admin import AdminEndpoints
 from trioserve.http.utilities.endpoint import UtilityEndpoints
 from trioserve.http.utilities.tokens import TokenEndpoints
 from trioserve.http.whole import OneProcess, Whole

@@ -14,7 +14,7 @@ import trioserve
 from trioserve.http.auth import OPEN_PATHS
 from trioserve.http.dialects import error_body
 from trioserve.http.errors import ERROR_STATUSES
-from trioserve.http.routes import Route
+from trioserve.http.route import Route
 from trioserve.http.schemas import (
     TOKEN_ID_FORMAT,
     Exclusive,
