@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-EXPECTED = {
+from tests.doc_blocks import ROOT, Block, blocks
+
+EXPECTED: dict[str, list[tuple[str, ...]]] = {
+    "README": [("a",), ("a",)],
+    "benchmarking": [("ms to the first token",)],
+    "options": [()],
+    "quickstart": [("a",)],
     "api": [("0: ", "1: ", "done")],
     "embedding": [
         ("Once upon a time", "The sea was", "In the city", "Paris"),
@@ -46,34 +50,45 @@ EXPECTED = {
     "shutdown": [("requests that were cut off: 0",)],
 }
 """What each program of a page prints, in parts."""
+ELSEWHERE = {
+    "dialects": ("test_anthropic_client.py", "test_ollama_client.py"),
+    "logits-processors": ("test_docs_processor.py",),
+    "responses": ("test_openai_responses.py",),
+    "simulation": ("test_virtual.py",),
+    "tools": ("test_openai_client.py",),
+}
+"""Pages whose programs other tests run, with what is particular about them."""
+SERVER = "http://127.0.0.1:8000"
+"""Where programs and commands of the pages find a server, which ``test_docs_server.py`` starts."""
 
 
-def programs_of(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.S)
+def expected_programs(*, asking: bool) -> list[tuple[Block, tuple[str, ...]]]:
+    """The programs of EXPECTED with what they print: those that ask a server, or the others."""
+    return [
+        (block, EXPECTED[block.page][block.number])
+        for block in blocks("python")
+        if block.page in EXPECTED and asking == (SERVER in block.text)
+    ]
 
 
-def test_every_program_is_run() -> None:
-    for path in (ROOT / "docs").glob("*.md"):
-        programs = programs_of(path.stem)
-        if any("trio.run(" in program for program in programs):
-            assert len(programs) == len(EXPECTED[path.stem]), path.stem
-
-
-@pytest.mark.parametrize(
-    ("page", "number"),
-    [(page, number) for page, parts in EXPECTED.items() for number in range(len(parts))],
-)
-def test_a_program_runs_as_it_stands(page: str, number: int, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(programs_of(page)[number])
+def run_program(text: str, folder: Path, **environment: str) -> str:
+    """What a program prints."""
+    program = folder / "program.py"
+    program.write_text(text)
     done = subprocess.run(
         [sys.executable, str(program)],
         capture_output=True,
         text=True,
         timeout=300,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
     assert done.returncode == 0, done.stderr
-    for text in EXPECTED[page][number]:
-        assert text in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(("block", "texts"), expected_programs(asking=False), ids=str)
+def test_a_program_runs_as_it_stands(block: Block, texts: tuple[str, ...], tmp_path: Path) -> None:
+    printed = run_program(block.text, tmp_path)
+    for text in texts:
+        assert text in printed

@@ -1,0 +1,233 @@
+"""No code block of the documentation is left out: each is run, or checked by what would run it.
+
+``tests/test_docs.py`` runs the programs, ``tests/test_docs_server.py`` what asks a server. Here the
+rest is held to what it is for: a command line to its parser, a file to its format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from tests.doc_blocks import ROOT, Block, Command, blocks, commands_of, matches
+from tests.test_docs import ELSEWHERE, EXPECTED
+from trioserve.cli import flags
+from trioserve.cli.mock import mock_steps
+
+SESSION_LANGUAGES = ("console", "bash")
+DIRECTIVES = re.compile(r"\{[a-z-]+\}( .*)?")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def check_trioserve(words: Sequence[str]) -> None:
+    """``trioserve …``: its options exist, and their values are allowed."""
+    arguments = vars(flags.parse(words))
+    checks: dict[str, Callable[[], object]] = {
+        "serve": lambda: (flags.server_config(arguments, {}), mock_steps(arguments)),
+        "chat": lambda: (flags.engine_config(arguments, {}), flags.sampling_fields(arguments)),
+        "generate": lambda: (flags.engine_config(arguments, {}), flags.sampling_fields(arguments)),
+        "bench": lambda: flags.embedded_config(flags.bench_options(arguments), {}),
+        "doctor": lambda: None,
+    }
+    checks.get(arguments["command"], lambda: None)()
+
+
+def check_nox(words: Sequence[str]) -> None:
+    """``nox -s a b -- …``: there are such sessions, and what follows is what they take."""
+    names, _, rest = _split(words, "--")
+    if names != ["--list"]:
+        assert names[0] == "-s"
+        sessions = set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.M))
+        assert set(names[1:]) <= sessions
+    if "serve" in names:
+        check_trioserve(["serve", *rest])
+    elif rest:
+        options = [word for word in rest if word.startswith("--")]
+        assert all(f'"{option}"' in _sources("bench", "trioserve/testing") for option in options)
+
+
+def check_module(words: Sequence[str]) -> None:
+    """``python -m module …``: there is one, with such options."""
+    module, *rest = words
+    if module == "nox":
+        check_nox(rest)
+    elif module == "pip":
+        check_pip(rest)
+    elif module == "trioserve":
+        check_trioserve(rest)
+    else:
+        assert find_spec(module) is not None
+        known = _sources(module.split(".")[0], "trioserve/testing")
+        assert all(f'"{word}"' in known for word in rest if word.startswith("--")), words
+
+
+def check_python(words: Sequence[str]) -> None:
+    """``python -m …`` or ``python file.py``."""
+    if words[0] == "-m":
+        check_module(words[1:])
+    else:
+        assert words[0].endswith(".py")
+
+
+def check_pip(words: Sequence[str]) -> None:
+    """``pip install …``: requirements that can be read, and extras that this project has."""
+    assert words[0] == "install"
+    for word in words[1:]:
+        if word.startswith("-") or word == ".":
+            continue
+        requirement = Requirement(word)
+        if requirement.name == "trioserve":
+            assert requirement.extras <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def _split(words: Sequence[str], at: str) -> tuple[list[str], str, list[str]]:
+    place = list(words).index(at) if at in words else len(words)
+    return list(words[:place]), at, list(words[place + 1 :])
+
+
+def _sources(*folders: str) -> str:
+    return "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def run_elsewhere(_words: Sequence[str]) -> None:
+    """What ``tests/test_docs_server.py`` runs, where the block says what to ask."""
+
+
+PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
+    "trioserve": check_trioserve,
+    "python": check_python,
+    "nox": check_nox,
+    "pip": check_pip,
+    "curl": run_elsewhere,
+    "openssl": run_elsewhere,
+}
+"""How the arguments of a program are checked."""
+HARMLESS = {"echo", "grep", "head", "cd", "git", "kill", "sleep", "mkdir", "cp", "cat"}
+"""Programs about which nothing can be wrong here."""
+PLATFORM = {
+    "lm_eval": "test_lm_eval.py",
+    "systemctl": "test_deploy.py",
+    "systemd-analyze": "test_deploy.py",
+    "podman": "test_deploy.py",
+    "nginx": "test_deploy.py",
+    "caddy": "test_deploy.py",
+}
+"""Programs of others, and the tests of what they are given."""
+
+
+def programs_of(command: Command) -> list[list[str]]:
+    """The programs of a command line with their arguments, without variables and redirections."""
+    lexer = shlex.shlex(command.line, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    found: list[list[str]] = [[]]
+    for word in lexer:
+        if set(word) <= set("|&;"):
+            found.append([])
+        elif not found[-1] and re.fullmatch(r"[A-Z_]+=.*", word):
+            assert not flags.strangers({word.split("=")[0]: "x"}), word
+        else:
+            found[-1].append(word)
+    return [words for words in found if words]
+
+
+def check_session(block: Block) -> None:
+    """Every program of a session."""
+    for command in commands_of(block):
+        for program, *words in programs_of(command):
+            if program in HARMLESS:
+                continue
+            if program in PLATFORM:
+                assert (Path(__file__).parent / PLATFORM[program]).exists()
+                continue
+            assert program in PROGRAMS, f"{block}: nothing checks {program}"
+            PROGRAMS[program](words)
+
+
+def check_json(block: Block) -> None:
+    """It can be read."""
+    json.loads(block.text)
+
+
+def check_yaml(block: Block) -> None:
+    """It can be read; and it says something."""
+    assert yaml.safe_load(block.text)
+
+
+def check_program(block: Block) -> None:
+    """``tests/test_docs.py`` runs it, or says who does."""
+    if block.page in ELSEWHERE:
+        for test in ELSEWHERE[block.page]:
+            assert f'"{block.page}.md"' in (Path(__file__).parent / test).read_text()
+    else:
+        assert block.number < len(EXPECTED[block.page]), f"{block}: who runs it?"
+
+
+CHECKS: dict[str, Callable[[Block], None]] = {
+    **dict.fromkeys(SESSION_LANGUAGES, check_session),
+    "json": check_json,
+    "yaml": check_yaml,
+    "python": check_program,
+    "text": lambda _: None,  # pictures, and what is printed
+}
+
+
+@pytest.mark.parametrize("block", [b for b in blocks() if not b.language.startswith("{")], ids=str)
+def test_a_block_is_what_its_language_says(block: Block) -> None:
+    assert block.language in CHECKS, f"{block}: nothing checks blocks in {block.language}"
+    CHECKS[block.language](block)
+
+
+def test_other_blocks_are_directives() -> None:
+    others = [block for block in blocks() if block.language not in CHECKS]
+    assert others
+    for block in others:
+        assert DIRECTIVES.fullmatch(block.language), block
+
+
+def test_every_program_that_is_expected_is_there() -> None:
+    numbers = {(block.page, block.number) for block in blocks("python")}
+    for page, parts in EXPECTED.items():
+        for number in range(len(parts)):
+            assert (page, number) in numbers
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trioserve serve --max-num-seq 3",
+        "trioserve serve --port many",
+        "TRIOSERVE_MAX_NUM_SEQ=3 trioserve serve",
+        "python -m nox -s serves",
+        "python -m bench.nothing",
+        "pip install 'trioserve[nothing]'",
+        "unheard-of --option",
+        "curl http://127.0.0.1:8000/health | trioserve generate",
+    ],
+)
+def test_a_command_that_is_wrong_is_found(line: str) -> None:
+    with pytest.raises((AssertionError, SystemExit, flags.UsageError)):
+        check_session(Block("page", "console", 0, f"$ {line}\n"))
+
+
+def test_commands_and_their_output() -> None:
+    text = "$ one \\\n  two\nfirst\nsecond\n$ three 'a\nb'\n"
+    assert commands_of(Block("page", "console", 0, text)) == [
+        Command("one \\\n  two", "first\nsecond\n"),
+        Command("three 'a\nb'"),
+    ]
+    assert [each.line for each in commands_of(Block("page", "bash", 0, "a\nb\n"))] == ["a", "b"]
+
+
+def test_what_a_page_shows_of_an_output() -> None:
+    assert matches("took 3.5 s … end", "took 17 s and\nwent on to the end\n")
+    assert not matches("took 3.5 s", "took 3.5 m")
+    assert not matches("one two", "one two three")
