@@ -6,17 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from trioserve.http.schemas import (
-    LogitBias,
-    Penalty,
-    Probability,
-    StopStrings,
-    Temperature,
-    TokenId,
-    TopK,
-    TopP,
-    about,
-)
+from trioserve.http import fields
+from trioserve.http.schemas import TokenId, about
 
 __all__ = ["SHARED_NAMES", "SamplingFields"]
 
@@ -24,49 +15,24 @@ __all__ = ["SHARED_NAMES", "SamplingFields"]
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What OpenAI, vLLM and SGLang call alike, and :class:`~trioserve.SamplingParams` too."""
 
-    temperature: Annotated[
-        Temperature | None, about("Divides the logits; 0 takes the most probable token.")
-    ] = None
-    top_p: Annotated[
-        TopP | None, about("Draw from the fewest tokens whose probability together reaches it.")
-    ] = None
-    top_k: Annotated[TopK | None, about("Draw from as many best tokens; -1 or 0 for all.")] = None
-    min_p: Annotated[
-        Probability | None,
-        about("Draw from tokens at least this many times as probable as the best one."),
-    ] = None
-    repetition_penalty: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)] | None,
-        about("Above 1, makes tokens of prompt and output less probable; below 1, more."),
-    ] = None
-    frequency_penalty: Annotated[
-        Penalty | None, about("Taken off a token's logit for each time it is in the output.")
-    ] = None
-    presence_penalty: Annotated[
-        Penalty | None, about("Taken off a token's logit if it is in the output.")
-    ] = None
-    logit_bias: Annotated[
-        LogitBias | None, about("Added to logits: numbers by token id, which is a string.")
-    ] = None
-    stop: Annotated[
-        StopStrings | None,
-        about(
-            "Strings that end the output where they first occur in its text; an empty one is none."
-        ),
-    ] = None
+    temperature: fields.Temperature = None
+    top_p: fields.TopP = None
+    top_k: fields.TopK = None
+    min_p: fields.MinP = None
+    repetition_penalty: fields.RepetitionPenalty = None
+    frequency_penalty: fields.FrequencyPenalty = None
+    presence_penalty: fields.PresencePenalty = None
+    logit_bias: fields.LogitBias = None
+    stop: fields.Stop = None
     stop_regex: Annotated[
-        StopStrings | None,
+        fields.StopStrings | None,
         about("Regular expressions that end the output where one matches; an empty one is none."),
     ] = None
     stop_token_ids: Annotated[
         list[TokenId] | None, about("Tokens that end the output, beside the model's own.")
     ] = None
-    ignore_eos: Annotated[
-        bool | None, about("Don't end the output at the model's own end of sequence.")
-    ] = None
-    skip_special_tokens: Annotated[
-        bool | None, about("Leave special tokens out of the text; true if it isn't given.")
-    ] = None
+    ignore_eos: fields.IgnoreEos = None
+    skip_special_tokens: fields.SkipSpecialTokens = None
     spaces_between_special_tokens: Annotated[
         bool | None,
         about(

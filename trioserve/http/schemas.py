@@ -15,12 +15,11 @@ from typing import Annotated, Any, TypeVar
 import attrs
 import msgspec
 
-from trioserve.checks import MAX_LOGIT_BIAS
 from trioserve.errors import InvalidRequest
 from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.bounds import check_body
 from trioserve.http.decoding_errors import MAX_REREAD_BYTES, as_invalid_request
-from trioserve.sampling import MAX_SEED, MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+from trioserve.sampling import MAX_SEED, MAX_SEQUENCES
 
 __all__ = [
     "TOKEN_ID_FORMAT",
@@ -28,18 +27,11 @@ __all__ = [
     "Exclusive",
     "GrammarText",
     "Identifier",
-    "LogitBias",
     "NumOutputs",
-    "Penalty",
     "Priority",
-    "Probability",
     "Seconds",
     "Seed",
-    "StopStrings",
-    "Temperature",
     "TokenId",
-    "TopK",
-    "TopP",
     "about",
     "exclusive_fields",
     "hint",
@@ -66,26 +58,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 NumOutputs = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)]
 GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
-Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]
-Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
-TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
-TopK = Annotated[int, msgspec.Meta(ge=-1, le=_INT32_MAX)]
-Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_SEED)]
 Priority = Annotated[int, msgspec.Meta(ge=-_INT32_MAX, le=_INT32_MAX)]
-LogitBias = Annotated[
-    dict[
-        Annotated[str, msgspec.Meta(pattern="^[0-9]{1,10}$")],
-        Annotated[float, msgspec.Meta(ge=-100, le=100)],
-    ],
-    msgspec.Meta(max_length=MAX_LOGIT_BIAS),
-]
-_ShortString = Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]
-StopStrings = (
-    _ShortString | Annotated[list[_ShortString], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
-)
-"""One or several, for ``stop`` and ``stop_regex``."""
-
 _WHOLE_FLOAT = ", got `float`"
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)

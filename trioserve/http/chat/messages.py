@@ -13,14 +13,17 @@ __all__ = [
     "MAX_MESSAGES",
     "MAX_PARTS",
     "MAX_TOOLS",
+    "AllowedMode",
     "ChatMessage",
     "ChatTool",
     "ChosenFunction",
     "FunctionDefinition",
     "FunctionName",
+    "FunctionParameters",
     "Messages",
     "Parts",
     "ToolChoice",
+    "Tools",
 ]
 
 MAX_TOOLS = 128
@@ -109,6 +112,11 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
 Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
+FunctionParameters = Annotated[
+    dict[str, Any] | None, about("The JSON schema of its arguments; none if it isn't given.")
+]
+
+
 class FunctionDefinition(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
@@ -116,9 +124,7 @@ class FunctionDefinition(
 
     name: Annotated[FunctionName, about("How it is called.")]
     description: Annotated[str | None, about("What it does, for the model.")] = None
-    parameters: Annotated[
-        dict[str, Any] | None, about("The JSON schema of its arguments; none if it isn't given.")
-    ] = None
+    parameters: FunctionParameters = None
     strict: Annotated[
         bool | None, about("Arguments have to follow the schema; a grammar sees to it.")
     ] = None
@@ -130,6 +136,12 @@ class ChatTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
     function: Annotated[FunctionDefinition, about("What may be called, and with what.")]
+
+
+Tools = Annotated[
+    Annotated[list[ChatTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+    about("Functions that the model may call."),
+]
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -153,12 +165,15 @@ class AllowedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
 
 
+AllowedMode = Annotated[
+    Literal["auto", "required"], about("`required` if one of them has to be called.")
+]
+
+
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Which of the tools may be called, and whether one of them has to."""
 
-    mode: Annotated[
-        Literal["auto", "required"], about("`required` if one of them has to be called.")
-    ]
+    mode: AllowedMode
     tools: Annotated[
         Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)],
         about("Those that may be called; the prompt shows the others, too."),

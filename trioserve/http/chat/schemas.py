@@ -7,14 +7,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from trioserve.http import fields
 from trioserve.http.chat.messages import (
     MAX_TOOLS,
     ChatMessage,
-    ChatTool,
     ChosenFunction,
     FunctionDefinition,
     Messages,
     ToolChoice,
+    Tools,
 )
 from trioserve.http.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
 from trioserve.http.schemas import Count, about, hint, only
@@ -59,10 +60,7 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         Count | None, about("And those of as many most probable ones in each one's place.")
     ] = None
 
-    tools: Annotated[
-        Annotated[list[ChatTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
-        about("Functions that the model may call."),
-    ] = None
+    tools: Tools = None
     tool_choice: Annotated[
         ToolChoice | None,
         about(
@@ -70,9 +68,7 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
             "function: a grammar makes it call one, or this one. `auto` if there are tools."
         ),
     ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, about("If false, an answer has one call at most; a grammar sees to it.")
-    ] = None
+    parallel_tool_calls: fields.ParallelToolCalls = None
 
     functions: Annotated[
         Annotated[list[FunctionDefinition], msgspec.Meta(max_length=MAX_TOOLS)] | None,
@@ -83,10 +79,7 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         about("What OpenAI had before `tool_choice`; a function has to be called."),
     ] = None
 
-    reasoning_effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
-        about("For the chat template; refused where that doesn't look at it."),
-    ] = None
+    reasoning_effort: fields.ReasoningEffort = None
     include_reasoning: Annotated[
         bool | None, about("If false, reasoning is left out of the answer.")
     ] = None
@@ -97,10 +90,7 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_DOCUMENTS)] | None,
         about("For the chat template; refused where that doesn't look at them."),
     ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None,
-        about("More arguments for the chat template, such as `enable_thinking`."),
-    ] = None
+    chat_template_kwargs: fields.ChatTemplateArguments = None
     add_generation_prompt: Annotated[
         bool | None, about("Let the prompt end with the beginning of an answer; true if not given.")
     ] = None

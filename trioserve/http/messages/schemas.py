@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from trioserve.http import fields
 from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from trioserve.http.schemas import Count, Temperature, TopK, TopP, about, hint, only
+from trioserve.http.schemas import Count, about, hint, only
 from trioserve.sampling import MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
 __all__ = [
@@ -228,9 +229,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What is to be answered, or counted."""
 
-    model: Annotated[
-        str | None, about("A name out of `/v1/models`; the first of them if it isn't given.")
-    ] = None
+    model: fields.Model = None
     messages: Annotated[
         Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)],
         about("The conversation so far. An answer goes on with the last message if it is its own."),
@@ -271,13 +270,9 @@ class MessagesRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
         ),
     ] = None
     stream: Annotated[bool | None, about("Send the answer as events, as it comes.")] = None
-    temperature: Annotated[
-        Temperature | None, about("Divides the logits; 0 takes the most probable token.")
-    ] = None
-    top_k: Annotated[TopK | None, about("Draw from as many best tokens; -1 or 0 for all.")] = None
-    top_p: Annotated[
-        TopP | None, about("Draw from the fewest tokens whose probability together reaches it.")
-    ] = None
+    temperature: fields.Temperature = None
+    top_k: fields.TopK = None
+    top_p: fields.TopP = None
     metadata: Annotated[Any, hint()] = None
     service_tier: Annotated[Any, only("auto", "standard_only", why="there is one tier")] = None
     container: Annotated[Any, only(why="nothing that a client sends is executed")] = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.http.retention import KvCacheRetentionConfig
+from trioserve.http import fields
 from trioserve.http.sampling_fields import SamplingFields
 from trioserve.http.schemas import (
     Count,
@@ -20,7 +20,6 @@ from trioserve.http.schemas import (
     NumOutputs,
     Priority,
     Seconds,
-    Seed,
     TokenId,
     about,
     hint,
@@ -28,7 +27,7 @@ from trioserve.http.schemas import (
     only,
 )
 from trioserve.http.sessions.schemas import SessionParams
-from trioserve.sampling import MAX_EXTRA_ARGS, MAX_LOGPROB_TOKEN_IDS
+from trioserve.sampling import MAX_LOGPROB_TOKEN_IDS
 
 __all__ = ["DEFAULT_NEW_TOKENS", "GenerateRequest", "GenerateResponse", "NativeSampling"]
 
@@ -49,9 +48,7 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         Count | None,
         about("Most tokens to produce; 128 if it isn't given. 0 only computes the prompt."),
     ] = DEFAULT_NEW_TOKENS
-    min_new_tokens: Annotated[
-        Count | None, about("Tokens before which no stop id and no stop string ends the output.")
-    ] = None
+    min_new_tokens: fields.MinTokens = None
     n: Annotated[
         NumOutputs | None,
         about(
@@ -59,12 +56,8 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             "the outputs of one prompt next to each other. It is the same for a whole batch."
         ),
     ] = None
-    no_stop_trim: Annotated[
-        bool | None, about("Leave what ended the output, the stop string or token, in its text.")
-    ] = None
-    sampling_seed: Annotated[
-        Seed | None, about("With the same seed, the same request draws the same numbers.")
-    ] = None
+    no_stop_trim: fields.IncludeStop = None
+    sampling_seed: fields.Seed = None
     regex: Annotated[
         GrammarText | None, about("A regular expression that the whole output matches.")
     ] = None
@@ -85,10 +78,7 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             "`begin`, `schema` and `end`) and `triggers`."
         ),
     ] = None
-    custom_params: Annotated[
-        Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)] | None,
-        about("Parameters for the server's own logits processors (`--logits-processors`)."),
-    ] = None
+    custom_params: fields.ProcessorArguments = None
 
     stream_interval: Annotated[Any, only(1, why="every step's tokens are sent as they come")] = None
 
@@ -177,10 +167,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "prompt."
         ),
     ] = None
-    kv_cache_retention_config: Annotated[
-        KvCacheRetentionConfig | None,
-        about("How much its KV is worth in the prefix cache once it has ended."),
-    ] = None
+    kv_cache_retention_config: fields.KvCacheRetention = None
     session_params: Annotated[
         SessionParams | None, about("Make the request a turn of a session.")
     ] = None

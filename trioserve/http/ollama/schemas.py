@@ -11,21 +11,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.http.chat.messages import MAX_MESSAGES, MAX_TOOLS, ChatTool, FunctionName
+from trioserve.http import fields
+from trioserve.http.chat.messages import MAX_MESSAGES, MAX_TOOLS, FunctionName, Tools
 from trioserve.http.chat.schemas import ChatLogprob
-from trioserve.http.schemas import (
-    Count,
-    Penalty,
-    Probability,
-    Seed,
-    StopStrings,
-    Temperature,
-    TopK,
-    TopP,
-    about,
-    hint,
-    only,
-)
+from trioserve.http.schemas import Count, Seed, about, hint, only
 
 __all__ = [
     "OllamaAnswer",
@@ -57,37 +46,18 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None,
         about("Tokens of the output at most; -1 or -2 for what the model's context leaves."),
     ] = None
-    temperature: Annotated[
-        Temperature | None, about("Divides the logits; 0 takes the most probable token.")
-    ] = None
-    top_k: Annotated[TopK | None, about("Draw from as many best tokens; -1 or 0 for all.")] = None
-    top_p: Annotated[
-        TopP | None, about("Draw from the fewest tokens whose probability together reaches it.")
-    ] = None
-    min_p: Annotated[
-        Probability | None,
-        about("Draw from tokens at least this many times as probable as the best one."),
-    ] = None
+    temperature: fields.Temperature = None
+    top_k: fields.TopK = None
+    top_p: fields.TopP = None
+    min_p: fields.MinP = None
     seed: Annotated[
         Seed | None,
         about("With the same seed, the same request draws the same numbers; -1 for any."),
     ] = None
-    stop: Annotated[
-        StopStrings | None,
-        about(
-            "Strings that end the output where they first occur in its text; an empty one is none."
-        ),
-    ] = None
-    repeat_penalty: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)] | None,
-        about("Above 1, makes tokens of prompt and output less probable; below 1, more."),
-    ] = None
-    presence_penalty: Annotated[
-        Penalty | None, about("Taken off a token's logit if it is in the output.")
-    ] = None
-    frequency_penalty: Annotated[
-        Penalty | None, about("Taken off a token's logit for each time it is in the output.")
-    ] = None
+    stop: fields.Stop = None
+    repeat_penalty: fields.RepetitionPenalty = None
+    presence_penalty: fields.PresencePenalty = None
+    frequency_penalty: fields.FrequencyPenalty = None
 
     repeat_last_n: Annotated[
         Any, only(-1, why="repeat_penalty looks at all of the prompt and the output")
@@ -193,10 +163,7 @@ class OllamaChatRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=True)
         Annotated[list[OllamaMessage], msgspec.Meta(max_length=MAX_MESSAGES)] | None,
         about("The conversation so far. Without any the model is loaded, which it is already."),
     ] = None
-    tools: Annotated[
-        Annotated[list[ChatTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
-        about("Functions that the model may call."),
-    ] = None
+    tools: Tools = None
 
 
 class OllamaGenerateRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=True):

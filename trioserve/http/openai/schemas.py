@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from trioserve.http import fields
 from trioserve.http.openai.structured_schemas import JsonText, ResponseFormat, StructuredOutputs
-from trioserve.http.retention import KvCacheRetentionConfig
 from trioserve.http.sampling_fields import SamplingFields
 from trioserve.http.schemas import (
     Count,
@@ -19,9 +19,6 @@ from trioserve.http.schemas import (
     GrammarText,
     Identifier,
     NumOutputs,
-    Priority,
-    Seconds,
-    Seed,
     TokenId,
     about,
     hint,
@@ -82,9 +79,7 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         Exclusive(("cache_salt", "extra_key")),
     )
 
-    model: Annotated[
-        str | None, about("A name out of `/v1/models`; the first of them if it isn't given.")
-    ] = None
+    model: fields.Model = None
     n: Annotated[
         NumOutputs | None, about("Outputs to make of each prompt, which is computed once.")
     ] = None
@@ -102,21 +97,12 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
             "empty one is none."
         ),
     ] = None
-    seed: Annotated[
-        Seed | None, about("With the same seed, the same request draws the same numbers.")
-    ] = None
-    vllm_xargs: Annotated[
-        _ExtraArgs | None,
-        about("Parameters for the server's own logits processors (`--logits-processors`)."),
-    ] = None
+    seed: fields.Seed = None
+    vllm_xargs: fields.ProcessorArguments = None
     custom_params: Annotated[_ExtraArgs | None, about("SGLang's name of `vllm_xargs`.")] = None
 
-    min_tokens: Annotated[
-        Count | None, about("Tokens before which no stop id and no stop string ends the output.")
-    ] = None
-    include_stop_str_in_output: Annotated[
-        bool | None, about("Leave what ended the output, the stop string or token, in its text.")
-    ] = None
+    min_tokens: fields.MinTokens = None
+    include_stop_str_in_output: fields.IncludeStop = None
     no_stop_trim: Annotated[
         bool | None, about("SGLang's name of `include_stop_str_in_output`.")
     ] = None
@@ -194,25 +180,15 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         bool | None, about("Tell the ids of the prompt's and of the output's tokens.")
     ] = None
 
-    priority: Annotated[
-        Priority | None,
-        about("Smaller numbers run sooner; it needs `--scheduling-policy priority`."),
-    ] = None
+    priority: fields.Priority = None
     request_id: Annotated[
         Identifier | None, about("An id, which the response's own is made of.")
     ] = None
     rid: Annotated[Identifier | None, about("SGLang's name of `request_id`.")] = None
-    cache_salt: Annotated[
-        str | None, about("Cached prompts are shared among requests of the same salt only.")
-    ] = None
-    extra_key: Annotated[str | None, about("SGLang's name of `cache_salt`.")] = None
-    kv_cache_retention_config: Annotated[
-        KvCacheRetentionConfig | None,
-        about("How much its KV is worth in the prefix cache once it has ended."),
-    ] = None
-    timeout: Annotated[
-        Seconds | None, about("Seconds after which the request ends with an error.")
-    ] = None
+    cache_salt: fields.CacheSalt = None
+    extra_key: fields.ExtraKey = None
+    kv_cache_retention_config: fields.KvCacheRetention = None
+    timeout: fields.Timeout = None
 
     user: Annotated[Any, hint()] = None
     metadata: Annotated[Any, hint()] = None

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from trioserve.http import fields
 from trioserve.http.schemas import Exclusive, Identifier, Seconds, TokenId, about, hint, only
 from trioserve.sampling import MAX_LOGPROB_TOKEN_IDS
 
@@ -89,9 +90,7 @@ def _in_order() -> msgspec.Meta:
 class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that all requests for vectors, scores and labels share."""
 
-    model: Annotated[
-        str | None, about("A name out of `/v1/models`; the first of them if it isn't given.")
-    ] = None
+    model: fields.Model = None
     truncate_prompt_tokens: Annotated[
         _Truncation | None,
         about(

@@ -33,10 +33,9 @@ from trioserve.http.openai.structured_schemas import JsonSchema, JsonSchemaForma
 from trioserve.http.responses.items import (
     CallItem,
     CallOutputItem,
+    ContentPart,
     InputItem,
-    InputText,
     MessageItem,
-    OutputText,
     ReasoningItem,
 )
 from trioserve.http.responses.schemas import (
@@ -185,7 +184,7 @@ class _Said:
 _ChatContent = str | Parts
 
 
-def _content(given: str | Sequence[InputText | OutputText | RefusalPart]) -> _ChatContent:
+def _content(given: str | Sequence[ContentPart]) -> _ChatContent:
     if isinstance(given, str):
         return given
     parts = [part if isinstance(part, RefusalPart) else TextPart(text=part.text) for part in given]

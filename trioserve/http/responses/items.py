@@ -12,6 +12,7 @@ from trioserve.http.schemas import Identifier, about, hint, only
 __all__ = [
     "CallItem",
     "CallOutputItem",
+    "ContentPart",
     "InputItem",
     "InputItems",
     "InputText",
@@ -59,7 +60,8 @@ class OutputText(
     logprobs: Annotated[Any, hint()] = None
 
 
-_Content = Annotated[list[InputText | OutputText | RefusalPart], msgspec.Meta(max_length=MAX_PARTS)]
+ContentPart = InputText | OutputText | RefusalPart
+_Content = Annotated[list[ContentPart], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class MessageItem(

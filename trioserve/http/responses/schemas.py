@@ -9,33 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from trioserve.http.chat.messages import MAX_TOOLS, FunctionName
-from trioserve.http.openai.structured_schemas import (
-    JsonObjectFormat,
-    StructuredOutputs,
-    TextFormat,
-)
+from trioserve.http import fields
+from trioserve.http.chat.messages import MAX_TOOLS, AllowedMode, FunctionName, FunctionParameters
+from trioserve.http.openai.structured_schemas import JsonObjectFormat, StructuredOutputs, TextFormat
 from trioserve.http.responses.items import InputItems
-from trioserve.http.schemas import (
-    Count,
-    Exclusive,
-    Identifier,
-    LogitBias,
-    Penalty,
-    Priority,
-    Probability,
-    Seconds,
-    Seed,
-    StopStrings,
-    Temperature,
-    TopK,
-    TopP,
-    about,
-    hint,
-    one_worker,
-    only,
-)
-from trioserve.sampling import MAX_EXTRA_ARGS
+from trioserve.http.schemas import Count, Exclusive, Identifier, about, hint, one_worker, only
 
 __all__ = [
     "LOGPROBS",
@@ -74,9 +52,7 @@ class FunctionTool(
 
     name: Annotated[FunctionName, about("How it is called.")]
     description: Annotated[str | None, about("What it does, for the model.")] = None
-    parameters: Annotated[
-        dict[str, Any] | None, about("The JSON schema of its arguments; none if it isn't given.")
-    ] = None
+    parameters: FunctionParameters = None
     strict: Annotated[
         bool | None,
         about("If true, arguments have to follow the schema; a grammar sees to it."),
@@ -102,9 +78,7 @@ class AllowedFunctions(
 ):
     """A choice among some of the tools."""
 
-    mode: Annotated[
-        Literal["auto", "required"], about("`required` if one of them has to be called.")
-    ]
+    mode: AllowedMode
     tools: Annotated[
         Annotated[list[ChosenFunctionTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)],
         about("Those that may be called; the prompt shows the others, too."),
@@ -139,10 +113,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """How the model is to reason."""
 
-    effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
-        about("For the chat template; refused where that doesn't look at it."),
-    ] = None
+    effort: fields.ReasoningEffort = None
     summary: Annotated[Any, only("auto", why=_NO_SUMMARY)] = None
     generate_summary: Annotated[Any, only("auto", why=_NO_SUMMARY)] = None
     context: Annotated[
@@ -187,9 +158,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         Annotated[dict[_MetadataKey, _MetadataValue], msgspec.Meta(max_length=16)] | None,
         about("Kept with the response, and told with it."),
     ] = None
-    model: Annotated[
-        str | None, about("A name out of `/v1/models`; the first of them if it isn't given.")
-    ] = None
+    model: fields.Model = None
     stream: Annotated[bool | None, about("Send the response as events, as it comes.")] = None
     stream_options: Annotated[
         ResponseStreamOptions | None, about("What else a stream carries.")
@@ -204,49 +173,20 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         Count | None,
         about("Log-probabilities of as many most probable tokens, where `include` asks for some."),
     ] = None
-    temperature: Annotated[
-        Temperature | None, about("Divides the logits; 0 takes the most probable token.")
-    ] = None
-    top_p: Annotated[
-        TopP | None, about("Draw from the fewest tokens whose probability together reaches it.")
-    ] = None
-    top_k: Annotated[TopK | None, about("Draw from as many best tokens; -1 or 0 for all.")] = None
-    min_p: Annotated[
-        Probability | None,
-        about("Draw from tokens at least this many times as probable as the best one."),
-    ] = None
-    repetition_penalty: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)] | None,
-        about("Above 1, makes tokens of prompt and output less probable; below 1, more."),
-    ] = None
-    frequency_penalty: Annotated[
-        Penalty | None, about("Taken off a token's logit for each time it is in the output.")
-    ] = None
-    presence_penalty: Annotated[
-        Penalty | None, about("Taken off a token's logit if it is in the output.")
-    ] = None
-    logit_bias: Annotated[
-        LogitBias | None, about("Added to logits: numbers by token id, which is a string.")
-    ] = None
-    seed: Annotated[
-        Seed | None, about("With the same seed, the same request draws the same numbers.")
-    ] = None
-    stop: Annotated[
-        StopStrings | None, about("Strings that end the output where they first occur in its text.")
-    ] = None
-    ignore_eos: Annotated[
-        bool | None, about("Don't end the output at the model's own end of sequence.")
-    ] = None
-    skip_special_tokens: Annotated[
-        bool | None, about("Leave special tokens out of the text; true if it isn't given.")
-    ] = None
-    include_stop_str_in_output: Annotated[
-        bool | None, about("Leave what ended the output, the stop string or token, in its text.")
-    ] = None
-    vllm_xargs: Annotated[
-        Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)] | None,
-        about("Parameters for the server's own logits processors (`--logits-processors`)."),
-    ] = None
+    temperature: fields.Temperature = None
+    top_p: fields.TopP = None
+    top_k: fields.TopK = None
+    min_p: fields.MinP = None
+    repetition_penalty: fields.RepetitionPenalty = None
+    frequency_penalty: fields.FrequencyPenalty = None
+    presence_penalty: fields.PresencePenalty = None
+    logit_bias: fields.LogitBias = None
+    seed: fields.Seed = None
+    stop: fields.Stop = None
+    ignore_eos: fields.IgnoreEos = None
+    skip_special_tokens: fields.SkipSpecialTokens = None
+    include_stop_str_in_output: fields.IncludeStop = None
+    vllm_xargs: fields.ProcessorArguments = None
 
     text: Annotated[TextOptions | None, about("What the text is to look like.")] = None
     structured_outputs: Annotated[
@@ -263,29 +203,17 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             "function: a grammar makes it call one, or this one. `auto` if there are tools."
         ),
     ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, about("If false, an answer has one call at most; a grammar sees to it.")
-    ] = None
+    parallel_tool_calls: fields.ParallelToolCalls = None
     reasoning: Annotated[ReasoningOptions | None, about("How the model is to reason.")] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None,
-        about("More arguments for the chat template, such as `enable_thinking`."),
-    ] = None
+    chat_template_kwargs: fields.ChatTemplateArguments = None
 
-    priority: Annotated[
-        Priority | None,
-        about("Smaller numbers run sooner; it needs `--scheduling-policy priority`."),
-    ] = None
+    priority: fields.Priority = None
     request_id: Annotated[
         Identifier | None, about("An id, which the response's own is made of; else that is random.")
     ] = None
-    cache_salt: Annotated[
-        str | None, about("Cached prompts are shared among requests of the same salt only.")
-    ] = None
-    extra_key: Annotated[str | None, about("SGLang's name of `cache_salt`.")] = None
-    timeout: Annotated[
-        Seconds | None, about("Seconds after which the request ends with an error.")
-    ] = None
+    cache_salt: fields.CacheSalt = None
+    extra_key: fields.ExtraKey = None
+    timeout: fields.Timeout = None
 
     user: Annotated[Any, hint()] = None
     safety_identifier: Annotated[Any, hint()] = None

@@ -10,6 +10,7 @@ from trioserve.http.chat.messages import RefusalPart
 from trioserve.http.responses.items import (
     CallItem,
     CallOutputItem,
+    ContentPart,
     InputItem,
     InputText,
     MessageItem,
@@ -20,9 +21,6 @@ from trioserve.http.responses.output import item_id
 from trioserve.http.responses.replies import OutputCall, OutputItem, OutputReasoning, ResponseReply
 
 __all__ = ["encoded_turn", "input_of", "items_of", "listed_items", "response_of"]
-
-
-Part = InputText | OutputText | RefusalPart
 
 
 class _Turn(msgspec.Struct):
@@ -73,7 +71,7 @@ def _as_input(item: OutputItem) -> InputItem:
         return CallItem(call_id=item.call_id, name=item.name, arguments=item.arguments)
     if isinstance(item, OutputReasoning):
         return ReasoningItem(content=item.content)
-    parts: list[Part] = [OutputText(text=part.text) for part in item.content]
+    parts: list[ContentPart] = [OutputText(text=part.text) for part in item.content]
     return MessageItem(role="assistant", content=parts)
 
 
@@ -100,14 +98,14 @@ def _listed(item: InputItem) -> InputItem:
     return item
 
 
-def _parts(content: str | list[Part], *, is_said: bool) -> list[Part]:
+def _parts(content: str | list[ContentPart], *, is_said: bool) -> list[ContentPart]:
     """A message's content in parts; whether it is what the model has said."""
     if isinstance(content, str):
         return [_said(content) if is_said else InputText(text=content)]
     return [_part(part) for part in content]
 
 
-def _part(part: Part) -> Part:
+def _part(part: ContentPart) -> ContentPart:
     if isinstance(part, RefusalPart):
         return part
     return _said(part.text) if isinstance(part, OutputText) else InputText(text=part.text)

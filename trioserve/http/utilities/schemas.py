@@ -5,11 +5,12 @@ Where vLLM and SGLang have different names for the same, an answer has both.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from trioserve.http.chat.messages import MAX_TOOLS, ChatTool, Messages, ToolChoice
+from trioserve.http import fields
+from trioserve.http.chat.messages import Messages, ToolChoice, Tools
 from trioserve.http.schemas import Exclusive, TokenId, about, only
 
 __all__ = [
@@ -82,17 +83,11 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, about("More variables for the chat template.")
     ] = None
-    tools: Annotated[
-        Annotated[list[ChatTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
-        about("Functions that the model may call."),
-    ] = None
+    tools: Tools = None
     tool_choice: Annotated[
         ToolChoice | None, about("As in a chat; `none` leaves tools out of the text.")
     ] = None
-    reasoning_effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
-        about("For the chat template; refused where that doesn't look at it."),
-    ] = None
+    reasoning_effort: fields.ReasoningEffort = None
 
     chat_template: Annotated[
         Any, only(why="a template is a program; the server's own is given by --chat-template")
