@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import hypothesis
 import pytest
 import trio
 import trio.testing
+
+from tests.model_server import Server, serving
 
 TEST_TIMEOUT = 180.0
 
@@ -34,6 +36,13 @@ hypothesis.settings.load_profile("everywhere")
 def autojump_clock() -> trio.testing.MockClock:
     """Virtual time that jumps ahead whenever every task waits."""
     return trio.testing.MockClock(autojump_threshold=0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """The real server with the default model, for as long as a module's tests run."""
+    with serving() as server:
+        yield server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

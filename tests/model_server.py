@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
+import attrs
 import httpx
 
-__all__ = ["MODEL", "Server"]
+__all__ = ["MODEL", "ROOT", "Server", "serving"]
 
 ROOT = Path(__file__).parent.parent
 MODEL = "smollm2-135m"
 
 
+@attrs.frozen
 class Server:
-    """``python -m trioserve serve`` with an API key, on a port of its own choosing."""
+    """A server that wants the API key ``secret``."""
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "trioserve", "serve", MODEL, "--port", "0"),
-                *("--api-key", "secret", "--log-format", "json", "--keep-alive-interval", "0.5"),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert self.process.stdout is not None
-        announcement = self.process.stdout.readline()
-        assert announcement.startswith(f"Serving {MODEL} at http://127.0.0.1:"), announcement
-        self.url = announcement.split()[-1]
+    process: subprocess.Popen[str]
+    url: str
+    _log: IO[bytes]
+
+    def log(self) -> str:
+        """What it has logged so far."""
+        # Not by seek and read, which would move where the server writes.
+        return os.pread(self._log.fileno(), 1 << 24, 0).decode()
 
     def metrics(self) -> dict[str, float]:
         headers = {"Authorization": "Bearer secret"}
@@ -42,7 +41,36 @@ class Server:
         return {name.split("{")[0]: float(value) for name, value in samples}
 
     def wait_until_idle(self) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while self.metrics()["trioserve:num_requests_running"]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Server]:
+    """``python -m trioserve serve`` on a port of its own choosing, for as long as the block lasts.
+
+    Prompts are not cached: in bfloat16 one that is found in the cache may be rounded otherwise than
+    one that isn't, and tests compare what was streamed with what was not.
+    """
+    command = [
+        *(sys.executable, "-m", "trioserve", "serve", MODEL, "--port", "0", "--api-key", "secret"),
+        *("--log-format", "json", "--keep-alive-interval", "0.5", "--no-enable-prefix-caching"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (
+        # A file, as a pipe that nobody reads would fill up and stop the server.
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            *words, url = process.stdout.readline().split() or [""]
+            server = Server(process, url, log)
+            assert words == ["Serving", MODEL, "at"], server.log()
+            yield server
+        finally:
+            process.kill()
