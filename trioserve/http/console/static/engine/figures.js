@@ -1,0 +1,134 @@
+/** Figures with their history: tokens a second, latencies, how idle the device is. */
+
+import { element, list, svg, write } from "../dom.js";
+import { duration, durationParts, figure, percent } from "../format.js";
+import { History, niceCeiling } from "./history.js";
+
+const SPAN = 180; // seconds of history
+const GAP = 3; // seconds without a picture that break a line
+const WIDTH = 180;
+const HEIGHT = 36;
+
+const rate = (unit) => (value) => [figure(value), unit];
+const share = (value) => [percent(value).replace("\u202f%", ""), value === null ? "" : "%"];
+
+/**
+ * What is shown. `of` finds the value in a picture, null where there is none; `parts` writes it as
+ * [number, unit]; `aside` is a second line; `most` is the upper edge, where it is always the same.
+ */
+const FIGURES = [
+  {
+    label: "Generated",
+    of: ({ rates }) => rates.generated_tokens_per_s,
+    parts: rate("tokens/s"),
+    aside: ({ rates }) => `${figure(rates.batch_rows)} rows a step`,
+  },
+  {
+    label: "Prompts",
+    of: ({ rates }) => rates.prompt_tokens_per_s,
+    parts: rate("tokens/s"),
+    aside: ({ rates }) => `${percent(rates.cache_hit_share)} from the cache`,
+  },
+  latency("ttft", "First token", "Time to the first token, the median of the last minute"),
+  latency("itl", "Between tokens", "Inter-token latency, the median of the last minute"),
+  {
+    label: "Device idle",
+    title: "Of the time in which there was something to compute",
+    of: ({ rates }) => rates.gpu_idle_share,
+    parts: share,
+    aside: ({ rates }) => `${figure(rates.steps_per_s)} steps/s`,
+    most: 1,
+  },
+  {
+    label: "Step",
+    of: ({ rates }) => (rates.step_ms === null ? null : rates.step_ms / 1000),
+    parts: durationParts,
+    aside: ({ rates }) => `${figure(rates.requests_per_s)} requests/s`,
+  },
+];
+
+export class Figures {
+  #tiles = FIGURES.map((one) => new Tile(one));
+  #restarts = null;
+  #restartTimes = [];
+
+  constructor() {
+    this.element = element(
+      "dl",
+      { class: "figures", "aria-label": "Figures" },
+      ...this.#tiles.map((tile) => tile.element),
+    );
+  }
+
+  show(picture) {
+    const { now, worker } = picture;
+    if (this.#restarts !== null && worker.restarts > this.#restarts) this.#restartTimes.push(now);
+    this.#restarts = worker.restarts;
+    this.#restartTimes = this.#restartTimes.filter((at) => at > now - SPAN);
+    for (const tile of this.#tiles) tile.show(picture, this.#restartTimes);
+  }
+}
+
+class Tile {
+  #history = new History(SPAN);
+  #number = element("span", { class: "figure-number" });
+  #unit = element("span", { class: "figure-unit" });
+  #aside = element("dd", { class: "figure-aside" });
+  #peak = element("span", { class: "figure-peak" });
+  #line = svg("path", { class: "spark-line" });
+  #restarts = svg("g", { class: "spark-restarts" });
+
+  constructor(figure) {
+    this.figure = figure;
+    const drawing = svg(
+      "svg",
+      { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" },
+      this.#restarts,
+      this.#line,
+    );
+    this.element = element(
+      "div",
+      { class: "figure", title: figure.title },
+      element("dt", {}, figure.label),
+      element("dd", { class: "figure-value" }, this.#number, " ", this.#unit),
+      this.#aside,
+      element("dd", { class: "spark", "aria-hidden": "true" }, drawing, this.#peak),
+    );
+  }
+
+  show(picture, restarts) {
+    const { of, parts, aside, most } = this.figure;
+    const value = of(picture);
+    const [number, unit] = parts(value);
+    write(this.#number, number);
+    write(this.#unit, unit);
+    write(this.#aside, aside(picture));
+    this.#history.add(picture.now, value);
+    const ceiling = most ?? niceCeiling(this.#history.peak);
+    this.#line.setAttribute("d", this.#history.path(WIDTH, HEIGHT, ceiling, GAP));
+    write(this.#peak, this.#history.peak ? parts(ceiling).join("\u202f") : "");
+    const from = picture.now - this.#history.shown;
+    const x = (at) => (WIDTH * (at - from)) / this.#history.shown;
+    const inSight = restarts.filter((at) => at > from);
+    list(
+      this.#restarts,
+      inSight,
+      String,
+      () => svg("line", { y1: 0, y2: HEIGHT }),
+      (line, at) => {
+        line.setAttribute("x1", x(at));
+        line.setAttribute("x2", x(at));
+      },
+    );
+  }
+}
+
+function latency(name, label, title) {
+  return {
+    label,
+    title,
+    of: ({ latency }) => latency[name]?.p50 ?? null,
+    parts: durationParts,
+    aside: ({ latency }) => `p99 ${duration(latency[name]?.p99)}`,
+  };
+}

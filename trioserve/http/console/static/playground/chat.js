@@ -1,0 +1,91 @@
+/** A conversation: its messages, and the place where the next one is written. */
+
+import { element } from "../dom.js";
+import { AnswerView } from "./answer_view.js";
+import { chatRequest } from "./requests.js";
+import { ModelTurn, UserTurn } from "./turn.js";
+
+export class Chat {
+  #turns = [];
+  #log = element("div", { class: "turns" });
+  #empty = element(
+    "p",
+    { class: "empty" },
+    "Write to the model. Its answer streams in; point at a token, or walk through them with the " +
+      "arrow keys, to see what else it might have said.",
+  );
+
+  /**
+   * @param {object} playground
+   * @param {() => import("./requests.js").Settings} playground.settings
+   * @param {(request: object, view: AnswerView) => Promise<void>} playground.run
+   * @param {(request: object) => string} playground.curl
+   */
+  constructor(playground) {
+    this.playground = playground;
+    this.input = element("textarea", {
+      id: "message",
+      rows: 2,
+      placeholder: "Write a message",
+      "aria-label": "Message",
+      on: { keydown: (event) => this.#key(event) },
+    });
+    this.output = element("div", { class: "output" }, this.#empty, this.#log);
+  }
+
+  /** Send what was written. */
+  submit() {
+    const text = this.input.value.trim();
+    if (!text) return;
+    this.input.value = "";
+    const turn = new UserTurn(text, { onEdit: () => this.#answerTo(turn) });
+    this.#add(turn);
+    this.#answer();
+  }
+
+  clear() {
+    this.#cut(0);
+    this.#empty.hidden = false;
+  }
+
+  #answerTo(turn) {
+    this.#cut(this.#turns.indexOf(turn) + 1);
+    this.#answer();
+  }
+
+  #answer() {
+    const messages = this.#turns
+      .filter(({ text }) => text)
+      .map(({ role, text }) => ({ role, content: text }));
+    const request = chatRequest(this.playground.settings(), messages);
+    const turn = new ModelTurn(new AnswerView(), {
+      onRegenerate: () => this.#regenerate(turn),
+      onCurl: () => this.playground.curl(request),
+    });
+    this.#add(turn);
+    this.playground.run(request, turn.view);
+  }
+
+  #regenerate(turn) {
+    this.#cut(this.#turns.indexOf(turn));
+    this.#answer();
+  }
+
+  #add(turn) {
+    this.#empty.hidden = true;
+    this.#turns.push(turn);
+    this.#log.append(turn.element);
+    turn.element.scrollIntoView({ block: "end" });
+  }
+
+  /** Leave out the turns from the `length`-th on. */
+  #cut(length) {
+    for (const turn of this.#turns.splice(length)) turn.element.remove();
+  }
+
+  #key(event) {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    this.submit();
+  }
+}

@@ -1,0 +1,89 @@
+/** A message of the chat: its text, and what can be done with it. */
+
+import { button, element } from "../dom.js";
+
+const NAMES = { user: "You", assistant: "Model" };
+
+/**
+ * A message that was written by the reader.
+ *
+ * `onEdit` gets the text that was changed and sent again.
+ */
+export class UserTurn {
+  role = "user";
+  #text = element("div", { class: "text" });
+  #body = element("div", {}, this.#text);
+
+  constructor(text, { onEdit }) {
+    this.text = text;
+    this.onEdit = onEdit;
+    this.#text.append(text);
+    this.element = turn(
+      "user",
+      this.#body,
+      button("Edit", () => this.#edit()),
+    );
+  }
+
+  #edit() {
+    const input = element("textarea", {
+      rows: Math.min(this.text.split("\n").length + 1, 12),
+      "aria-label": "The message, to be changed",
+    });
+    input.value = this.text;
+    const done = () => this.#body.replaceChildren(this.#text);
+    const send = () => {
+      done();
+      this.text = input.value;
+      this.#text.replaceChildren(this.text);
+      this.onEdit();
+    };
+    input.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") (event.preventDefault(), done());
+      if (event.key === "Enter" && !event.shiftKey) (event.preventDefault(), send());
+    });
+    const actions = [button("Send again", send, { class: "primary" }), button("Cancel", done)];
+    this.#body.replaceChildren(input, element("div", { class: "row" }, ...actions));
+    input.focus();
+  }
+}
+
+/** A message of the model: `view` shows it as it comes. */
+export class ModelTurn {
+  role = "assistant";
+
+  constructor(view, { onRegenerate, onCurl }) {
+    this.view = view;
+    this.element = turn(
+      "assistant",
+      view.element,
+      button("Regenerate", onRegenerate),
+      copyButton("Copy", () => this.text),
+      copyButton("Copy as curl", onCurl),
+    );
+  }
+
+  get text() {
+    return this.view.answer.text;
+  }
+}
+
+/** A button that puts a text on the clipboard, and says so. */
+export function copyButton(label, textOf) {
+  const copy = button(label, async () => {
+    await navigator.clipboard.writeText(textOf());
+    copy.textContent = "Copied";
+    setTimeout(() => (copy.textContent = label), 1500);
+  });
+  return copy;
+}
+
+function turn(role, body, ...actions) {
+  return element(
+    "article",
+    { class: `turn turn-${role}`, "aria-label": NAMES[role] },
+    element("h3", { class: "turn-role" }, NAMES[role]),
+    body,
+    element("div", { class: "turn-actions" }, ...actions),
+  );
+}
