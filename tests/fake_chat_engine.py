@@ -1,15 +1,24 @@
-"""An engine that says what it was asked, word by word. Run as a program, it chats at a terminal."""
+"""An engine that says what it was asked, word by word. Run as a program, it chats at a terminal.
+
+What is written there is kept in the file that ``$TRIOSERVE_HISTORY`` names.
+"""
 
 from __future__ import annotations
 
+import os
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import trio
 
-from trioserve.cli import terminal
+from trioserve.cli.chat import chat
+from trioserve.cli.conversation import Conversation
+from trioserve.cli.history import History, history_path
+from trioserve.cli.partners import EnginePartner
+from trioserve.cli.terminal import Terminal
 from trioserve.errors import ContextTooLong
+from trioserve.generation import Usage
 from trioserve.request import ChatPrompt
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
@@ -27,6 +36,10 @@ class FakeStream:
     pause: float
     _position: int = 0
     left: bool = False
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(prompt_tokens=10, completion_tokens=self._position, cached_tokens=0)
 
     async def __aenter__(self) -> FakeStream:
         if self.words == ["refuse"]:
@@ -46,9 +59,10 @@ class FakeStream:
 
     async def __anext__(self) -> Chunk:
         await trio.sleep(self.pause)
-        position, self._position = self._position, self._position + 1
+        position = self._position
         if not self.words or (position >= len(self.words) and not self.endless):
             raise StopAsyncIteration
+        self._position += 1
         word = self.words[position % len(self.words)]
         last = position + 1 == len(self.words) and not self.endless
         return Chunk(
@@ -62,10 +76,14 @@ class FakeStream:
 class FakeEngine:
     """Remembers what it was asked; ``generate`` is all it can do."""
 
+    model_name = "echo"
+    max_model_len = 2048
+
     pause: float = 0.0
     prompts: list[Any] = attrs.field(factory=list)
     params: list[SamplingParams] = attrs.field(factory=list)
     streams: list[FakeStream] = attrs.field(factory=list)
+    generation_defaults: dict[str, Any] = attrs.field(factory=dict)
 
     def generate(self, prompt: Any, params: SamplingParams) -> FakeStream:
         self.prompts.append(prompt)
@@ -79,8 +97,9 @@ class FakeEngine:
 
 
 async def main() -> None:
-    engine = FakeEngine(pause=0.01).as_engine()
-    await terminal.chat(engine, system=None, params=SamplingParams())
+    partner = EnginePartner(FakeEngine(pause=0.01).as_engine())
+    terminal = Terminal.standard(History(history_path(None, os.environ)))
+    await chat(partner, Conversation(), terminal=terminal)
     print("left")
 
 

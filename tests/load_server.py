@@ -72,14 +72,18 @@ class FakeServer:
             elif isinstance(received, h11.Data):
                 body += bytes(received.data)
             elif isinstance(received, h11.EndOfMessage):
-                self.requests.append((request, json.loads(body)))
+                asked = json.loads(body or b"{}")
+                self.requests.append((request, asked))
                 self.arrived.append(trio.current_time())
                 try:
-                    if not await self._answer(http, stream, json.loads(body)):
+                    if not await self._answer(http, stream, asked):
                         return
                 except trio.BrokenResourceError:
                     self.left.append(trio.current_time())
                     self.active -= 1
+                    return
+                if http.our_state is h11.MUST_CLOSE:  # as the client asked
+                    await stream.aclose()
                     return
                 body = b""
                 http.start_next_cycle()

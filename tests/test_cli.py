@@ -114,6 +114,10 @@ def test_sampling_flags_are_fields_of_the_sampling_parameters() -> None:
         ("generate m x --temperature -1", "--temperature must be a number from 0 to 100, got -1.0"),
         ("generate m x --top-k few", "--top-k must be a whole number; got 'few'"),
         ("generate m ", "the prompt is empty"),
+        ("chat --url h --dtype float32", "--dtype is for a model that is loaded here"),
+        ("chat --api-key x", "--api-key needs --url"),
+        ("chat --url ftp://h", "URL: expected a URL such as"),
+        ("chat --url http://me:word@h", "URL: a name and a password in it aren't sent"),
         ("generate", "the following arguments are required: MODEL"),
     ],
 )

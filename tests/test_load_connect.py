@@ -271,7 +271,7 @@ async def test_the_models_of_a_server_are_asked_for() -> None:
     ("answer", "message"),
     [
         (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", "refuses with 401: give the right"),
-        (b"220 smtp ready\r\n\r\n", "is no HTTP server"),
+        (b"220 smtp ready\r\n\r\n", "gives no valid HTTP answer"),
     ],
 )
 async def test_servers_that_refuse_are_told(answer: bytes, message: str) -> None:

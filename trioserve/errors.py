@@ -67,7 +67,7 @@ class ModelLoadError(TrioserveError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(_printable(message))
+        super().__init__(printable(message))
 
 
 class QueueFull(TrioserveError):
@@ -78,7 +78,8 @@ class QueueFull(TrioserveError):
         self.retry_after = retry_after
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """``text`` from somewhere else as one line that does nothing to a terminal."""
     if len(text) > 2 * _MAX_HALF_MESSAGE:
         text = f"{text[:_MAX_HALF_MESSAGE]} … {text[-_MAX_HALF_MESSAGE:]}"
     if text.isprintable():

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import resource
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import attrs
 import rich.console
@@ -21,11 +18,10 @@ from trioserve.cli.bench_results import Results, check_outputs, note
 from trioserve.cli.bench_work import make_texts
 from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
-from trioserve.cli.usage import UsageError
+from trioserve.cli.remote import address_of, authorization, certificates
 from trioserve.config import EngineConfig
 from trioserve.groups import sole_exception
 from trioserve.load.client import Target
-from trioserve.load.connect import Address, parse_url, tls_context
 from trioserve.load.embedded import EmbeddedTarget
 from trioserve.load.figures import Limits
 from trioserve.load.loop import Progress
@@ -181,17 +177,9 @@ async def _one(options: BenchOptions, subject: _Subject, point: Point) -> Measur
 @contextlib.asynccontextmanager
 async def _server(options: BenchOptions, chat: bool) -> AsyncIterator[_Subject]:
     _raise_file_limit()
-    try:
-        address = parse_url(options.url)
-    except ValueError as error:
-        raise UsageError(f"URL: {error}") from error
-    if "@" in urlsplit(options.url if "://" in options.url else f"//{options.url}").netloc:
-        # It would be in the results, too, which tell no keys.
-        raise UsageError(
-            "URL: a name and a password in it aren't sent: give --api-key or "
-            "--header 'Authorization:Basic ...'"
-        )
-    connect = address.connect(_tls(options, address))
+    address = address_of(options.url, instead="--api-key or --header 'Authorization:Basic ...'")
+    context = certificates(address, options.ca_file, insecure=options.insecure)
+    connect = address.connect(context)
     headers = _headers(options)
     info = await ask_models(
         connect, address.authority, f"{address.base_path}/models", headers, address.url
@@ -222,32 +210,13 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _tls(options: BenchOptions, address: Address) -> Any:
-    if not address.tls:
-        for flag, given in (("--ca-file", options.ca_file), ("--insecure", options.insecure)):
-            if given:
-                raise UsageError(f"{flag} needs a URL that begins with https://")
-        return None
-    try:
-        file = None if options.ca_file is None else Path(options.ca_file)
-        return tls_context(file, insecure=options.insecure)
-    except OSError as error:  # an SSLError, too
-        raise UsageError(f"--ca-file: {options.ca_file} can't be used: {error}") from error
-
-
 def _headers(options: BenchOptions) -> dict[str, str]:
     """The headers by name. Names are alike in upper and lower case, so they are written alike."""
     pairs = (header.split(":", 1) for header in options.header)
     headers = {name.title(): value.strip() for name, value in pairs}
     if "Authorization" in headers:
         return headers
-    key = options.api_key or os.environ.get("OPENAI_API_KEY")
-    if not key:
-        return headers
-    if not key.isprintable():
-        given = "--api-key" if options.api_key else "$OPENAI_API_KEY"
-        raise UsageError(f"{given} must be one line of printable characters")
-    return {"Authorization": f"Bearer {key}", **headers}
+    return {**authorization(options.api_key), **headers}
 
 
 @contextlib.asynccontextmanager

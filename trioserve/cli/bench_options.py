@@ -12,12 +12,12 @@ from typing import Any
 
 import attrs
 
+from trioserve.cli.remote_options import RemoteOptions
 from trioserve.errors import InvalidRequest
 from trioserve.options import option, options_of
 
-__all__ = ["BENCH_GROUPS", "DATASETS", "DEFAULT_URL", "BenchOptions"]
+__all__ = ["BENCH_GROUPS", "DATASETS", "BenchOptions"]
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 DATASETS = ("random", "fixed", "shared-prefix", "chat", "sharegpt", "json")
 _LIMITS = ("ttft", "tpot", "e2el")
 _WHAT_A_TRACE_SAYS = (
@@ -36,15 +36,12 @@ BENCH_GROUPS = {
 
 
 @attrs.frozen(kw_only=True)
-class BenchOptions:
+class BenchOptions(RemoteOptions):
     """Everything that ``trioserve bench`` can be told.
 
     Raises:
         InvalidRequest: a value isn't allowed, or two contradict each other; ``param`` names one.
     """
-
-    url: str = DEFAULT_URL
-    """A server's address, ``/v1`` at its end or not."""
 
     embedded: str | None = option(
         None,
@@ -73,13 +70,6 @@ class BenchOptions:
         choices=("auto", "completions", "chat"),
         group="target",
     )
-    api_key: str | None = option(
-        None,
-        "sent as a bearer token (default: $OPENAI_API_KEY)",
-        group="target",
-        metavar="KEY",
-        secret=True,
-    )
     header: tuple[str, ...] = option(
         (),
         "further headers of every request",
@@ -94,15 +84,6 @@ class BenchOptions:
         'further fields of every request, as JSON: {"top_p": 0.9}',
         group="target",
         metavar="JSON",
-    )
-    ca_file: str | None = option(
-        None,
-        "certificates that an https server's may be signed by (default: the system's)",
-        group="target",
-        metavar="FILE",
-    )
-    insecure: bool = option(
-        False, "take any certificate of an https server", group="target", kind=bool
     )
     request_timeout: float = option(
         600.0, "seconds that one request may take", group="target", kind=float, above=0

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from trioserve.cli.flags import (
     UsageError,
     bench_options,
+    chat_server,
     embedded_config,
     engine_config,
     parse,
@@ -38,6 +39,7 @@ from trioserve.heap import importing
 from trioserve.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from trioserve.cli.remote_options import RemoteOptions
     from trioserve.engine import Engine
 
 # What a command alone needs (trio, the server, rich) is imported by that command, so that --help
@@ -109,34 +111,50 @@ def _serve(arguments: dict[str, Any]) -> int:
 
 
 def _chat(arguments: dict[str, Any]) -> int:
-    config = engine_config(arguments, os.environ)
+    server = chat_server(arguments)
     fields = sampling_fields(arguments)
-    from trioserve.cli import terminal
+    import trio
 
-    def chat(engine: Engine, params: SamplingParams) -> Awaitable[None]:
-        return terminal.chat(engine, system=arguments["system"], params=params)
+    from trioserve.cli.chat import chat
+    from trioserve.cli.conversation import Conversation
+    from trioserve.cli.history import History, history_path
+    from trioserve.cli.partners import EnginePartner, find_server
+    from trioserve.cli.remote import remote_of
+    from trioserve.cli.terminal import Terminal
 
-    return _with_engine(config, fields, chat)
+    conversation = Conversation(system=arguments["system"], fields=fields)
+    terminal = Terminal.standard(History(history_path(arguments["history"], os.environ)))
+
+    async def with_engine(engine: Engine) -> None:
+        await chat(EnginePartner(engine), conversation, terminal=terminal)
+
+    async def with_server(options: RemoteOptions) -> None:
+        remote, address = remote_of(options)
+        partner = await find_server(remote, address.base_path, arguments["model"])
+        await chat(partner, conversation, terminal=terminal)
+
+    if server is None:
+        _with_engine(engine_config(arguments, os.environ), with_engine)
+    else:
+        trio.run(with_server, server)
+    return 0
 
 
 def _generate(arguments: dict[str, Any]) -> int:
     config = engine_config(arguments, os.environ)
     fields = sampling_fields(arguments)
     prompt = _read_prompt(arguments["prompt"])
-    from trioserve.cli import terminal
+    from trioserve.cli.generate import generate
 
-    def generate(engine: Engine, params: SamplingParams) -> Awaitable[None]:
-        return terminal.generate(engine, prompt, params)
+    async def use(engine: Engine) -> None:
+        params = SamplingParams(**{**engine.generation_defaults, **fields})
+        await generate(engine, prompt, params)
 
-    return _with_engine(config, fields, generate)
+    _with_engine(config, use)
+    return 0
 
 
-def _with_engine(
-    config: EngineConfig,
-    fields: dict[str, Any],
-    use: Callable[[Engine, SamplingParams], Awaitable[None]],
-) -> int:
-    """Call ``use`` with an engine, and with ``fields`` over the model's own sampling defaults."""
+def _with_engine(config: EngineConfig, use: Callable[[Engine], Awaitable[None]]) -> None:
     import trio
 
     from trioserve.cli.loading import LoadingReport
@@ -147,11 +165,10 @@ def _with_engine(
         with LoadingReport() as report:
             async with open_engine(config, on_progress=report) as engine:
                 report.close()
-                await use(engine, SamplingParams(**{**engine.generation_defaults, **fields}))
+                await use(engine)
 
     setup_logging("warning", "console")
     trio.run(main)
-    return 0
 
 
 def _read_prompt(given: str | None) -> str:

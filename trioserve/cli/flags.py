@@ -15,8 +15,9 @@ from typing import Any, NoReturn, TypeVar
 import attrs
 
 from trioserve import __version__
-from trioserve.cli.bench_options import BENCH_GROUPS, DEFAULT_URL, BenchOptions
+from trioserve.cli.bench_options import BENCH_GROUPS, BenchOptions
 from trioserve.cli.mock import add_mock_flag
+from trioserve.cli.remote_options import DEFAULT_URL, RemoteOptions
 from trioserve.cli.usage import UsageError
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
 from trioserve.errors import InvalidRequest
@@ -35,9 +36,11 @@ __all__ = [
     "UsageError",
     "bench_options",
     "build_parsers",
+    "chat_server",
     "embedded_config",
     "engine_config",
     "parse",
+    "remote_options",
     "sampling_fields",
     "server_config",
     "strangers",
@@ -174,7 +177,20 @@ def build_parsers() -> tuple[_Parser, dict[str, _Parser]]:
     chat = add("chat", "talk to a model in the terminal", "[MODEL] [options]", _EPILOG)
     chat.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the chat")
+    chat.add_argument(
+        "--history",
+        metavar="FILE",
+        help="keep what is written at the prompt in FILE, or nowhere (off) "
+        "(default: $TRIOSERVE_HISTORY, else ~/.local/state/trioserve/chat_history)",
+    )
+    chat.add_argument(
+        "--url",
+        metavar="URL",
+        help="talk to this OpenAI-compatible server in place of a model that is loaded here; MODEL "
+        "is a name of its own (default: the first that it lists)",
+    )
     _add_sampling_options(chat)
+    _add_options(chat, RemoteOptions, groups={"target": "With --url"})
     _add_options(chat, EngineConfig)
 
     generate = add("generate", "continue a text", "MODEL [PROMPT] [options]", _EPILOG)
@@ -257,6 +273,31 @@ def bench_options(arguments: Mapping[str, Any]) -> BenchOptions:
         raise _as_written(error, {option.name for option in options}, options) from error
 
 
+def remote_options(arguments: Mapping[str, Any]) -> RemoteOptions:
+    """The server that a command asks, from flags alone."""
+    fields = _from_flags(options_of(RemoteOptions), arguments)
+    return RemoteOptions(**fields, url=arguments["url"] or DEFAULT_URL)
+
+
+def chat_server(arguments: Mapping[str, Any]) -> RemoteOptions | None:
+    """The server that ``chat`` talks to; None where it loads a model itself.
+
+    Raises:
+        UsageError: a flag belongs to the one, and the other is asked for.
+    """
+    if arguments["url"] is None:
+        _refuse_flags(arguments, RemoteOptions, "needs --url")
+        return None
+    _refuse_flags(arguments, EngineConfig, "is for a model that is loaded here, not for --url")
+    return remote_options(arguments)
+
+
+def _refuse_flags(arguments: Mapping[str, Any], cls: type[attrs.AttrsInstance], why: str) -> None:
+    for option in options_of(cls):
+        if option.name in arguments:
+            raise UsageError(f"{option.flag} {why}")
+
+
 def embedded_config(options: BenchOptions, environment: Mapping[str, str]) -> EngineConfig | None:
     """The engine that ``--embedded`` and ``--engine-option`` ask for; None where none is.
 
@@ -307,7 +348,7 @@ def strangers(environment: Mapping[str, str]) -> list[str]:
     known = [option.name for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]
     return [
         f"{name} is no option" + (f"; did you mean {meant}?" if meant else "")
-        for name, meant in unknown_variables(["model", *known], environment)
+        for name, meant in unknown_variables(["model", "history", *known], environment)
     ]
 
 

@@ -1,84 +1,94 @@
-"""The front ends of ``trioserve chat`` and ``trioserve generate``: an engine and a terminal.
+"""A terminal as ``trioserve chat`` and ``trioserve generate`` use it: lines in, text out.
 
 Lines are read in a thread that is left behind when the command ends while it waits for one, so it
 must hold no lock that the interpreter wants on its way out: at a terminal it is in ``input``, and
-from a pipe it reads without a buffer. Ctrl-C is taken over by :func:`chat` at a terminal, and only
-there: it stops the reply, and at the prompt a second one leaves. Everywhere else it is Python's own
-KeyboardInterrupt.
+from a pipe it reads without a buffer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
+import os
 import sys
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TextIO
 
-import attrs
 import trio
 
+from trioserve.cli.history import History
 from trioserve.cli.output import writing
-from trioserve.errors import InvalidRequest
-from trioserve.groups import sole_exception
-from trioserve.request import ChatPrompt
-from trioserve.sampling import SamplingParams
 
-if TYPE_CHECKING:
-    from trioserve.engine import Engine
-    from trioserve.generation import PromptLike
-    from trioserve.stream import Chunk
-
-__all__ = ["Terminal", "chat", "generate"]
+__all__ = ["PROMPT", "Terminal"]
 
 PROMPT = "> "
-HELP = """\
-Write a message and press Enter. A line that begins with / is a command:
-  /clear   forget the conversation
-  /help    show this
-  /exit    leave (also Ctrl-D)
-Ctrl-C stops a reply. To send a line that begins with /, put a space before it."""
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 """What a model may not do to a terminal: move its cursor, ring its bell, change its title."""
+_PLAIN_PASTE = "\x1b[?2004l"
+"""Tells a terminal not to mark what is pasted any more, as readline has it do at the prompt."""
 
 
 class Terminal:
-    """Lines in, text out, notes for the person on stderr."""
+    """Lines in, text out, notes for the person on stderr.
 
-    def __init__(self, stdin: TextIO, stdout: TextIO, stderr: TextIO) -> None:
+    ``history`` is where lines are kept for the next time; those from a pipe never are.
+    """
+
+    def __init__(
+        self, stdin: TextIO, stdout: TextIO, stderr: TextIO, history: History | None = None
+    ) -> None:
         self._stdin = stdin
         self._stdout = stdout
         self._stderr = stderr
+        self._history = history or History(None)
+        self._prompt = PROMPT
         self.interactive = stdin.isatty() and stdout.isatty()
         """Whether somebody sits there, rather than a file or a pipe at either end."""
+        self._readline = _readline() if self.interactive else None
         self._lines = None if self.interactive else _unbuffered_lines(stdin)
+        self._dumb = os.environ.get("TERM", "dumb") == "dumb"
+        self._styled = stdout.isatty() and not self._dumb and not os.environ.get("NO_COLOR")
 
     @classmethod
-    def standard(cls) -> Terminal:
+    def standard(cls, history: History | None = None) -> Terminal:
         """The process's own stdin, stdout and stderr."""
-        return cls(sys.stdin, sys.stdout, sys.stderr)
+        return cls(sys.stdin, sys.stdout, sys.stderr, history)
 
-    async def read_line(self) -> str | None:
-        """The next line without its end, None when there is none. At a terminal, asks for it."""
+    async def read_line(self, prompt: str = PROMPT) -> str | None:
+        """The next line without its end, None when there is none. At a terminal, asks for it.
+
+        What is pasted with line breaks in it is one line, where the terminal marks what is pasted.
+        """
+        self._prompt = prompt
         return await trio.to_thread.run_sync(self._read_line, abandon_on_cancel=True)
 
     def _read_line(self) -> str | None:
         if self._lines is not None:
             return next(self._lines, None)
         try:
-            return input(PROMPT)
+            return input(self._prompt)
         except EOFError:
             self.write("\n")
             return None
 
-    def write(self, text: str) -> None:
+    def remember(self, entry: str) -> None:
+        """Have the arrow keys bring ``entry`` back, now and the next time."""
+        if self._readline is not None:
+            self._readline.add_history(entry)
+        if self.interactive:
+            self._history.append(entry)
+
+    def write(self, text: str, *, faint: bool = False) -> None:
         """Show ``text`` at once, without what would control the terminal."""
         if self._stdout.isatty():
             text = text.translate(_CONTROLS)
         # A terminal that isn't UTF-8 must not end the reply at the first emoji.
         encoding = self._stdout.encoding or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        if faint and self._styled:
+            text = f"\x1b[2m{text}\x1b[22m"
         with writing():
-            self._stdout.write(text.encode(encoding, "replace").decode(encoding))
+            self._stdout.write(text)
             self._stdout.flush()
 
     def note(self, line: str) -> None:
@@ -87,18 +97,13 @@ class Terminal:
 
     def ask_again(self) -> None:
         """Put the prompt, and what has been typed at it, on a new line."""
-        typed = ""
-        with contextlib.suppress(ImportError):
-            import readline
-
-            typed = readline.get_line_buffer()
-        self.write(PROMPT + typed)
+        typed = "" if self._readline is None else self._readline.get_line_buffer()
+        self.write(self._prompt + typed)
 
     @contextlib.contextmanager
     def line_editing(self) -> Iterator[None]:
         """Arrow keys and history at the prompt; afterwards the terminal is as it was."""
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 (input() uses it once it is there)
+        marks_pastes = self._prepare_readline()
         try:
             import termios
         except ImportError:
@@ -109,168 +114,38 @@ class Terminal:
             yield
         finally:
             termios.tcsetattr(self._stdin.fileno(), termios.TCSADRAIN, before)
+            # The thread that waits for a line when the chat ends doesn't get to say so.
+            if marks_pastes:
+                with writing():
+                    self._stdout.write(_PLAIN_PASTE)
+                    self._stdout.flush()
+
+    def _prepare_readline(self) -> bool:
+        """Give readline the lines of before; whether it has the terminal mark what is pasted."""
+        readline = self._readline
+        if readline is None:
+            return False
+        readline.set_auto_history(False)  # a message of several lines is one entry
+        for entry in self._history.read():
+            readline.add_history(entry)
+        # Python turns it off, for programs that read lines and don't expect breaks in them.
+        # libedit, which may be in readline's place, can't do it.
+        if self._dumb or "libedit" in (readline.__doc__ or ""):
+            return False
+        readline.parse_and_bind("set enable-bracketed-paste on")
+        return True
+
+
+def _readline() -> ModuleType | None:
+    """What edits the lines of ``input`` once it is imported; None where Python has none."""
+    try:
+        import readline
+    except ImportError:
+        return None
+    return readline
 
 
 def _unbuffered_lines(stdin: TextIO) -> Iterator[str]:
     with open(stdin.fileno(), "rb", buffering=0, closefd=False) as raw:
         while line := raw.readline():
             yield line.decode("utf-8", "replace").rstrip("\r\n")
-
-
-async def generate(
-    engine: Engine,
-    prompt: PromptLike,
-    params: SamplingParams,
-    *,
-    terminal: Terminal | None = None,
-) -> None:
-    """Stream the continuation of ``prompt`` to stdout, with a line end at its end."""
-    terminal = terminal or Terminal.standard()
-    last = ""
-    async with engine.generate(prompt, params) as stream:
-        async for chunk in stream:
-            terminal.write(chunk.text)
-            last = chunk.text or last
-    if not last.endswith("\n"):
-        terminal.write("\n")
-
-
-async def chat(
-    engine: Engine,
-    *,
-    system: str | None,
-    params: SamplingParams,
-    terminal: Terminal | None = None,
-) -> None:
-    """Talk to the model until the input ends or says /exit.
-
-    At a terminal, must be called from the main thread (it takes SIGINT over), and a message that
-    the engine refuses is only reported. From a pipe, every line is a message, and a refusal is
-    raised.
-    """
-    terminal = terminal or Terminal.standard()
-    conversation = _Conversation(engine, system, params, terminal)
-    if not terminal.interactive:
-        await conversation.run()
-        return
-    terminal.note("Ctrl-C stops a reply, Ctrl-D leaves, /help shows more.")
-    failure: BaseException | None = None
-    with terminal.line_editing(), trio.open_signal_receiver(signal.SIGINT) as interrupts:
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(conversation.obey, interrupts, nursery.cancel_scope)
-                await conversation.run()
-                nursery.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            failure = sole_exception(group)
-    if failure is not None:
-        raise failure
-
-
-@attrs.define(eq=False)
-class _Conversation:
-    engine: Engine
-    system: str | None
-    params: SamplingParams
-    terminal: Terminal
-    messages: list[dict[str, Any]] = attrs.field(factory=list)
-    reply_scope: trio.CancelScope | None = None
-    """Around the reply that is being written, if one is."""
-    leave_on_interrupt: bool = False
-
-    async def run(self) -> None:
-        while (line := await self.terminal.read_line()) is not None:
-            self.leave_on_interrupt = False
-            if line.startswith("/"):
-                if line.strip() == "/exit":
-                    return
-                self._command(line.strip())
-            elif line.strip():
-                await self._answer(line)
-
-    async def obey(self, interrupts: AsyncIterator[int], whole: trio.CancelScope) -> None:
-        """Stop the reply on an interrupt; between replies, end ``whole`` on the second in a row."""
-        async for _ in interrupts:
-            if self.reply_scope is not None:
-                self.reply_scope.cancel()
-            elif self.leave_on_interrupt:
-                self.terminal.write("\n")
-                whole.cancel()
-            else:
-                self.leave_on_interrupt = True
-                self.terminal.note("\nCtrl-C again, Ctrl-D or /exit leaves.")
-                self.terminal.ask_again()
-
-    def _command(self, name: str) -> None:
-        if name == "/clear":
-            self.messages.clear()
-            self.terminal.note("The conversation is forgotten.")
-        elif name == "/help":
-            self.terminal.note(HELP)
-        else:
-            self.terminal.note(f"There is no command {name}; /help lists them.")
-
-    async def _answer(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": text})
-        reply = _Reply(trio.current_time())
-        try:
-            with trio.CancelScope() as self.reply_scope:
-                await self._stream(reply)
-        except InvalidRequest as error:
-            self.messages.pop()
-            if not self.terminal.interactive:
-                raise
-            self.terminal.note(f"{error} (/clear starts a new conversation)")
-            return
-        finally:
-            self.reply_scope = None
-        self.terminal.write("\n")
-        self.terminal.note(f"[{reply.summary()}]")
-        if reply.text:
-            self.messages.append({"role": "assistant", "content": reply.text})
-        else:  # stopped before it began: as if nothing had been asked
-            self.messages.pop()
-
-    async def _stream(self, reply: _Reply) -> None:
-        system = [{"role": "system", "content": self.system}] if self.system is not None else []
-        prompt = ChatPrompt(messages=(*system, *self.messages))
-        async with self.engine.generate(prompt, self.params) as stream:
-            async for chunk in stream:
-                reply.add(chunk, trio.current_time())
-                self.terminal.write(chunk.text)
-
-
-@attrs.define
-class _Reply:
-    """A reply so far, and how fast it came. Times are seconds on trio's clock."""
-
-    asked: float
-    text: str = ""
-    finish_reason: str | None = None
-    _first: float = 0.0
-    _last: float = 0.0
-    _num_tokens: int = 0
-    _num_first: int = 0
-
-    def add(self, chunk: Chunk, now: float) -> None:
-        self.text += chunk.text
-        self.finish_reason = chunk.finish_reason
-        if chunk.token_ids:
-            if not self._num_tokens:
-                self._first, self._num_first = now, len(chunk.token_ids)
-            self._last = now
-            self._num_tokens += len(chunk.token_ids)
-
-    def summary(self) -> str:
-        """For a person: ``34 tokens, 92.1 tokens/s, first after 0.08 s``."""
-        facts = [f"{self._num_tokens} token{'s' if self._num_tokens != 1 else ''}"]
-        seconds = self._last - self._first
-        if seconds > 0:
-            facts.append(f"{(self._num_tokens - self._num_first) / seconds:.1f} tokens/s")
-        if self._num_tokens:
-            facts.append(f"first after {self._first - self.asked:.2f} s")
-        if self.finish_reason is None:
-            facts.append("stopped")
-        elif self.finish_reason != "stop":
-            facts.append(f"ended by {self.finish_reason}")
-        return ", ".join(facts)

@@ -9,19 +9,24 @@ import msgspec
 
 from trioserve.load.records import Record
 
-__all__ = ["AnswerReader"]
+__all__ = ["AnswerReader", "Choice", "Delta", "StreamEvent", "Usage", "decode_event", "error_text"]
 
 
-class _Delta(msgspec.Struct, gc=False):
+class Delta(msgspec.Struct, gc=False):
+    """What an event adds to a message."""
+
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    """The same; some servers send both."""
 
 
-class _Choice(msgspec.Struct, gc=False):
+class Choice(msgspec.Struct, gc=False):
+    """An event's part of one output."""
+
     text: str | None = None
     token_ids: list[int] | None = None
-    delta: _Delta | None = None
+    delta: Delta | None = None
     finish_reason: str | None = None
 
 
@@ -29,19 +34,29 @@ class _PromptDetails(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct, gc=False):
+class Usage(msgspec.Struct, gc=False):
+    """Tokens of the request so far."""
+
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
 
 
-class _Event(msgspec.Struct, gc=False):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+class StreamEvent(msgspec.Struct, gc=False):
+    """An event's data."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
     error: Any = None
 
 
-_decode = msgspec.json.Decoder(_Event).decode
+decode_event = msgspec.json.Decoder(StreamEvent).decode
+"""An event's data, taken apart. Raises msgspec.DecodeError, or UnicodeDecodeError."""
+
+
+def error_text(error: Any) -> str:
+    """What the ``error`` of an answer says, an object with a message or something else."""
+    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 @attrs.define(eq=False)
@@ -82,7 +97,7 @@ class AnswerReader:
         if data == b"[DONE]":
             self._done = True
             return
-        event = _decode(data)
+        event = decode_event(data)
         record = self.record
         if event.choices:
             choice = event.choices[0]
@@ -91,7 +106,6 @@ class AnswerReader:
             text = choice.text if delta is None else delta.content
             if text:
                 self._texts.append(text)
-            # Some servers send it under both names.
             reasoning = delta and (delta.reasoning_content or delta.reasoning)
             if reasoning:
                 self._reasonings.append(reasoning)
@@ -104,12 +118,10 @@ class AnswerReader:
         if event.usage is not None:
             _note_usage(record, event.usage)
         if event.error is not None:
-            error = event.error
-            message = error.get("message", error) if isinstance(error, dict) else error
-            record.fail("error in the stream", str(message))
+            record.fail("error in the stream", error_text(event.error))
 
 
-def _note_usage(record: Record, usage: _Usage) -> None:
+def _note_usage(record: Record, usage: Usage) -> None:
     record.prompt_tokens = usage.prompt_tokens
     record.completion_tokens = usage.completion_tokens
     if usage.prompt_tokens_details is not None:

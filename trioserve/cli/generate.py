@@ -1,0 +1,32 @@
+"""``trioserve generate``: a text goes on, on stdout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trioserve.cli.terminal import Terminal
+from trioserve.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from trioserve.engine import Engine
+    from trioserve.generation import PromptLike
+
+__all__ = ["generate"]
+
+
+async def generate(
+    engine: Engine,
+    prompt: PromptLike,
+    params: SamplingParams,
+    *,
+    terminal: Terminal | None = None,
+) -> None:
+    """Stream the continuation of ``prompt`` to stdout, with a line end at its end."""
+    terminal = terminal or Terminal.standard()
+    last = ""
+    async with engine.generate(prompt, params) as stream:
+        async for chunk in stream:
+            terminal.write(chunk.text)
+            last = chunk.text or last
+    if not last.endswith("\n"):
+        terminal.write("\n")

@@ -1,0 +1,90 @@
+"""What was written at a prompt before, in a file, for the arrow keys of the next time.
+
+One message a line, as JSON, for a message may have line breaks. readline's own format has no way to
+say that, and its two implementations don't read each other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+
+__all__ = ["MAX_CHARACTERS", "MAX_ENTRIES", "History", "history_path"]
+
+MAX_ENTRIES = 1000
+MAX_CHARACTERS = 10_000
+"""Of one message. A longer one was pasted, and would only be in the way."""
+
+
+def history_path(given: str | None, environment: Mapping[str, str]) -> Path | None:
+    """The file that ``given`` names, else ``$TRIOSERVE_HISTORY``, else the user's own place for it.
+
+    None where that is the word ``off``, or where there is no home folder.
+    """
+    named = given or environment.get("TRIOSERVE_HISTORY")
+    if named:
+        return None if named == "off" else Path(named)
+    state = environment.get("XDG_STATE_HOME", "")
+    if os.path.isabs(state):  # the standard has others ignored
+        return Path(state) / "trioserve" / "chat_history"
+    with contextlib.suppress(RuntimeError):
+        return Path.home() / ".local" / "state" / "trioserve" / "chat_history"
+    return None
+
+
+@attrs.define(eq=False)
+class History:
+    """The file at ``path``, which only its owner may read; without one nothing is kept.
+
+    Nobody's chat ends because a line can't be kept: what the system refuses is left out.
+    """
+
+    path: Path | None
+
+    def read(self) -> list[str]:
+        """The newest ``MAX_ENTRIES``, the oldest first. Shortens a file that has grown far past."""
+        if self.path is None:
+            return []
+        try:
+            lines = self.path.read_text("utf-8", "replace").splitlines()
+        except OSError:
+            return []
+        if len(lines) > 2 * MAX_ENTRIES:
+            self._rewrite(lines[-MAX_ENTRIES:])
+        entries = (_entry(line) for line in lines[-MAX_ENTRIES:])
+        return [entry for entry in entries if entry is not None]
+
+    def append(self, entry: str) -> None:
+        """Keep ``entry``, unless it is very long."""
+        if self.path is None or len(entry) > MAX_CHARACTERS:
+            return
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Two chats may append at a time: a line is one write.
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(descriptor, json.dumps(entry).encode() + b"\n")
+            finally:
+                os.close(descriptor)
+
+    def _rewrite(self, lines: list[str]) -> None:
+        assert self.path is not None
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+            os.replace(part, self.path)
+
+
+def _entry(line: str) -> str | None:
+    with contextlib.suppress(ValueError):
+        entry = json.loads(line)
+        if isinstance(entry, str):
+            return entry
+    return None

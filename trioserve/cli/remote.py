@@ -1,0 +1,80 @@
+"""From a URL and a key on the command line to a server that can be asked."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from trioserve.cli.remote_options import RemoteOptions
+from trioserve.cli.usage import UsageError
+from trioserve.load.connect import Address, parse_url, tls_context
+from trioserve.load.remote import Remote
+
+__all__ = ["address_of", "authorization", "certificates", "remote_of"]
+
+
+def remote_of(options: RemoteOptions) -> tuple[Remote, Address]:
+    """The server itself, and its address.
+
+    Raises:
+        UsageError: an option isn't allowed.
+    """
+    address = address_of(options.url)
+    context = certificates(address, options.ca_file, insecure=options.insecure)
+    remote = Remote(
+        connect=address.connect(context),
+        host=address.authority,
+        url=address.url,
+        headers=authorization(options.api_key),
+    )
+    return remote, address
+
+
+def address_of(url: str, *, instead: str = "--api-key") -> Address:
+    """Where the server is; ``instead`` of a password in the URL, people are told to use that.
+
+    Raises:
+        UsageError: ``url`` names no server, or holds a password.
+    """
+    try:
+        address = parse_url(url)
+    except ValueError as error:
+        raise UsageError(f"URL: {error}") from error
+    if "@" in urlsplit(url if "://" in url else f"//{url}").netloc:
+        # It would be shown, and be in results, which tell no keys.
+        raise UsageError(f"URL: a name and a password in it aren't sent: give {instead}")
+    return address
+
+
+def certificates(address: Address, ca_file: str | None, *, insecure: bool) -> ssl.SSLContext | None:
+    """What certificates of the server are trusted; None where it has no TLS.
+
+    Raises:
+        UsageError: the file can't be used, or an option makes no sense without TLS.
+    """
+    if not address.tls:
+        for flag, given in (("--ca-file", ca_file), ("--insecure", insecure)):
+            if given:
+                raise UsageError(f"{flag} needs a URL that begins with https://")
+        return None
+    try:
+        return tls_context(None if ca_file is None else Path(ca_file), insecure=insecure)
+    except OSError as error:  # an SSLError, too
+        raise UsageError(f"--ca-file: {ca_file} can't be used: {error}") from error
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header that carries ``api_key``, else ``$OPENAI_API_KEY``; none where neither is there.
+
+    Raises:
+        UsageError: the key can't be sent.
+    """
+    key = api_key or os.environ.get("OPENAI_API_KEY")
+    if not key:
+        return {}
+    if not key.isprintable():
+        given = "--api-key" if api_key else "$OPENAI_API_KEY"
+        raise UsageError(f"{given} must be one line of printable characters")
+    return {"Authorization": f"Bearer {key}"}

@@ -1,0 +1,38 @@
+"""The options of every command that asks a server. Nothing here that ``--help`` doesn't need."""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.options import option
+
+__all__ = ["DEFAULT_URL", "REMOTE_GROUPS", "RemoteOptions"]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+REMOTE_GROUPS = {"target": "The server"}
+"""The title of the group of options, for help."""
+
+
+@attrs.frozen(kw_only=True)
+class RemoteOptions:
+    """Where a server is and how it is asked."""
+
+    url: str = DEFAULT_URL
+    """Its address, ``/v1`` at its end or not."""
+
+    api_key: str | None = option(
+        None,
+        "sent as a bearer token (default: $OPENAI_API_KEY)",
+        group="target",
+        metavar="KEY",
+        secret=True,
+    )
+    ca_file: str | None = option(
+        None,
+        "certificates that an https server's may be signed by (default: the system's)",
+        group="target",
+        metavar="FILE",
+    )
+    insecure: bool = option(
+        False, "take any certificate of an https server", group="target", kind=bool
+    )

@@ -1,0 +1,59 @@
+"""Server-sent events out of bytes that are cut anywhere, without any I/O."""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.load.response import InvalidAnswer
+
+__all__ = ["Event", "EventReader"]
+
+MAX_EVENT_BYTES = 16 << 20
+
+
+@attrs.frozen
+class Event:
+    """One event: its name, ``message`` where it has none, and its data."""
+
+    name: str
+    data: bytes
+
+
+@attrs.define(eq=False)
+class EventReader:
+    """The events of one body, in the format of the HTML standard; ids and comments are left out."""
+
+    _rest: bytes = b""
+    _name: str = "message"
+    _data: list[bytes] = attrs.field(factory=list)
+    _num_bytes: int = 0
+
+    def feed(self, data: bytes) -> list[Event]:
+        """The events that are whole with ``data``.
+
+        Raises:
+            InvalidAnswer: one is longer than any that is meant.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        events = []
+        for line in lines:
+            event = self._take_line(line.removesuffix(b"\r"))
+            if event is not None:
+                events.append(event)
+        if len(self._rest) + self._num_bytes > MAX_EVENT_BYTES:
+            raise InvalidAnswer("an event is too long")
+        return events
+
+    def _take_line(self, line: bytes) -> Event | None:
+        if not line:
+            event = Event(self._name, b"\n".join(self._data)) if self._data else None
+            self._name, self._data, self._num_bytes = "message", [], 0
+            return event
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            self._data.append(value)
+            self._num_bytes += len(value)
+        elif field == b"event":
+            self._name = value.decode("utf-8", "replace")
+        return None
