@@ -1,5 +1,8 @@
 """The engine as its callers see it: generate, complete, statistics, drain.
 
+What it offers of texts as a whole is in :mod:`trioserve.pooling.engine`, and what it offers to
+operators in :mod:`trioserve.operated_engine`.
+
 A request isn't a task: it belongs to the scope of the ``async with engine.generate(...)`` block,
 and leaving that block, for whatever reason, is its abort. The tasks behind it are
 :mod:`trioserve.nursery`'s.
@@ -10,25 +13,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Seq
-from os import PathLike
 from typing import Any
 
 import attrs
 import trio
 
 from trioserve import wire
-from trioserve.adapters import NO_ADAPTER, Adapter, absolute, check_name
-from trioserve.admission import (
-    check_arguments,
-    check_params,
-    check_prompt,
-    max_prompt_tokens,
-    sampler_params,
-)
+from trioserve.adapters import NO_ADAPTER
+from trioserve.admission import check_arguments
 from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.control import Control
@@ -42,7 +37,6 @@ from trioserve.errors import (
     RequestAborted,
     SlowReader,
 )
-from trioserve.feed import DEFAULT_MAX_RECORDS, Subscription
 from trioserve.generation import (
     Completion,
     GenerationStream,
@@ -54,29 +48,19 @@ from trioserve.generation import (
 from trioserve.metrics import Metrics
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
+from trioserve.operated_engine import OperatedEngine
+from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.decoders import AskedPrompt
-from trioserve.pooling.inputs import Inputs
+from trioserve.pooling.engine import PoolingEngine
 from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.requests import Encoding, Pooling
-from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
-from trioserve.pooling.sender import Sender
-from trioserve.request import (
-    Finish,
-    FinishReason,
-    Prompt,
-    Request,
-    Sequence,
-    Times,
-    TokensPrompt,
-)
+from trioserve.request import Finish, FinishReason, Request, Sequence
+from trioserve.request_maker import RequestMaker
 from trioserve.retention import Retention
-from trioserve.sampling import SamplerParams, SamplingParams
-from trioserve.scheduler.cache_events import CacheEvent
-from trioserve.scheduler.feeds import Feeds
-from trioserve.scheduler.iterations import Iteration
+from trioserve.sampling import SamplingParams
 from trioserve.sessions import MAX_CAPACITY, Session, Sessions
 from trioserve.statistics import EngineStatistics
-from trioserve.stream import Chunk, Stream, StreamBudget
+from trioserve.stream import Chunk
 from trioserve.submissions import Submissions, open_submissions
 from trioserve.text.tokenizer import Tokenizer
 
@@ -84,7 +68,7 @@ __all__ = ["Engine"]
 
 
 @attrs.define(eq=False, kw_only=True)
-class Engine:
+class Engine(PoolingEngine, OperatedEngine):
     """A running engine. Made by :func:`open_engine`; every method is for the same trio program."""
 
     config: EngineConfig
@@ -100,12 +84,10 @@ class Engine:
     """How texts are computed as a whole, if the model is an encoder."""
     _embedding: DecoderEmbedding
     """How it embeds texts, if it isn't one."""
-    _eos_token_ids: tuple[int, ...]
+    _requests: RequestMaker
     _scheduler: Backend
     _to_tokenizer: trio.MemorySendChannel[Request]
     _worker_restarts: Callable[[], int]
-    _stream_budget: StreamBudget
-    _seeds: random.Random
     on_request_end: Callable[[Request], None] = lambda _: None
     """Called once for each request, when nothing more will be delivered of it."""
     on_none_open: Callable[[], None] = lambda: None
@@ -125,8 +107,7 @@ class Engine:
 
     def __attrs_post_init__(self) -> None:
         config = self.config
-        batcher = None if self._encoding is None else self._encoding.batcher
-        self.control = Control(self._scheduler, self._open, batcher)
+        self.control = Control(self._scheduler, self._open, self._batcher)
         self.pooling = Pooling(
             task=self.task,
             model_name=self.model_name,
@@ -166,7 +147,7 @@ class Engine:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a sequence by themselves."""
-        return self._eos_token_ids
+        return self._requests.eos_token_ids
 
     @property
     def healthy(self) -> bool:
@@ -186,13 +167,17 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether no request is open, and nothing is computed any more for those that were."""
-        batcher = None if self._encoding is None else self._encoding.batcher
         return (
             not self._open
             and not self.pooling.open
             and self._scheduler.idle
-            and (batcher is None or batcher.idle)
+            and (self._batcher is None or self._batcher.idle)
         )
+
+    @property
+    def _batcher(self) -> Batcher | None:
+        """What has texts computed as a whole, if that is done here."""
+        return None if self._encoding is None else self._encoding.batcher
 
     @property
     def draining(self) -> bool:
@@ -267,22 +252,18 @@ class Engine:
             raise InvalidRequest(
                 f"retention must be a Retention, got {retention!r}", param="retention"
             )
-        request = self._make_request(
-            as_prompt(prompt), params, request_id or f"req-{uuid.uuid4().hex}", priority, cache_salt
+        request = self._requests.make(
+            as_prompt(prompt),
+            params,
+            id=request_id or f"req-{uuid.uuid4().hex}",
+            priority=priority,
+            cache_salt=cache_salt,
+            retention=retention,
+            adapter=number,
+            prefix_ids=prefix_ids,
+            traceparent=traceparent,
+            tracestate=tracestate,
         )
-        request.retention = retention
-        request.adapter = number
-        if prefix_ids:
-            check_prompt(
-                TokensPrompt(tuple(prefix_ids)),
-                self.tokenizer,
-                max_model_len=self.max_model_len,
-                vocab_size=self.vocab_size,
-                keep=None,
-            )
-            request.prefix_ids = tuple(prefix_ids)
-            request.fewest_tokens += len(prefix_ids)
-        request.traceparent, request.tracestate = traceparent, tracestate
         return self._generation(request, Deadline.of(timeout, arrived, self.config))
 
     async def complete(
@@ -330,192 +311,6 @@ class Engine:
         """
         return open_submissions(self.generate)
 
-    async def embed(
-        self,
-        inputs: Inputs,
-        *,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        pooling: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        request_id: str | None = None,
-        timeout: float | None = None,
-        arrived: float | None = None,
-        cache_salt: str = "",
-        adapter: str = "",
-        traceparent: str = "",
-        tracestate: str = "",
-    ) -> Embeddings:
-        """The embeddings of texts. Leaving the call, for whatever reason, aborts it.
-
-        A model that generates gives them, too: of the hidden states behind its last layer.
-
-        Args:
-            inputs: a text, the token ids of one, or a list of either. Ids are taken as they are,
-                special tokens included.
-            dimensions: keep as many of each vector, and make it as long as 1 again: for models that
-                were trained so (Matryoshka).
-            normalize: whether vectors are as long as 1 (default: as the model's files say; yes for
-                a model that generates).
-            pooling: of a decoder: the hidden state of the ``last`` token or the ``mean`` of all
-                (default: as the model's files say, else ``last``). An encoder's is its own.
-            truncate_prompt_tokens: cut longer texts to as many tokens, -1 for as many as the model
-                takes (default: refuse what is longer than that).
-            request_id: a name for :meth:`abort` (default: a random one).
-            timeout: seconds after which :exc:`~trioserve.errors.DeadlineExceeded` is raised
-                (default: the option ``default_timeout``); infinity for never.
-            arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
-            cache_salt: share cached prefixes only with requests of the same salt.
-            adapter: the name of a loaded adapter (default: the model as it is).
-            traceparent: as for :meth:`generate`.
-            tracestate: as there.
-
-        Raises:
-            InvalidRequest: the model is for something else, or an argument can't be served.
-            AdapterNotFound: no adapter of that name is loaded.
-            ContextTooLong: a text is longer than the model takes.
-            QueueFull: too many texts wait, or too many tokens in them.
-            Draining: the engine is shutting down.
-            Paused: it is paused, and refuses what comes.
-            DeadlineExceeded: the timeout ran out.
-            RequestAborted: somebody has ended the request.
-            EngineError: the worker can't compute one of the texts, or the engine failed.
-        """
-        return await self.pooling.embed(
-            inputs,
-            dimensions=dimensions,
-            normalize=normalize,
-            pooling=pooling,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=Sender(
-                request_id=request_id,
-                timeout=timeout,
-                arrived=arrived,
-                traceparent=traceparent,
-                tracestate=tracestate,
-            ),
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
-
-    async def score(
-        self,
-        queries: str | Seq[str],
-        documents: str | Seq[str],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        request_id: str | None = None,
-        timeout: float | None = None,
-        arrived: float | None = None,
-        traceparent: str = "",
-        tracestate: str = "",
-    ) -> Scores:
-        """How well queries and documents go together: a score for each pair, larger for better.
-
-        A model that scores pairs (a cross-encoder) reads each pair as one; of a model that embeds
-        it is the cosine between the two embeddings.
-
-        Args:
-            queries: one for all documents, or one for each.
-            documents: one or several.
-            truncate_prompt_tokens: as for :meth:`embed`, as all else; of a pair, the longer text is
-                cut first.
-
-        Raises:
-            InvalidRequest: the model is for something else, or an argument can't be served; and
-                whatever :meth:`embed` raises.
-        """
-        return await self.pooling.score(
-            queries,
-            documents,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=Sender(
-                request_id=request_id,
-                timeout=timeout,
-                arrived=arrived,
-                traceparent=traceparent,
-                tracestate=tracestate,
-            ),
-        )
-
-    async def score_labels(
-        self,
-        query: str | Seq[int],
-        items: str | Seq[str | Seq[int]],
-        label_token_ids: Seq[int],
-        *,
-        apply_softmax: bool = False,
-        item_first: bool = False,
-        truncate_prompt_tokens: int | None = None,
-        request_id: str | None = None,
-        timeout: float | None = None,
-        arrived: float | None = None,
-        cache_salt: str = "",
-        adapter: str = "",
-        traceparent: str = "",
-        tracestate: str = "",
-    ) -> LabelScores:
-        """How probable each of some tokens is after the query and each item; nothing is generated.
-
-        For a model that generates. What the query has computed is shared by all items behind it.
-
-        Args:
-            query: text, or token ids.
-            items: one or several, each of the query's kind.
-            label_token_ids: the tokens.
-            apply_softmax: make their probabilities 1 in all.
-            item_first: put each item before the query, instead of behind it.
-            truncate_prompt_tokens: as for :meth:`embed`, as all else.
-
-        Raises:
-            InvalidRequest: the model is for something else, or an argument can't be served; and
-                whatever :meth:`embed` raises.
-        """
-        return await self.pooling.score_labels(
-            query,
-            items,
-            label_token_ids,
-            apply_softmax=apply_softmax,
-            item_first=item_first,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=Sender(
-                request_id=request_id,
-                timeout=timeout,
-                arrived=arrived,
-                traceparent=traceparent,
-                tracestate=tracestate,
-            ),
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
-
-    async def classify(
-        self,
-        inputs: Inputs,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        request_id: str | None = None,
-        timeout: float | None = None,
-        arrived: float | None = None,
-        traceparent: str = "",
-        tracestate: str = "",
-    ) -> Classifications:
-        """How probable each label is for texts, or for pairs of texts given as tuples.
-
-        Arguments and errors are those of :meth:`embed`.
-        """
-        return await self.pooling.classify(
-            inputs,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=Sender(
-                request_id=request_id,
-                timeout=timeout,
-                arrived=arrived,
-                traceparent=traceparent,
-                tracestate=tracestate,
-            ),
-        )
-
     @contextlib.contextmanager
     def open_session(
         self,
@@ -547,13 +342,13 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """Counts of this moment."""
         scheduler = self._scheduler.statistics()
-        if self._encoding is not None and self._encoding.batcher is not None:
-            scheduler = self._encoding.batcher.counted_in(scheduler)
+        if self._batcher is not None:
+            scheduler = self._batcher.counted_in(scheduler)
         return EngineStatistics(
             scheduler=scheduler,
             num_tokenizing=self._entrance.num_entering,
             num_streams=len(self._open) + len(self.pooling.open),
-            stream_bytes=self._stream_budget.waiting,
+            stream_bytes=self._requests.stream_budget.waiting,
             worker_restarts=self._worker_restarts(),
             num_sessions=len(self.sessions),
         )
@@ -566,22 +361,13 @@ class Engine:
         """
         self._scheduler.check_integrity()
         self._entrance.check_integrity()
-        if self._encoding is not None and self._encoding.batcher is not None:
-            self._encoding.batcher.check_integrity()
+        if self._batcher is not None:
+            self._batcher.check_integrity()
         self.sessions.check_integrity()
         num_open = sum(len(request.sequences) for request in self._open)
         assert self._entrance.num_entering <= num_open
         if not self._open:
-            assert self._stream_budget.waiting == 0
-
-    async def call_worker(self, name: str, arguments: object = None) -> Any:
-        """Ask the worker for something rare, by name, and return its answer.
-
-        Raises:
-            EngineError: the worker refused.
-            WorkerLost: it died before it answered.
-        """
-        return await self._scheduler.call(name, arguments)
+            assert self._requests.stream_budget.waiting == 0
 
     def drain(self) -> None:
         """Admit nothing new from now on; what runs goes on. Idempotent."""
@@ -599,141 +385,6 @@ class Engine:
         self._check_open()
         self._entrance.check_room()
 
-    async def pause(self, mode: str = "abort", *, refuse: bool = False) -> None:
-        """Compute nothing until :meth:`resume`; return once nothing is computed any more.
-
-        Streams stay open, deadlines go on. Idempotent; the last call's arguments count.
-
-        Args:
-            mode: what becomes of the requests there are. ``abort``: they end, with what they have
-                and the finish reason ``abort``. ``wait``: they finish first, while those that come
-                later wait. ``retract``: they keep their tokens, and their KV is computed anew
-                after the pause. ``in_place``: they keep their KV, too.
-            refuse: whether requests that come during the pause are refused with
-                :exc:`~trioserve.errors.Paused`; else they wait in the queue.
-
-        Raises:
-            InvalidRequest: there is no such mode.
-        """
-        await self.control.pause(mode, refuse=refuse)
-
-    def resume(self) -> None:
-        """End the pause: what waits is computed, the same as without the pause. Idempotent."""
-        self.control.resume()
-
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is computed because somebody has asked for that."""
-        return self._scheduler.paused
-
-    def abort(self, request_id: str, *, prefix: bool = False) -> int:
-        """End requests by name, with what they have and the finish reason ``abort``. Never blocks.
-
-        A request that isn't admitted yet raises :exc:`~trioserve.errors.RequestAborted`.
-
-        Args:
-            request_id: as given to :meth:`generate`.
-            prefix: end all whose names begin so; the empty string ends all.
-
-        Returns:
-            how many were ended.
-        """
-        num_aborted = self.control.abort(request_id, prefix=prefix)
-        return num_aborted + self.pooling.open.abort(request_id, prefix=prefix)
-
-    async def update_weights(
-        self, model: str, *, mode: str = "wait", weight_version: str | None = None
-    ) -> None:
-        """Serve other weights of the same model from now on, in later workers, too.
-
-        They are read and checked while the old ones serve; then, for a moment, nobody is computed.
-        Whatever goes wrong, the old ones serve on. Prefixes that were computed with them are not
-        found any more.
-
-        Args:
-            model: a folder, a GGUF file, a Hub id, or a single safetensors file with all tensors
-                (in shared memory, for one, under ``/dev/shm``), to be left there for later workers.
-            mode: what becomes of the requests there are. ``wait``: they finish first, with the old
-                weights, while those that come later wait; in a pause, in which nobody finishes, it
-                means the same as ``retract``. ``abort``: they end, with what they have.
-                ``retract``: they go on with the new weights from the tokens that they have.
-            weight_version: what :attr:`weight_version` is to say (default: a checksum).
-
-        Raises:
-            InvalidRequest: there are no such weights, they are another model's, or damaged.
-            WorkerLost: there is no worker, or it was lost meanwhile; the old weights serve.
-        """
-        await self.control.update_weights(model, mode, weight_version)
-
-    @property
-    def weight_version(self) -> str:
-        """What the weights are called that serve: ``default`` for those that were loaded first."""
-        return self.control.weight_version
-
-    @weight_version.setter
-    def weight_version(self, version: str) -> None:
-        self.control.weight_version = version
-
-    async def release_memory(self) -> None:
-        """Give the worker's memory back, all of it: its process ends. Idempotent.
-
-        Requests keep their tokens and go on after :meth:`resume_memory`; those that come meanwhile
-        wait. Deadlines go on.
-        """
-        await self.control.release_memory()
-
-    async def resume_memory(self) -> None:
-        """Have a worker again; return once it has loaded the model. Idempotent."""
-        await self.control.resume_memory()
-
-    @property
-    def memory_released(self) -> bool:
-        """Whether there is no worker because somebody has asked for its memory."""
-        return self.control.memory_released
-
-    def flush_cache(self) -> int:
-        """Have no request find what has been computed up to now. What runs goes on with its own.
-
-        Returns:
-            how many pages of the KV cache were freed.
-        """
-        return self.control.flush_cache()
-
-    @property
-    def adapters(self) -> tuple[Adapter, ...]:
-        """The adapters that requests may name, in the order in which they were loaded."""
-        return tuple(self._scheduler.adapters.catalogue)
-
-    async def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
-        """Load a LoRA adapter that requests may then name; what runs goes on meanwhile.
-
-        Args:
-            name: for requests; of no adapter that is loaded, nor the model's own.
-            path: a folder with PEFT's adapter_config.json and adapter_model.safetensors.
-
-        Raises:
-            InvalidRequest: the files can't be served, and why; or the name is taken, or adapters
-                aren't served (``enable_lora``).
-            WorkerLost: the worker was lost while it loaded it.
-            EngineError: it couldn't.
-        """
-        if not self.config.serves_adapters:
-            raise InvalidRequest("adapters aren't served: start with --enable-lora", param="name")
-        check_name(name)
-        if name == self.model_name:
-            raise InvalidRequest(f"{name!r} is the model's own name", param="name")
-        await self._scheduler.adapters.load(name, absolute(path))
-
-    async def unload_adapter(self, name: str) -> None:
-        """Let no request name an adapter any more, and return once those have ended that use it.
-
-        A request that isn't in the queue yet is refused. Cancelling this only ends the wait.
-
-        Raises:
-            AdapterNotFound: there is none of that name.
-        """
-        await self._scheduler.adapters.unload(name)
-
     def abort_all(self, error: RequestAborted) -> None:
         """End every open request with ``error``, whatever its stage; never blocks.
 
@@ -747,40 +398,9 @@ class Engine:
         self.pooling.open.end_all(error)
 
     def _end(self, request: Request, error: RequestAborted) -> None:
-        finish = Finish(FinishReason.ABORT, error=error)
-        for sequence in reversed(request.sequences):
-            if not sequence.delivered:
-                self._scheduler.abort(sequence, finish)
+        self._abort(request, error)
         # The detokenizer does the same, but may have been cancelled with the engine's scope.
         request.stream.close(error)
-
-    def iterations(
-        self, max_records: int = DEFAULT_MAX_RECORDS
-    ) -> contextlib.AbstractContextManager[Subscription[Iteration]]:
-        """A record of each step: ``with engine.iterations() as iterations``, then read them.
-
-        Nothing is recorded while nobody reads. A reader that is too slow for what comes loses the
-        oldest records; ``iterations.num_dropped`` tells how many.
-
-        Args:
-            max_records: how many may wait to be read.
-        """
-        return self._feeds.iterations.feed.subscribe(max_records)
-
-    def cache_events(
-        self, max_records: int = DEFAULT_MAX_RECORDS
-    ) -> contextlib.AbstractContextManager[Subscription[CacheEvent]]:
-        """What comes into the prefix cache and goes out of it, as :meth:`iterations` tells steps.
-
-        A page is told of when a plan is made that computes it.
-        """
-        return self._feeds.cache.feed.subscribe(max_records)
-
-    @property
-    def _feeds(self) -> Feeds:
-        feeds = self._scheduler.feeds
-        assert feeds is not None, "it is the engine process that tells"
-        return feeds
 
     async def wait_idle(self) -> None:
         """Wait until no request is open."""
@@ -790,47 +410,21 @@ class Engine:
             await self._idle.wait()
         await trio.lowlevel.checkpoint()
 
-    def _make_request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int, salt: str
-    ) -> Request:
-        check_params(params, self.config, vocab_size=self.vocab_size)
-        keep = max_prompt_tokens(params, self.max_model_len)
-        fewest_tokens = check_prompt(
-            prompt,
-            self.tokenizer,
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-            keep=keep,
-        )
-        request = Request(
-            id=request_id,
-            prompt=prompt,
-            params=params,
-            stream=Stream(self._stream_budget),
-            times=Times(arrived=trio.current_time()),
-            priority=priority,
-            cache_salt=salt,
-            max_prompt_tokens=keep,
-            fewest_tokens=fewest_tokens,
-        )
-        request.stream.on_evicted = functools.partial(self._evict, request)
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
-        sampler = sampler_params(params, seed, self._eos_token_ids, self.tokenizer)
-        request.sequences += [
-            Sequence(request=request, index=index, sampler=_with_index(sampler, index))
-            for index in range(params.n)
-        ]
-        return request
-
     def _adapter_number(self, name: str) -> int:
         """The number of a loaded adapter, or of none."""
         return self._scheduler.adapters.catalogue.find(name).number if name else NO_ADAPTER
 
     async def _pool_prompt(self, asked: AskedPrompt, deadline: Deadline) -> tuple[bytes, int]:
         """What the hidden states of a prompt become, as a float32 column, and its tokens."""
-        request = self._make_request(asked.prompt, asked.params, asked.id, 0, asked.cache_salt)
-        request.adapter = self._adapter_number(asked.adapter)
-        request.traceparent, request.tracestate = asked.traceparent, asked.tracestate
+        request = self._requests.make(
+            asked.prompt,
+            asked.params,
+            id=asked.id,
+            cache_salt=asked.cache_salt,
+            adapter=self._adapter_number(asked.adapter),
+            traceparent=asked.traceparent,
+            tracestate=asked.tracestate,
+        )
         for sequence in request.sequences:
             sequence.sampler = attrs.evolve(sequence.sampler, pooling=asked.pooling)
         async with self._generation(request, deadline) as stream:
@@ -857,6 +451,7 @@ class Engine:
         self._check_open()
         self._entrance.enter(request, trio.current_time())
         self._open[request] = None
+        request.stream.on_evicted = functools.partial(self._abort, request)
         try:
             with deadline.enforced():
                 self._to_tokenizer.send_nowait(request)
@@ -888,8 +483,8 @@ class Engine:
         self.pooling.open.end_all(error)
         self.sessions.close(error)
 
-    def _evict(self, request: Request, error: SlowReader) -> None:
-        """The request's stream was cut off for the sake of others. Never blocks."""
+    def _abort(self, request: Request, error: RequestAborted | SlowReader) -> None:
+        """Nothing more is to be computed of a request. Never blocks."""
         finish = Finish(FinishReason.ABORT, error=error)
         for sequence in reversed(request.sequences):
             if not sequence.delivered:
@@ -916,7 +511,3 @@ class Engine:
         if not self._open and not self.pooling.open:
             self._idle.set()
             self.on_none_open()
-
-
-def _with_index(sampler: SamplerParams, index: int) -> SamplerParams:
-    return attrs.evolve(sampler, sequence_index=index) if index else sampler

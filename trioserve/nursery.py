@@ -50,6 +50,7 @@ from trioserve.pooling.inputs import TextEncoder
 from trioserve.pooling.requests import Encoding
 from trioserve.preparation import Preparation
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
+from trioserve.request_maker import RequestMaker
 from trioserve.sampling import SamplingParams
 from trioserve.scheduler import Scheduler
 from trioserve.stream import StreamBudget
@@ -441,12 +442,18 @@ async def run_tasks(
             task=model.task,
             encoding=encoding,
             embedding=model.embedding or DecoderEmbedding(),
-            eos_token_ids=model.eos_token_ids,
+            requests=RequestMaker(
+                config=config,
+                tokenizer=model.tokenizer,
+                max_model_len=ready.max_model_len,
+                vocab_size=ready.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                stream_budget=place.stream_budget(config),
+                seeds=place.seeds(config),
+            ),
             scheduler=backend,
             to_tokenizer=to_tokenizer,
             worker_restarts=worker_restarts,
-            stream_budget=place.stream_budget(config),
-            seeds=place.seeds(config),
         )
         tasks.is_ready = True
         engine.sessions.start_task = tasks.start_soon

@@ -2,5 +2,5 @@
 
 Reading order: ``columns`` (texts as they travel), ``core`` (which of them go into the next call),
 ``batcher`` (the task that calls the worker), ``open_requests`` (who waits), ``inputs`` (what may be
-asked for), ``results``, and ``requests`` (what the engine offers).
+asked for), ``results``, ``requests`` (who does it), and ``engine`` (as an engine offers it).
 """

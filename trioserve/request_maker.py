@@ -1,0 +1,108 @@
+"""From what a caller asks for to a request: checked, seeded, with a stream of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+
+import attrs
+import trio
+
+from trioserve.adapters import NO_ADAPTER
+from trioserve.admission import check_params, check_prompt, max_prompt_tokens, sampler_params
+from trioserve.config import EngineConfig
+from trioserve.request import Prompt, Request, Sequence, Times, TokensPrompt
+from trioserve.retention import Retention
+from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.stream import Stream, StreamBudget
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["RequestMaker"]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class RequestMaker:
+    """Makes the requests of one engine.
+
+    Args:
+        config: has limits.
+        tokenizer: the model's.
+        max_model_len: longest sequence in tokens.
+        vocab_size: of the model.
+        eos_token_ids: the tokens that end a sequence by themselves.
+        stream_budget: what may wait for slow readers.
+        seeds: for requests that bring none.
+    """
+
+    config: EngineConfig
+    tokenizer: Tokenizer
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    stream_budget: StreamBudget
+    seeds: random.Random
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        retention: Retention | None = None,
+        adapter: int = NO_ADAPTER,
+        prefix_ids: Seq[int] = (),
+        traceparent: str = "",
+        tracestate: str = "",
+    ) -> Request:
+        """A request with a sequence for each output, which nobody knows of yet.
+
+        The arguments are those of :meth:`trioserve.Engine.generate`, but for the adapter's number.
+
+        Raises:
+            InvalidRequest: a parameter can't be served, or an id isn't the model's.
+            ContextTooLong: the prompt is certain to be longer than the model's context.
+        """
+        check_params(params, self.config, vocab_size=self.vocab_size)
+        keep = max_prompt_tokens(params, self.max_model_len)
+        fewest_tokens = self._fewest_tokens(prompt, keep)
+        if prefix_ids:
+            fewest_tokens += self._fewest_tokens(TokensPrompt(tuple(prefix_ids)))
+        request = Request(
+            id=id,
+            prompt=prompt,
+            params=params,
+            stream=Stream(self.stream_budget),
+            times=Times(arrived=trio.current_time()),
+            priority=priority,
+            cache_salt=cache_salt,
+            retention=retention,
+            adapter=adapter,
+            traceparent=traceparent,
+            tracestate=tracestate,
+            max_prompt_tokens=keep,
+            fewest_tokens=fewest_tokens,
+            prefix_ids=tuple(prefix_ids),
+        )
+        seed = self.seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
+        sampler = sampler_params(params, seed, self.eos_token_ids, self.tokenizer)
+        request.sequences += [
+            Sequence(request=request, index=index, sampler=_with_index(sampler, index))
+            for index in range(params.n)
+        ]
+        return request
+
+    def _fewest_tokens(self, prompt: Prompt, keep: int | None = None) -> int:
+        """What :func:`check_prompt` says of it."""
+        return check_prompt(
+            prompt,
+            self.tokenizer,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            keep=keep,
+        )
+
+
+def _with_index(sampler: SamplerParams, index: int) -> SamplerParams:
+    return attrs.evolve(sampler, sequence_index=index) if index else sampler
