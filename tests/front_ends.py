@@ -176,8 +176,8 @@ async def _open_front_end(
             encoding=remote_encoding(model, remote.asks),
             place=Place(index=index, count=config.api_server_count),
         ) as engine:
-            whole = SharedServer(engine, remote)
-            handlers |= {"count": whole.count, "abort": whole.abort_own}
+            whole = SharedServer(engine, remote, index)
+            handlers |= {"count": whole.count, "look": whole.look, "abort": whole.abort_own}
             yield FrontEnd(
                 engine=engine, remote=remote, whole=whole, home=home, life=life, gone=gone
             )

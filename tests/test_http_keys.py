@@ -131,7 +131,7 @@ class TestControl:
         table = [
             attrs.evolve(route, control=True) if route is version else route for route in ROUTES
         ]
-        monkeypatch.setattr(app_module, "ROUTES", table)
+        monkeypatch.setattr(app_module, "served_routes", lambda _: table)
         for options, header, status, code in (
             ({}, {}, 403, "forbidden"),
             ({"api_key": ("one",)}, bearer("one"), 403, "forbidden"),

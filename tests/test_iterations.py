@@ -18,6 +18,7 @@ from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
 COUNTED = {
     "num_tokens_sampled": "num_tokens_sampled",
     "num_preemptions": "num_preempted",
+    "num_prefill_tokens": "num_prefill_tokens",
     "prefix_cache_queries": "prefix_cache_queries",
     "prefix_cache_hits": "prefix_cache_hits",
     "pages_evicted": "pages_evicted",

@@ -17,7 +17,7 @@ from trioserve.http.routes import ROUTES
 
 SECRET = "/home/operator/secret"
 ADMIN = {"Authorization": "Bearer admin"}
-NEEDS_NO_ENGINE = {"welcome", "version", "tasks", "ollama_version"}
+NEEDS_NO_ENGINE = {"welcome", "version", "tasks", "ollama_version", "console_page", "console_file"}
 BODIES: dict[str, dict[str, Any]] = {
     "chat_completions": {"messages": [{"role": "user", "content": "x"}]},
     "completions": {"prompt": "x"},
@@ -91,7 +91,7 @@ async def _ask(client: httpx.AsyncClient, route: Route, rule: str, streams: bool
     body = BODIES.get(route.handler)
     if body is not None and route.events is not None:
         body = {**body, "stream": streams}
-    path = rule.replace("<path:name>", "x")
+    path = rule.replace("<path:name>", "index.html" if "console" in rule else "x")
     return await client.request(route.method, path, json=body)
 
 

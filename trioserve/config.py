@@ -484,6 +484,12 @@ class ServerConfig:
     root_path: str = option(
         "", "path prefix that a proxy in front takes off", group="http", metavar="PATH"
     )
+    console: bool = option(
+        True,
+        "serve the console at /console, and the live feed that it shows",
+        group="http",
+        kind=bool,
+    )
     max_body_size: int = option(
         32 << 20,
         "largest request body; the answer past it is 413",

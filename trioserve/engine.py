@@ -45,6 +45,9 @@ from trioserve.generation import (
     completion_of,
     sampling_params,
 )
+from trioserve.health import health_word
+from trioserve.live.figures import Tally
+from trioserve.live.subject import Subject
 from trioserve.metrics import Metrics
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
@@ -58,11 +61,13 @@ from trioserve.request import Finish, FinishReason, Request, Sequence
 from trioserve.request_maker import RequestMaker
 from trioserve.retention import Retention
 from trioserve.sampling import SamplingParams
+from trioserve.scheduler import Scheduler
 from trioserve.sessions import MAX_CAPACITY, Session, Sessions
 from trioserve.statistics import EngineStatistics
 from trioserve.stream import Chunk
 from trioserve.submissions import Submissions, open_submissions
 from trioserve.text.tokenizer import Tokenizer
+from trioserve.worker.supervisor import WorkerLife
 
 __all__ = ["Engine"]
 
@@ -96,12 +101,16 @@ class Engine(PoolingEngine, OperatedEngine):
     """The requests whose caller's scope is open, in the order of their arrival."""
     sessions: Sessions = attrs.field(init=False)
     """Those that are open."""
+    worker_life: Callable[[], WorkerLife] = WorkerLife
+    """Tells where the worker is in its life."""
+    subject: Subject | None = attrs.field(init=False, default=None)
+    """What pictures are taken of; None where another process has the scheduler."""
     control: Control = attrs.field(init=False)
     """Pauses, aborts by name, and the like: what operators do."""
     pooling: Pooling = attrs.field(init=False)
     """Vectors, scores and labels of texts as a whole."""
     _entrance: Entrance = attrs.field(init=False)
-    _draining: bool = False
+    _draining: trio.Event = attrs.field(factory=trio.Event)
     _closed: EngineError | None = None
     _idle: trio.Event = attrs.field(factory=trio.Event)
 
@@ -128,6 +137,16 @@ class Engine(PoolingEngine, OperatedEngine):
             max_requests=config.max_num_queued_reqs,
             max_tokens=config.max_num_queued_tokens or max(DEFAULT_MAX_TOKENS, self.max_model_len),
         )
+        if isinstance(self._scheduler, Scheduler):
+            self.subject = Subject(
+                scheduler=self._scheduler,
+                open_requests=lambda: reversed(self._open),
+                statistics=self.statistics,
+                tally=lambda: Tally.of(self.metrics),
+                health=lambda: health_word(self),
+                weight_version=lambda: self.weight_version,
+                worker_life=lambda: self.worker_life(),
+            )
 
     @property
     def max_num_queued_tokens(self) -> int:
@@ -155,7 +174,7 @@ class Engine(PoolingEngine, OperatedEngine):
         return (
             self._scheduler.attached
             and not self._scheduler.stalled
-            and not self._draining
+            and not self.draining
             and self._closed is None
         )
 
@@ -182,7 +201,7 @@ class Engine(PoolingEngine, OperatedEngine):
     @property
     def draining(self) -> bool:
         """Whether :meth:`drain` was called."""
-        return self._draining
+        return self._draining.is_set()
 
     def generate(
         self,
@@ -371,7 +390,11 @@ class Engine(PoolingEngine, OperatedEngine):
 
     def drain(self) -> None:
         """Admit nothing new from now on; what runs goes on. Idempotent."""
-        self._draining = True
+        self._draining.set()
+
+    async def wait_draining(self) -> None:
+        """Wait until :meth:`drain` is called."""
+        await self._draining.wait()
 
     def check_room(self) -> None:
         """Refuse now what :meth:`generate` would refuse later, whatever it is asked for.
@@ -465,7 +488,7 @@ class Engine(PoolingEngine, OperatedEngine):
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
-        if self._draining:
+        if self.draining:
             raise Draining("the server is shutting down")
         if self.control.refuses:
             raise Paused("the engine is paused, and takes no requests meanwhile")
@@ -477,6 +500,8 @@ class Engine(PoolingEngine, OperatedEngine):
         self._closed = error
         if self._scheduler.feeds is not None:
             self._scheduler.feeds.close(error)
+        if self.subject is not None:
+            self.subject.departures.close(error)
         for request in self._open:
             request.reject(error)
             request.stream.close(error)
@@ -503,6 +528,8 @@ class Engine(PoolingEngine, OperatedEngine):
                 self.on_finished(sequence, sequence.finish or finish)
         request.stream.discard()
         self._entrance.forget(request)
+        if self.subject is not None:
+            self.subject.note_departure(request)
         del self._open[request]
         self._on_left()
 

@@ -28,11 +28,11 @@ class EngineTasks:
 
     def start_soon(self, run: Callable[..., Awaitable[None]], *args: Any) -> None:
         """Start a task. Its failure is the engine's, and ends the block."""
-        self._nursery.start_soon(self._guarded, run, *args)
+        self._nursery.start_soon(self._guarded, run, *args, name=run)
 
     async def start(self, run: Callable[..., Awaitable[None]], *args: Any) -> Any:
         """The same for a task that says when it has begun; what it says is returned."""
-        return await self._nursery.start(self._guarded, run, *args)
+        return await self._nursery.start(self._guarded, run, *args, name=run)
 
     # A Ctrl-C in a program that handles no signals is for its main task, not for whoever runs.
     @trio.lowlevel.enable_ki_protection

@@ -93,6 +93,10 @@ class SessionLimit(TrioserveError):
     """As many sessions are open as may be."""
 
 
+class WatcherLimit(TrioserveError):
+    """As many watch the engine as may."""
+
+
 class Draining(TrioserveError):
     """The engine is shutting down and admits nothing new."""
 

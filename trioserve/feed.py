@@ -49,6 +49,11 @@ class Subscription(Generic[T]):
         self._records.clear()
         return records
 
+    def check_open(self) -> None:
+        """Raise the error that the feed has ended with, if it has."""
+        if self._error is not None:
+            raise self._error
+
     async def receive(self) -> T:
         """The oldest record that waits, or else the next one. Cancelling it loses nothing.
 
@@ -102,6 +107,11 @@ class Feed(Generic[T]):
     _error: Exception | None = attrs.field(init=False, default=None)
     is_wanted: bool = attrs.field(init=False, default=False)
     """Whether anybody reads. An attribute, because it is asked in every step."""
+
+    @property
+    def num_readers(self) -> int:
+        """How many read."""
+        return len(self._readers)
 
     def publish(self, record: T) -> None:
         """Give ``record`` to every reader. Never blocks."""

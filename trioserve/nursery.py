@@ -354,6 +354,7 @@ async def run_engine(
         asks_idle_worker=asks_idle_worker,
     ) as engine:
         scheduler.on_idle = engine.on_none_open
+        engine.worker_life = lambda: supervisor.life
         yield engine
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -54,6 +55,10 @@ __all__ = [
     "Times",
     "TokensPrompt",
 ]
+
+
+MAX_DETOURS = 32
+"""States that a sequence remembers of the time since it first lost its slot."""
 
 
 class State(enum.Enum):
@@ -278,6 +283,9 @@ class Sequence:
     """The state that it was in when it finished."""
     last_token: float | None = None
     """When its newest token came, in seconds on trio's clock."""
+    detours: deque[tuple[State, float]] | None = None
+    """Where it came to since it first lost its slot, and when on trio's clock: the newest of it.
+    None for most, who never lose it."""
     delivered: bool = False
     compute: Any = None
     """The scheduler's own record (slot, pages) while it holds one."""
@@ -290,6 +298,13 @@ class Sequence:
         if state is State.FINISHED:
             self.finished_in = self.state
         self.state = state
+
+    def note_detour(self, now: float) -> None:
+        """It is in its state since ``now``, which is noted if it has ever lost its slot."""
+        if self.state is State.PREEMPTED and self.detours is None:
+            self.detours = deque(maxlen=MAX_DETOURS)
+        if self.detours is not None:
+            self.detours.append((self.state, now))
 
     @property
     def num_tokens(self) -> int:

@@ -27,7 +27,7 @@ from types import FrameType
 import attrs
 import trio
 
-__all__ = ["ask_others", "dump_tasks", "reporting"]
+__all__ = ["ask_others", "dump_tasks", "order_of", "reporting", "state_of"]
 
 MAX_STACKS = 10_000
 """Tasks whose stacks are read; those beyond are counted."""
@@ -151,29 +151,30 @@ def _collect(root: trio.lowlevel.Task) -> tuple[list[_Node], int]:
             own = _Nest(_state_of_nursery(nursery))
             if shown:
                 node.nests.insert(0, own)
-            children = sorted(nursery.child_tasks, key=_age, reverse=True)
+            children = sorted(nursery.child_tasks, key=order_of, reverse=True)
             left += [(child, own) for child in children]
     return nodes, num_left_out
 
 
-def _age(task: trio.lowlevel.Task) -> int:
+def order_of(task: trio.lowlevel.Task) -> int:
     """A number that is larger for tasks that were started later."""
     number: int = getattr(task, "_counter", 0)
     return number
 
 
 def _look_at(task: trio.lowlevel.Task) -> _Node:
-    is_current = task is _current_task()
-    if is_current:
-        state = "running"
-    elif getattr(getattr(task, "_cancel_status", None), "effectively_cancelled", False):
-        state = "cancelled"
-    elif getattr(task, "_next_send_fn", None) is not None:
-        state = "ready"
-    else:
-        state = "waiting"
-    stack = _running_stack(task) if is_current else _waiting_stack(task)
+    state = state_of(task)
+    stack = _running_stack(task) if state == "running" else _waiting_stack(task)
     return _Node(task.name, state, _seconds_left(task), stack)
+
+
+def state_of(task: trio.lowlevel.Task) -> str:
+    """One of the words that the module's text explains."""
+    if task is _current_task():
+        return "running"
+    if getattr(getattr(task, "_cancel_status", None), "effectively_cancelled", False):
+        return "cancelled"
+    return "ready" if getattr(task, "_next_send_fn", None) is not None else "waiting"
 
 
 def _seconds_left(task: trio.lowlevel.Task) -> float:

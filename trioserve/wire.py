@@ -184,6 +184,8 @@ class Ready:
     """Places for pages in the host's memory."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
+    pid: int = 0
+    """Of its process, which whoever has started that fills in."""
 
 
 @attrs.frozen(kw_only=True)

@@ -9,7 +9,7 @@ one step. It can't pile up for ever, because what has been admitted is bounded a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import attrs
@@ -21,6 +21,7 @@ from trioserve.front_end.asks import Asks, Handlers
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import Fault, error_of, fault_of
 from trioserve.front_end.hosted_turns import HostedTurns
+from trioserve.front_end.hosted_watches import HostedWatches
 from trioserve.front_end.merging import merged
 from trioserve.front_end.messages import (
     STATES,
@@ -35,6 +36,7 @@ from trioserve.front_end.messages import (
     FromFrontEnd,
     LeaveSeat,
     LeaveTurn,
+    LeaveWatch,
     Prompt,
     Row,
     Step,
@@ -50,6 +52,8 @@ from trioserve.front_end.messages import (
 )
 from trioserve.front_end.pulse import Pulse
 from trioserve.groups import sole_exception
+from trioserve.live import Subject
+from trioserve.live.schema import TaskNode
 from trioserve.metrics.snapshot import Snapshot
 from trioserve.pair_socket import PairSocket, SocketFailed
 from trioserve.request import (
@@ -71,6 +75,7 @@ __all__ = [
     "HostedRequest",
     "HostedSequence",
     "Hosting",
+    "Looked",
     "receive_from_front_end",
 ]
 
@@ -117,6 +122,10 @@ class Hosting:
     max_seats: int
     """How many may be, of one key."""
     sessions: Sessions
+    subject: Subject
+    """What pictures are taken of."""
+    look_around: Callable[[], Awaitable[list[TaskNode]]]
+    """Asks all front ends how they are."""
     patience: float
     """Seconds after which a front end counts as hung that gives no sign of life."""
 
@@ -129,6 +138,14 @@ class Counted:
     num_tokenizing: int = 0
     num_streams: int = 0
     stream_bytes: int = 0
+
+
+@attrs.frozen
+class Looked:
+    """How a front end is: what goes into a picture."""
+
+    counted: Counted
+    tasks: TaskNode
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -209,9 +226,17 @@ class Home:
         self.num_ended = 0
         """Requests that aren't open any more."""
         self._turns = HostedTurns(hosting.sessions, self.tell)
-        handlers = {**handlers, **self._turns.handlers, "take_seat": self._take_seat}
+        self._watches = HostedWatches(hosting.subject, hosting.look_around)
+        handlers = {
+            **handlers,
+            **self._turns.handlers,
+            **self._watches.handlers,
+            "take_seat": self._take_seat,
+        }
         self.counted = Counted()
         """What the front end answered when it was asked last what it has counted."""
+        self.tasks: TaskNode | None = None
+        """And what its tasks were, when it was asked that; None until then."""
         self.asks = Asks(self.tell, handlers, FrontEndLost("the front end is gone"))
         """What the front end is asked, and asks."""
 
@@ -288,6 +313,11 @@ class Home:
     def take_count(self, answer: object) -> None:
         """The front end says what it has counted."""
         self.counted = msgspec.convert(answer, Counted)
+
+    def take_look(self, answer: object) -> None:
+        """The front end says what it has counted, and what its tasks are."""
+        looked = msgspec.convert(answer, Looked)
+        self.counted, self.tasks = looked.counted, looked.tasks
 
     def end_step(self, time: float) -> None:
         """All that a step gave has been taken apart; ``time`` is as messages have it."""
@@ -417,6 +447,8 @@ class Home:
                     self._leave_seat(message.number)
                 case LeaveTurn():
                     self._turns.leave(message.number)
+                case LeaveWatch():
+                    self._watches.leave(message.number)
                 case Drained():
                     return message.num_cut
                 case _:
@@ -498,6 +530,7 @@ class Home:
         for number in list(self._seats):
             self._leave_seat(number)
         self._turns.leave_all()
+        self._watches.leave_all()
 
 
 async def receive_from_front_end(socket: PairSocket) -> FromFrontEnd:

@@ -36,6 +36,10 @@ from trioserve.front_end.pulse import patience_of
 from trioserve.front_end.remote import EngineState
 from trioserve.idle_check import IdleCheck
 from trioserve.kept_responses import KeptResponses
+from trioserve.live import Subject
+from trioserve.live.figures import Tally
+from trioserve.live.requests import newest_first
+from trioserve.live.schema import TaskNode
 from trioserve.metrics import Metrics
 from trioserve.metrics.snapshot import Snapshot, add_up, snapshot_of
 from trioserve.model_files.encoder_files import ModelTask
@@ -58,6 +62,8 @@ __all__ = ["Collected", "Host", "open_host"]
 ANSWER_SECONDS = 2.0
 """For a front end to answer. One that doesn't is asked in vain: what it has counted is then what it
 said before."""
+LOOK_SECONDS = 0.5
+"""The same for a picture, of which another will follow soon."""
 
 
 @attrs.frozen(kw_only=True)
@@ -117,6 +123,16 @@ class Host:
         self.sessions = Sessions(scheduler.holds, self.config.max_sessions)
         self._responses = KeptResponses()
         self._clock = SharedClock.now()
+        self.subject = Subject(
+            scheduler=scheduler,
+            open_requests=lambda: newest_first(reversed(home.requests) for home in self._homes),
+            statistics=self.statistics,
+            tally=lambda: Tally.of_snapshot(self._snapshot()),
+            health=self._health,
+            weight_version=lambda: self._control.weight_version,
+            worker_life=lambda: supervisor.life,
+        )
+        """What pictures are taken of."""
         self._hosting = Hosting(
             scheduler=scheduler,
             enter=self._enter,
@@ -127,6 +143,8 @@ class Host:
             seats=Counter(),
             max_seats=config.max_requests_per_key or 0,
             sessions=self.sessions,
+            subject=self.subject,
+            look_around=self._look_around,
             patience=patience_of(config.engine),
         )
         self.on_none_open: Callable[[], None] = lambda: None
@@ -192,6 +210,7 @@ class Host:
 
     def _forget(self, request: Request) -> None:
         self._entrance.forget(request)
+        self.subject.note_departure(request)
         if not any(home.requests for home in self._homes):
             self.on_none_open()
 
@@ -246,9 +265,18 @@ class Host:
         async with trio.open_nursery() as nursery:
             for home in self._homes:
                 nursery.start_soon(_ask_in_time, home, "count", None, home.take_count)
+        return Collected(snapshot=self._snapshot(), statistics=self.statistics())
+
+    def _snapshot(self) -> Snapshot:
+        """What all processes have counted; front ends, up to when they were asked last."""
         snapshots = [home.counted.snapshot for home in self._homes]
-        snapshot = add_up([snapshot_of(self.metrics), self._departed, *snapshots])
-        return Collected(snapshot=snapshot, statistics=self.statistics())
+        return add_up([snapshot_of(self.metrics), self._departed, *snapshots])
+
+    async def _look_around(self) -> list[TaskNode]:
+        async with trio.open_nursery() as nursery:
+            for home in self._homes:
+                nursery.start_soon(_ask_in_time, home, "look", None, home.take_look, LOOK_SECONDS)
+        return [home.tasks for home in self._homes if home.tasks is not None]
 
     async def _pause(self, arguments: Any) -> None:
         mode, refuse = arguments
@@ -315,6 +343,11 @@ class Host:
             home.tell(Offered(self.adapters))
 
     # ---- what can be seen
+
+    def _health(self) -> str:
+        if self._scheduler.stalled:
+            return "stalled"
+        return "ok" if self._scheduler.attached else "no_worker"
 
     @property
     def idle(self) -> bool:
@@ -386,10 +419,14 @@ class _Open:
 
 
 async def _ask_in_time(
-    home: Home, name: str, arguments: object, take: Callable[[Any], None]
+    home: Home,
+    name: str,
+    arguments: object,
+    take: Callable[[Any], None],
+    seconds: float = ANSWER_SECONDS,
 ) -> None:
     """Ask a front end, and hand its answer to ``take`` if it comes in time."""
-    with contextlib.suppress(TrioserveError), trio.move_on_after(ANSWER_SECONDS):
+    with contextlib.suppress(TrioserveError), trio.move_on_after(seconds):
         take(await home.asks.ask(name, arguments))
 
 

@@ -156,8 +156,8 @@ class _FrontEnd:
                 tracing.model_name = engine.model_name
                 engine.on_request_end = tracing.request_ended
                 engine.pooling.on_end = tracing.texts_ended
-                whole = SharedServer(engine, remote)
-                handlers |= {"count": whole.count, "abort": whole.abort_own}
+                whole = SharedServer(engine, remote, start.index)
+                handlers |= {"count": whole.count, "look": whole.look, "abort": whole.abort_own}
                 return await serve_engine(
                     engine,
                     create_app(engine, config, whole=whole),

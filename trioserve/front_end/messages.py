@@ -46,6 +46,7 @@ __all__ = [
     "Hello",
     "LeaveSeat",
     "LeaveTurn",
+    "LeaveWatch",
     "Listening",
     "Offered",
     "Prompt",
@@ -169,6 +170,12 @@ class LeaveSeat(_Message):
 
 class LeaveTurn(_Message):
     """A turn of a session runs no more, whose number in this front end is that."""
+
+    number: int
+
+
+class LeaveWatch(_Message):
+    """Whoever watches the engine through this front end, and has that number, does so no more."""
 
     number: int
 
@@ -309,6 +316,7 @@ FromFrontEnd = (
     | Alive
     | LeaveSeat
     | LeaveTurn
+    | LeaveWatch
     | Drained
 )
 FromEngine = Start | Offered | Update | TurnClosed | Ask | Answer | Withdraw | Failed | Drain | Stop

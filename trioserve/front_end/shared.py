@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -17,13 +17,17 @@ from trioserve.continuation import Continuation, Generate
 from trioserve.engine import Engine
 from trioserve.errors import EngineError
 from trioserve.front_end.clock import SharedClock
-from trioserve.front_end.home import Counted
+from trioserve.front_end.home import Counted, Looked
 from trioserve.front_end.host import Collected
-from trioserve.front_end.messages import LeaveSeat
+from trioserve.front_end.messages import LeaveSeat, LeaveWatch
 from trioserve.front_end.remote import RemoteScheduler
 from trioserve.front_end.remote_turns import RemoteTurns
+from trioserve.health import health_word
 from trioserve.http.auth import Caller, Keys
-from trioserve.http.whole import Seat, health_word
+from trioserve.http.whole import Pictures, Seat
+from trioserve.live import Picture
+from trioserve.live.schema import TaskNode
+from trioserve.live.tasks import task_tree
 from trioserve.metrics.snapshot import filled, snapshot_of
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
@@ -42,10 +46,13 @@ class SharedServer:
     Args:
         engine: this process's.
         remote: what it has its requests computed by.
+        index: the place of this process among all front ends.
     """
 
     _engine: Engine
     _remote: RemoteScheduler
+    _index: int = 0
+    _num_watches: int = attrs.field(default=0, init=False)
     _num_seats: int = attrs.field(default=0, init=False)
     _turns: RemoteTurns = attrs.field(init=False)
 
@@ -170,6 +177,25 @@ class SharedServer:
         clock = SharedClock.now()
         return [msgspec.structs.replace(each, time=clock.own(each.time)) for each in told]
 
+    @contextlib.asynccontextmanager
+    async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
+        """As :meth:`trioserve.live.Subject.watched`, of the engine process and all front ends."""
+        self._num_watches += 1
+        number = self._num_watches
+
+        async def take() -> Picture:
+            picture = msgspec.convert(await self._remote.asks.ask("picture", number), Picture)
+            if picture.health == "ok" and self._engine.draining:
+                return msgspec.structs.replace(picture, health="draining")
+            return picture
+
+        try:
+            await self._remote.asks.ask("watch", [number, requests, nodes])
+            yield take
+        finally:
+            # It may have begun, whatever this was told.
+            self._remote.tell(LeaveWatch(number))
+
     async def open_session(
         self, id: str | None, *, capacity: int, timeout: float, owner: str | None, goes_on: bool
     ) -> str:
@@ -214,6 +240,11 @@ class SharedServer:
             num_streams=statistics.num_streams,
             stream_bytes=statistics.stream_bytes,
         )
+
+    async def look(self, _: Any) -> Looked:
+        """The same, and what the tasks of this process are."""
+        tree = TaskNode(name=f"front end {self._index}", state="", children=[task_tree()])
+        return Looked(await self.count(None), tree)
 
     async def abort_own(self, arguments: Any) -> int:
         """End those of this process's requests that are named so; how many were ended."""

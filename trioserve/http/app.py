@@ -6,6 +6,7 @@ sends and surviving broken connections, is in :mod:`trioserve.http.server`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import quart
@@ -24,6 +25,7 @@ from trioserve.http.bodies import BodyRoom
 from trioserve.http.chat.endpoint import ChatEndpoints
 from trioserve.http.chat.preparation import ChatPreparation
 from trioserve.http.completions.endpoint import CompletionEndpoints
+from trioserve.http.console.endpoint import ConsoleEndpoints
 from trioserve.http.control.endpoint import ControlEndpoints
 from trioserve.http.cors import CrossOrigin
 from trioserve.http.feeds.endpoint import FeedEndpoints
@@ -35,7 +37,8 @@ from trioserve.http.openai.models import ModelEndpoints
 from trioserve.http.pooling.embeddings import EmbeddingEndpoints
 from trioserve.http.pooling.scores import ScoreEndpoints
 from trioserve.http.responses.endpoint import ResponseEndpoints
-from trioserve.http.routes import ROUTES
+from trioserve.http.route import Route
+from trioserve.http.routes import served_routes
 from trioserve.http.service import Service
 from trioserve.http.sessions.endpoint import SessionEndpoints
 from trioserve.http.utilities.admin import AdminEndpoints
@@ -103,15 +106,16 @@ def create_app(
     app.config["BODY_TIMEOUT"] = config.request_timeout
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
-    _add_routes(app, service)
+    keys = Keys(config.api_key, config.admin_api_key, max_requests=config.max_requests_per_key)
+    routes = served_routes(config)
+    _add_routes(app, service, keys, routes)
     app.register_error_handler(Exception, _on_error)
 
-    keys = Keys(config.api_key, config.admin_api_key, max_requests=config.max_requests_per_key)
     admission = _Admission(engine)
     generating_rules = {
-        rule for route in ROUTES if route.events is not None for rule in route.rules
+        rule for route in routes if route.events is not None for rule in route.rules
     }
-    control_rules = {rule for route in ROUTES if route.control for rule in route.rules}
+    control_rules = {rule for route in routes if route.control for rule in route.rules}
 
     @app.before_request
     async def authorize() -> quart.Response | None:
@@ -121,7 +125,8 @@ def create_app(
         if rule is not None:
             request.record.route = rule.rule
         preflight = _preflight(request, app.cross_origin)
-        if preflight is None and request.path not in OPEN_PATHS:
+        is_open = request.path in OPEN_PATHS or (rule is not None and rule.rule in OPEN_PATHS)
+        if preflight is None and not is_open:
             control = rule is not None and rule.rule in control_rules
             caller = keys.caller(authorization_of(request.headers), control=control)
             request.record.key = None if caller is None else caller.name
@@ -174,12 +179,13 @@ def _preflight(request: Request, cross_origin: CrossOrigin) -> quart.Response | 
     return quart.Response(b"", status=204, headers=headers)
 
 
-def _add_routes(app: App, service: Service) -> None:
+def _add_routes(app: App, service: Service, keys: Keys, routes: Sequence[Route]) -> None:
     chats = ChatPreparation(service)
     tokens = TokenEndpoints(service)
     endpoints: list[Any] = [
         ChatEndpoints(service, chats),
         CompletionEndpoints(service),
+        ConsoleEndpoints(service, keys),
         ControlEndpoints(service),
         EmbeddingEndpoints(service),
         FeedEndpoints(service),
@@ -195,7 +201,7 @@ def _add_routes(app: App, service: Service) -> None:
         tokens,
         UtilityEndpoints(service),
     ]
-    for route in ROUTES:
+    for route in routes:
         (view,) = [
             getattr(endpoint, route.handler)
             for endpoint in endpoints

@@ -32,7 +32,7 @@ from trioserve.http.bodies import Body
 from trioserve.http.dialects import error_body, id_headers
 from trioserve.http.direct import WriteNow, body_message, writer_for
 from trioserve.http.errors import ErrorReply, describe_error
-from trioserve.http.sse import EventStream
+from trioserve.http.sse import Events
 from trioserve.logs import get_logger
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
     _send: ASGISendCallable
     """The server's, past what notes the messages on their way."""
     _write_now: WriteNow | None
-    _events: EventStream | None = None
+    _events: Events | None = None
     """The stream that is being sent."""
     _receiving: trio.CancelScope | None = None
 
@@ -184,14 +184,12 @@ class HTTPConnection(TrioASGIHTTPConnection):
     async def _send_response(self, send: ASGISendCallable, response: Any) -> None:
         self._tell_id(response)
         body = getattr(response, "response", None)
-        if isinstance(body, EventStream):
+        if isinstance(body, Events):
             await self._send_stream(send, response, body)
         else:
             await super()._send_response(send, response)
 
-    async def _send_stream(
-        self, send: ASGISendCallable, response: Response, body: EventStream
-    ) -> None:
+    async def _send_stream(self, send: ASGISendCallable, response: Response, body: Events) -> None:
         begun = False
         body.write_now = self._write_now
         try:

@@ -15,8 +15,9 @@ from trioserve.http.errors import Forbidden, KeyLimit, Unauthorized
 
 __all__ = ["OPEN_PATHS", "Caller", "Keys", "authorization_of"]
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
-"""What a load balancer may ask without a key."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/console", "/console/static/<path:name>"})
+"""The rules of what may be asked without a key: what a load balancer wants to know, and the page of
+the console, which holds no data."""
 
 
 def authorization_of(headers: Headers) -> str | None:
@@ -91,6 +92,13 @@ class Keys:
         if not found or (control and not found[-1].admin):
             raise Unauthorized(f"the key is not valid here, where {kind} is needed")
         return found[-1]
+
+    def may_control(self, authorization: str | None) -> bool:
+        """Whether who sends this ``Authorization`` header may control the server."""
+        try:
+            return self.caller(authorization, control=True) is not None
+        except (Forbidden, Unauthorized):
+            return False
 
     def limits(self, caller: Caller) -> bool:
         """Whether only so many requests of ``caller`` may be open at a time."""

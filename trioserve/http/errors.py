@@ -28,6 +28,7 @@ from trioserve.errors import (
     ShuttingDown,
     SlowReader,
     TrioserveError,
+    WatcherLimit,
     WorkerLost,
 )
 
@@ -132,6 +133,7 @@ _KINDS: dict[type[Exception], _Kind] = {
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
     KeyLimit: _Kind(429, "rate_limit_error", "key_limit"),
     SessionLimit: _Kind(429, "rate_limit_error", "session_limit"),
+    WatcherLimit: _Kind(429, "rate_limit_error", "watcher_limit"),
     SlowReader: _Kind(500, "slow_reader_error", "slow_reader"),
     RequestAborted: _Kind(500, "server_error", "request_aborted"),
     EngineError: _Kind(500, "server_error", "engine_error"),

@@ -5,8 +5,10 @@ An area's routes stand in its own folder, beside their handlers.
 
 from __future__ import annotations
 
+from trioserve.config import ServerConfig
 from trioserve.http.chat.routes import ROUTES as CHAT
 from trioserve.http.completions.routes import ROUTES as COMPLETIONS
+from trioserve.http.console.routes import ROUTES as CONSOLE
 from trioserve.http.control.routes import ROUTES as CONTROL
 from trioserve.http.feeds.routes import ROUTES as FEEDS
 from trioserve.http.messages.routes import ROUTES as MESSAGES
@@ -15,10 +17,11 @@ from trioserve.http.ollama.routes import ROUTES as OLLAMA
 from trioserve.http.openai.routes import ROUTES as MODELS
 from trioserve.http.pooling.routes import ROUTES as POOLING
 from trioserve.http.responses.routes import ROUTES as RESPONSES
+from trioserve.http.route import Route
 from trioserve.http.sessions.routes import ROUTES as SESSIONS
 from trioserve.http.utilities.routes import ROUTES as UTILITIES
 
-__all__ = ["ROUTES"]
+__all__ = ["ROUTES", "served_routes"]
 
 ROUTES = (
     *CHAT,
@@ -31,7 +34,13 @@ ROUTES = (
     *MODELS,
     *UTILITIES,
     *FEEDS,
+    *CONSOLE,
     *OLLAMA,
     *CONTROL,
 )
 """In the order in which the documentation shows those of a group."""
+
+
+def served_routes(config: ServerConfig) -> tuple[Route, ...]:
+    """Those that a server with these options has."""
+    return tuple(route for route in ROUTES if config.console or route not in CONSOLE)

@@ -7,6 +7,7 @@ be entered and left in the task that serves the request.
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from collections.abc import Awaitable, Callable
@@ -29,9 +30,11 @@ __all__ = [
     "DONE",
     "KEEP_ALIVE",
     "EventStream",
+    "Events",
     "Framing",
     "StreamWriter",
     "event",
+    "named_event",
     "raw_event",
     "stream_response",
     "typed_event",
@@ -52,6 +55,11 @@ def typed_event(value: msgspec.Struct) -> bytes:
     """The same of a class with a tag, which is the event's name, too."""
     tag = str(value.__struct_config__.tag).encode()
     return b"event: %b\ndata: %b\n\n" % (tag, _encoder.encode(value))
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """The same of anything, with a name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encoder.encode(value))
 
 
 def raw_event(body: bytes) -> bytes:
@@ -99,13 +107,41 @@ class StreamWriter(Protocol):
         ...
 
 
-class EventStream(ResponseBody):
-    """The body of a streaming response. Entering it waits until the generations are admitted.
+class Events(ResponseBody):
+    """The body of a streaming response: an async iterator over its pieces, while it is entered.
+
+    Errors come out of ``__aenter__`` (before the response has begun) or out of the iteration;
+    :class:`~trioserve.http.asgi.HTTPConnection` makes them a response or an event.
+    """
+
+    framing: Framing
+    write_now: WriteNow | None = None
+    """How to send events from outside of the task that reads this, if that is possible."""
+
+    @property
+    def look_again_at(self) -> float:
+        """When the reader may have heard nothing for too long, as far as is known."""
+        return math.inf
+
+    def note_if_silent(self) -> bool:
+        """Whether to keep the connection alive now, which is counted as done."""
+        return False
+
+    @abc.abstractmethod
+    async def __aenter__(self) -> Events: ...
+
+    def __aiter__(self) -> Events:
+        return self
+
+    @abc.abstractmethod
+    async def __anext__(self) -> bytes:
+        """The next events."""
+
+
+class EventStream(Events):
+    """What generations give. Entering it waits until they are admitted.
 
     ``before_end`` is awaited after the last chunk, before the writer is asked for the end.
-
-    Errors of the generations come out of ``__aenter__`` (before the response has begun) or out of
-    the iteration; :class:`~trioserve.http.asgi.HTTPConnection` makes them a response or an event.
     """
 
     def __init__(
@@ -127,8 +163,6 @@ class EventStream(ResponseBody):
         self._begun: set[tuple[int, int]] = set()
         self._started = False
         self._ended = False
-        self.write_now: WriteNow | None = None
-        """How to send events from outside of the task that reads this, if that is possible."""
         self._waiting_since = math.inf
         """Since when the next chunk is waited for; never, while it isn't."""
 
@@ -158,11 +192,7 @@ class EventStream(ResponseBody):
         self._record.note_streams(self._generations.streams)
         await self._generations.__aexit__(exc_type, exc_value, traceback)
 
-    def __aiter__(self) -> EventStream:
-        return self
-
     async def __anext__(self) -> bytes:
-        """The next events."""
         if not self._started:
             self._started = True
             if self.write_now is not None and self._record.contents is None:
@@ -220,7 +250,7 @@ class EventStream(ResponseBody):
         return weight + len(stream.prompt_token_ids) * stream.prompt_logprobs.num_for_each
 
 
-def stream_response(body: EventStream) -> Response:
+def stream_response(body: Events) -> Response:
     """A response with ``body``, and the headers that keep proxies from holding events back."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return Response(body, status=200, headers=headers, content_type=body.framing.content_type)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import attrs
@@ -16,15 +17,19 @@ import attrs
 from trioserve.continuation import Continuation, Generate
 from trioserve.engine import Engine
 from trioserve.feed import Tail
+from trioserve.health import health_word
 from trioserve.http.auth import Caller, Keys
 from trioserve.kept_responses import KeptResponses
+from trioserve.live import Picture, subject_of
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
 
-__all__ = ["OneProcess", "Seat", "Whole", "health_word"]
+__all__ = ["OneProcess", "Pictures", "Seat", "Whole"]
 
 Seat = contextlib.AbstractContextManager[None]
+Pictures = Callable[[], Awaitable[Picture]]
+"""Takes a picture of the server as it is."""
 
 
 class Whole(Protocol):
@@ -83,6 +88,9 @@ class Whole(Protocol):
     async def cache_events(self) -> list[CacheEvent]:
         """The same of the prefix cache's events."""
 
+    def watch(self, *, requests: int, nodes: int) -> AbstractAsyncContextManager[Pictures]:
+        """Somebody who takes pictures of the server, as :meth:`trioserve.live.Subject.watched`."""
+
     async def open_session(
         self, id: str | None, *, capacity: int, timeout: float, owner: str | None, goes_on: bool
     ) -> str:
@@ -107,15 +115,6 @@ class Whole(Protocol):
 
     async def drop_response(self, owner: str | None, id: str) -> bool:
         """As :meth:`trioserve.kept_responses.KeptResponses.drop`."""
-
-
-def health_word(engine: Engine) -> str:
-    """How ``engine`` is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
-    if engine.healthy:
-        return "ok"
-    if engine.draining:
-        return "draining"
-    return "stalled" if engine.stalled else "no_worker"
 
 
 @attrs.frozen
@@ -207,6 +206,16 @@ class OneProcess:
     async def cache_events(self) -> list[CacheEvent]:
         """The same of the prefix cache's events."""
         return self._cache_events.take()
+
+    @contextlib.asynccontextmanager
+    async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
+        """As :meth:`trioserve.live.Subject.watched`."""
+        with subject_of(self._engine).watched(requests=requests, nodes=nodes) as watcher:
+
+            async def take() -> Picture:
+                return watcher.take()
+
+            yield take
 
     async def open_session(
         self, id: str | None, *, capacity: int, timeout: float, owner: str | None, goes_on: bool

@@ -198,6 +198,7 @@ class Scheduler:
             error = sole_exception(group)
         finally:
             self._worker_there = trio.Event()
+            self._core.now = trio.current_time()
             self._core.recovery.on_worker_lost()
             self._is_stuck = False
             self._watchdog.settle_all(trio.current_time())
@@ -384,6 +385,11 @@ class Scheduler:
             self._overdue.deadline = self._watchdog.deadline
 
     # ---- what can be seen from outside
+
+    @property
+    def core(self) -> SchedulerCore | None:
+        """What decides, to be looked at; None before the first worker."""
+        return self._core
 
     @property
     def attached(self) -> bool:

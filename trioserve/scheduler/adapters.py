@@ -112,6 +112,11 @@ class HeldAdapters:
             statistics, running_adapters=self._names(running), waiting_adapters=self._names(waiting)
         )
 
+    def name_of(self, number: int) -> str | None:
+        """What requests call the adapter of that number; None if nobody knows it any more."""
+        held = self._held.get(number)
+        return None if held is None else held.adapter.name
+
     def _names(self, numbers: set[int]) -> tuple[str, ...]:
         return tuple(sorted({self._held[each].adapter.name for each in numbers if each}))
 

@@ -85,6 +85,8 @@ class SchedulerCore:
         """What to call when a plan fails or the worker is lost."""
         self.num_arrivals = 0
         """Requests that were ever submitted; the newest one's place in the order of arrival."""
+        self.now = 0.0
+        """The time that it was told last."""
         self._has_work = False
         """Whether somebody wanted to be computed when the newest result had been taken."""
 
@@ -100,6 +102,7 @@ class SchedulerCore:
         """
         if request.adapter and request.adapter not in self.residency.known:
             raise AdapterNotFound("the request's adapter was unloaded")
+        self.now = now
         max_tokens = resolve_max_tokens(self.limits, request)
         request.prompt_logprobs = prompt_logprobs_for(self.limits, request)
         self.num_arrivals += 1
@@ -113,9 +116,13 @@ class SchedulerCore:
 
     def _wait(self, computation: Computation) -> None:
         """Put ``computation`` in line, or where it is held."""
-        computation.sequence.move_to(State.WAITING)
+        self._move(computation.sequence, State.WAITING)
         self.num_waiting_tokens += computation.sequence.num_tokens
         self.siblings.enter(computation)
+
+    def _move(self, sequence: Sequence, state: State) -> None:
+        sequence.move_to(state)
+        sequence.note_detour(self.now)
 
     def abort(self, sequence: Sequence, finish: Finish) -> SequenceOutput | None:
         """End ``sequence`` in whatever state it is; None if it has finished already.
@@ -145,6 +152,7 @@ class SchedulerCore:
 
     def next_plan(self, now: float) -> wire.Plan | None:
         """What the worker is to do next; None if there is nothing, or enough is in flight."""
+        self.now = now
         if not self.has_worker or len(self.in_flight) >= self.limits.max_plans_in_flight:
             return None
         self.memory.advance(now)
@@ -282,7 +290,7 @@ class SchedulerCore:
         self.waiting.remove(computation)
         self.num_waiting_tokens -= computation.sequence.num_tokens
         self.running.add(computation)
-        computation.sequence.move_to(State.PREFILL)
+        self._move(computation.sequence, State.PREFILL)
         request = computation.sequence.request
         if request.times.first_scheduled is None:
             request.times.first_scheduled = now
@@ -298,7 +306,7 @@ class SchedulerCore:
         if computation.sequence.state is State.PREFILL:
             self.memory.publish(computation, draft.number)
             if samples:
-                computation.sequence.move_to(State.DECODE)
+                self._move(computation.sequence, State.DECODE)
                 self.siblings.on_prompt_planned(computation)
 
     # ---- leaving
@@ -311,9 +319,13 @@ class SchedulerCore:
     def _put_off(self, computation: Computation) -> None:
         """Have ``computation`` wait, without a slot; it will resume from its tokens."""
         self._leave(computation)
-        computation.sequence.move_to(State.PREEMPTED)
-        self.preempted.append(computation)
+        self.set_aside(computation)
         self.rejoin()
+
+    def set_aside(self, computation: Computation) -> None:
+        """``computation``, which has left its slot, rejoins the line when no plan names it."""
+        self._move(computation.sequence, State.PREEMPTED)
+        self.preempted.append(computation)
 
     def retract_running(self) -> None:
         """Have all who run wait, and resume from their tokens once they may be computed again."""
@@ -364,11 +376,12 @@ class SchedulerCore:
         """
         if not self.in_flight:
             raise WorkerLost(f"result of plan {result.number} came, and none is in flight")
+        self.now = now
         plan = self.in_flight[0]
         results = Results.read(result, plan, self.limits.vocab_size)
         self.in_flight.popleft()
         self.memory.acknowledge(plan.number)
-        self.counters.count_step(result, plan.num_tokens, had_work=self._has_work)
+        self.counters.count_step(result, plan.num_tokens, plan.num_decodes, had_work=self._has_work)
         if self._observer is not None and plan.num_tokens:
             self._observer.observe_step(plan.num_tokens)
 

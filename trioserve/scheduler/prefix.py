@@ -29,7 +29,7 @@ Rules, and what follows from them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import attrs
 
@@ -100,6 +100,15 @@ class PrefixCache:
 
     def __attrs_post_init__(self) -> None:
         self.priorities = Priorities(self.pool)
+
+    def roots(self) -> Iterator[Node]:
+        """Of each namespace that has pages, the newest first."""
+        return reversed(self._roots.values())
+
+    @property
+    def num_nodes(self) -> int:
+        """Pages in the tree, those on the host included."""
+        return len(self._node_of)
 
     def match(
         self, namespace: Namespace, tokens: Sequence[int], plan: int, most: int | None = None

@@ -140,8 +140,7 @@ class Recovery:
         core.in_flight.clear()
         for computation in core.running.take_all():
             computation.leave_slot()
-            computation.sequence.move_to(State.PREEMPTED)
-            core.preempted.append(computation)
+            core.set_aside(computation)
         # Whoever was let go for a prompt that is gone may have to be held again.
         for computation in core.waiting.take_all():
             core.siblings.enter(computation)

@@ -38,6 +38,8 @@ class Counters:
     """Plans that have been acknowledged."""
     num_tokens_computed: int = 0
     """Tokens that those plans computed, recomputation included."""
+    num_prefill_tokens: int = 0
+    """Those of them that weren't just the newest token of an output."""
     num_tokens_sampled: int = 0
     """Tokens accepted into outputs."""
     num_preemptions: int = 0
@@ -57,14 +59,18 @@ class Counters:
     idle_us: int = 0
     """Microseconds that workers waited between steps while there was something to compute."""
 
-    def count_step(self, result: wire.StepResult, num_tokens: int, *, had_work: bool) -> None:
+    def count_step(
+        self, result: wire.StepResult, num_tokens: int, num_decodes: int, *, had_work: bool
+    ) -> None:
         """A plan that computed ``num_tokens`` tokens has been acknowledged by ``result``.
 
+        ``num_decodes`` of them were the newest of an output.
         ``had_work`` says whether somebody wanted to be computed when the step before it had ended:
         only then has the worker lost the time in between.
         """
         self.num_steps += 1
         self.num_tokens_computed += num_tokens
+        self.num_prefill_tokens += num_tokens - num_decodes
         self.step_us += result.step_us
         if had_work:
             self.idle_us += result.idle_us

@@ -35,6 +35,7 @@ from trioserve.worker.switch import Switch
 
 __all__ = [
     "Supervisor",
+    "WorkerLife",
     "Workers",
     "describe_exit",
     "package_environment",
@@ -138,7 +139,7 @@ async def run_worker(
                         lambda: f"worker process: {process.pid}",
                         ask=lambda: process.send_signal(signal.SIGUSR1),
                     ):
-                        yield link, ready
+                        yield link, attrs.evolve(ready, pid=process.pid)
                     nursery.cancel_scope.cancel()
             except BaseExceptionGroup as group:
                 # The watcher raises nothing, so this can only be the block's own exception.
@@ -259,6 +260,20 @@ class Workers:
             yield link, ready
 
 
+@attrs.frozen(kw_only=True)
+class WorkerLife:
+    """Where the worker is in its life."""
+
+    state: str = "starting"
+    """``starting`` (the first one loads), ``running``, ``restarting`` or ``released``."""
+    since: float = 0.0
+    """When it came there, in seconds on trio's clock."""
+    pid: int | None = None
+    """Of its process, while it runs."""
+    last_loss: str | None = None
+    """Why the last one was lost."""
+
+
 OpenWorker = Callable[[], AbstractAsyncContextManager[tuple[Link, wire.Ready]]]
 
 
@@ -284,6 +299,8 @@ class Supervisor:
     switch: Switch = attrs.field(factory=Switch)
     restarts: int = attrs.field(default=0, init=False)
     """Workers that were replaced since the start."""
+    life: WorkerLife = attrs.field(init=False, factory=WorkerLife)
+    """The present worker's."""
     _lost_at: float | None = attrs.field(default=None, init=False)
     """When the first was lost since one was ready."""
 
@@ -309,12 +326,17 @@ class Supervisor:
         started = False
         attempts = 0
         while True:
+            if not self.switch.is_on:
+                self._note_life("released")
             await self.switch.wait_on()
+            if not started or self.life.state == "released":
+                self._note_life("restarting" if started else "starting")
             serving = trio.CancelScope()
             try:
                 async with self.open_worker() as (link, ready):
                     attempts = 0
                     self._note_replaced()
+                    self._note_life("running", ready.pid or None)
                     if not started:
                         started = True
                         task_status.started(ready)
@@ -345,6 +367,7 @@ class Supervisor:
                 _log.info("worker sent away")
                 continue
             self.restarts += 1
+            self._note_life("restarting")
             await trio.sleep(_delay(deaths))
 
     def _count(self, loss: WorkerLost) -> int:
@@ -358,8 +381,12 @@ class Supervisor:
         )
         if self._lost_at is None:
             self._lost_at = trio.current_time()
+        self.life = attrs.evolve(self.life, last_loss=str(loss))
         self.on_loss(loss)
         return deaths
+
+    def _note_life(self, state: str, pid: int | None = None) -> None:
+        self.life = attrs.evolve(self.life, state=state, since=trio.current_time(), pid=pid)
 
     def _note_replaced(self) -> None:
         if self._lost_at is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import quart
 
 from trioserve.http.openapi import build_document
-from trioserve.http.routes import ROUTES
+from trioserve.http.routes import served_routes
 from trioserve.http.service import Service, json_response
 from trioserve.http.utilities.schemas import HealthReply
 from trioserve.metrics import CONTENT_TYPE_LATEST
@@ -36,11 +36,11 @@ class AdminEndpoints:
 
     async def openapi(self) -> quart.Response:
         """``GET /openapi.json``."""
-        engine = self._service.engine
+        engine, config = self._service.engine, self._service.config
         return json_response(
             build_document(
-                ROUTES,
-                root_path=self._service.config.root_path,
+                served_routes(config),
+                root_path=config.root_path,
                 vocab_size=min(engine.vocab_size, engine.tokenizer.vocab_size),
             )
         )

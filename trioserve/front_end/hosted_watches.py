@@ -1,0 +1,63 @@
+"""Pictures for those who watch through a front end: they are taken in the engine process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import attrs
+
+from trioserve.errors import EngineError
+from trioserve.front_end.asks import Handlers
+from trioserve.live import Picture, Subject, Watcher
+from trioserve.live.schema import TaskNode
+
+__all__ = ["HostedWatches"]
+
+
+@attrs.define(eq=False)
+class HostedWatches:
+    """Who watches through one front end.
+
+    Args:
+        subject: what pictures are taken of.
+        look_around: asks all front ends how they are; what their tasks are.
+    """
+
+    _subject: Subject
+    _look_around: Callable[[], Awaitable[Sequence[TaskNode]]]
+    _watchers: dict[int, tuple[Watcher, contextlib.ExitStack]] = attrs.field(
+        init=False, factory=dict
+    )
+    """By the front end's own numbers."""
+
+    @property
+    def handlers(self) -> Handlers:
+        """What the front end may ask."""
+        return {"watch": self._watch, "picture": self._picture}
+
+    async def _watch(self, arguments: Any) -> None:
+        number, requests, nodes = arguments
+        with contextlib.ExitStack() as stack:
+            watched = self._subject.watched(requests=requests, nodes=nodes)
+            watcher = stack.enter_context(watched)
+            self._watchers[number] = (watcher, stack.pop_all())
+
+    async def _picture(self, number: Any) -> Picture:
+        processes = await self._look_around()
+        if number not in self._watchers:
+            raise EngineError("nobody of that number watches")
+        watcher, _ = self._watchers[number]
+        return watcher.take(processes)
+
+    def leave(self, number: int) -> None:
+        """Whoever has that number watches no more, if it did."""
+        if number in self._watchers:
+            _, scope = self._watchers.pop(number)
+            scope.close()
+
+    def leave_all(self) -> None:
+        """The front end is gone."""
+        for number in list(self._watchers):
+            self.leave(number)

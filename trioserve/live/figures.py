@@ -1,0 +1,148 @@
+"""Rates and latencies: what lies between two looks at counters that run anyway."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from trioserve.live.schema import Latency, Quantiles, Rates
+from trioserve.metrics import Metrics
+from trioserve.metrics.histogram import FIRST_TOKEN_SECONDS, INTER_TOKEN_SECONDS, REQUEST_SECONDS
+from trioserve.metrics.snapshot import Snapshot
+from trioserve.scheduler.iterations import Iteration
+from trioserve.scheduler.statistics import SchedulerStatistics
+
+__all__ = ["LATENCY_SECONDS", "Lately", "Look", "Tally", "latency_of", "quantile", "rates_of"]
+
+LATENCY_SECONDS = 60.0
+"""How far latencies look back."""
+_BETWEEN = 1.0
+"""Seconds between looks that are kept for that."""
+_BOUNDS = {
+    "time_to_first_token": FIRST_TOKEN_SECONDS,
+    "inter_token_latency": INTER_TOKEN_SECONDS,
+    "queue_time": REQUEST_SECONDS,
+    "e2e_latency": REQUEST_SECONDS,
+}
+
+
+@attrs.frozen
+class Tally:
+    """What metrics have counted that a picture tells: totals, by the names of their attributes."""
+
+    generation_tokens: int
+    finished: Mapping[str, int]
+    """Outputs by why they ended."""
+    histograms: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> Tally:
+        """Of one process."""
+        return cls(
+            metrics.generation_tokens,
+            dict(metrics.finished),
+            {name: list(getattr(metrics, name).counts) for name in _BOUNDS},
+        )
+
+    @classmethod
+    def of_snapshot(cls, snapshot: Snapshot) -> Tally:
+        """Of what several processes have counted together."""
+        empty = {name: [0] * (len(bounds) + 1) for name, bounds in _BOUNDS.items()}
+        told = {name: snapshot.histograms[name][0] for name in _BOUNDS.keys() & snapshot.histograms}
+        return cls(
+            snapshot.numbers.get("generation_tokens", 0),
+            {str(key[0]): count for key, count in snapshot.counters.get("finished", ())},
+            {**empty, **told},
+        )
+
+
+@attrs.frozen
+class Look:
+    """The counters at one moment on trio's clock."""
+
+    time: float
+    scheduler: SchedulerStatistics
+    tally: Tally
+
+
+def rates_of(before: Look, after: Look, iterations: Sequence[Iteration]) -> Rates:
+    """What was done between two looks; ``iterations`` are steps of that time, not always all."""
+    seconds = after.time - before.time
+    if seconds <= 0:
+        return Rates()
+    was, is_ = before.scheduler, after.scheduler
+    num_steps = is_.num_steps - was.num_steps
+    step_us, idle_us = is_.step_us - was.step_us, is_.idle_us - was.idle_us
+    num_finished = sum(after.tally.finished.values()) - sum(before.tally.finished.values())
+    num_rows = sum(each.num_sequences for each in iterations)
+    return Rates(
+        generated_tokens_per_s=(after.tally.generation_tokens - before.tally.generation_tokens)
+        / seconds,
+        prompt_tokens_per_s=(is_.num_prefill_tokens - was.num_prefill_tokens) / seconds,
+        requests_per_s=num_finished / seconds,
+        steps_per_s=num_steps / seconds,
+        gpu_idle_share=_share(idle_us, step_us + idle_us),
+        step_ms=_share(step_us / 1000, num_steps),
+        batch_rows=_share(num_rows, len(iterations)),
+        cache_hit_share=_share(
+            is_.prefix_cache_hits - was.prefix_cache_hits,
+            is_.prefix_cache_queries - was.prefix_cache_queries,
+        ),
+    )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def latency_of(before: Look, after: Look) -> Latency:
+    """How long things took that were counted between two looks."""
+
+    def quantiles(name: str) -> Quantiles | None:
+        was, is_ = before.tally.histograms[name], after.tally.histograms[name]
+        counts = [b - a for a, b in zip(was, is_, strict=True)]
+        if not any(counts):
+            return None
+        p50, p90, p99 = (quantile(_BOUNDS[name], counts, share) for share in (0.5, 0.9, 0.99))
+        return Quantiles(p50, p90, p99)
+
+    return Latency(
+        ttft=quantiles("time_to_first_token"),
+        itl=quantiles("inter_token_latency"),
+        queue=quantiles("queue_time"),
+        e2e=quantiles("e2e_latency"),
+    )
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float:
+    """The value that ``share`` of all observations are not above, as Prometheus reckons it.
+
+    Within a bucket observations count as evenly spread; past the last bound, as at it.
+    """
+    rank = share * sum(counts)
+    seen = 0
+    low = 0.0
+    for bound, count in zip(bounds, counts, strict=False):
+        if count and seen + count >= rank:
+            return low + (bound - low) * max(rank - seen, 0.0) / count
+        seen += count
+        low = bound
+    return bounds[-1]
+
+
+@attrs.define(eq=False)
+class Lately:
+    """Looks of the last :data:`LATENCY_SECONDS`, one for each second or so."""
+
+    _looks: deque[Look] = attrs.field(init=False, factory=deque)
+
+    def add(self, look: Look) -> Look:
+        """Keep ``look``; the oldest that isn't too old, which is itself at first."""
+        looks = self._looks
+        if not looks or look.time >= looks[-1].time + _BETWEEN:
+            looks.append(look)
+        while len(looks) > 1 and looks[0].time < look.time - LATENCY_SECONDS:
+            looks.popleft()
+        return looks[0]

@@ -1,0 +1,55 @@
+"""The prefix tree as a picture shows it: runs of pages, and no more of them than asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+from trioserve.live.schema import Prefix, PrefixNode
+from trioserve.scheduler.prefix import Node, PrefixCache
+
+__all__ = ["PAGES_FOR_EACH", "prefix_of"]
+
+PAGES_FOR_EACH = 8
+"""Pages that are looked at for each node that is asked for. A longer run than there are pages for
+is cut, and the rest of it left out."""
+
+
+def prefix_of(cache: PrefixCache, most: int) -> Prefix:
+    """At most ``most`` runs of pages, those nearest to the roots first."""
+    pool = cache.pool
+
+    def look_of(node: Node) -> tuple[int, bool]:
+        on_host = pool.is_on_host(node.page)
+        return 0 if on_host else pool.holders(node.page), on_host
+
+    nodes: list[PrefixNode] = []
+    num_seen, most_seen = 0, most * PAGES_FOR_EACH
+    left: deque[tuple[Node, int | None]] = deque()
+    for root in itertools.islice(cache.roots(), most):
+        _append_children(left, root, None, most)
+    while left and len(nodes) < most and num_seen < most_seen:
+        first, parent = left.popleft()
+        look = look_of(first)
+        last, num_pages = first, 1
+        while len(last.children) == 1 and num_seen + num_pages < most_seen:
+            (child,) = last.children.values()
+            if look_of(child) != look:
+                break
+            last = child
+            num_pages += 1
+        num_seen += num_pages
+        users, on_host = look
+        nodes.append(
+            PrefixNode(id=first.page, parent=parent, pages=num_pages, users=users, on_host=on_host)
+        )
+        _append_children(left, last, first.page, most - len(nodes))
+    return Prefix(nodes=nodes, num_left_out=cache.num_nodes - num_seen)
+
+
+def _append_children(
+    left: deque[tuple[Node, int | None]], node: Node, parent: int | None, most: int
+) -> None:
+    room = max(most - len(left), 0)
+    for child in itertools.islice(reversed(node.children.values()), room):
+        left.append((child, parent))

@@ -1,0 +1,255 @@
+"""What pictures are taken of, and whoever takes one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import trio
+
+from trioserve.errors import WatcherLimit
+from trioserve.feed import Feed, Subscription
+from trioserve.live.figures import Lately, Look, Tally, latency_of, rates_of
+from trioserve.live.prefix import prefix_of
+from trioserve.live.requests import request_row, shown_requests
+from trioserve.live.schema import (
+    Counts,
+    Pages,
+    Picture,
+    Prefix,
+    RequestRow,
+    Step,
+    TaskNode,
+    WorkerState,
+)
+from trioserve.live.tasks import task_tree
+from trioserve.request import Request
+from trioserve.scheduler import Scheduler
+from trioserve.scheduler.iterations import Iteration
+from trioserve.statistics import EngineStatistics
+from trioserve.worker.supervisor import WorkerLife
+
+__all__ = [
+    "DEFAULT_NODES",
+    "DEFAULT_REQUESTS",
+    "MAX_NODES",
+    "MAX_REQUESTS",
+    "MAX_WATCHERS",
+    "Departures",
+    "Subject",
+    "Watcher",
+]
+
+DEFAULT_REQUESTS = 200
+MAX_REQUESTS = 1000
+"""Requests in a picture."""
+DEFAULT_NODES = 300
+MAX_NODES = 2000
+"""Nodes of the prefix tree in a picture."""
+MAX_STEPS = 50
+"""Steps in a picture."""
+MAX_WATCHERS = 16
+"""Who may watch one engine at a time: each costs it some time for every picture."""
+STAY_SECONDS = 10.0
+"""How long a request stays in pictures that has ended."""
+
+Departures = Feed[RequestRow]
+"""Told of each request that is over, as long as somebody watches."""
+
+
+def unix_offset() -> float:
+    """What Unix time is ahead of trio's clock."""
+    return time.time() - trio.current_time()
+
+
+@attrs.frozen(kw_only=True)
+class Subject:
+    """An engine, as far as the process knows of it in which its scheduler is."""
+
+    scheduler: Scheduler
+    departures: Departures = attrs.field(init=False, factory=Feed)
+    open_requests: Callable[[], Iterator[Request]]
+    """Those that are open, the newest first."""
+    statistics: Callable[[], EngineStatistics]
+    tally: Callable[[], Tally]
+    health: Callable[[], str]
+    weight_version: Callable[[], str]
+    worker_life: Callable[[], WorkerLife]
+
+    def row_of(self, request: Request, offset: float, *, is_over: bool = False) -> RequestRow:
+        """``request`` as it is now; ``offset`` is what Unix time is ahead of trio's clock."""
+        return request_row(
+            request,
+            adapter_name=self.scheduler.adapters.name_of,
+            offset=offset,
+            now=trio.current_time(),
+            is_over=is_over,
+        )
+
+    def note_departure(self, request: Request) -> None:
+        """``request`` is over. It costs nothing unless somebody watches."""
+        if self.departures.is_wanted:
+            self.departures.publish(self.row_of(request, unix_offset(), is_over=True))
+
+    @contextlib.contextmanager
+    def watched(self, *, requests: int, nodes: int) -> Iterator[Watcher]:
+        """Somebody who takes pictures, for as long as the block lasts.
+
+        Args:
+            requests: most requests in a picture, up to :data:`MAX_REQUESTS`.
+            nodes: most nodes of the prefix tree, up to :data:`MAX_NODES`.
+
+        Raises:
+            WatcherLimit: :data:`MAX_WATCHERS` do already.
+        """
+        if self.departures.num_readers >= MAX_WATCHERS:
+            raise WatcherLimit(f"{MAX_WATCHERS} watch the engine already; that is the limit")
+        with (
+            self.departures.subscribe(max(requests, 1)) as departures,
+            self.scheduler.feeds.iterations.feed.subscribe(MAX_STEPS) as iterations,
+        ):
+            yield Watcher(self, departures, iterations, requests, nodes)
+
+
+class Watcher:
+    """Takes pictures of ``subject``, each of which tells what has happened since the one before."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        departures: Subscription[RequestRow],
+        iterations: Subscription[Iteration],
+        max_requests: int,
+        max_nodes: int,
+    ) -> None:
+        self._subject = subject
+        self._departures = departures
+        self._iterations = iterations
+        self._max_requests = max_requests
+        self._max_nodes = max_nodes
+        self._lately = Lately()
+        self._ended: deque[RequestRow] = deque(maxlen=max_requests)
+        """Rows of requests that are over, oldest first."""
+        self._look = self._look_at(subject.statistics())
+        self._lately.add(self._look)
+
+    def take(self, processes: Sequence[TaskNode] | None = None) -> Picture:
+        """A picture of this moment. Never blocks.
+
+        Args:
+            processes: the tasks of the other processes, where there are any.
+
+        Raises:
+            EngineError: the engine is closed.
+        """
+        self._departures.check_open()
+        subject = self._subject
+        offset = unix_offset()
+        statistics = subject.statistics()
+        before, self._look = self._look, self._look_at(statistics)
+        since = self._lately.add(self._look)
+        iterations = self._iterations.take()
+        rows = self._rows(offset)
+        return Picture(
+            now=self._look.time + offset,
+            health=subject.health(),
+            paused=subject.scheduler.paused,
+            weight_version=subject.weight_version(),
+            worker=_worker_state(subject.worker_life(), statistics.worker_restarts, offset),
+            counts=self._counts(statistics),
+            pages=_pages(statistics),
+            rates=rates_of(before, self._look, iterations),
+            latency=latency_of(since, self._look),
+            requests=rows,
+            num_requests_left_out=max(
+                statistics.num_streams - sum(row.state != "finished" for row in rows), 0
+            ),
+            prefix=self._prefix(),
+            tasks=_whole_tree(processes),
+            steps=[_step(each, offset) for each in iterations],
+        )
+
+    def _look_at(self, statistics: EngineStatistics) -> Look:
+        return Look(trio.current_time(), statistics.scheduler, self._subject.tally())
+
+    def _rows(self, offset: float) -> list[RequestRow]:
+        subject, core = self._subject, self._subject.scheduler.core
+        now = trio.current_time() + offset
+        self._ended.extend(self._departures.take())
+        while self._ended and self._ended[0].timeline[-1][1] < now - STAY_SECONDS:
+            self._ended.popleft()
+        running = () if core is None else (each.sequence.request for each in core.running)
+        shown = shown_requests(running, subject.open_requests(), self._max_requests)
+        rows = [subject.row_of(each, offset) for each in shown]
+        # Those that are over get what room the others leave, but always a quarter.
+        room = max(self._max_requests - len(rows), self._max_requests // 4)
+        ended = list(self._ended)[max(len(self._ended) - room, 0) :]
+        rows = [*rows[: self._max_requests - len(ended)], *ended]
+        rows.sort(key=lambda row: row.timeline[0][1], reverse=True)
+        return rows
+
+    def _counts(self, statistics: EngineStatistics) -> Counts:
+        core = self._subject.scheduler.core
+        finished = self._look.tally.finished
+        return Counts(
+            tokenizing=statistics.num_tokenizing,
+            waiting=statistics.scheduler.num_waiting,
+            running=statistics.scheduler.num_running,
+            preempted=0 if core is None else len(core.preempted),
+            streams=statistics.num_streams,
+            sessions=statistics.num_sessions,
+            finished_total=sum(finished.values()),
+            aborted_total=finished.get("abort", 0),
+            errors_total=finished.get("error", 0),
+        )
+
+    def _prefix(self) -> Prefix:
+        core = self._subject.scheduler.core
+        if core is None:
+            return Prefix(nodes=[], num_left_out=0)
+        return prefix_of(core.memory.prefix, self._max_nodes)
+
+
+def _worker_state(life: WorkerLife, restarts: int, offset: float) -> WorkerState:
+    return WorkerState(
+        pid=life.pid,
+        state=life.state,
+        restarts=restarts,
+        since=life.since + offset,
+        last_death=life.last_loss,
+    )
+
+
+def _pages(statistics: EngineStatistics) -> Pages:
+    scheduler = statistics.scheduler
+    return Pages(
+        total=scheduler.pages_total,
+        free=scheduler.pages_free,
+        cached=scheduler.pages_cached,
+        held=scheduler.pages_held,
+        host_total=scheduler.host_pages_total,
+        host_used=scheduler.host_pages_cached,
+    )
+
+
+def _whole_tree(others: Sequence[TaskNode] | None) -> TaskNode:
+    own = task_tree()
+    if others is None:
+        return own
+    engine = TaskNode(name="engine", state="", children=[own])
+    return TaskNode(name="server", state="", children=[engine, *others])
+
+
+def _step(iteration: Iteration, offset: float) -> Step:
+    return Step(
+        number=iteration.number,
+        at=round(iteration.time + offset, 4),
+        rows_prefill=iteration.num_prefills,
+        rows_decode=iteration.num_sequences - iteration.num_prefills,
+        tokens=iteration.num_prefill_tokens + iteration.num_decode_tokens,
+        ms=iteration.step_us / 1000,
+        idle_ms=iteration.idle_us / 1000,
+    )

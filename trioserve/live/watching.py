@@ -1,0 +1,97 @@
+"""Pictures of an engine of this process, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+import trioserve
+from trioserve.live.schema import Hello, Picture
+from trioserve.live.subject import DEFAULT_NODES, DEFAULT_REQUESTS, Subject, Watcher
+
+if TYPE_CHECKING:
+    from trioserve.engine import Engine
+
+__all__ = ["DEFAULT_INTERVAL", "Watching", "hello_of", "subject_of", "watch"]
+
+DEFAULT_INTERVAL = 0.5
+"""Seconds between two pictures."""
+
+
+@attrs.define(eq=False)
+class Watching:
+    """Pictures, an async iterator: the first at once, each later one when its time has come.
+
+    Whoever is slower than that gets fewer, and each is of the moment in which it is asked for.
+    """
+
+    _watcher: Watcher
+    _interval: float
+    _due: float = attrs.field(init=False, factory=trio.current_time)
+
+    def __aiter__(self) -> Watching:
+        return self
+
+    async def __anext__(self) -> Picture:
+        """The next picture. Cancelling it loses nothing.
+
+        Raises:
+            EngineError: the engine is closed.
+        """
+        await trio.sleep_until(self._due)
+        self._due = max(self._due + self._interval, trio.current_time())
+        return self._watcher.take()
+
+
+@contextlib.asynccontextmanager
+async def watch(
+    engine: Engine,
+    *,
+    interval: float = DEFAULT_INTERVAL,
+    requests: int = DEFAULT_REQUESTS,
+    nodes: int = DEFAULT_NODES,
+) -> AsyncIterator[Watching]:
+    """Watch ``engine``: ``async with watch(engine) as pictures``, then ``async for``.
+
+    Args:
+        engine: of this process.
+        interval: seconds between two pictures.
+        requests: most requests in a picture.
+        nodes: most nodes of the prefix tree in one.
+
+    Raises:
+        WatcherLimit: as many watch it as may.
+    """
+    with subject_of(engine).watched(requests=requests, nodes=nodes) as watcher:
+        await trio.lowlevel.checkpoint()
+        yield Watching(watcher, interval)
+
+
+def subject_of(engine: Engine) -> Subject:
+    """What pictures of ``engine`` are taken of, whose scheduler is in this process."""
+    assert engine.subject is not None, "it is the engine process that is watched"
+    return engine.subject
+
+
+def hello_of(
+    engine: Engine, *, model: str, started: float, front_ends: int, may_control: bool
+) -> Hello:
+    """What stays as it is while somebody watches ``engine``."""
+    ready = engine.ready
+    return Hello(
+        model=model,
+        version=trioserve.__version__,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=ready.max_num_seqs,
+        max_num_batched_tokens=ready.max_num_batched_tokens,
+        page_size=ready.page_size,
+        device=ready.device_name,
+        started=started,
+        front_ends=front_ends,
+        may_control=may_control,
+        lora=[adapter.name for adapter in engine.adapters],
+    )
