@@ -12,9 +12,9 @@ and takes what they give. In the engine process each front end has a
 :class:`~trioserve.front_end.home.Home`, which makes requests for the scheduler of what comes.
 
 Reading order: ``messages`` with ``faults`` and ``clock`` (what is said), ``merging`` (of several
-steps one), ``asks`` (questions either way), ``remote`` (the front end's side), ``home`` (the
-engine's side), ``hosted_turns`` and ``remote_turns`` (sessions, on either side), ``host`` (the
-engine process without the processes it starts), ``pulse`` (whether a front end lives), ``process``
-(one front end's life) and ``fleet`` (all of them), ``main`` (the front end's own program) and
-``shared`` (what its HTTP tells of the whole server).
+steps one), ``asks`` (questions either way), ``remote`` with ``sent_requests`` (the front end's
+side), ``home`` (the engine's side), ``hosted_turns`` and ``remote_turns`` (sessions, on either
+side), ``host`` (the engine process without the processes it starts), ``pulse`` (whether a front end
+lives), ``process`` (one front end's life) and ``fleet`` (all of them), ``main`` (the front end's
+own program) and ``shared`` (what its HTTP tells of the whole server).
 """

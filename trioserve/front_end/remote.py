@@ -1,9 +1,8 @@
 """The scheduler as a front-end process has it: the same calls, and the work is done elsewhere.
 
-Requests go to the engine process, and what it tells of them is told here as the scheduler would:
-states, times and log-probabilities of prompts are set on the request, tokens go to the detokenizer.
-The engine process has the last word on who is admitted. An abort ends a sequence here at once; what
-still comes for it is dropped.
+Requests go to the engine process, and what it tells of them is told here as the scheduler would
+(:mod:`~trioserve.front_end.sent_requests`); tokens go to the detokenizer. The engine process has
+the last word on who is admitted. An abort ends a sequence here at once.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ import trio
 
 from trioserve.adapters import Catalogue
 from trioserve.channels import all_waiting
-from trioserve.errors import EngineError, InvalidRequest, RequestAborted
+from trioserve.errors import EngineError, InvalidRequest
 from trioserve.front_end.asks import Asks, Handlers
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import error_of
 from trioserve.front_end.messages import (
-    STATES,
     Abort,
     Alive,
     Answer,
@@ -34,9 +32,6 @@ from trioserve.front_end.messages import (
     FromEngine,
     FromFrontEnd,
     Offered,
-    Prompt,
-    Row,
-    Step,
     Stop,
     Submit,
     Taken,
@@ -45,13 +40,11 @@ from trioserve.front_end.messages import (
     Withdraw,
     decode_from_engine,
     encode,
-    entries_of,
-    numbers_of,
     packed,
 )
+from trioserve.front_end.sent_requests import SentRequests
 from trioserve.grammar import Grammar
 from trioserve.groups import sole_exception
-from trioserve.logprobs import PromptLogprobs
 from trioserve.pair_socket import PairSocket, SocketFailed
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.statistics import SchedulerStatistics
@@ -140,13 +133,7 @@ class RemoteScheduler:
         """Sequences to be aborted over there, once the outbox is empty."""
         self._work = trio.Event()
         """There may be something to send."""
-        self._next_number = 0
-        self._requests: dict[int, Request] = {}
-        """Those that were sent and have neither been admitted nor rejected."""
-        self._sequences: dict[int, Sequence] = {}
-        """Those that were sent and haven't ended."""
-        self._numbers: dict[Sequence, int] = {}
-        """The same, the other way round."""
+        self._sent = SentRequests(self._clock)
         self._line = (0, 0)
         self.state = EngineState(
             attached=True,
@@ -201,12 +188,11 @@ class RemoteScheduler:
             await self._delivery.wait()
 
     def _submit(self, request: Request) -> None:
-        number = self._next_number
         params = request.params
         try:
             data = encode(
                 Submit(
-                    number=number,
+                    number=self._sent.next_number,
                     id=request.id,
                     prompt_ids=packed(request.prompt_ids),
                     params=params,
@@ -223,14 +209,7 @@ class RemoteScheduler:
             message = f"the request can't be sent to the engine: {error}"
             request.reject(InvalidRequest(message, param=param))
             return
-        self._next_number += len(request.sequences)
-        self._requests[number] = request
-        for sequence in request.sequences:
-            if sequence.state is not State.FINISHED:
-                self._sequences[number + sequence.index] = sequence
-                self._numbers[sequence] = number + sequence.index
-            else:
-                self._aborted.append(number + sequence.index)
+        self._aborted += self._sent.add(request)
         self._outbox.append(data)
         self._work.set()
 
@@ -241,32 +220,11 @@ class RemoteScheduler:
         """
         if sequence.state is State.FINISHED:
             return
-        number = self._let_go(sequence)
+        number = self._sent.abort(sequence, finish)
         if number is not None:
             self._aborted.append(number)
             self._work.set()
-        is_admitted = sequence.state not in (State.CREATED, State.TOKENIZING)
-        self._finish(sequence, finish)
-        request = sequence.request
-        if not is_admitted and request.ended:
-            if number is not None:
-                self._requests.pop(number - sequence.index, None)
-            request.reject(finish.error or RequestAborted("the request was aborted"))
         self._deliver([SequenceOutput(sequence, finish=finish)])
-
-    def _let_go(self, sequence: Sequence) -> int | None:
-        """Forget ``sequence``; the number that it had, if it was known over there."""
-        number = self._numbers.pop(sequence, None)
-        if number is not None:
-            del self._sequences[number]
-        return number
-
-    def _finish(self, sequence: Sequence, finish: Finish) -> None:
-        times = sequence.request.times
-        if sequence.last_token is not None:
-            times.last_token = max(times.last_token or sequence.last_token, sequence.last_token)
-        sequence.finish = finish
-        sequence.move_to(State.FINISHED)
 
     def _deliver(self, outputs: list[SequenceOutput] | None) -> None:
         self._undelivered.append(outputs)
@@ -332,7 +290,11 @@ class RemoteScheduler:
     def _take(self, message: FromEngine, nursery: trio.Nursery) -> None:
         match message:
             case Update():
-                self._update(message)
+                self._line = message.line
+                outputs = self._sent.take(message)
+                if outputs is not None:
+                    self._deliver(outputs)
+                    self._deliver(None)
             case Ask():
                 self.asks.on_ask(message, nursery)
             case Answer():
@@ -352,94 +314,6 @@ class RemoteScheduler:
                 self._on_stop()
             case _:
                 raise EngineError(f"the engine process sent {type(message).__name__}")
-
-    # ---- what it tells
-
-    def _update(self, update: Update) -> None:
-        self._line = update.line
-        for number, queued in update.admitted:
-            self._admit(number, self._clock.own(queued))
-        for number, fault in update.rejected:
-            self._reject(number, error_of(fault))
-        for number, place in update.moves:
-            sequence = self._sequences.get(number)
-            if sequence is not None:
-                sequence.move_to(STATES[place])
-        for number, time, num_cached in update.scheduled:
-            sequence = self._sequences.get(number)
-            if sequence is not None:
-                request = sequence.request
-                request.times.first_scheduled = self._clock.own(time)
-                request.num_cached_tokens = num_cached
-        for prompt in update.prompts:
-            self._take_prompt(prompt)
-        if update.step is not None:
-            self._deliver(self._outputs_of(update.step))
-            self._deliver(None)
-
-    def _admit(self, number: int, queued: float) -> None:
-        request = self._requests.pop(number, None)
-        if request is None:
-            return
-        request.times.queued = queued
-        for sequence in request.sequences:
-            if sequence.state is not State.FINISHED:
-                sequence.move_to(State.WAITING)
-        request.admit()
-
-    def _reject(self, number: int, error: Exception) -> None:
-        request = self._requests.pop(number, None)
-        if request is not None:
-            for sequence in request.sequences:
-                self._let_go(sequence)
-            request.reject(error)
-
-    def _take_prompt(self, prompt: Prompt) -> None:
-        sequence = self._sequences.get(prompt.number)
-        if sequence is not None:
-            logprobs = PromptLogprobs(prompt.start, prompt.num_top, prompt.token_ids)
-            for piece in prompt.pieces:
-                logprobs.add(piece)
-            sequence.request.prompt_logprobs = logprobs
-
-    def _outputs_of(self, step: Step) -> list[SequenceOutput]:
-        """What a step gave to those that haven't ended here."""
-        now = self._clock.own(step.time)
-        outputs: list[SequenceOutput] = []
-        find = self._sequences.get
-        # This is done for every token.
-        for number, token in zip(numbers_of(step.numbers), numbers_of(step.tokens), strict=True):
-            sequence = find(number)
-            if sequence is not None:
-                sequence.output_ids.append(token)
-                if sequence.last_token is None:
-                    _note_first(sequence, now)
-                sequence.last_token = now
-                outputs.append(SequenceOutput(sequence, (token,)))
-        for row in step.rows:
-            sequence = find(row.number)
-            if sequence is not None:
-                outputs.append(self._output_of(sequence, row, now))
-        return outputs
-
-    def _output_of(self, sequence: Sequence, row: Row, now: float) -> SequenceOutput:
-        if row.tokens:
-            sequence.output_ids += row.tokens
-            if sequence.last_token is None:
-                _note_first(sequence, now)
-            sequence.last_token = now
-        logprobs = None if row.logprobs is None else entries_of(row.logprobs)
-        finish: Finish | None = None
-        if (ending := row.ending) is not None:
-            finish = ending.finish(None if ending.fault is None else error_of(ending.fault))
-            if ending.first_token is not None:
-                sequence.request.times.first_token = self._clock.own(ending.first_token)
-            if ending.last_token is not None:
-                sequence.last_token = self._clock.own(ending.last_token)
-            sequence.request.vector = ending.vector
-            self._let_go(sequence)
-            self._finish(sequence, finish)
-        return SequenceOutput(sequence, row.tokens, logprobs, finish)
 
     # ---- what can be seen from outside
 
@@ -478,7 +352,7 @@ class RemoteScheduler:
     @property
     def idle(self) -> bool:
         """Whether nobody of this process is to be computed."""
-        return not self._sequences
+        return self._sent.idle
 
     @property
     def num_waiting(self) -> int:
@@ -496,13 +370,7 @@ class RemoteScheduler:
 
     def check_integrity(self) -> None:
         """Assert that those are known here, and only those, who are to be computed over there."""
-        assert self._sequences == {number: each for each, number in self._numbers.items()}
-        sent = {number - sequence.index for number, sequence in self._sequences.items()}
-        assert self._requests.keys() <= sent
-        for number, sequence in self._sequences.items():
-            assert sequence.state is not State.FINISHED
-            is_admitted = sequence.request.admitted.is_set()
-            assert is_admitted != (number - sequence.index in self._requests)
+        self._sent.check_integrity()
 
 
 async def receive_from_engine(socket: PairSocket) -> FromEngine:
@@ -517,13 +385,6 @@ async def receive_from_engine(socket: PairSocket) -> FromEngine:
         raise EngineError(f"the engine process can't be reached: {error}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise EngineError(f"the engine process sent nonsense: {error}") from error
-
-
-def _note_first(sequence: Sequence, now: float) -> None:
-    """``sequence`` has got its first token."""
-    times = sequence.request.times
-    if times.first_token is None:
-        times.first_token = now
 
 
 def _unsendable(grammar: Grammar | None, extra_args: dict[str, Any]) -> str | None:

@@ -1,0 +1,197 @@
+"""The requests of a front end that the engine process has, and what that tells of them.
+
+It is told here as the scheduler would: states, times and log-probabilities of prompts are set on
+the request. What still comes for a sequence that has ended here is dropped.
+"""
+
+from __future__ import annotations
+
+from trioserve.errors import RequestAborted
+from trioserve.front_end.clock import SharedClock
+from trioserve.front_end.faults import error_of
+from trioserve.front_end.messages import STATES, Prompt, Row, Step, Update, entries_of, numbers_of
+from trioserve.logprobs import PromptLogprobs
+from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
+
+__all__ = ["SentRequests"]
+
+
+class SentRequests:
+    """Those of one front end.
+
+    Args:
+        clock: tells the times that the engine process has told.
+    """
+
+    def __init__(self, clock: SharedClock) -> None:
+        self._clock = clock
+        self.next_number = 0
+        """That of the next request's first sequence; the others' follow it."""
+        self._requests: dict[int, Request] = {}
+        """Those that have neither been admitted nor rejected."""
+        self._sequences: dict[int, Sequence] = {}
+        """Those that haven't ended."""
+        self._numbers: dict[Sequence, int] = {}
+        """The same, the other way round."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody of them is to be computed."""
+        return not self._sequences
+
+    # ---- what happens here
+
+    def add(self, request: Request) -> list[int]:
+        """``request`` is sent, under the next number.
+
+        Returns:
+            the numbers of those of its sequences that have ended meanwhile.
+        """
+        number = self.next_number
+        self.next_number += len(request.sequences)
+        self._requests[number] = request
+        ended = []
+        for sequence in request.sequences:
+            if sequence.state is not State.FINISHED:
+                self._sequences[number + sequence.index] = sequence
+                self._numbers[sequence] = number + sequence.index
+            else:
+                ended.append(number + sequence.index)
+        return ended
+
+    def abort(self, sequence: Sequence, finish: Finish) -> int | None:
+        """End ``sequence``, which hasn't ended. A request that nobody has admitted yet is rejected.
+
+        Returns:
+            its number, if it is known over there.
+        """
+        number = self._let_go(sequence)
+        is_admitted = sequence.state not in (State.CREATED, State.TOKENIZING)
+        _finish(sequence, finish)
+        request = sequence.request
+        if not is_admitted and request.ended:
+            if number is not None:
+                self._requests.pop(number - sequence.index, None)
+            request.reject(finish.error or RequestAborted("the request was aborted"))
+        return number
+
+    def _let_go(self, sequence: Sequence) -> int | None:
+        """Forget ``sequence``; the number that it had, if it was known over there."""
+        number = self._numbers.pop(sequence, None)
+        if number is not None:
+            del self._sequences[number]
+        return number
+
+    # ---- what is told of them
+
+    def take(self, update: Update) -> list[SequenceOutput] | None:
+        """All of ``update`` that is about requests.
+
+        Returns:
+            what a step gave to those that haven't ended here; None if it tells of no step.
+        """
+        for number, queued in update.admitted:
+            self._admit(number, self._clock.own(queued))
+        for number, fault in update.rejected:
+            self._reject(number, error_of(fault))
+        for number, place in update.moves:
+            sequence = self._sequences.get(number)
+            if sequence is not None:
+                sequence.move_to(STATES[place])
+        for number, time, num_cached in update.scheduled:
+            sequence = self._sequences.get(number)
+            if sequence is not None:
+                request = sequence.request
+                request.times.first_scheduled = self._clock.own(time)
+                request.num_cached_tokens = num_cached
+        for prompt in update.prompts:
+            self._take_prompt(prompt)
+        return None if update.step is None else self._outputs_of(update.step)
+
+    def _admit(self, number: int, queued: float) -> None:
+        request = self._requests.pop(number, None)
+        if request is None:
+            return
+        request.times.queued = queued
+        for sequence in request.sequences:
+            if sequence.state is not State.FINISHED:
+                sequence.move_to(State.WAITING)
+        request.admit()
+
+    def _reject(self, number: int, error: Exception) -> None:
+        request = self._requests.pop(number, None)
+        if request is not None:
+            for sequence in request.sequences:
+                self._let_go(sequence)
+            request.reject(error)
+
+    def _take_prompt(self, prompt: Prompt) -> None:
+        sequence = self._sequences.get(prompt.number)
+        if sequence is not None:
+            logprobs = PromptLogprobs(prompt.start, prompt.num_top, prompt.token_ids)
+            for piece in prompt.pieces:
+                logprobs.add(piece)
+            sequence.request.prompt_logprobs = logprobs
+
+    def _outputs_of(self, step: Step) -> list[SequenceOutput]:
+        now = self._clock.own(step.time)
+        outputs: list[SequenceOutput] = []
+        find = self._sequences.get
+        # This is done for every token.
+        for number, token in zip(numbers_of(step.numbers), numbers_of(step.tokens), strict=True):
+            sequence = find(number)
+            if sequence is not None:
+                sequence.output_ids.append(token)
+                if sequence.last_token is None:
+                    _note_first(sequence, now)
+                sequence.last_token = now
+                outputs.append(SequenceOutput(sequence, (token,)))
+        for row in step.rows:
+            sequence = find(row.number)
+            if sequence is not None:
+                outputs.append(self._output_of(sequence, row, now))
+        return outputs
+
+    def _output_of(self, sequence: Sequence, row: Row, now: float) -> SequenceOutput:
+        if row.tokens:
+            sequence.output_ids += row.tokens
+            if sequence.last_token is None:
+                _note_first(sequence, now)
+            sequence.last_token = now
+        logprobs = None if row.logprobs is None else entries_of(row.logprobs)
+        finish: Finish | None = None
+        if (ending := row.ending) is not None:
+            finish = ending.finish(None if ending.fault is None else error_of(ending.fault))
+            if ending.first_token is not None:
+                sequence.request.times.first_token = self._clock.own(ending.first_token)
+            if ending.last_token is not None:
+                sequence.last_token = self._clock.own(ending.last_token)
+            sequence.request.vector = ending.vector
+            self._let_go(sequence)
+            _finish(sequence, finish)
+        return SequenceOutput(sequence, row.tokens, logprobs, finish)
+
+    def check_integrity(self) -> None:
+        """Assert that those are known here, and only those, who are to be computed over there."""
+        assert self._sequences == {number: each for each, number in self._numbers.items()}
+        sent = {number - sequence.index for number, sequence in self._sequences.items()}
+        assert self._requests.keys() <= sent
+        for number, sequence in self._sequences.items():
+            assert sequence.state is not State.FINISHED
+            is_admitted = sequence.request.admitted.is_set()
+            assert is_admitted != (number - sequence.index in self._requests)
+
+
+def _note_first(sequence: Sequence, now: float) -> None:
+    """``sequence`` has got its first token."""
+    times = sequence.request.times
+    if times.first_token is None:
+        times.first_token = now
+
+
+def _finish(sequence: Sequence, finish: Finish) -> None:
+    times = sequence.request.times
+    if sequence.last_token is not None:
+        times.last_token = max(times.last_token or sequence.last_token, sequence.last_token)
+    sequence.finish = finish
+    sequence.move_to(State.FINISHED)
