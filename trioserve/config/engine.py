@@ -1,7 +1,4 @@
-"""Every option of the engine and of the server, once. Names follow vLLM's where it has the option.
-
-:mod:`trioserve.options` turns each into a flag and an environment variable.
-"""
+"""The options of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from trioserve.adapters import named_paths
 from trioserve.errors import InvalidRequest
 from trioserve.options import option
 
-__all__ = ["GROUPS", "EngineConfig", "ServerConfig"]
+__all__ = ["EngineConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "w8a8")
@@ -23,21 +20,6 @@ SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
 CAPACITY_POLICIES = ("max_utilization", "guaranteed_no_evict")
 LOGPROBS_MODES = ("raw", "processed")
 KV_CACHE_DTYPES = ("auto", "fp8")
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "json")
-REASONING_PARSERS = ("auto", "none", "think")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("auto", "console", "json")
-
-GROUPS = {
-    "model": "Model",
-    "adapters": "Adapters",
-    "scheduling": "Scheduling",
-    "memory": "Memory",
-    "worker": "Worker process",
-    "http": "HTTP server",
-    "log": "Logging",
-}
-"""The title of every group of options, in the order in which help and documentation show them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -372,195 +354,3 @@ class EngineConfig:
         if isinstance(model, EngineConfig):
             return attrs.evolve(model, **options)
         return cls(model, **options)
-
-
-@attrs.frozen(kw_only=True)
-class ServerConfig:
-    """How the HTTP server listens and what it allows.
-
-    Raises:
-        InvalidRequest: a value isn't allowed; ``param`` names the option.
-    """
-
-    engine: EngineConfig
-    served_model_name: tuple[str, ...] = option(
-        (),
-        "name that clients use for the model; may be given several times (default: the model's "
-        "own)",
-        group="http",
-        metavar="NAME",
-        repeatable=True,
-    )
-    tool_call_parser: str = option(
-        "auto",
-        "how the model writes tool calls; auto goes by its chat template",
-        choices=TOOL_CALL_PARSERS,
-        group="http",
-    )
-    reasoning_parser: str = option(
-        "auto",
-        "how the model marks its reasoning; auto goes by its chat template",
-        choices=REASONING_PARSERS,
-        group="http",
-    )
-    host: str = option("127.0.0.1", "address to listen on", group="http")
-    port: int = option(
-        8000, "port to listen on; 0 picks a free one", group="http", kind=int, low=0, high=65535
-    )
-    uds: str | None = option(
-        None, "Unix socket to listen on instead of a port", group="http", metavar="PATH"
-    )
-    api_server_count: int = option(
-        1,
-        "processes that do HTTP, tokenizing and detokenizing; with 1 the engine's own does it all",
-        group="http",
-        kind=int,
-        low=1,
-        high=1024,
-    )
-    api_key: tuple[str, ...] = option(
-        (),
-        "key that clients must send as a bearer token; may be given several times; the variable is "
-        "safer, as other users can read a command line",
-        group="http",
-        metavar="KEY",
-        repeatable=True,
-        secret=True,
-    )
-    admin_api_key: tuple[str, ...] = option(
-        (),
-        "key for the routes that control the server, which answer nobody without one; may be "
-        "given several times, and does for all other routes, too",
-        group="http",
-        metavar="KEY",
-        repeatable=True,
-        secret=True,
-    )
-    max_requests_per_key: int | None = option(
-        None,
-        "most requests of one API key that may be open at a time; the answer past it is 429 "
-        "(default: any number)",
-        group="http",
-        kind=int,
-        low=1,
-    )
-    allowed_origins: tuple[str, ...] = option(
-        (),
-        "origin whose web pages may use this server from a browser, or * for any; may be given "
-        "several times",
-        group="http",
-        metavar="ORIGIN",
-        repeatable=True,
-        form=(
-            r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s,*]+",
-            "an origin, such as https://example.org, without a path, or * for any",
-        ),
-    )
-    ssl_certfile: str | None = option(
-        None,
-        "certificate to serve TLS with, and those that vouch for it",
-        group="http",
-        metavar="PATH",
-    )
-    ssl_keyfile: str | None = option(
-        None,
-        "private key of the certificate, where it isn't in the same file",
-        group="http",
-        metavar="PATH",
-    )
-    ssl_keyfile_password: str | None = option(
-        None,
-        "what the private key is encrypted with",
-        group="http",
-        metavar="TEXT",
-        secret=True,
-    )
-    ssl_ca_certs: str | None = option(
-        None,
-        "certificates of the authorities whose clients are served; others get no connection",
-        group="http",
-        metavar="PATH",
-    )
-    root_path: str = option(
-        "", "path prefix that a proxy in front takes off", group="http", metavar="PATH"
-    )
-    console: bool = option(
-        True,
-        "serve the console at /console, and the live feed that it shows",
-        group="http",
-        kind=bool,
-    )
-    max_body_size: int = option(
-        32 << 20,
-        "largest request body; the answer past it is 413",
-        group="http",
-        kind=int,
-        low=1,
-        in_bytes=True,
-    )
-    max_prompts_per_request: int = option(
-        512,
-        "most prompts in one request's batch; the answer past it is 400",
-        group="http",
-        kind=int,
-        low=1,
-    )
-    request_timeout: float = option(
-        60.0,
-        "seconds that a client has for sending a request, its head and then its body",
-        group="http",
-        kind=float,
-        low=0.01,
-    )
-    keep_alive_interval: float = option(
-        15.0,
-        "seconds of silence on an event stream before a comment line is sent",
-        group="http",
-        kind=float,
-        low=0.01,
-    )
-    send_timeout: float = option(
-        30.0,
-        "seconds a client may leave the server's bytes unread before it is cut off",
-        group="http",
-        kind=float,
-        low=0.01,
-    )
-    shutdown_timeout: float = option(
-        30.0,
-        "seconds that running requests get to finish on Ctrl-C or SIGTERM",
-        group="http",
-        kind=float,
-        low=0,
-    )
-    log_level: str = option(
-        "info", "least important message to log", choices=LOG_LEVELS, group="log"
-    )
-    log_requests: bool = option(
-        False,
-        "log what requests say and are answered, too: prompts, outputs and sampling fields, "
-        "up to 2000 characters each",
-        group="log",
-        kind=bool,
-    )
-    log_format: str = option(
-        "auto",
-        "console for people, json for machines, auto by whether stderr is a terminal",
-        choices=LOG_FORMATS,
-        group="log",
-    )
-
-    def __attrs_post_init__(self) -> None:
-        if self.max_requests_per_key is not None and not self.api_key:
-            raise InvalidRequest(
-                "max_requests_per_key needs keys to count by (--api-key)",
-                param="max_requests_per_key",
-            )
-        for name, _ in named_paths(self.engine.lora_modules):
-            if name in self.served_model_name:
-                raise InvalidRequest(
-                    f"lora_modules: {name!r} is a served_model_name, too", param="lora_modules"
-                )
-        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
-            if getattr(self, name) is not None and self.ssl_certfile is None:
-                raise InvalidRequest(f"{name} needs a certificate (--ssl-certfile)", param=name)

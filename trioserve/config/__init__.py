@@ -1,0 +1,22 @@
+"""Every option of the engine and of the server, once. Names follow vLLM's where it has the option.
+
+:mod:`trioserve.options` turns each into a flag and an environment variable.
+"""
+
+from __future__ import annotations
+
+from trioserve.config.engine import EngineConfig
+from trioserve.config.server import ServerConfig
+
+__all__ = ["GROUPS", "EngineConfig", "ServerConfig"]
+
+GROUPS = {
+    "model": "Model",
+    "adapters": "Adapters",
+    "scheduling": "Scheduling",
+    "memory": "Memory",
+    "worker": "Worker process",
+    "http": "HTTP server",
+    "log": "Logging",
+}
+"""The title of every group of options, in the order in which help and documentation show them."""
