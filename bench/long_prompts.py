@@ -21,6 +21,7 @@ import attrs
 import numpy as np
 import trio
 
+from bench.engine_load import random_ids
 from bench.report import asked, markdown, show
 from bench.servers import MODEL
 from trioserve import Engine, open_engine
@@ -92,7 +93,7 @@ async def measure(
         for length in lengths:
             began = trio.current_time()
             first: list[float] = []
-            await _generate(engine, _prompt(rng, length), 1, first)
+            await _generate(engine, random_ids(rng, length), 1, first)
             gaps = gaps_within(times, began, first[0])
             found.append(_measurement(setting, round, length, first[0] - began, gaps))
             await calm_down()
@@ -118,10 +119,6 @@ def _measurement(
     )
 
 
-def _prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(100, 250) for _ in range(length)]
-
-
 async def _stream(
     engine: Engine, rng: random.Random, times: list[list[float]], decodes: trio.Event
 ) -> None:
@@ -129,7 +126,7 @@ async def _stream(
     while True:
         tokens: list[float] = []
         times.append(tokens)
-        await _generate(engine, _prompt(rng, STREAM_PROMPT), STREAM_TOKENS, tokens, decodes)
+        await _generate(engine, random_ids(rng, STREAM_PROMPT), STREAM_TOKENS, tokens, decodes)
 
 
 async def _generate(

@@ -21,10 +21,10 @@ import attrs
 import numpy as np
 import trio
 
+from bench.engine_load import answer_all, random_ids
 from bench.report import asked, markdown, show
 from bench.servers import MODEL
 from trioserve import Engine, open_engine
-from trioserve.load import EmbeddedTarget, closed_loop
 
 __all__ = ["KINDS", "Load", "Measurement", "main", "measure", "options_of", "table"]
 
@@ -76,10 +76,10 @@ async def measure(engine: Engine, load: Load, *, kind: str, round: int) -> Measu
         RuntimeError: a request failed.
     """
     rng = random.Random(f"offloading {round}")
-    histories = [_tokens(rng, load.length) for _ in range(load.conversations)]
+    histories = [random_ids(rng, load.length) for _ in range(load.conversations)]
     await _ask(engine, histories, load)
     before = engine.statistics().scheduler
-    waits = await _ask(engine, [each + _tokens(rng, load.turn) for each in histories], load)
+    waits = await _ask(engine, [each + random_ids(rng, load.turn) for each in histories], load)
     after = engine.statistics().scheduler
     queries = after.prefix_cache_queries - before.prefix_cache_queries
     return Measurement(
@@ -93,19 +93,8 @@ async def measure(engine: Engine, load: Load, *, kind: str, round: int) -> Measu
 
 async def _ask(engine: Engine, prompts: Sequence[list[int]], load: Load) -> list[float]:
     """Each of ``prompts`` by itself; the seconds until its first token."""
-    bodies = [
-        {"prompt": prompt, "max_tokens": load.output, "temperature": 0.0, "ignore_eos": True}
-        for prompt in prompts
-    ]
-    run = await closed_loop(EmbeddedTarget(engine=engine), bodies, 1)
-    failed = [record.error for record in run.records if record.error]
-    if failed:
-        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    run = await answer_all(engine, prompts, output=load.output)
     return [record.chunks[0] - record.started for record in run.records]
-
-
-def _tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(100, 250) for _ in range(count)]
 
 
 async def _run(options: argparse.Namespace) -> list[Measurement]:

@@ -20,10 +20,11 @@ import attrs
 import numpy as np
 import trio
 
+from bench.engine_load import answer_all, random_ids
 from bench.report import asked, markdown, show
 from bench.servers import MODEL
 from trioserve import Engine, open_engine
-from trioserve.load import EmbeddedTarget, Run, closed_loop
+from trioserve.load import Run
 
 __all__ = ["Load", "Measurement", "main", "measure", "table"]
 
@@ -59,21 +60,10 @@ async def measure(engine: Engine, load: Load, *, shares: bool, round: int) -> Me
         RuntimeError: a request failed.
     """
     rng = random.Random(f"shared prefix {round}")
-    prefix = _tokens(rng, load.prefix)
-    bodies = [
-        {
-            "prompt": prefix + _tokens(rng, load.own),
-            "max_tokens": load.output,
-            "temperature": 0.0,
-            "ignore_eos": True,
-        }
-        for _ in range(load.requests)
-    ]
+    prefix = random_ids(rng, load.prefix)
+    prompts = [prefix + random_ids(rng, load.own) for _ in range(load.requests)]
     before = engine.statistics().scheduler.num_tokens_computed
-    run = await closed_loop(EmbeddedTarget(engine=engine), bodies, load.at_a_time)
-    failed = [record.error for record in run.records if record.error]
-    if failed:
-        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    run = await answer_all(engine, prompts, output=load.output, at_a_time=load.at_a_time)
     computed = engine.statistics().scheduler.num_tokens_computed - before
     # All tokens of an answer but its last are computed, too.
     of_prompts = computed - load.requests * (load.output - 1)
@@ -91,10 +81,6 @@ def _measurement(run: Run, load: Load, computed: int, *, shares: bool, round: in
         ttft_p99=float(np.percentile(waits, 99)),
         tokens_per_second=load.requests * load.output / run.duration,
     )
-
-
-def _tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(100, 250) for _ in range(count)]
 
 
 async def _run(options: argparse.Namespace) -> list[Measurement]:

@@ -25,10 +25,10 @@ import attrs
 import numpy as np
 import trio
 
+from bench.engine_load import answer_all, random_ids
 from bench.report import markdown, show
 from bench.servers import MODEL
 from trioserve import Engine, open_engine
-from trioserve.load import EmbeddedTarget, closed_loop
 
 __all__ = ["Measurement", "compiled_with", "main", "measure", "table"]
 
@@ -74,25 +74,14 @@ async def measure(engine: Engine, *, spins: int, streams: int, round: int) -> Me
         RuntimeError: a request failed.
     """
     rng = random.Random(f"waiting {streams} {round}")
-    bodies = [
-        {
-            "prompt": [rng.randrange(100, 250) for _ in range(PROMPT_TOKENS)],
-            "max_tokens": OUTPUT_TOKENS,
-            "temperature": 0.0,
-            "ignore_eos": True,
-        }
-        for _ in range(streams * REQUESTS_PER_STREAM)
-    ]
-    run = await closed_loop(EmbeddedTarget(engine=engine), bodies, streams)
-    failed = [record.error for record in run.records if record.error]
-    if failed:
-        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    prompts = [random_ids(rng, PROMPT_TOKENS) for _ in range(streams * REQUESTS_PER_STREAM)]
+    run = await answer_all(engine, prompts, output=OUTPUT_TOKENS, at_a_time=streams)
     gaps = np.concatenate([np.diff(record.chunks) for record in run.records])
     return Measurement(
         spins=spins,
         streams=streams,
         round=round,
-        tokens_per_second=len(bodies) * OUTPUT_TOKENS / run.duration,
+        tokens_per_second=len(prompts) * OUTPUT_TOKENS / run.duration,
         gap_p50=float(np.percentile(gaps, 50)),
         gap_p99=float(np.percentile(gaps, 99)),
     )

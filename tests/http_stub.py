@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
@@ -386,6 +387,32 @@ async def read_until(client: trio.SocketStream, wanted: bytes) -> bytes:
         assert part, f"the server closed after {data!r}"
         data += part
     return data
+
+
+async def check_leaving(path: str, body: dict[str, Any], *, first: bytes | None) -> None:
+    """Assert that a client which closes its connection ends its request, and that the log says so.
+
+    Args:
+        path: where it posts.
+        body: what.
+        first: what it reads before it leaves; None to leave once the request is known.
+    """
+    stub = StubEngine(script=lambda _: [Chunk("a", (97,)), math.inf])
+    with captured_logs() as logs:
+        async with served(stub) as url:
+            client = await connect(url)
+            await client.send_all(raw_request(json.dumps(body).encode(), path=path))
+            if first is not None:
+                await read_until(client, first)
+            while not stub.calls:
+                await trio.sleep(0.01)
+            await client.aclose()
+            with trio.fail_after(60):
+                await stub.calls[0].left.wait()
+                while not logs:
+                    await trio.sleep(0.01)
+    assert isinstance(stub.calls[0].scope_error, trio.Cancelled)
+    assert (logs[0]["status"], logs[0]["reason"]) == (499, "client_disconnected")
 
 
 async def read_to_end(client: trio.SocketStream) -> bytes:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pytest
-import trio
 from chats import CALLS, HERMES, MESSAGES, THINKS, engine
 from http_stub import (
     Call,
     StubEngine,
     StubTokenizer,
     app_of,
-    captured_logs,
+    check_leaving,
     client_of,
-    connect,
     http_client,
     post,
-    raw_request,
-    read_until,
     served,
     words,
 )
@@ -562,23 +557,8 @@ class TestErrors:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves(stream: bool) -> None:
-    stub = StubEngine(script=lambda _: [Chunk("a", (97,)), math.inf])
     body = {"messages": MESSAGES, "max_tokens": 5, "stream": stream}
-    with captured_logs() as logs:
-        async with served(stub) as url:
-            client = await connect(url)
-            await client.send_all(raw_request(json.dumps(body).encode(), path=PATH))
-            if stream:
-                await read_until(client, b'"text":"a"')
-            while not stub.calls:
-                await trio.sleep(0.01)
-            await client.aclose()
-            with trio.fail_after(20):
-                await stub.calls[0].left.wait()
-                while not logs:
-                    await trio.sleep(0.01)
-    assert isinstance(stub.calls[0].scope_error, trio.Cancelled)
-    assert (logs[0]["status"], logs[0]["reason"]) == (499, "client_disconnected")
+    await check_leaving(PATH, body, first=b'"text":"a"' if stream else None)
 
 
 class CountingTokenizer(StubTokenizer):

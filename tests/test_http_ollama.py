@@ -9,19 +9,15 @@ from typing import Any
 
 import attrs
 import pytest
-import trio
 from chats import CALLS, HERMES, MESSAGES, SEARCH, THINKS, TOOLS, engine
 from http_stub import (
     Call,
     StubEngine,
     StubTokenizer,
-    captured_logs,
+    check_leaving,
     client_of,
-    connect,
     http_client,
     post,
-    raw_request,
-    read_until,
     served,
     with_logprobs,
     words,
@@ -393,24 +389,8 @@ class TestErrors:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_a_client_that_leaves(path: str, stream: bool) -> None:
-    stub = StubEngine(script=lambda _: [Chunk("a", (97,)), math.inf])
     asked: dict[str, Any] = {"messages": MESSAGES} if path == CHAT else {"prompt": "x", "raw": True}
-    with captured_logs() as logs:
-        async with served(stub) as url:
-            client = await connect(url)
-            body = json.dumps({**asked, "stream": stream}).encode()
-            await client.send_all(raw_request(body, path=path))
-            if stream:
-                await read_until(client, b'"a"')
-            while not stub.calls:
-                await trio.sleep(0.01)
-            await client.aclose()
-            with trio.fail_after(20):
-                await stub.calls[0].left.wait()
-                while not logs:
-                    await trio.sleep(0.01)
-    assert isinstance(stub.calls[0].scope_error, trio.Cancelled)
-    assert (logs[0]["status"], logs[0]["reason"]) == (499, "client_disconnected")
+    await check_leaving(path, {**asked, "stream": stream}, first=b'"a"' if stream else None)
 
 
 @attrs.define(eq=False)
