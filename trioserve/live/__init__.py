@@ -22,7 +22,14 @@ from trioserve.live.subject import (
     Subject,
     Watcher,
 )
-from trioserve.live.watching import DEFAULT_INTERVAL, Watching, hello_of, subject_of, watch
+from trioserve.live.watching import (
+    DEFAULT_INTERVAL,
+    Watching,
+    due_after,
+    hello_of,
+    subject_of,
+    watch,
+)
 
 __all__ = [
     "DEFAULT_INTERVAL",
@@ -37,6 +44,7 @@ __all__ = [
     "Subject",
     "Watcher",
     "Watching",
+    "due_after",
     "hello_of",
     "subject_of",
     "watch",

@@ -76,7 +76,7 @@ def rates_of(before: Look, after: Look, iterations: Sequence[Iteration]) -> Rate
     num_steps = is_.num_steps - was.num_steps
     step_us, idle_us = is_.step_us - was.step_us, is_.idle_us - was.idle_us
     num_finished = sum(after.tally.finished.values()) - sum(before.tally.finished.values())
-    num_rows = sum(each.num_sequences for each in iterations)
+    rows = [each.num_sequences for each in iterations if each.num_sequences]
     return Rates(
         generated_tokens_per_s=(after.tally.generation_tokens - before.tally.generation_tokens)
         / seconds,
@@ -85,7 +85,7 @@ def rates_of(before: Look, after: Look, iterations: Sequence[Iteration]) -> Rate
         steps_per_s=num_steps / seconds,
         gpu_idle_share=_share(idle_us, step_us + idle_us),
         step_ms=_share(step_us / 1000, num_steps),
-        batch_rows=_share(num_rows, len(iterations)),
+        batch_rows=_share(sum(rows), len(rows)),
         cache_hit_share=_share(
             is_.prefix_cache_hits - was.prefix_cache_hits,
             is_.prefix_cache_queries - was.prefix_cache_queries,

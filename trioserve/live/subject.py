@@ -38,7 +38,7 @@ __all__ = [
     "MAX_NODES",
     "MAX_REQUESTS",
     "MAX_WATCHERS",
-    "Departures",
+    "Departure",
     "Subject",
     "Watcher",
 ]
@@ -56,8 +56,8 @@ MAX_WATCHERS = 16
 STAY_SECONDS = 10.0
 """How long a request stays in pictures that has ended."""
 
-Departures = Feed[RequestRow]
-"""Told of each request that is over, as long as somebody watches."""
+Departure = tuple[float, RequestRow]
+"""When a request was over, on trio's clock, and what it was then."""
 
 
 def unix_offset() -> float:
@@ -70,7 +70,8 @@ class Subject:
     """An engine, as far as the process knows of it in which its scheduler is."""
 
     scheduler: Scheduler
-    departures: Departures = attrs.field(init=False, factory=Feed)
+    departures: Feed[Departure] = attrs.field(init=False, factory=Feed)
+    """Told of each request that is over, as long as somebody watches."""
     open_requests: Callable[[], Iterator[Request]]
     """Those that are open, the newest first."""
     statistics: Callable[[], EngineStatistics]
@@ -92,7 +93,8 @@ class Subject:
     def note_departure(self, request: Request) -> None:
         """``request`` is over. It costs nothing unless somebody watches."""
         if self.departures.is_wanted:
-            self.departures.publish(self.row_of(request, unix_offset(), is_over=True))
+            row = self.row_of(request, unix_offset(), is_over=True)
+            self.departures.publish((trio.current_time(), row))
 
     @contextlib.contextmanager
     def watched(self, *, requests: int, nodes: int) -> Iterator[Watcher]:
@@ -120,7 +122,7 @@ class Watcher:
     def __init__(
         self,
         subject: Subject,
-        departures: Subscription[RequestRow],
+        departures: Subscription[Departure],
         iterations: Subscription[Iteration],
         max_requests: int,
         max_nodes: int,
@@ -131,8 +133,8 @@ class Watcher:
         self._max_requests = max_requests
         self._max_nodes = max_nodes
         self._lately = Lately()
-        self._ended: deque[RequestRow] = deque(maxlen=max_requests)
-        """Rows of requests that are over, oldest first."""
+        self._ended: deque[Departure] = deque(maxlen=max_requests)
+        """Those that are to be shown for a while, oldest first."""
         self._look = self._look_at(subject.statistics())
         self._lately.add(self._look)
 
@@ -177,16 +179,15 @@ class Watcher:
 
     def _rows(self, offset: float) -> list[RequestRow]:
         subject, core = self._subject, self._subject.scheduler.core
-        now = trio.current_time() + offset
         self._ended.extend(self._departures.take())
-        while self._ended and self._ended[0].timeline[-1][1] < now - STAY_SECONDS:
+        while self._ended and self._ended[0][0] < trio.current_time() - STAY_SECONDS:
             self._ended.popleft()
         running = () if core is None else (each.sequence.request for each in core.running)
         shown = shown_requests(running, subject.open_requests(), self._max_requests)
         rows = [subject.row_of(each, offset) for each in shown]
         # Those that are over get what room the others leave, but always a quarter.
         room = max(self._max_requests - len(rows), self._max_requests // 4)
-        ended = list(self._ended)[max(len(self._ended) - room, 0) :]
+        ended = [row for _, row in self._ended][max(len(self._ended) - room, 0) :]
         rows = [*rows[: self._max_requests - len(ended)], *ended]
         rows.sort(key=lambda row: row.timeline[0][1], reverse=True)
         return rows

@@ -16,7 +16,7 @@ from trioserve.live.subject import DEFAULT_NODES, DEFAULT_REQUESTS, Subject, Wat
 if TYPE_CHECKING:
     from trioserve.engine import Engine
 
-__all__ = ["DEFAULT_INTERVAL", "Watching", "hello_of", "subject_of", "watch"]
+__all__ = ["DEFAULT_INTERVAL", "Watching", "due_after", "hello_of", "subject_of", "watch"]
 
 DEFAULT_INTERVAL = 0.5
 """Seconds between two pictures."""
@@ -43,8 +43,14 @@ class Watching:
             EngineError: the engine is closed.
         """
         await trio.sleep_until(self._due)
-        self._due = max(self._due + self._interval, trio.current_time())
+        self._due = due_after(self._due, self._interval)
         return self._watcher.take()
+
+
+def due_after(due: float, interval: float) -> float:
+    """When the next picture is due after one that was at ``due``, and is taken now."""
+    now = trio.current_time()
+    return due + interval if due + interval > now else now + interval
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,7 @@ from trioserve.http.console.schemas import LiveQuery
 from trioserve.http.service import Service
 from trioserve.http.sse import Events, Framing, named_event, stream_response
 from trioserve.http.whole import Pictures
-from trioserve.live import Hello, hello_of
+from trioserve.live import Hello, due_after, hello_of
 
 __all__ = ["ConsoleEndpoints"]
 
@@ -110,5 +110,5 @@ class _Feed(Events):
         engine = self._service.engine
         with trio.move_on_at(self._due):
             await engine.wait_draining()
-        self._due = max(self._due + self._query.interval, trio.current_time())
+        self._due = due_after(self._due, self._query.interval)
         return engine.draining
