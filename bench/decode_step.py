@@ -141,7 +141,7 @@ def random_model(loader: KernelLoader, config: ModelConfig) -> Decoder:
     operations = CudaOperations(
         loader,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        mlp_sizes=config.mlp_sizes,
         dtype=_DTYPE,
     )
     return build_model(config, random_weights(config, loader.device, _DTYPE), operations)

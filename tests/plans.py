@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
-import safetensors.torch
+import numpy as np
 import torch
 
 from gpu.adjustments import Adjuster, Adjustment
-from gpu.attention import CacheShape
+from gpu.attention import CacheShape, StepLayout
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.torch_model import TorchModel, TorchSampler
@@ -22,6 +22,7 @@ from gpu.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.sampler import Sampled, Sampler
 from gpu.slots import SlotTable
+from gpu.weights.tensors import load_weights
 from trioserve.model_files import open_model
 from trioserve.sampling import SamplerParams
 from trioserve.wire import OpenSlot, Plan, StepResult, from_ints, ints
@@ -34,6 +35,7 @@ __all__ = [
     "make_attention",
     "make_runner",
     "outputs_over_moved_pages",
+    "prompt_logits",
 ]
 
 GREEDY = SamplerParams(temperature=0.0)
@@ -41,9 +43,8 @@ GREEDY = SamplerParams(temperature=0.0)
 
 def load_tiny(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     """The model of a folder that ``make_tiny`` wrote."""
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    converted = ((name, tensor.to(dtype)) for name, tensor in weights.items())
-    return build_model(open_model(folder).config, converted)
+    files = open_model(folder)
+    return build_model(files.config, load_weights(files, dtype, lambda done, total: None))
 
 
 class RecordingSampler(Sampler):
@@ -78,6 +79,24 @@ def make_attention(model: Decoder, *, page_size: int, num_pages: int) -> TorchCp
     )
     table = torch.from_numpy(cos_sin_table(config, config.max_position_embeddings))
     return TorchCpuAttention(shape, config.num_heads, table, config.windows)
+
+
+def prompt_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """What follows each of ``tokens``, computed at once: [T, V] float32."""
+    count = len(tokens)
+    num_pages = -(-count // 16)
+    attention = make_attention(model, page_size=16, num_pages=num_pages)
+    layout = StepLayout(
+        positions=np.arange(count),
+        query_start=np.array([0, count]),
+        context_lens=np.array([count]),
+        slots=np.array([0]),
+        block_tables=np.arange(num_pages - 1, -1, -1, dtype=np.int32)[None],
+        num_decode_rows=0,
+    )
+    with torch.inference_mode():
+        attention.begin(layout)
+        return model.logits(model.forward(torch.tensor(tokens), attention))
 
 
 def make_runner(

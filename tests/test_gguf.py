@@ -140,11 +140,18 @@ def test_a_tensor_type_that_is_not_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama2", "smollm2", "smollm3", "mistral", "qwen2", "qwen3", "llama_linear"]
+    "family",
+    [
+        *("llama2", "smollm2", "smollm3", "mistral", "qwen2", "qwen3", "llama_linear"),
+        *("mixtral", "qwen3_moe"),
+    ],
 )
 def test_the_configuration_equals_the_folders(family: str, tmp_path: Path) -> None:
-    overrides = {"no_rope_layer_interval": 4} if family == "smollm3" else {}
-    folder = make_tiny(family, tmp_path, **overrides)
+    overrides: dict[str, dict[str, Any]] = {
+        "smollm3": {"no_rope_layer_interval": 4},
+        "qwen3_moe": {"norm_topk_prob": True},  # as llama.cpp takes it to be
+    }
+    folder = make_tiny(family, tmp_path, **overrides.get(family, {}))
     linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     metadata = linear if family == "llama_linear" else None
     config = open_model(write_gguf(folder, tmp_path / "tiny.gguf", metadata=metadata)).config
@@ -233,7 +240,12 @@ def test_what_is_not_served_is_named(tiny: Path, tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "architecture gemma3 isn't served" in reason(general__architecture="gemma3")
-    assert "experts" in reason(llama__expert_count=8)
+    assert "has no llama.expert_used_count" in reason(llama__expert_count=8)
+    experts = {"llama__expert_count": 8, "llama__expert_used_count": 2}
+    assert "expert_shared_count = 1" in reason(**experts, llama__expert_shared_count=1)
+    assert "expert_gating_func = 2" in reason(**experts, llama__expert_gating_func=2)
+    assert "can't have 9 of 8 experts" in reason(**{**experts, "llama__expert_used_count": 9})
+    assert "can't have 70000 experts" in reason(**{**experts, "llama__expert_count": 70000})
     assert "llama.rope.dimension_count = 8" in reason(llama__rope__dimension_count=8)
     assert "has no llama.block_count" in reason(llama__block_count=None)
     assert "longrope" in reason(llama__rope__scaling__type="longrope")

@@ -17,6 +17,7 @@ import pytest
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny, tiny_tokenizer
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import (
+    ExpertsConfig,
     ModelConfig,
     RopeScaling,
     load_tokenizer_from,
@@ -99,6 +100,30 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
         "qk_norm": True,
+    },
+    "mixtral": {
+        "family": "mixtral",
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-5,
+        "experts": ExpertsConfig(
+            count=5, per_token=2, intermediate_size=96, normalized=True, layers=(True, True)
+        ),
+    },
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        "num_layers": 3,
+        "head_dim": 32,
+        "rope_theta": 1000000.0,
+        "qk_norm": True,
+        "experts": ExpertsConfig(
+            count=5,
+            per_token=3,
+            intermediate_size=32,
+            normalized=False,
+            layers=(True, False, True),
+        ),
+        "windows": (None,) * 3,
+        "rope_layers": (True,) * 3,
     },
 }
 

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 import torch
 import transformers
 
-from gpu.attention import StepLayout
 from gpu.linear import Linear
 from gpu.models import build_model
-from tests.plans import PlanMaker, load_tiny, make_attention, make_runner
+from tests.plans import PlanMaker, load_tiny, make_runner, prompt_logits
 from tests.tiny_models import FAMILIES, make_tiny
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import open_model
@@ -53,19 +51,7 @@ def random_tokens(count: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_logits_of_a_whole_prompt(tiny: Any, family: str) -> None:
     folder, tokens = tiny(family), random_tokens(100, 1)
-    model = load_tiny(folder)
-    attention = make_attention(model, page_size=16, num_pages=8)
-    layout = StepLayout(
-        positions=np.arange(100),
-        query_start=np.array([0, 100]),
-        context_lens=np.array([100]),
-        slots=np.array([0]),
-        block_tables=np.array([[3, 1, 4, 0, 5, 2, 6]], dtype=np.int32),
-        num_decode_rows=0,
-    )
-    with torch.inference_mode():
-        attention.begin(layout)
-        logits = model.logits(model.forward(torch.tensor(tokens), attention))
+    logits = prompt_logits(load_tiny(folder), tokens)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, reference_logits(folder, tokens), rtol=0, atol=TOLERANCE)
 

@@ -28,8 +28,16 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate": "ffn_gate_exps",
+    "mlp.experts.up": "ffn_up_exps",
+    "mlp.experts.down": "ffn_down_exps",
 }
-_ARCHITECTURES = {"mistral": "llama"}
+_ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+_EXPERTS = {
+    **{"w1": "gate", "w3": "up", "w2": "down"},
+    **{f"{part}_proj": part for part in ("gate", "up", "down")},
+}
 _UNQUANTIZABLE = ("Q4_K", "Q6_K")  # the gguf package only reads these
 
 
@@ -41,12 +49,14 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra_tensors: dict[str, npt.NDArray[np.float32]] | None = None,
     exceptions: dict[str, str] | None = None,
+    stacked: bool = True,
 ) -> Path:
     """Convert the tiny model in ``folder`` to the GGUF file ``path``; returns ``path``.
 
     Matrices get the type ``quantization``; for a type that the gguf package can't write, they get
     random blocks. ``exceptions`` are the types of some, by a part of their names. ``metadata`` adds
-    keys (without the architecture's prefix, floats and ints).
+    keys (without the architecture's prefix, floats and ints). Experts are ``stacked``, a layer's in
+    one tensor, or each apart.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -56,11 +66,12 @@ def write_gguf(
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
         add[type(value)](f"{architecture}.{key}", value)
     _write_tokenizer(writer, folder)
-    for name, array in load_file(folder / "model.safetensors").items():
+    tensors = _experts(load_file(folder / "model.safetensors"), stacked=stacked)
+    for name, array in tensors.items():
         heads = _heads(name, config) if architecture in ("llama", "smollm3") else None
         array = array if heads is None else permute(array, heads)
         types = [kind for part, kind in (exceptions or {}).items() if part in _gguf_name(name)]
-        _write_tensor(writer, _gguf_name(name), array, *types or [quantization])
+        _write_tensor(writer, _gguf_name(name), array, [*types, quantization][0])
     for name, array in (extra_tensors or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -100,8 +111,30 @@ def _gguf_name(name: str) -> str:
     stem, _, ending = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, layer, inner = stem.split(".", 3)
+        if inner[-1].isdecimal():  # an expert that isn't stacked
+            _, part, number = inner.split(".")
+            return f"blk.{layer}.ffn_{part}.{number}.{ending}"
         return f"blk.{layer}.{_NAMES[inner]}.{ending}"
     return f"{_NAMES[stem]}.{ending}"
+
+
+def _experts(tensors: dict[str, npt.NDArray[Any]], *, stacked: bool) -> dict[str, npt.NDArray[Any]]:
+    """With experts as ``mlp.experts.gate``, those of a layer in one tensor, or ``mlp.gate.3``."""
+    found: dict[str, Any] = {}
+    for name, array in tensors.items():
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        stem, experts, inner = name.partition(".mlp.experts.")
+        if not experts:
+            found[name] = array
+            continue
+        number, part, _ = inner.split(".")
+        if stacked:
+            found.setdefault(f"{stem}{experts}{_EXPERTS[part]}.weight", []).append(array)
+        else:
+            found[f"{stem}.mlp.{_EXPERTS[part]}.{number}.weight"] = array
+    return {
+        name: np.stack(array) if isinstance(array, list) else array for name, array in found.items()
+    }
 
 
 def _heads(name: str, config: dict[str, Any]) -> int | None:
@@ -137,7 +170,12 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_rope_dimension_count(head_dim)
-    if config["model_type"] == "mistral" and config["sliding_window"]:
+    if config["model_type"] in ("mixtral", "qwen3_moe"):
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config["model_type"] in ("mistral", "mixtral") and config["sliding_window"]:
         writer.add_sliding_window(config["sliding_window"])
 
 

@@ -7,12 +7,20 @@ their own: norms aren't all ones, biases aren't zero, and no two families share 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-__all__ = ["CHAT_TEMPLATE", "FAMILIES", "make_tiny", "tiny_tokenizer", "write_tokenizer"]
+__all__ = [
+    "CHAT_TEMPLATE",
+    "EXPERT_FAMILIES",
+    "FAMILIES",
+    "make_tiny",
+    "tiny_tokenizer",
+    "write_tokenizer",
+]
 
 VOCAB_SIZE = 300
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -88,8 +96,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3", {**_rope(theta=1000000.0), "head_dim": 32, "tie_word_embeddings": True}),
+    "mixtral": (
+        "Mixtral",
+        {**_rope(theta=1000000.0), "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **_rope(theta=1000000.0),
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+        },
+    ),
 }
 """Family name -> (the prefix of transformers' classes, fields of its configuration)."""
+EXPERT_FAMILIES = {"mixtral", "qwen3_moe"}
+"""Those whose tokens have some of five experts."""
 
 
 def make_tiny(
@@ -115,6 +141,10 @@ def make_tiny(
                     parameter.normal_(0.0, 0.3)
                 elif "norm" in name:
                     parameter.normal_(1.0, 0.2)
+                elif name.endswith("mlp.gate.weight"):
+                    # A choice among experts that is seldom close: rounding hardly changes it, and
+                    # where it does, it is between two that matter little.
+                    parameter.normal_(0.0, 6.4 / math.sqrt(parameter.shape[1]))
     finally:
         torch.random.set_rng_state(state)
     model.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from gpu.lora.products import PRODUCTS
+from gpu.lora.products import PRODUCTS, outputs_of
 from gpu.lora.reading import Adapter, Update
 from gpu.weights import BFLOAT16, FLOAT32, Numbers, expected_tensors
 from trioserve.model_files import ModelConfig
@@ -101,10 +101,9 @@ def pack_adapter(adapter: Adapter, config: ModelConfig) -> CompiledAdapter:
         return int(memory.ctypes.data) + 2 * begin
 
     for layer in range(config.num_layers):
-        for index, parts in enumerate(PRODUCTS.values()):
+        for index, name in enumerate(PRODUCTS):
             product, first = layers[layer * len(PRODUCTS) + index], 0
-            for part in parts:
-                outputs = shapes[f"model.layers.{layer}.{part}.weight"][0]
+            for part, outputs in outputs_of(shapes, layer, name).items():
                 update = adapter.updates.get((layer, part))
                 if update is not None:
                     a, b = pack_module(update)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from gpu.cpu.adapters import CompiledAdapter, Step, pack_adapter, step_of
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
+from gpu.cpu.parts import NUM_PARTS, Part, Which, part_of
 from gpu.executor import Copies
 from gpu.lora.groups import tokens_by_adapter
 from gpu.lora.store import AdapterStore
@@ -50,19 +51,8 @@ _ROUNDED = {"int8": Format.Q8_0, "int4": Format.Q4_0, "w8a8": Format.W8A8}
 """What other matrices are rounded to; elsewhere they are bfloat16."""
 
 
-class _Which(enum.IntEnum):
-    """The products of a model, as decoder_abi.cpp numbers them."""
-
-    EMBEDDING = 0
-    HEAD = 1
-    QKV = 2
-    OUTPUT = 3
-    GATE_UP = 4
-    DOWN = 5
-
-
 class _Vector(enum.IntEnum):
-    """Its vectors, likewise."""
+    """The vectors of a model, as decoder_abi.cpp numbers them."""
 
     NORM = 0
     ATTENTION_NORM = 1
@@ -70,16 +60,6 @@ class _Vector(enum.IntEnum):
     QK_NORM = 3
 
 
-_PARTS = {
-    "self_attn.q_proj": (_Which.QKV, 0),
-    "self_attn.k_proj": (_Which.QKV, 1),
-    "self_attn.v_proj": (_Which.QKV, 2),
-    "self_attn.o_proj": (_Which.OUTPUT, 0),
-    "mlp.gate_proj": (_Which.GATE_UP, 0),
-    "mlp.up_proj": (_Which.GATE_UP, 1),
-    "mlp.down_proj": (_Which.DOWN, 0),
-}
-_NUM_PARTS = Counter(which for which, _ in _PARTS.values())
 _SOURCES = {BFLOAT16: 0, FLOAT32: 1}
 _FROM_BLOCKS = 2
 
@@ -88,9 +68,22 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("vocab_size", "hidden_size", "intermediate_size")),
         *((name, c_int64) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("num_experts", "experts_per_token", "expert_size")),
         ("rms_norm_eps", c_float),
         ("threads", c_int32),
+        ("normalizes_experts", c_int32),
     )
+
+    @classmethod
+    def of(cls, config: ModelConfig, threads: int) -> _Shape:
+        names = [field[0] for field in cls._fields_ if hasattr(config, field[0])]
+        shape = cls(**{name: getattr(config, name) for name in names}, threads=threads)
+        experts = config.experts
+        if experts is not None:
+            shape.num_experts, shape.experts_per_token = experts.count, experts.per_token
+            shape.expert_size = experts.intermediate_size
+            shape.normalizes_experts = experts.normalized
+        return shape
 
 
 class _Limits(ctypes.Structure):
@@ -114,7 +107,7 @@ def obstacle_in(config: ModelConfig) -> str | None:
     """Why the compiled kernels can't compute a model of this shape; None if they can."""
     if config.head_dim % 32 or config.head_dim > 256:
         return f"heads of {config.head_dim} numbers"
-    for size in (config.hidden_size, config.intermediate_size):
+    for size in (config.hidden_size, *config.mlp_sizes):
         if size % 32:
             return f"{size} numbers, which are no whole blocks of 32"
     return None
@@ -165,8 +158,7 @@ class CompiledModel:
         """How many numbers of matrices are stored in each format."""
         self.quantization = quantization
         self._library = _declare(library)
-        names = [field[0] for field in _Shape._fields_ if field[0] != "threads"]
-        shape = _Shape(*(getattr(config, name) for name in names), threads)
+        shape = _Shape.of(config, threads)
         self._decoder: int = self._library.decoder_create(ctypes.byref(shape))
         if not self._decoder:
             raise ModelLoadError(no_room_for(threads))
@@ -174,8 +166,10 @@ class CompiledModel:
         for index, (window, rotate) in enumerate(
             zip(config.windows, config.rope_layers, strict=True)
         ):
-            self._library.decoder_set_layer(self._decoder, index, window or 0, rotate)
-        self._products: dict[tuple[_Which, int], _Product] = {}
+            has_experts = config.experts_of(index) is not None
+            set_layer = self._library.decoder_set_layer
+            _check_memory(set_layer(self._decoder, index, window or 0, rotate, has_experts))
+        self._products: dict[tuple[Which, int, int], _Product] = {}
         self._qk_norms: dict[int, dict[str, Numbers]] = {}
         self._step = _Step()
         self._step_pointer = ctypes.byref(self._step)
@@ -294,18 +288,16 @@ class CompiledModel:
         return best
 
     def _take(self, name: str, weight: Weight) -> None:
-        stem, _, last = name.rpartition(".")
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
-        layer, inner = (int(match[1]), match[2]) if match else (0, stem)
-        if inner in _PARTS:
-            self._take_part(layer, *_PARTS[inner], last, weight)
-        elif inner == "model.embed_tokens":
-            self._add_segment(_Which.EMBEDDING, 0, weight)
-        elif inner == "lm_head":
-            self._add_segment(_Which.HEAD, 0, weight)
-        else:
+        module, _, last = name.rpartition(".")
+        part = part_of(module)
+        if part is None:
             assert isinstance(weight, np.ndarray)  # vectors are never kept as blocks
-            self._take_vector(layer, inner, weight)
+            match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module)
+            self._take_vector(*((int(match[1]), match[2]) if match else (0, module)), weight)
+        elif part.which in (Which.EMBEDDING, Which.HEAD):
+            self._add_segment(*part.product, weight)
+        else:
+            self._take_part(part, last, weight)
 
     def _take_vector(self, layer: int, inner: str, weight: Numbers) -> None:
         if inner in ("self_attn.q_norm", "self_attn.k_norm"):
@@ -329,45 +321,51 @@ class CompiledModel:
         pointer, count = values.ctypes.data, values.size
         _check_memory(self._library.decoder_set_vector(self._decoder, which, layer, pointer, count))
 
-    def _take_part(self, layer: int, which: _Which, part: int, last: str, weight: Weight) -> None:
-        product = self._products.setdefault((which, layer), _Product())
+    def _take_part(self, part: Part, last: str, weight: Weight) -> None:
+        product = self._products.setdefault(part.product, _Product())
         if last == "weight":
-            product.weights[part] = weight
+            product.weights[part.number] = weight
         else:
             assert isinstance(weight, np.ndarray)
-            product.biases[part] = weight
+            product.biases[part.number] = weight
         biased = {
-            _Which.QKV: self.config.qkv_bias,
-            _Which.OUTPUT: self.config.output_bias,
-        }.get(which, self.config.mlp_bias)
-        wanted = _NUM_PARTS[which]
+            Which.QKV: self.config.qkv_bias,
+            Which.OUTPUT: self.config.output_bias,
+            Which.GATE_UP: self.config.mlp_bias,
+            Which.DOWN: self.config.mlp_bias,
+        }.get(part.which, False)
+        wanted = NUM_PARTS[part.which]
         if len(product.weights) < wanted or (biased and len(product.biases) < wanted):
             return
-        del self._products[which, layer]
+        del self._products[part.product]
         for index in range(wanted):
-            self._add_segment(which, layer, product.weights[index])
+            self._add_segment(*part.product, product.weights[index])
         if biased:
             # What a bias is rounded to is what the torch path rounds it to.
             parts = [product.biases[index].astype(BFLOAT16) for index in range(wanted)]
             bias = np.concatenate(parts).astype(np.float32)
             set_bias = self._library.decoder_set_bias
-            _check_memory(set_bias(self._decoder, which, layer, bias.ctypes.data, len(bias)))
+            pointer, count = bias.ctypes.data, len(bias)
+            _check_memory(set_bias(self._decoder, part.which, part.layer, pointer, count))
 
-    def _add_segment(self, which: _Which, layer: int, weight: Weight) -> None:
+    def _add_segment(self, which: Which, layer: int, expert: int, weight: Weight) -> None:
         if isinstance(weight, Blocks):
             kept = Format[weight.type.name]
             into = Format.W8A8 if self.quantization == "w8a8" else kept
             source, data = _FROM_BLOCKS, np.ascontiguousarray(weight.raw)
         else:
             into = _ROUNDED.get(self.quantization, Format.BF16)
-            if into == Format.Q4_0 and which in (_Which.EMBEDDING, _Which.HEAD):
+            if which == Which.ROUTER:
+                into = Format.BF16  # small, and every token's experts depend on it
+            if into == Format.Q4_0 and which in (Which.EMBEDDING, Which.HEAD):
                 into = Format.Q8_0  # as GGUF files have it: every token's logits depend on these
             source, data = _SOURCES[weight.dtype], np.ascontiguousarray(weight)
         outputs, inputs = weight.shape
         self.num_weights[into] += outputs * inputs
         add = self._library.decoder_add_segment
         pointer = data.ctypes.data
-        _check_memory(add(self._decoder, which, layer, into, source, pointer, outputs, inputs))
+        place = (which, layer, expert)
+        _check_memory(add(self._decoder, *place, into, source, pointer, outputs, inputs))
 
 
 class _StepArrays:
@@ -394,11 +392,11 @@ def _declare(library: Library) -> Library:
         "decoder_destroy": (None, [pointer]),
         "decoder_add_segment": (
             number,
-            [pointer, number, count, number, number, pointer, count, count],
+            [pointer, number, count, count, number, number, pointer, count, count],
         ),
         "decoder_set_bias": (number, [pointer, number, count, pointer, count]),
         "decoder_set_vector": (number, [pointer, number, count, pointer, count]),
-        "decoder_set_layer": (None, [pointer, count, count, number]),
+        "decoder_set_layer": (number, [pointer, count, count, number, number]),
         "decoder_finish": (number, [pointer, POINTER(_Limits), pointer]),
         "decoder_hidden": (pointer, [pointer]),
         "decoder_copy_pages": (None, [pointer, pointer, count]),

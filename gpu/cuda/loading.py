@@ -122,7 +122,10 @@ def load_model(
         model = _load_weights(gpu, files, dtype, on_progress)
     with _refusing_shapes():
         in_use, activations = _measure(gpu, model, limits, free, on_progress)
-    if not start.enforce_eager:
+    # How many tokens an expert gets is known on the device only, and a graph's products have fixed
+    # numbers of rows: a step with experts is launched product by product.
+    captures = not start.enforce_eager and config.experts is None
+    if captures:
         in_use += _graph_bytes(config, limits, activations, start.max_lora_rank > 0)
     in_use += AdapterPlaces.device_bytes(
         config,
@@ -145,7 +148,7 @@ def load_model(
     with _explaining(lambda: cache_doesnt_fit(num_pages)):
         places = _places(gpu, model, start)
         executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster, places)
-    if not start.enforce_eager:
+    if captures:
         with _explaining(lambda: GRAPHS_DONT_FIT):
             executor.capture(
                 gpu.capturer(),
@@ -268,7 +271,7 @@ def _load_weights(
         operations = CudaOperations(
             gpu.loader,
             hidden_size=files.config.hidden_size,
-            intermediate_size=files.config.intermediate_size,
+            mlp_sizes=files.config.mlp_sizes,
             dtype=dtype,
         )
     weights = load_weights(files, dtype, of_weights(on_progress))

@@ -26,12 +26,20 @@ __all__ = ["AdapterPlaces", "PlacedAdapter", "product_shapes"]
 
 
 def product_shapes(config: ModelConfig) -> dict[str, ProductShape]:
-    """The products of every layer, by name."""
+    """The products that adapters may have updates of, by name; they are the same in every layer.
+
+    Only where each layer has experts there is no MLP among them.
+    """
     tensors = expected_tensors(config)
     shapes = {}
     for product, parts in PRODUCTS.items():
-        sizes = [tensors[f"model.layers.0.{part}.weight"] for part in parts]
-        shapes[product] = ProductShape(sizes[0][1], tuple(outputs for outputs, _ in sizes))
+        for layer in range(config.num_layers):
+            sizes = [tensors.get(f"model.layers.{layer}.{part}.weight") for part in parts]
+            known = [size for size in sizes if size is not None]
+            if known:
+                outputs = tuple(outputs for outputs, _ in known)
+                shapes[product] = ProductShape(known[0][1], outputs)
+                break
     return shapes
 
 

@@ -29,6 +29,7 @@ _NAME = re.compile(
     r"mlp\.(?:gate|up|down)_proj))\.lora_([AB])\.weight",
     re.ASCII,
 )
+_OF_EXPERTS = re.compile(r"\.(block_sparse_moe|mlp\.experts|mlp\.gate)\.")
 _SERVED = tuple(part.rpartition(".")[2] for parts in PRODUCTS.values() for part in parts)
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 _MAX_CONFIG_BYTES = 1 << 20
@@ -114,12 +115,22 @@ def _check(shard: Shard, lora: LoraConfig, config: ModelConfig) -> dict[str, _Ke
     keys: dict[str, _Key] = {}
     for name, shape in shard.shapes.items():
         match = _NAME.fullmatch(name)
+        if match is None and _OF_EXPERTS.search(name):
+            raise ModelLoadError(
+                f"{shard.path} holds {name}, which isn't served: adapters of experts and their "
+                "routers aren't, those of attention are"
+            )
         if match is None:
             raise ModelLoadError(
                 f"{shard.path} holds {name}, which isn't served: only lora_A and lora_B of "
                 f"{', '.join(_SERVED)} are"
             )
         module, layer, part, letter = match.groups()
+        if f"{module}.weight" not in model and int(layer) < config.num_layers:
+            raise ModelLoadError(
+                f"{shard.path} holds {name}, but that layer of the model has experts: "
+                "they don't belong together"
+            )
         if f"{module}.weight" not in model:
             raise ModelLoadError(
                 f"{shard.path} holds {name}, but the model has {config.num_layers} layers: "

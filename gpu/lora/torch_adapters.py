@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gpu.lora.groups import tokens_by_adapter
-from gpu.lora.products import PRODUCTS
+from gpu.lora.products import PRODUCTS, outputs_of
 from gpu.lora.reading import Adapter
 from gpu.lora.store import AdapterStore
 from gpu.slots import Row
@@ -39,15 +39,15 @@ class TorchAdapter:
         shapes = expected_tensors(config)
         updates: dict[tuple[int, str], tuple[_Update, ...]] = {}
         for layer in range(config.num_layers):
-            for product, parts in PRODUCTS.items():
+            for product in PRODUCTS:
                 own, first = [], 0
-                for part in parts:
+                for part, outputs in outputs_of(shapes, layer, product).items():
                     update = adapter.updates.get((layer, part))
                     if update is not None:
                         scaled = update.b.astype(FLOAT32) * np.float32(update.scale)
                         a, b = as_tensor(update.a).to(dtype), as_tensor(scaled).to(dtype)
                         own.append(_Update(first, a, b))
-                    first += shapes[f"model.layers.{layer}.{part}.weight"][0]
+                    first += outputs
                 if own:
                     updates[layer, product] = tuple(own)
         return cls(updates)

@@ -16,8 +16,10 @@ __all__ = ["MODEL_CLASSES", "build_model"]
 MODEL_CLASSES: dict[str, type[Decoder]] = {
     "llama": Decoder,
     "mistral": Decoder,
+    "mixtral": Decoder,
     "qwen2": Decoder,
     "qwen3": Decoder,
+    "qwen3_moe": Decoder,
     "smollm3": Decoder,
 }
 """``ModelConfig.family`` -> the class that computes it."""

@@ -1,8 +1,8 @@
-"""A llama-like decoder: Llama 2 and 3, SmolLM 2 and 3, Mistral, Qwen 2, 2.5 and 3.
+"""A llama-like decoder: Llama 2 and 3, SmolLM 2 and 3, Mistral, Mixtral, Qwen 2, 2.5 and 3.
 
 The families differ in what :class:`~trioserve.model_files.ModelConfig` says and in nothing else:
 biases, a norm on queries and keys (Qwen 3), layers without rotary embedding (SmolLM 3), sliding
-windows (Mistral, some of Qwen 2) and tied embeddings.
+windows (Mistral, some of Qwen 2), tied embeddings, and layers of experts (Mixtral, Qwen 3 MoE).
 
 Shapes: T tokens of all rows one after the other, E = hidden_size, H = num_heads,
 K = num_kv_heads, D = head_dim, F = intermediate_size, V = vocab_size.
@@ -11,7 +11,7 @@ K = num_kv_heads, D = head_dim, F = intermediate_size, V = vocab_size.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from gpu.attention import Attention, QkNorm
 from gpu.linear import Linear
 from gpu.lora.updates import ProductUpdates
+from gpu.models.mlp import Experts, Mlp
 from gpu.operations import Operations
 from gpu.operations.torch_ops import TorchOperations
 from gpu.weights.named import NamedTensors
 from trioserve.errors import ModelLoadError
-from trioserve.model_files.config import ModelConfig
+from trioserve.model_files.config import ExpertsConfig, ModelConfig
 
 __all__ = ["Decoder"]
 
@@ -36,8 +37,7 @@ class _Layer:
     qk_norm: QkNorm | None
     output: Linear  # H D -> E
     mlp_norm: torch.Tensor  # [E]
-    gate_up: Linear  # E -> 2 F
-    down: Linear  # F -> E
+    mlp: Mlp | Experts
     window: int | None
     rotate: bool
 
@@ -106,25 +106,25 @@ class Decoder:
         """Where one tensor of a layer lies: in a product with others, it is some of its rows."""
         config = self.config
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        heads, size = config.num_heads, config.intermediate_size
+        heads = config.num_heads
         if inner in ("self_attn.q_norm", "self_attn.k_norm"):
             assert layer.qk_norm is not None
             norms = layer.qk_norm.weight
             return norms[:heads] if inner.endswith("q_norm") else norms[heads:]
         if inner in ("input_layernorm", "post_attention_layernorm"):
             return layer.attention_norm if inner == "input_layernorm" else layer.mlp_norm
-        linear, start, stop = {
-            "self_attn.q_proj": (layer.qkv, 0, q_size),
-            "self_attn.k_proj": (layer.qkv, q_size, q_size + kv_size),
-            "self_attn.v_proj": (layer.qkv, q_size + kv_size, q_size + 2 * kv_size),
-            "self_attn.o_proj": (layer.output, 0, config.hidden_size),
-            "mlp.gate_proj": (layer.gate_up, 0, size),
-            "mlp.up_proj": (layer.gate_up, size, 2 * size),
-            "mlp.down_proj": (layer.down, 0, config.hidden_size),
-        }[inner]
+        if inner.startswith("mlp."):
+            linear, rows = layer.mlp.part(inner.removeprefix("mlp."))
+        else:
+            linear, rows = {
+                "self_attn.q_proj": (layer.qkv, slice(0, q_size)),
+                "self_attn.k_proj": (layer.qkv, slice(q_size, q_size + kv_size)),
+                "self_attn.v_proj": (layer.qkv, slice(q_size + kv_size, None)),
+                "self_attn.o_proj": (layer.output, slice(None)),
+            }[inner]
         whole = linear.weight if last == "weight" else linear.bias
         assert whole is not None
-        return whole[start:stop]
+        return whole[rows]
 
     def forward(
         self, tokens: torch.Tensor, attention: Attention, adapted: Sequence[ProductUpdates] = ()
@@ -154,8 +154,11 @@ class Decoder:
             attended = attention.attend(index, q, layer.window).flatten(1)
             output = project(index, "output", layer.output, attended)
             h = operations.add_rms_norm(output, residual, layer.mlp_norm, eps)
-            gated = operations.silu_mul(project(index, "gate_up", layer.gate_up, h))
-            down = project(index, "down", layer.down, gated)
+            if isinstance(layer.mlp, Experts):
+                down = layer.mlp.forward(h, operations)
+            else:
+                gated = operations.silu_mul(project(index, "gate_up", layer.mlp.gate_up, h))
+                down = project(index, "down", layer.mlp.down, gated)
             h = operations.add_rms_norm(down, residual, norms[index + 1], eps)
         return h
 
@@ -169,18 +172,28 @@ class Decoder:
 
 def _layer(config: ModelConfig, tensors: NamedTensors, index: int) -> _Layer:
     prefix = f"model.layers.{index}."
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
-    gate_up = [("gate_proj", inner), ("up_proj", inner)]
+    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
 
-    def linear(block: str, parts: list[tuple[str, int]], in_size: int, bias: bool) -> Linear:
-        names = [(f"{prefix}{block}.{part}", size) for part, size in parts]
-        weight = torch.cat([tensors.take(f"{name}.weight", out, in_size) for name, out in names])
-        if not bias:
-            return Linear(weight)
-        return Linear(weight, torch.cat([tensors.take(f"{name}.bias", out) for name, out in names]))
+    def linear(block: str, parts: Mapping[str, int], in_size: int, *, bias: bool) -> Linear:
+        return _take_linear(tensors, f"{prefix}{block}.", parts, in_size, bias=bias)
 
+    def mlp(block: str, inner: int, *, bias: bool) -> Mlp:
+        return Mlp(
+            gate_up=linear(block, {"gate_proj": inner, "up_proj": inner}, hidden, bias=bias),
+            down=linear(block, {"down_proj": hidden}, inner, bias=bias),
+        )
+
+    def mixture(experts: ExpertsConfig) -> Experts:
+        size = experts.intermediate_size
+        return Experts(
+            config=experts,
+            router=linear("mlp", {"gate": experts.count}, hidden, bias=False),
+            experts=[mlp(f"mlp.experts.{i}", size, bias=False) for i in range(experts.count)],
+        )
+
+    experts = config.experts_of(index)
     qk_norm = None
     if config.qk_norm:
         norms = (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads))
@@ -191,12 +204,26 @@ def _layer(config: ModelConfig, tensors: NamedTensors, index: int) -> _Layer:
         qk_norm = QkNorm(torch.cat(weights), config.rms_norm_eps)
     return _Layer(
         attention_norm=tensors.take(prefix + "input_layernorm.weight", hidden),
-        qkv=linear("self_attn", qkv, hidden, config.qkv_bias),
+        qkv=linear("self_attn", qkv, hidden, bias=config.qkv_bias),
         qk_norm=qk_norm,
-        output=linear("self_attn", [("o_proj", hidden)], q_size, config.output_bias),
+        output=linear("self_attn", {"o_proj": hidden}, q_size, bias=config.output_bias),
         mlp_norm=tensors.take(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=linear("mlp", gate_up, hidden, config.mlp_bias),
-        down=linear("mlp", [("down_proj", hidden)], inner, config.mlp_bias),
+        mlp=(
+            mlp("mlp", config.intermediate_size, bias=config.mlp_bias)
+            if experts is None
+            else mixture(experts)
+        ),
         window=config.windows[index],
         rotate=config.rope_layers[index],
     )
+
+
+def _take_linear(
+    tensors: NamedTensors, stem: str, parts: Mapping[str, int], in_size: int, *, bias: bool
+) -> Linear:
+    """The parts, each with its number of outputs, as one product."""
+    names = [(stem + part, size) for part, size in parts.items()]
+    weight = torch.cat([tensors.take(f"{name}.weight", out, in_size) for name, out in names])
+    if not bias:
+        return Linear(weight)
+    return Linear(weight, torch.cat([tensors.take(f"{name}.bias", out) for name, out in names]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from gpu.kernels import KernelLoader
@@ -14,16 +16,22 @@ __all__ = ["CudaOperations"]
 class CudaOperations:
     """:class:`gpu.operations.Operations` for one model, in bfloat16 or float16.
 
+    ``mlp_sizes`` are the intermediate sizes of its MLPs.
+
     Raises:
         ValueError: a size or dtype that the kernels aren't made for.
     """
 
     def __init__(
-        self, loader: KernelLoader, *, hidden_size: int, intermediate_size: int, dtype: torch.dtype
+        self,
+        loader: KernelLoader,
+        *,
+        hidden_size: int,
+        mlp_sizes: Iterable[int],
+        dtype: torch.dtype,
     ) -> None:
         self._norm = RmsNorm(loader, hidden_size=hidden_size, dtype=dtype)
-        self._silu_mul = SiluMul(loader, inner_size=intermediate_size, dtype=dtype)
-        self._intermediate_size = intermediate_size
+        self._silu_mul = {size: SiluMul(loader, inner_size=size, dtype=dtype) for size in mlp_sizes}
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See :meth:`gpu.operations.Operations.rms_norm`."""
@@ -41,6 +49,7 @@ class CudaOperations:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See :meth:`gpu.operations.Operations.silu_mul`."""
-        y = gate_up.new_empty(gate_up.shape[0], self._intermediate_size)
-        self._silu_mul.launch(gate_up, y)
+        size = gate_up.shape[1] // 2
+        y = gate_up.new_empty(gate_up.shape[0], size)
+        self._silu_mul[size].launch(gate_up, y)
         return y

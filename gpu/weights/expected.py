@@ -33,12 +33,22 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
+        experts = config.experts_of(layer)
         for name, (rows, columns, bias) in linears.items():
+            if experts is not None and name.startswith("mlp."):
+                continue
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
         shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+        if experts is not None:
+            shapes[f"{prefix}mlp.gate.weight"] = (experts.count, hidden)
+            for expert in range(experts.count):
+                stem, inner = f"{prefix}mlp.experts.{expert}.", experts.intermediate_size
+                shapes[f"{stem}gate_proj.weight"] = (inner, hidden)
+                shapes[f"{stem}up_proj.weight"] = (inner, hidden)
+                shapes[f"{stem}down_proj.weight"] = (hidden, inner)
         if config.qk_norm:
             shapes[f"{prefix}self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"{prefix}self_attn.k_norm.weight"] = (config.head_dim,)

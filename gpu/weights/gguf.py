@@ -11,10 +11,11 @@ import numpy.typing as npt
 from gpu.weights.blocks import BFLOAT16, FLOAT32, Blocks, Weight
 from gpu.weights.dequantize import dequantize
 from gpu.weights.expected import check_tensors, expected_tensors
+from gpu.weights.experts import split_experts
 from gpu.weights.reading import read_bytes
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
-from trioserve.model_files.gguf_header import GGUFTensor, TensorType
+from trioserve.model_files.gguf_header import TensorType
 
 __all__ = ["hugging_face_name", "load", "unpermute"]
 
@@ -35,8 +36,14 @@ _INNER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
-_PERMUTED_FAMILIES = ("llama", "smollm3")
+_OF_ONE_EXPERT = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+"""As the first files of Mixtral have them, before a layer's experts were stacked."""
+_PERMUTED_FAMILIES = ("llama", "mixtral", "smollm3")
 _ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration, not of the weights
 
 
@@ -55,32 +62,44 @@ def load(
         for name, tensor in header.tensors.items()
         if name != _ROPE_FACTORS
     }
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    check_tensors(expected_tensors(files.config), found, files.path, files.config.family)
+    expected = expected_tensors(files.config)
+    parts = {name: split_experts(name, tensor.shape, expected) for name, tensor in tensors.items()}
+    found: dict[str, tuple[int, ...]] = {}
+    for names, shape in parts.values():
+        for name in names:
+            if name in found:
+                raise ModelLoadError(f"{files.path} holds {name} twice: fetch it again")
+            found[name] = shape
+    check_tensors(expected, found, files.path, files.config.family)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     done = 0
     try:
         with files.path.open("rb", buffering=0) as file:
-            for name, tensor in tensors.items():
-                raw = read_bytes(files.path, file, tensor.offset, tensor.num_bytes)
-                heads = _permuted_heads(name, files.config)
-                done += tensor.num_bytes
-                if tensor.type.name in keep and len(tensor.shape) == 2:
-                    yield name, _kept(raw, tensor, heads)
-                else:
-                    numbers = dequantize(raw, tensor.type, dtype or _unrounded(tensor.type))
-                    value = numbers.reshape(tensor.shape)
-                    yield name, value if heads is None else unpermute(value, heads)
-                progress(done, total)
+            for stored, tensor in tensors.items():
+                names, shape = parts[stored]
+                num_bytes = tensor.num_bytes // len(names)
+                for index, name in enumerate(names):
+                    raw = read_bytes(files.path, file, tensor.offset + index * num_bytes, num_bytes)
+                    heads = _permuted_heads(name, files.config)
+                    done += num_bytes
+                    if tensor.type.name in keep and len(shape) == 2:
+                        yield name, _kept(raw, tensor.type, shape, heads)
+                    else:
+                        numbers = dequantize(raw, tensor.type, dtype or _unrounded(tensor.type))
+                        value = numbers.reshape(shape)
+                        yield name, value if heads is None else unpermute(value, heads)
+                    progress(done, total)
     except OSError as error:
         raise ModelLoadError(f"{files.path} can't be read: {error.strerror}") from error
 
 
-def _kept(raw: npt.NDArray[np.uint8], tensor: GGUFTensor, heads: int | None) -> Blocks:
+def _kept(
+    raw: npt.NDArray[np.uint8], type_: TensorType, shape: tuple[int, ...], heads: int | None
+) -> Blocks:
     """The blocks of a matrix. Rows are whole blocks, so they are brought into order as they are."""
-    rows = raw.reshape(tensor.shape[0], -1)
+    rows = raw.reshape(shape[0], -1)
     raw = rows if heads is None else unpermute(rows, heads)
-    return Blocks(tensor.type, tensor.shape, raw)
+    return Blocks(type_, shape, raw)
 
 
 def _unrounded(type_: TensorType) -> np.dtype[Any]:
@@ -97,6 +116,9 @@ def hugging_face_name(name: str) -> str:
         return f"{_OUTER[parts[0]]}.{parts[1]}"
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _INNER:
         return f"model.layers.{parts[1]}.{_INNER[parts[2]]}.{parts[3]}"
+    if len(parts) == 5 and parts[0] == "blk" and parts[2] in _OF_ONE_EXPERT:
+        stem = f"model.layers.{parts[1]}.mlp.experts.{parts[3]}"
+        return f"{stem}.{_OF_ONE_EXPERT[parts[2]]}.{parts[4]}"
     return name
 
 

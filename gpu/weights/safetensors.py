@@ -10,6 +10,7 @@ import numpy as np
 
 from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Numbers, Weight
 from gpu.weights.expected import check_tensors, expected_tensors
+from gpu.weights.experts import split_experts, with_common_name
 from gpu.weights.reading import read_bytes
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
@@ -34,6 +35,7 @@ def load(
 
     def name_of(stored: str) -> str | None:
         name = f"model.{stored}" if stored.startswith(_OF_BARE_MODELS) else stored
+        name = with_common_name(name)
         return None if _is_left_out(name, config) else name
 
     return load_folder(files.path, expected, name_of, config.family, dtype, progress)
@@ -52,7 +54,8 @@ def load_folder(
     Args:
         folder: of the model.
         expected: the shape of each tensor that the model has, by the name that it is yielded under.
-        name_of: that name for the one in the files, None for a tensor that is left out.
+        name_of: that name for the one in the files, None for a tensor that is left out. One of
+            experts that are stacked is yielded in its parts.
         family: of the model, for errors.
         dtype: as for :func:`gpu.weights.read_weights`.
         progress: as there.
@@ -62,31 +65,35 @@ def load_folder(
             before the first is yielded.
     """
     shards = read_shards(folder)
-    names: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     found: dict[str, tuple[int, ...]] = {}
     for shard in shards:
         for stored, shape in shard.shapes.items():
             name = name_of(stored)
             if name is None:
                 continue
-            if name in found:
-                raise ModelLoadError(f"{folder} holds {name} twice: fetch it again")
+            names[stored], part_shape = split_experts(name, shape, expected)
+            for part in names[stored]:
+                if part in found:
+                    raise ModelLoadError(f"{folder} holds {part} twice: fetch it again")
+                found[part] = part_shape
             _check_dtype(shard, stored)
-            names[stored], found[name] = name, shape
     check_tensors(expected, found, folder, family)
     total = sum(shard.num_bytes[name] for shard in shards for name in shard.shapes if name in names)
     done = 0
     for shard in shards:
         try:
             with shard.path.open("rb", buffering=0) as file:
-                for stored, shape in shard.shapes.items():
-                    if stored in names:
-                        num_bytes = shard.num_bytes[stored]
-                        raw = read_bytes(shard.path, file, shard.offsets[stored], num_bytes)
-                        tensor = raw.view(_DTYPES[shard.dtypes[stored]]).reshape(shape)
+                for stored in shard.shapes:
+                    parts = names.get(stored, [])
+                    for index, name in enumerate(parts):
+                        num_bytes = shard.num_bytes[stored] // len(parts)
+                        offset = shard.offsets[stored] + index * num_bytes
+                        raw = read_bytes(shard.path, file, offset, num_bytes)
+                        tensor = raw.view(_DTYPES[shard.dtypes[stored]]).reshape(found[name])
                         tensor = tensor.astype(dtype or _unrounded(tensor.dtype), copy=False)
                         done += num_bytes
-                        yield names[stored], tensor
+                        yield name, tensor
                         progress(done, total)
         except OSError as error:
             raise ModelLoadError(f"{shard.path} can't be read: {error.strerror}") from error

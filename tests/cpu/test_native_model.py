@@ -108,6 +108,26 @@ def run(model: CpuModel) -> tuple[PlanMaker, RecordingSampler, Runner]:
     return maker, sampler, runner
 
 
+def come_and_go(maker: PlanMaker, lengths: Sequence[int], *, seed: int) -> dict[int, int]:
+    """Prompts of these lengths begin one after the other, cut anyhow, beside those that decode.
+
+    Returns how many tokens of each are left to be computed.
+    """
+    dice = random.Random(seed)
+    left: dict[int, int] = {}
+    for slot, length in enumerate(lengths):
+        maker.open(slot, prompt_of(length, seed=slot), SCORED)
+        left[slot] = length
+        rows = {}
+        for each in list(left):
+            rows[each] = dice.randint(1, left[each]) if left[each] else 1
+            left[each] = max(left[each] - rows[each], 0)
+        order = list(rows)
+        dice.shuffle(order)
+        maker.step({each: rows[each] for each in order})
+    return left
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(3, 300), k=length)
 
@@ -190,20 +210,9 @@ class TestSteps:
     ) -> None:
         """Prompts of all lengths come and go in chunks of all sizes, beside decode rows."""
         other = compiled(tiny, threads=threads)
-        dice = random.Random(threads)
         maker, sampler, _ = run(other)
-        left: dict[int, int] = {}
         lengths = [1, 2, 40, 7, 90, 3, 17, 1, 64, 30]
-        for slot, length in enumerate(lengths):
-            maker.open(slot, prompt_of(length, seed=slot), SCORED)
-            left[slot] = length
-            rows = {}
-            for each in list(left):
-                rows[each] = dice.randint(1, left[each]) if left[each] else 1
-                left[each] = max(left[each] - rows[each], 0)
-            order = list(rows)
-            dice.shuffle(order)
-            maker.step({each: rows[each] for each in order})
+        left = come_and_go(maker, lengths, seed=threads)
         assert len(sampler.seen) > 20
         for slot, length in enumerate(lengths):
             prompt = prompt_of(length, seed=slot)

@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 import numpy as np
-import safetensors.torch
 import torch
 
 from gpu.adjustments import Adjuster
@@ -26,6 +25,7 @@ from gpu.models.decoder import Decoder
 from gpu.operations.cuda_ops import CudaOperations
 from gpu.runner import Runner
 from gpu.sampler import Sampler
+from gpu.weights.tensors import load_weights
 from tests.kernels.tape import TapeCapturer, TapedLoader
 from tests.plans import PlanMaker, make_attention
 from trioserve.model_files import open_model
@@ -64,7 +64,7 @@ class Server:
         operations = CudaOperations(
             taped,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            mlp_sizes=config.mlp_sizes,
             dtype=dtype,
         )
         weights = ((name, tensor.to(loader.device)) for name, tensor in _weights(folder, dtype))
@@ -169,5 +169,4 @@ def _timeline_and_capturer(loader: TapedLoader) -> tuple[Timeline, Capturer]:
 
 
 def _weights(folder: Path, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
-    loaded = safetensors.torch.load_file(folder / "model.safetensors")
-    return [(name, tensor.to(dtype)) for name, tensor in loaded.items()]
+    return list(load_weights(open_model(folder), dtype, lambda done, total: None))

@@ -125,6 +125,22 @@ def test_the_cache_gets_what_weights_a_step_and_graphs_leave(folder: Path) -> No
     ]
 
 
+def test_experts_are_counted_and_their_steps_have_no_graphs(tmp_path: Path) -> None:
+    experts = make_tiny("mixtral", tmp_path, head_dim=64)
+    stages: list[str] = []
+    gpu = FakeGpu()
+    loaded = load(experts, gpu, stages, max_lora_rank=8, max_loras=2)
+    assert not any(stage.startswith("CUDA graphs") for stage in stages)
+    assert gpu.built == gpu.loader.loaded
+    of_adapters = AdapterPlaces.device_bytes(
+        open_model(experts).config, 8, torch.bfloat16, 2, max_tokens=60
+    )
+    assert loaded.num_pages == (48 * MIB - gpu.held - gpu.activations - of_adapters) // PAGE_BYTES
+    # Two layers of five experts, each three matrices of 96 x 64, alone take 360 KiB.
+    with pytest.raises(ModelLoadError, match="the weights take"):
+        load(experts, FakeGpu(total=400 << 10, held=0))
+
+
 def test_it_waits_for_the_memory_of_the_worker_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

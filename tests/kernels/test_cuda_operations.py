@@ -23,7 +23,7 @@ def inputs(
 
 
 def operations(dtype: torch.dtype, loader: KernelLoader) -> CudaOperations:
-    return CudaOperations(loader, hidden_size=576, intermediate_size=1536, dtype=dtype)
+    return CudaOperations(loader, hidden_size=576, mlp_sizes=(1536,), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

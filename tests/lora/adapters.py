@@ -17,9 +17,10 @@ from tests.plans import GREEDY
 from trioserve.model_files import open_model
 from trioserve.wire import OpenSlot, Plan, from_ints
 
-__all__ = ["ALL_PARTS", "make_adapter", "merge", "rows_of", "write_adapter"]
+__all__ = ["ALL_PARTS", "OF_ATTENTION", "make_adapter", "merge", "rows_of", "write_adapter"]
 
 ALL_PARTS = tuple(part for parts in PRODUCTS.values() for part in parts)
+OF_ATTENTION = tuple(part for part in ALL_PARTS if part.startswith("self_attn."))
 
 
 def make_adapter(
@@ -29,16 +30,20 @@ def make_adapter(
     seed: int = 0,
     rank: int = 4,
     alpha: float = 8,
-    parts: tuple[str, ...] = ALL_PARTS,
+    parts: tuple[str, ...] | None = None,
     ranks: dict[str, int] | None = None,
     dtype: Any = np.float32,
     **config: Any,
 ) -> Path:
     """Write an adapter for ``model`` into ``folder``, strong enough to change what is generated.
 
-    ``ranks`` are those of single parts; ``config`` are fields of adapter_config.json.
+    ``parts`` are all that may have updates if they aren't given: those of attention in a model with
+    experts. ``ranks`` are those of single parts; ``config`` are fields of adapter_config.json.
     """
-    shapes = expected_tensors(open_model(model).config)
+    shape_of_model = open_model(model).config
+    shapes = expected_tensors(shape_of_model)
+    if parts is None:
+        parts = ALL_PARTS if shape_of_model.experts is None else OF_ATTENTION
     draw = np.random.default_rng(seed)
     tensors = {}
     for name, shape in shapes.items():

@@ -22,6 +22,7 @@ from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, open_model
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+_OF_EXPERT = Q.replace("self_attn.q_proj", "mlp.experts.3.up_proj")
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,7 @@ def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set(Q.replace("lora_A.weight", "lora_magnitude_vector"), np.ones(64)), ["magnitude"]),
         (_set(Q.replace("layers.0", "layers.2"), np.ones((4, 64), np.float32)), ["has 2 layers"]),
         (_set(Q.replace("layers.0", "layers.00"), np.ones((4, 64), np.float32)), ["layers.00"]),
+        (_set(_OF_EXPERT, np.ones((4, 64), np.float32)), [_OF_EXPERT, "experts", "attention are"]),
         (_set(Q, np.ones((4, 65), np.float32)), [Q, "[4, 65]", "[4, 64]"]),
         (_set(Q, np.ones((4, 64), np.int8)), [Q, "I8"]),
         (lambda tensors: tensors.pop(Q), ["lora_B.weight without its lora_A"]),

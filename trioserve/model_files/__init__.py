@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.model_files.config import ModelConfig, RopeScaling
+from trioserve.model_files.config import ExpertsConfig, ModelConfig, RopeScaling
 from trioserve.model_files.encoder_config import EncoderConfig
 from trioserve.model_files.encoder_files import EncoderFiles, open_encoder, task_of
 from trioserve.model_files.files import ModelFiles, load_tokenizer_from, open_model
@@ -11,6 +11,7 @@ from trioserve.model_files.locate import locate
 __all__ = [
     "EncoderConfig",
     "EncoderFiles",
+    "ExpertsConfig",
     "ModelConfig",
     "ModelFiles",
     "RopeScaling",

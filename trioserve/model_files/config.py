@@ -9,10 +9,21 @@ import attrs
 
 from trioserve.errors import ModelLoadError
 
-__all__ = ["MAX_LAYERS", "MAX_NUMBER", "MAX_SIZE", "ModelConfig", "RopeScaling", "check_config"]
+__all__ = [
+    "MAX_EXPERTS",
+    "MAX_LAYERS",
+    "MAX_NUMBER",
+    "MAX_SIZE",
+    "ExpertsConfig",
+    "ModelConfig",
+    "RopeScaling",
+    "check_config",
+]
 
 MAX_LAYERS = 4096
 """More than any model has, and few enough for what is made for each layer before its weights."""
+MAX_EXPERTS = 1 << 16
+"""Of all layers together, likewise."""
 MAX_SIZE = 2**31 - 1
 """Of any other count: they are 32-bit integers in messages and kernels."""
 MAX_NUMBER = 1e15
@@ -44,8 +55,27 @@ class RopeScaling:
 
 
 @attrs.frozen(kw_only=True)
+class ExpertsConfig:
+    """Layers whose MLP is one of many for each token: a mixture of experts.
+
+    A router's logits become probabilities over all experts of a layer. Those of the ``per_token``
+    most probable compute the token, and their results are added up, each times its probability.
+    """
+
+    count: int
+    """Experts of a layer."""
+    per_token: int
+    intermediate_size: int
+    """Of each expert."""
+    normalized: bool
+    """Whether the probabilities of a token's experts are scaled to a sum of 1."""
+    layers: tuple[bool, ...]
+    """Which layers have experts; the others have one MLP."""
+
+
+@attrs.frozen(kw_only=True)
 class ModelConfig:
-    """A llama-like decoder: norm, attention, norm, gated MLP, repeated.
+    """A llama-like decoder: norm, attention, norm, gated MLP or experts, repeated.
 
     ``windows[i]`` is layer i's sliding window in tokens, None for full attention;
     ``rope_layers[i]`` is False where layer i uses no rotary embedding (SmolLM3). Both have
@@ -53,7 +83,7 @@ class ModelConfig:
     """
 
     family: str
-    """``llama``, ``mistral``, ``qwen2``, ``qwen3`` or ``smollm3``."""
+    """``llama``, ``mistral``, ``mixtral``, ``qwen2``, ``qwen3``, ``qwen3_moe`` or ``smollm3``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -74,12 +104,28 @@ class ModelConfig:
     """Whether the attention's output projection has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertsConfig | None = None
+    """None where every layer has one MLP."""
     windows: tuple[int | None, ...] = ()
     rope_layers: tuple[bool, ...] = ()
     dtype: str = "bfloat16"
     """The number format that the file names for its weights."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """The intermediate sizes of its MLPs and of its experts, each once."""
+        sizes = (
+            self.intermediate_size if experts is None else experts.intermediate_size
+            for experts in map(self.experts_of, range(self.num_layers))
+        )
+        return tuple(dict.fromkeys(sizes))
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts that a layer has, None where it has one MLP."""
+        has_them = self.experts is not None and self.experts.layers[layer]
+        return self.experts if has_them else None
 
 
 def check_config(config: ModelConfig, path: Path) -> None:
@@ -93,6 +139,15 @@ def check_config(config: ModelConfig, path: Path) -> None:
         raise _contradiction(path, f"{heads} heads can't share {kv_heads} heads of keys and values")
     if head_dim % 2 or head_dim <= 2:
         raise _contradiction(path, f"heads of {head_dim} numbers can't be rotated in pairs")
+    experts = config.experts
+    if experts is not None:
+        count, per_token = experts.count, experts.per_token
+        if per_token > count:
+            raise _contradiction(path, f"a token can't have {per_token} of {count} experts")
+        if count * config.num_layers > MAX_EXPERTS:
+            raise _contradiction(
+                path, f"{config.num_layers} layers can't have {count} experts each"
+            )
     scaling = config.rope_scaling
     if scaling is None:
         return

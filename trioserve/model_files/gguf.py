@@ -17,6 +17,7 @@ from trioserve.model_files.config import (
     MAX_LAYERS,
     MAX_NUMBER,
     MAX_SIZE,
+    ExpertsConfig,
     ModelConfig,
     RopeScaling,
     check_config,
@@ -25,7 +26,7 @@ from trioserve.model_files.gguf_header import GGUFHeader, GGUFTensor
 
 __all__ = ["CONTROL", "read_chat_template", "read_config", "read_token_text"]
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "smollm3")
 
 CONTROL = 3
 """The number in ``tokenizer.ggml.token_type`` of a control token."""
@@ -34,6 +35,12 @@ CONTROL = 3
 _END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _SMOLLM3_NO_ROPE_INTERVAL = 4  # no key holds it; llama.cpp has it as a constant too
 _FLOATS = {"F32": "float32", "F16": "float16"}
+# What experts have that isn't served, with the values that stand for nothing of the kind.
+_PLAIN_EXPERTS: dict[str, tuple[float, ...]] = {
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 1),  # 1 is softmax
+}
 _REQUIRED = ("token_embd.weight", "output_norm.weight")
 
 
@@ -99,8 +106,6 @@ def read_config(header: GGUFHeader) -> ModelConfig:
         if name not in header.tensors:
             raise ModelLoadError(f"{header.path} has no tensor {name}: convert the model again")
     keys = _Keys(header, architecture)
-    if keys.positive("expert_count") is not None:
-        raise ModelLoadError(f"{header.path}: models with experts aren't served")
     num_layers = keys.integer("block_count", most=MAX_LAYERS)
     if f"blk.{num_layers - 1}.attn_norm.weight" not in header.tensors:
         raise keys.error("block_count", num_layers)
@@ -118,8 +123,9 @@ def read_config(header: GGUFHeader) -> ModelConfig:
         stretched = int(scaling.factor * scaling.original_max_position_embeddings)
         max_positions = min(max(max_positions, stretched), MAX_SIZE)
     embeddings = header.tensors["token_embd.weight"]
+    experts = _experts(keys, num_layers)
     config = ModelConfig(
-        family=architecture,
+        family=_family(keys, experts),
         vocab_size=embeddings.shape[0],
         hidden_size=hidden_size,
         intermediate_size=keys.integer("feed_forward_length"),
@@ -136,6 +142,7 @@ def read_config(header: GGUFHeader) -> ModelConfig:
         output_bias="blk.0.attn_output.bias" in header.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in header.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in header.tensors,
+        experts=experts,
         windows=(window,) * num_layers,
         rope_layers=tuple((layer + 1) % no_rope_interval != 0 for layer in range(num_layers)),
         dtype=_dtype(header),
@@ -144,6 +151,37 @@ def read_config(header: GGUFHeader) -> ModelConfig:
     )
     check_config(config, header.path)
     return config
+
+
+def _family(keys: _Keys, experts: ExpertsConfig | None) -> str:
+    """What Hugging Face calls the architecture."""
+    if experts is None or keys.prefix == "qwen3moe":
+        return keys.prefix.replace("3moe", "3_moe")
+    if keys.prefix != "llama":
+        raise keys.error("expert_count", experts.count)
+    return "mixtral"
+
+
+def _experts(keys: _Keys, num_layers: int) -> ExpertsConfig | None:
+    count = keys.positive("expert_count")
+    if count is None:
+        return None
+    for key, plain in _PLAIN_EXPERTS.items():
+        if keys.get(key) not in (None, *plain):
+            raise keys.error(key, keys.get(key))
+    normalized = keys.get("expert_weights_norm")
+    return ExpertsConfig(
+        count=count,
+        per_token=keys.integer("expert_used_count"),
+        intermediate_size=keys.integer(
+            "expert_feed_forward_length", keys.integer("feed_forward_length")
+        ),
+        # llama.cpp does so in both architectures, whatever the model was trained with.
+        normalized=normalized is None or bool(normalized),
+        layers=tuple(
+            f"blk.{layer}.ffn_gate_inp.weight" in keys.header.tensors for layer in range(num_layers)
+        ),
+    )
 
 
 def _rope_scaling(keys: _Keys, max_positions: int) -> RopeScaling | None:

@@ -18,6 +18,7 @@ from trioserve.model_files.config import (
     RopeScaling,
     check_config,
 )
+from trioserve.model_files.experts import read_experts
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_file, read_object
 from trioserve.model_files.native import refused_by_tokenizers
@@ -39,8 +40,10 @@ __all__ = [
 FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "SmolLM3ForCausalLM": "smollm3",
 }
 _BARE_MODELS = {name.replace("ForCausalLM", "Model"): family for name, family in FAMILIES.items()}
@@ -50,8 +53,10 @@ _BARE_MODELS = {name.replace("ForCausalLM", "Model"): family for name, family in
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
     "smollm3": {
         "num_key_value_heads": 4,
         "rope_theta": 2000000.0,
@@ -83,7 +88,7 @@ def read_config(folder: Path) -> ModelConfig:
         stretched = int(scaling.factor * scaling.original_max_position_embeddings)
         max_positions = min(max(max_positions, stretched), MAX_SIZE)
     rope_layers = _rope_layers(fields, family, num_layers)
-    attention_bias = fields.flag("attention_bias") and family != "mistral"
+    attention_bias = fields.flag("attention_bias") and family not in ("mistral", "mixtral")
     has_head = _has_head(folder, values)
     config = ModelConfig(
         family=family,
@@ -103,7 +108,8 @@ def read_config(folder: Path) -> ModelConfig:
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
         mlp_bias=family in ("llama", "smollm3") and fields.flag("mlp_bias"),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        experts=read_experts(fields, family, num_layers),
         windows=_windows(fields, family, num_layers, rope_layers),
         rope_layers=rope_layers,
         dtype=_dtype(fields, folder),
@@ -220,11 +226,13 @@ def _windows(
     none: tuple[int | None, ...] = (None,) * num_layers
     if family == "llama" or fields.get("sliding_window") is None:
         return none
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return (fields.integer("sliding_window"),) * num_layers
     if not fields.flag("use_sliding_window"):
         return none
     window = fields.integer("sliding_window")
+    if family == "qwen3_moe":
+        return (window,) * num_layers
     types = fields.get("layer_types")
     if types is not None:
         if not isinstance(types, list) or len(types) != num_layers:

@@ -12,11 +12,19 @@ namespace {
 // Rows whose logits are looked through while they are in the cache.
 constexpr int64_t kRowsAtOnce = 32;
 
+// Those of a layer that are computed whatever its tokens are, in this order.
+std::vector<Product*> products_of(Layer& layer) {
+  if (!layer.experts.empty()) return {&layer.qkv, &layer.output, &layer.router};
+  return {&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
+}
+
 }  // namespace
 
 Decoder::Decoder(const DecoderShape& given)
     : shape(given),
       layers(given.num_layers),
+      experts_{given.num_experts, given.experts_per_token, given.expert_size,
+               given.normalizes_experts != 0},
       pool_(given.threads),
       weights_(Pages::kLarge),
       cache_(Pages::kSmall),
@@ -24,13 +32,15 @@ Decoder::Decoder(const DecoderShape& given)
 
 void Decoder::finish(const DecoderLimits& limits, const float* cos_sin) {
   if (head.num_segments == 0) head = embedding;
-  Product* last = &head;
-  for (Layer& layer : layers)
-    for (Product* product : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-      last->next = product;
-      last = product;
+  const Product** next = &head.next;
+  for (Layer& layer : layers) {
+    for (Product* product : products_of(layer)) {
+      *next = product;
+      next = &product->next;
     }
-  last->next = &head;
+    if (!layer.experts.empty()) next = &layer.next;
+  }
+  *next = &head;
   attention_.num_heads = static_cast<int>(shape.num_heads);
   attention_.num_kv_heads = static_cast<int>(shape.num_kv_heads);
   attention_.head_dim = static_cast<int>(shape.head_dim);
@@ -60,16 +70,29 @@ void Decoder::make_room(int64_t tokens) {
   const int64_t query_width = shape.num_heads * shape.head_dim;
   for (bf16** rows : {&residual_, &h_, &delta_, &chosen_})
     *rows = scratch_.take<bf16>(tokens * width);
-  wide_ = scratch_.take<bf16>(tokens *
-                              std::max(attention_.qkv_width(), 2 * shape.intermediate_size));
-  narrow_ = scratch_.take<bf16>(tokens * std::max(query_width, shape.intermediate_size));
+  const int64_t pairs = tokens * experts_.per_token, inner = pairs * experts_.intermediate_size;
+  const int64_t of_mlp = tokens * shape.intermediate_size;
+  wide_ = scratch_.take<bf16>(std::max({tokens * attention_.qkv_width(), 2 * of_mlp, 2 * inner}));
+  narrow_ = scratch_.take<bf16>(std::max({tokens * query_width, of_mlp, inner}));
+  router_logits_ = scratch_.take<bf16>(tokens * experts_.count);
+  pairs_ = scratch_.take<bf16>(pairs * width);
+  routing_ = {scratch_.take<float>(pairs), scratch_.take<int32_t>(pairs),
+              scratch_.take<int32_t>(pairs), scratch_.take<int32_t>(pairs),
+              scratch_.take<int64_t>(experts_.count + 1)};
   low_rank_ = scratch_.take<float>(tokens * low_rank_width_);
   some_logits_ = scratch_.take<float>(std::min(tokens, kRowsAtOnce) * shape.vocab_size);
 
   size_t needed = multiply_scratch_bytes(head, tokens, shape.threads);
-  for (const Layer& layer : layers)
-    for (const Product* product : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-      needed = std::max(needed, multiply_scratch_bytes(*product, tokens, shape.threads));
+  const auto need = [&](const Product& product) {
+    needed = std::max(needed, multiply_scratch_bytes(product, tokens, shape.threads));
+  };
+  for (Layer& layer : layers) {
+    for (const Product* product : products_of(layer)) need(*product);
+    for (const Expert& expert : layer.experts) {
+      need(expert.gate_up);
+      need(expert.down);
+    }
+  }
   multiply_scratch_ = scratch_.take_bytes(needed);
   attention_scratch_ = scratch_.take_bytes(attention_scratch_bytes(attention_, shape.threads));
   for (const Layer& layer : layers) {
@@ -113,12 +136,67 @@ void Decoder::compute_layer(const Team& team, int64_t index, const AttentionStep
   project(team, index, {layer.output, &AdapterLayer::output, narrow_, delta_}, count, adapters);
   add_rms_norm(team, delta_, residual_, layer.mlp_norm, eps, count, width, h_);
   team.barrier();
+  if (layer.experts.empty())
+    compute_mlp(team, index, count, adapters);
+  else
+    compute_experts(team, layers[index], count);
+  add_rms_norm(team, delta_, residual_, next_norm, eps, count, width, h_);
+  team.barrier();
+}
+
+void Decoder::compute_mlp(const Team& team, int64_t index, int64_t count,
+                          const AdapterStep* adapters) {
+  const Layer& layer = layers[index];
   project(team, index, {layer.gate_up, &AdapterLayer::gate_up, h_, wide_}, count, adapters);
   silu_mul(team, wide_, count, shape.intermediate_size, narrow_);
   team.barrier();
   project(team, index, {layer.down, &AdapterLayer::down, narrow_, delta_}, count, adapters);
-  add_rms_norm(team, delta_, residual_, next_norm, eps, count, width, h_);
+}
+
+void Decoder::compute_experts(const Team& team, Layer& layer, int64_t count) {
+  const int64_t pairs = count * experts_.per_token, width = shape.hidden_size;
+  multiply(team, layer.router, h_, count, router_logits_, multiply_scratch_);
   team.barrier();
+  choose_experts(team, experts_, router_logits_, count, routing_);
+  team.barrier();
+  if (team.rank() == 0) {
+    group_by_expert(experts_, count, routing_);
+    link_experts(layer);
+  }
+  team.barrier();
+  gather_rows(team, h_, routing_.tokens, pairs, width, pairs_);
+  team.barrier();
+  multiply_by_expert(team, layer, &Expert::gate_up, pairs_, wide_);
+  silu_mul(team, wide_, pairs, experts_.intermediate_size, narrow_);
+  team.barrier();
+  multiply_by_expert(team, layer, &Expert::down, narrow_, pairs_);
+  add_up(team, experts_, pairs_, routing_, count, width, delta_);
+  team.barrier();
+}
+
+// All pairs, those of one expert after those of another; complete after this.
+void Decoder::multiply_by_expert(const Team& team, const Layer& layer, Product Expert::*product,
+                                 const bf16* x, bf16* y) {
+  for (int64_t i = 0; i < experts_.count; ++i) {
+    const int64_t first = routing_.first[i], rows = routing_.first[i + 1] - first;
+    if (rows == 0) continue;
+    const Product& own = layer.experts[i].*product;
+    multiply(team, own, x + first * own.inputs, rows, y + first * own.outputs, multiply_scratch_);
+    team.barrier();  // the next one has the same scratch
+  }
+}
+
+// Has each product of the experts in use fetch the next one's weights.
+void Decoder::link_experts(Layer& layer) {
+  const Product** next = &layer.router.next;
+  for (Product Expert::*product : {&Expert::gate_up, &Expert::down})
+    for (int64_t i = 0; i < experts_.count; ++i) {
+      if (routing_.first[i] == routing_.first[i + 1]) continue;
+      Product& own = layer.experts[i].*product;
+      *next = &own;
+      next = &own.next;
+    }
+  *next = layer.next;
 }
 
 void Decoder::project(const Team& team, int64_t layer, const Projection& projection, int64_t count,

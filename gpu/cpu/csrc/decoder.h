@@ -10,6 +10,7 @@
 #include "adapters.h"
 #include "attention.h"
 #include "bf16.h"
+#include "experts.h"
 #include "kv_cache.h"
 #include "memory.h"
 #include "product.h"
@@ -22,8 +23,10 @@ namespace trioserve {
 struct DecoderShape {
   int64_t vocab_size, hidden_size, intermediate_size;
   int64_t num_layers, num_heads, num_kv_heads, head_dim;
+  int64_t num_experts, experts_per_token, expert_size;  // all 0 where there are none
   float rms_norm_eps;
   int32_t threads;
+  int32_t normalizes_experts;
 };
 
 // Of its cache and its steps. The struct is mirrored in Python.
@@ -38,7 +41,11 @@ struct Layer {
   const bf16* attention_norm = nullptr;  // [hidden_size]
   const bf16* mlp_norm = nullptr;        // [hidden_size]
   QkNorm qk_norm{nullptr, 0};
-  Product qkv, output, gate_up, down;
+  Product qkv, output;
+  Product gate_up, down;        // of a layer without experts
+  Product router;               // of a layer with them
+  std::vector<Expert> experts;  // none where there is one MLP
+  const Product* next = nullptr;  // what the next layer begins with, or the head
   int64_t window = 0;  // positions that a query sees; 0: all
   bool rotate = true;
   bf16 *keys = nullptr, *values = nullptr;  // the cache, see kv_cache.h
@@ -91,6 +98,13 @@ class Decoder {
   void compute_layer(const Team& team, int64_t index, const AttentionStep& step,
                      const AdapterStep* adapters);
 
+  // From h_ to delta_, complete after these.
+  void compute_mlp(const Team& team, int64_t index, int64_t count, const AdapterStep* adapters);
+  void compute_experts(const Team& team, Layer& layer, int64_t count);
+  void multiply_by_expert(const Team& team, const Layer& layer, Product Expert::*product,
+                          const bf16* x, bf16* y);
+  void link_experts(Layer& layer);
+
   // One of a layer's products, with the adapters' updates, complete after this.
   struct Projection {
     const Product& product;
@@ -102,6 +116,7 @@ class Decoder {
                const AdapterStep* adapters);
   Plan& plan_of(const Layer& layer);
 
+  const ExpertsShape experts_;
   AttentionShape attention_{};
   const float* cos_sin_ = nullptr;
   Pool pool_;
@@ -110,6 +125,9 @@ class Decoder {
   bf16 *residual_ = nullptr, *h_ = nullptr;       // [max_tokens, hidden_size]
   bf16 *delta_ = nullptr, *chosen_ = nullptr;     // the same
   bf16 *wide_ = nullptr, *narrow_ = nullptr;      // what a layer's first and second products make
+  bf16* router_logits_ = nullptr;                 // [max_tokens, num_experts]
+  bf16* pairs_ = nullptr;                         // [max_tokens * experts_per_token, hidden_size]
+  Routing routing_;
   float* some_logits_ = nullptr;                  // [kRowsAtOnce, vocab_size]
   float* low_rank_ = nullptr;                     // [max_tokens, low_rank_width_], for adapters
   int64_t low_rank_width_ = 0;

@@ -9,19 +9,24 @@ using namespace trioserve;
 namespace {
 
 // The products of a model by number, as Python names them: the embedding, the head, then each
-// layer's four.
-enum Which : int32_t { kEmbedding, kHead, kQkv, kOutput, kGateUp, kDown };
+// layer's, the last two of them each expert's.
+enum Which : int32_t {
+  kEmbedding, kHead, kQkv, kOutput, kGateUp, kDown, kRouter, kExpertGateUp, kExpertDown
+};
 enum Vector : int32_t { kNorm, kAttentionNorm, kMlpNorm, kQkNorm };
 enum Source : int32_t { kFromBf16, kFromFloat, kFromBlocks };
 
-Product& product_of(Decoder& decoder, Which which, int64_t layer) {
+Product& product_of(Decoder& decoder, Which which, int64_t layer, int64_t expert) {
   switch (which) {
     case kEmbedding: return decoder.embedding;
     case kHead: return decoder.head;
     case kQkv: return decoder.layers[layer].qkv;
     case kOutput: return decoder.layers[layer].output;
     case kGateUp: return decoder.layers[layer].gate_up;
-    default: return decoder.layers[layer].down;
+    case kDown: return decoder.layers[layer].down;
+    case kRouter: return decoder.layers[layer].router;
+    case kExpertGateUp: return decoder.layers[layer].experts[expert].gate_up;
+    default: return decoder.layers[layer].experts[expert].down;
   }
 }
 
@@ -47,9 +52,11 @@ Decoder* decoder_create(const DecoderShape* shape) {
 void decoder_destroy(Decoder* decoder) { delete decoder; }
 
 // Packs one more segment of a product, the next along its outputs. `weight` is [outputs, inputs].
-int32_t decoder_add_segment(Decoder* decoder, int32_t which, int64_t layer, int32_t kind,
-                            int32_t source, const void* weight, int64_t outputs, int64_t inputs) {
-  Product& product = product_of(*decoder, static_cast<Which>(which), layer);
+// `expert` is for the products of experts, whose layer must have been set.
+int32_t decoder_add_segment(Decoder* decoder, int32_t which, int64_t layer, int64_t expert,
+                            int32_t kind, int32_t source, const void* weight, int64_t outputs,
+                            int64_t inputs) {
+  Product& product = product_of(*decoder, static_cast<Which>(which), layer, expert);
   const Kind packed = static_cast<Kind>(kind);
   try {
     void* memory = decoder->weights().take_bytes(packed_bytes(packed, outputs, inputs));
@@ -77,7 +84,7 @@ int32_t decoder_add_segment(Decoder* decoder, int32_t which, int64_t layer, int3
 int32_t decoder_set_bias(Decoder* decoder, int32_t which, int64_t layer, const float* bias,
                          int64_t outputs) {
   try {
-    product_of(*decoder, static_cast<Which>(which), layer).bias =
+    product_of(*decoder, static_cast<Which>(which), layer, 0).bias =
         keep(decoder->weights(), bias, outputs);
   } catch (const std::bad_alloc&) {
     return 0;
@@ -101,9 +108,17 @@ int32_t decoder_set_vector(Decoder* decoder, int32_t which, int64_t layer, const
   return 1;
 }
 
-void decoder_set_layer(Decoder* decoder, int64_t layer, int64_t window, int32_t rotate) {
-  decoder->layers[layer].window = window;
-  decoder->layers[layer].rotate = rotate != 0;
+int32_t decoder_set_layer(Decoder* decoder, int64_t layer, int64_t window, int32_t rotate,
+                          int32_t has_experts) {
+  try {
+    Layer& given = decoder->layers[layer];
+    given.window = window;
+    given.rotate = rotate != 0;
+    given.experts.resize(has_experts ? decoder->shape.num_experts : 0);
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+  return 1;
 }
 
 int32_t decoder_finish(Decoder* decoder, const DecoderLimits* limits, const float* cos_sin) {

@@ -1,0 +1,95 @@
+"""What follows attention in a layer: a gated MLP, or a mixture of them, of which a token has some.
+
+The tokens of a mixture are put together by expert, so that each expert in use is one product over
+its tokens, be it a prompt or one token of every sequence. What a token gets depends on that token
+alone: its experts are the most probable ones, of equally probable ones the first, and their results
+are added up in the order of their probabilities, in float32, and rounded once.
+
+Shapes: T tokens, E = hidden_size, F = intermediate_size, X experts, k of them for a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from gpu.linear import Linear
+from gpu.operations import Operations
+from trioserve.model_files import ExpertsConfig
+
+__all__ = ["Experts", "Mlp", "choose_experts"]
+
+
+@attrs.frozen(kw_only=True)
+class Mlp:
+    """A gated MLP: that of a layer, or an expert."""
+
+    gate_up: Linear  # E -> 2 F
+    down: Linear  # F -> E
+
+    def part(self, name: str) -> tuple[Linear, slice]:
+        """The product that ``name``, such as ``up_proj``, is a part of, and its rows there."""
+        inner = self.down.in_features
+        return {
+            "gate_proj": (self.gate_up, slice(0, inner)),
+            "up_proj": (self.gate_up, slice(inner, 2 * inner)),
+            "down_proj": (self.down, slice(None)),
+        }[name]
+
+
+@attrs.frozen(kw_only=True)
+class Experts:
+    """The experts of a layer, and the router that chooses among them."""
+
+    config: ExpertsConfig
+    router: Linear  # E -> X
+    experts: Sequence[Mlp]
+
+    def part(self, name: str) -> tuple[Linear, slice]:
+        """As :meth:`Mlp.part`, for ``gate``, the router, or such as ``experts.3.up_proj``."""
+        if name == "gate":
+            return self.router, slice(None)
+        _, number, inner = name.split(".")
+        return self.experts[int(number)].part(inner)
+
+    def forward(self, x: torch.Tensor, operations: Operations) -> torch.Tensor:
+        """[T, E] of ``x`` [T, E]. The host waits for the device once, to know each one's share."""
+        per_token = self.config.per_token
+        weights, chosen = choose_experts(self.router(x), self.config)
+        pairs = chosen.flatten()  # [T k]: of a token and one of its experts
+        order = pairs.argsort(stable=True)
+        rows = x.index_select(0, order // per_token)
+        results = torch.empty_like(rows)
+        first = 0
+        for expert, count in zip(
+            self.experts, pairs.bincount(minlength=len(self.experts)).tolist(), strict=True
+        ):
+            if count:
+                own = slice(first, first + count)
+                gated = operations.silu_mul(expert.gate_up(rows[own]))
+                results[own] = expert.down(gated)
+                first += count
+        by_token = torch.empty_like(results)
+        by_token[order] = results
+        by_token = by_token.view(-1, per_token, x.shape[1])
+        total = by_token[:, 0].float() * weights[:, :1]
+        for place in range(1, per_token):
+            total += by_token[:, place].float() * weights[:, place, None]
+        return total.to(x.dtype)
+
+
+def choose_experts(
+    logits: torch.Tensor, config: ExpertsConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights [T, k] float32 and the numbers [T, k] int64 of each token's experts.
+
+    The largest weight comes first; ``logits`` [T, X] are the router's.
+    """
+    probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+    weights, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
+    weights, chosen = weights[:, : config.per_token], chosen[:, : config.per_token]
+    if config.normalized:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, chosen
