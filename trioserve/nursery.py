@@ -102,7 +102,7 @@ class LoadedModel:
             if task_of(path) != "generate":
                 return cls.load_encoder(config, open_encoder(path))
             # A GGUF file's header holds its vocabulary, which nobody needs any more after this.
-            return cls.load(config, open_model(path))
+            return cls.load(config, open_model(path, config.model_impl))
 
         return await _in_thread(load)
 
@@ -287,6 +287,7 @@ def start_message(
     """What a worker is told to load: the options that concern it."""
     return wire.Start(
         model=str(path.resolve()),
+        model_impl=config.model_impl,
         device=config.device,
         dtype=config.dtype,
         max_model_len=config.max_model_len or 0,
