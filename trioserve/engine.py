@@ -45,8 +45,6 @@ from trioserve.generation import (
     completion_of,
     sampling_params,
 )
-from trioserve.health import health_word
-from trioserve.live.figures import Tally
 from trioserve.live.subject import Subject
 from trioserve.metrics import Metrics
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
@@ -61,13 +59,11 @@ from trioserve.request import Finish, FinishReason, Request, Sequence
 from trioserve.request_maker import RequestMaker
 from trioserve.retention import Retention
 from trioserve.sampling import SamplingParams
-from trioserve.scheduler import Scheduler
 from trioserve.sessions import MAX_CAPACITY, Session, Sessions
 from trioserve.statistics import EngineStatistics
 from trioserve.stream import Chunk
 from trioserve.submissions import Submissions, open_submissions
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.worker.supervisor import WorkerLife
 
 __all__ = ["Engine"]
 
@@ -101,8 +97,6 @@ class Engine(PoolingEngine, OperatedEngine):
     """The requests whose caller's scope is open, in the order of their arrival."""
     sessions: Sessions = attrs.field(init=False)
     """Those that are open."""
-    worker_life: Callable[[], WorkerLife] = WorkerLife
-    """Tells where the worker is in its life."""
     subject: Subject | None = attrs.field(init=False, default=None)
     """What pictures are taken of; None where another process has the scheduler."""
     control: Control = attrs.field(init=False)
@@ -137,16 +131,11 @@ class Engine(PoolingEngine, OperatedEngine):
             max_requests=config.max_num_queued_reqs,
             max_tokens=config.max_num_queued_tokens or max(DEFAULT_MAX_TOKENS, self.max_model_len),
         )
-        if isinstance(self._scheduler, Scheduler):
-            self.subject = Subject(
-                scheduler=self._scheduler,
-                open_requests=lambda: reversed(self._open),
-                statistics=self.statistics,
-                tally=lambda: Tally.of(self.metrics),
-                health=lambda: health_word(self),
-                weight_version=lambda: self.weight_version,
-                worker_life=lambda: self.worker_life(),
-            )
+
+    @property
+    def newest_requests(self) -> Iterator[Request]:
+        """Those whose caller's scope is open, the newest first."""
+        return reversed(self._open)
 
     @property
     def max_num_queued_tokens(self) -> int:

@@ -31,6 +31,7 @@ from trioserve.engine import Engine
 from trioserve.engine_tasks import EngineTasks, open_tasks
 from trioserve.errors import EngineError, ModelLoadError
 from trioserve.idle_check import IdleCheck
+from trioserve.live.subject import Subject
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
 from trioserve.model_files import (
@@ -355,7 +356,7 @@ async def run_engine(
         asks_idle_worker=asks_idle_worker,
     ) as engine:
         scheduler.on_idle = engine.on_none_open
-        engine.worker_life = lambda: supervisor.life
+        engine.subject = Subject.of(engine, scheduler, lambda: supervisor.life)
         yield engine
 
 
