@@ -48,7 +48,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[Server]:
+def serving(*options: str) -> Iterator[Server]:
     """``python -m trioserve serve`` on a port of its own choosing, for as long as the block lasts.
 
     Prompts are not cached: in bfloat16 one that is found in the cache may be rounded otherwise than
@@ -57,6 +57,7 @@ def serving() -> Iterator[Server]:
     command = [
         *(sys.executable, "-m", "trioserve", "serve", MODEL, "--port", "0", "--api-key", "secret"),
         *("--log-format", "json", "--keep-alive-interval", "0.5", "--no-enable-prefix-caching"),
+        *options,
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (

@@ -7,7 +7,6 @@ from trioserve.model_files.encoder_config import EncoderConfig
 from trioserve.model_files.encoder_files import EncoderFiles, open_encoder, task_of
 from trioserve.model_files.files import ModelFiles, load_tokenizer_from, open_model
 from trioserve.model_files.locate import locate
-from trioserve.model_files.transformers_config import TransformersConfig
 
 __all__ = [
     "EncoderConfig",
@@ -16,7 +15,6 @@ __all__ = [
     "ModelConfig",
     "ModelFiles",
     "RopeScaling",
-    "TransformersConfig",
     "load_tokenizer_from",
     "locate",
     "open_encoder",

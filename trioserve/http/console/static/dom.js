@@ -55,7 +55,8 @@ const listed = new WeakMap();
 /**
  * Let `parent` hold one child for each item, in the items' order.
  *
- * An item that was there before keeps its element, with its focus, selection and transitions.
+ * An item that was there before keeps its element, with its focus, selection and transitions; one
+ * that moves gets the focus back, which browsers take from it.
  *
  * @template T
  * @param {Element} parent holds nothing else
@@ -66,6 +67,7 @@ const listed = new WeakMap();
  */
 export function list(parent, items, keyOf, create, update) {
   const before = listed.get(parent) ?? new Map();
+  const focused = parent.contains(document.activeElement) ? document.activeElement : null;
   const now = new Map(items.map((item) => [keyOf(item), item]));
   for (const [key, child] of before) if (!now.has(key)) child.remove();
   const children = new Map();
@@ -78,4 +80,7 @@ export function list(parent, items, keyOf, create, update) {
     else parent.insertBefore(child, next);
   }
   listed.set(parent, children);
+  if (focused?.isConnected && focused !== document.activeElement) {
+    focused.focus({ preventScroll: true });
+  }
 }

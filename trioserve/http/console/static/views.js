@@ -15,6 +15,8 @@ export function currentView() {
 
 export function show(name) {
   location.hash = name;
+  // The address tells of it later, and whoever shows a part may want the focus there now.
+  apply();
 }
 
 export function viewLinks() {

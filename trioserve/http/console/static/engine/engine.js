@@ -54,11 +54,14 @@ export class Engine {
       element(
         "div",
         { class: "panels" },
-        requests.element,
-        steps.element,
-        this.#pages.element,
-        prefix.element,
-        tasks.element,
+        element("div", { class: "panels-main" }, requests.element, tasks.element),
+        element(
+          "div",
+          { class: "panels-side" },
+          steps.element,
+          this.#pages.element,
+          prefix.element,
+        ),
       ),
     );
     const title = element("h2", { class: "unseen" }, "Engine");

@@ -6,6 +6,7 @@ import { Lanes } from "./lanes.js";
 import { panel } from "./panel.js";
 import { RequestDetails } from "./request_details.js";
 import { RequestRow } from "./request_row.js";
+import { inOrder } from "./timeline.js";
 
 const FEW = 8; // rows, until all are asked for
 const STEPS = { ArrowUp: -1, ArrowDown: 1 };
@@ -41,10 +42,17 @@ export class Requests {
     const { requests, counts } = picture;
     write(this.note, totals(counts));
     this.#lanes.show(requests, this.#selected);
-    this.#showRows(this.#areAllShown ? requests : requests.slice(0, FEW));
-    this.#showRest();
+    const shown = this.#rowsOf(requests);
+    this.#showRows(shown);
+    this.#showRest(requests.length - shown.length);
     const selected = requests.find(({ id }) => id === this.#selected);
     if (selected) this.#details.show(selected, picture.now);
+  }
+
+  /** The first few, and the one that is selected; or all. */
+  #rowsOf(requests) {
+    const isShown = ({ id }, i) => this.#areAllShown || i < FEW || id === this.#selected;
+    return inOrder(requests).filter(isShown);
   }
 
   #showRows(requests) {
@@ -61,9 +69,8 @@ export class Requests {
     list(this.#rows, requests, ({ id }) => id, create, update);
   }
 
-  #showRest() {
+  #showRest(numFolded) {
     const { requests, num_requests_left_out: numLeftOut } = this.#picture;
-    const numFolded = this.#areAllShown ? 0 : Math.max(requests.length - FEW, 0);
     write(this.#more, this.#areAllShown ? "Show fewer" : `Show all ${requests.length}`);
     this.#more.hidden = requests.length <= FEW;
     if (numFolded + numLeftOut) write(this.#rest, `${count(numFolded + numLeftOut)} not shown`);

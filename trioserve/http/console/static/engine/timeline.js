@@ -5,6 +5,8 @@
  * @typedef {{state: string, from: number, to: number}} Span
  */
 
+const RUNNING = new Set(["prefill", "decode"]);
+
 /**
  * The states that a request was in, one after the other.
  *
@@ -44,4 +46,13 @@ export function progressOf({ state, prompt_tokens, computed_tokens, output_token
   const all = prompt_tokens + max_tokens;
   if (all <= 0) return null;
   return Math.min((Math.min(computed_tokens, prompt_tokens) + output_tokens) / all, 1);
+}
+
+/**
+ * Requests in the order of their rows: those that run, those that wait, those that have ended; of
+ * each kind the newest first, as they are given.
+ */
+export function inOrder(requests) {
+  const rank = ({ state }) => (state === "finished" ? 2 : RUNNING.has(state) ? 0 : 1);
+  return [...requests].sort((a, b) => rank(a) - rank(b));
 }

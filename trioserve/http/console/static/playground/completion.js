@@ -1,11 +1,17 @@
 /** A raw completion: a prompt as the model sees it, and how it goes on. */
 
+import { copyButton } from "../clipboard.js";
 import { button, element } from "../dom.js";
 import { AnswerView } from "./answer_view.js";
 import { completionRequest } from "./requests.js";
-import { copyButton } from "./turn.js";
 
 export class Completion {
+  #empty = element(
+    "p",
+    { class: "empty" },
+    "The prompt goes to the model as it is, without a template.",
+  );
+
   /** @param {import("./chat.js").Chat["playground"]} playground */
   constructor(playground) {
     this.playground = playground;
@@ -16,15 +22,7 @@ export class Completion {
       "aria-label": "Prompt",
       on: { keydown: (event) => this.#key(event) },
     });
-    this.output = element(
-      "div",
-      { class: "output" },
-      element(
-        "p",
-        { class: "empty" },
-        "The prompt goes to the model as it is, without a template.",
-      ),
-    );
+    this.output = element("div", { class: "output" }, this.#empty);
   }
 
   /** Have the prompt completed. */
@@ -53,7 +51,7 @@ export class Completion {
   }
 
   clear() {
-    this.output.replaceChildren();
+    this.output.replaceChildren(this.#empty);
     this.input.value = "";
   }
 

@@ -43,11 +43,16 @@ export const FIELDS = [
     slide: [0, 1],
   }),
   number("top_k", "Top k", "at least 1 token; 0 or −1 for all", { usual: "all", min: -1, step: 1 }),
-  number("max_tokens", "Max tokens", "at least 0; what the context leaves if empty", {
-    usual: "context",
-    min: 0,
-    step: 1,
-  }),
+  number(
+    "max_tokens",
+    "Max tokens",
+    "at least 0; if empty, all the context leaves (16 in a completion)",
+    {
+      usual: "default",
+      min: 0,
+      step: 1,
+    },
+  ),
   number("seed", "Seed", "a 64-bit integer; the same one draws the same", {
     usual: "random",
     step: 1,

@@ -72,6 +72,6 @@ export class TokenText {
 /** A class for how improbable the least probable of the tokens was. */
 function rarity(tokens) {
   const probability = Math.min(...tokens.map((token) => token.probability));
-  const limit = [0.05, 0.2, 0.5, 0.8].findIndex((limit) => probability < limit);
+  const limit = [0.05, 0.2, 0.5].findIndex((limit) => probability < limit);
   return limit === -1 ? "" : `rare-${limit}`;
 }

@@ -1,5 +1,6 @@
 /** A message of the chat: its text, and what can be done with it. */
 
+import { copyButton } from "../clipboard.js";
 import { button, element } from "../dom.js";
 
 const NAMES = { user: "You", assistant: "Model" };
@@ -66,16 +67,6 @@ export class ModelTurn {
   get text() {
     return this.view.answer.text;
   }
-}
-
-/** A button that puts a text on the clipboard, and says so. */
-export function copyButton(label, textOf) {
-  const copy = button(label, async () => {
-    await navigator.clipboard.writeText(textOf());
-    copy.textContent = "Copied";
-    setTimeout(() => (copy.textContent = label), 1500);
-  });
-  return copy;
 }
 
 function turn(role, body, ...actions) {
