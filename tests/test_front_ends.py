@@ -27,7 +27,7 @@ from trioserve import (
 )
 from trioserve.errors import Paused
 from trioserve.front_end import host, shared
-from trioserve.front_end.home import MAX_UNTAKEN
+from trioserve.front_end.hosted_requests import MAX_UNTAKEN
 from trioserve.generation import completion_of
 from trioserve.http.auth import Caller, Keys
 from trioserve.http.errors import KeyLimit
@@ -482,9 +482,9 @@ async def test_one_that_lags_gets_several_steps_as_one(tmp_path: Path) -> None:
         first, second = server.front_ends
         async with first.engine.generate(PROMPT, **params) as stream:
             chunks = [await stream.receive()]
-            first.home._num_untaken += MAX_UNTAKEN
+            first.home.hosted.num_untaken += MAX_UNTAKEN
             assert len((await second.engine.complete(PROMPT, max_tokens=15)).token_ids) == 15
-            first.home._num_untaken -= MAX_UNTAKEN
+            first.home.hosted.num_untaken -= MAX_UNTAKEN
             first.home.wake()
             chunks += [chunk async for chunk in stream]
         assert completion_of(stream, chunks).outputs == expected.outputs

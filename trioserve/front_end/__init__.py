@@ -13,8 +13,9 @@ and takes what they give. In the engine process each front end has a
 
 Reading order: ``messages`` with ``faults`` and ``clock`` (what is said), ``merging`` (of several
 steps one), ``asks`` (questions either way), ``remote`` with ``sent_requests`` (the front end's
-side), ``home`` (the engine's side), ``hosted_turns`` and ``remote_turns`` (sessions, on either
-side), ``host`` (the engine process without the processes it starts), ``pulse`` (whether a front end
-lives), ``process`` (one front end's life) and ``fleet`` (all of them), ``main`` (the front end's
-own program) and ``shared`` (what its HTTP tells of the whole server).
+side), ``home`` with ``hosted_requests`` and ``hosting`` (the engine's side), ``hosted_turns`` and
+``remote_turns`` (sessions, on either side), ``hosted_seats`` (limits of keys), ``hosted_watches``
+(who watches), ``host`` (the engine process without the processes it starts), ``pulse`` (whether a
+front end lives), ``process`` (one front end's life) and ``fleet`` (all of them), ``main`` (the
+front end's own program) and ``shared`` (what its HTTP tells of the whole server).
 """

@@ -30,7 +30,8 @@ from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
 from trioserve.errors import EngineError, InvalidRequest, Paused, TrioserveError
 from trioserve.feed import Tail
 from trioserve.front_end.clock import SharedClock
-from trioserve.front_end.home import Home, Hosting
+from trioserve.front_end.home import Home
+from trioserve.front_end.hosting import Hosting
 from trioserve.front_end.messages import Offered
 from trioserve.front_end.pulse import patience_of
 from trioserve.front_end.remote import EngineState
@@ -230,14 +231,14 @@ class Host:
             sequence: Any = output.sequence
             token_ids = output.token_ids
             if sequence.is_plain and output.finish is None and len(token_ids) == 1:
-                home = sequence.home
-                home.numbers.append(sequence.number)
-                home.tokens.append(token_ids[0])
+                owner = sequence.owner
+                owner.numbers.append(sequence.number)
+                owner.tokens.append(token_ids[0])
             else:
-                sequence.home.take(sequence, output)
+                sequence.owner.take(sequence, output)
         time = self._clock.shared(trio.current_time())
         for home in self._homes:
-            home.end_step(time)
+            home.hosted.end_step(time)
 
     # ---- what front ends ask
 

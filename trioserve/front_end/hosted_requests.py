@@ -1,0 +1,309 @@
+"""The requests of a front end in the engine process, and what it is to be told of them.
+
+Whatever the scheduler does with a request is noted here as it happens, by the request itself
+(:class:`HostedRequest`, :class:`HostedSequence`), and goes out in one message. While a front end
+lags, or is stopped, what steps give piles up here, holds nobody else up, and goes out as if it were
+one step. It can't pile up for ever, because what has been admitted is bounded and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from trioserve.errors import Paused, QueueFull
+from trioserve.front_end.faults import Fault, fault_of
+from trioserve.front_end.hosting import Hosting
+from trioserve.front_end.merging import merged
+from trioserve.front_end.messages import (
+    STATES,
+    Ending,
+    Prompt,
+    Row,
+    Step,
+    Submit,
+    Update,
+    numbers_of,
+    packed,
+    plain_entries,
+)
+from trioserve.request import (
+    Finish,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceOutput,
+    State,
+    Times,
+    TokensPrompt,
+)
+from trioserve.stream import Stream, StreamBudget
+
+__all__ = ["MAX_UNTAKEN", "HostedRequest", "HostedRequests", "HostedSequence"]
+
+MAX_UNTAKEN = 3
+"""Updates on their way to a front end: one that it works on, the next, and one that was taken and
+not told of (:data:`~trioserve.front_end.remote.TAKEN_TOGETHER`)."""
+
+_NO_PROMPT = TokensPrompt(())
+"""The ids are all that comes here of a prompt."""
+_PLACES = {state: place for place, state in enumerate(STATES)}
+
+
+@attrs.define(eq=False, kw_only=True)
+class HostedRequest(Request):
+    """A request of a front end. What is decided about it is noted with the others'."""
+
+    owner: HostedRequests
+    number: int
+    num_left: int
+    """Sequences whose ends the front end hasn't been told."""
+    owes_prompt: bool
+    """Whether the prompt's log-probabilities are wanted and haven't been told."""
+
+    def admit(self) -> None:
+        """The request is in the queue, or was rejected. Idempotent."""
+        if not self.admitted.is_set():
+            super().admit()
+            self.owner.note_decision(self)
+
+
+@attrs.define(eq=False, kw_only=True)
+class HostedSequence(Sequence):
+    """A sequence of a front end. Where it comes to is noted with the others'."""
+
+    owner: HostedRequests
+    number: int
+    is_plain: bool
+    """Whether the next token is all that a step gives, unless it is the last one."""
+
+    def move_to(self, state: State) -> None:
+        """Change the state."""
+        # Its admission is told by the request.
+        is_news = self.state is not State.CREATED and state is not State.FINISHED
+        super().move_to(state)
+        if is_news:
+            self.owner.note_move(self, state)
+
+
+class HostedRequests:
+    """Those of one front end.
+
+    Args:
+        hosting: what it shares with others.
+        wake: called when there may be something to tell.
+    """
+
+    def __init__(self, hosting: Hosting, wake: Callable[[], None]) -> None:
+        self._hosting = hosting
+        self._wake = wake
+        self.requests: dict[HostedRequest, None] = {}
+        """Those of whom the front end waits for something."""
+        self._sequences: dict[int, HostedSequence] = {}
+        """Those that it waits for."""
+        self.num_ended = 0
+        """Requests that aren't open any more."""
+        self._told_line = (0, 0)
+        self._admitted: list[tuple[int, float]] = []
+        self._rejected: list[tuple[int, Fault]] = []
+        self._moves: list[tuple[int, int]] = []
+        self._scheduled: list[HostedSequence] = []
+        self._prompts: list[Prompt] = []
+        self._steps: list[Step] = []
+        """Those that haven't been sent."""
+        self.num_untaken = 0
+        """Updates with steps that were sent and not taken."""
+        self.numbers: list[int] = []
+        """Of the step that is being taken apart, those who got just the next token."""
+        self.tokens: list[int] = []
+        """Beside them."""
+        self._rows: list[Row] = []
+
+    # ---- what the scheduler does
+
+    def note_decision(self, request: HostedRequest) -> None:
+        """``request`` was admitted or rejected."""
+        if request.num_left == 0:
+            return
+        if request.rejection is None:
+            queued = request.times.queued
+            assert queued is not None
+            self._admitted.append((request.number, self._hosting.clock.shared(queued)))
+        else:
+            self._reject(request, request.rejection)
+        self._wake()
+        self._hosting.on_line()
+
+    def _reject(self, request: HostedRequest, error: Exception) -> None:
+        self._rejected.append((request.number, fault_of(error)))
+        for sequence in request.sequences:
+            assert isinstance(sequence, HostedSequence)
+            self._let_go(sequence)
+
+    def note_move(self, sequence: HostedSequence, state: State) -> None:
+        """``sequence`` is in that state now."""
+        if sequence.number in self._sequences:
+            self._moves.append((sequence.number, _PLACES[state]))
+            if state is State.PREFILL and sequence.request.times.first_scheduled is None:
+                # The time is there when this goes out.
+                self._scheduled.append(sequence)
+            self._wake()
+        self._hosting.on_line()
+
+    def take(self, sequence: HostedSequence, output: SequenceOutput) -> None:
+        """A step gave ``output``, which isn't just the next token."""
+        if sequence.number not in self._sequences:
+            return
+        request, finish = sequence.request, output.finish
+        assert isinstance(request, HostedRequest)
+        if request.owes_prompt and (output.token_ids or (finish and finish.error is None)):
+            self._tell_prompt(request, sequence.number)
+        ending: Ending | None = None
+        if finish is not None:
+            ending = self._ending_of(sequence, finish)
+            self._let_go(sequence)
+        logprobs = None if output.logprobs is None else plain_entries(output.logprobs)
+        self._rows.append(Row(sequence.number, output.token_ids, logprobs, ending))
+
+    def _ending_of(self, sequence: HostedSequence, finish: Finish) -> Ending:
+        shared = self._hosting.clock.shared
+        first, last = sequence.request.times.first_token, sequence.last_token
+        return Ending.of(
+            finish,
+            None if finish.error is None else fault_of(finish.error),
+            None if first is None else shared(first),
+            None if last is None else shared(last),
+            sequence.request.vector,
+        )
+
+    def _tell_prompt(self, request: HostedRequest, number: int) -> None:
+        """Tell the log-probabilities of the prompt, which are complete."""
+        request.owes_prompt = False
+        for sequence in request.sequences:
+            assert isinstance(sequence, HostedSequence)
+            sequence.is_plain = request.params.logprobs is None
+        logprobs = request.prompt_logprobs
+        assert logprobs is not None
+        pieces = logprobs.pieces()
+        self._prompts.append(
+            Prompt(number, logprobs.start, logprobs.num_top, logprobs.token_ids, pieces)
+        )
+
+    def end_step(self, time: float) -> None:
+        """All that a step gave has been taken apart; ``time`` is as messages have it."""
+        if not self.numbers and not self._rows:
+            return
+        self._steps.append(Step(time, packed(self.numbers), packed(self.tokens), self._rows))
+        self.numbers, self.tokens, self._rows = [], [], []
+        self._wake()
+
+    def _let_go(self, sequence: HostedSequence) -> None:
+        """The front end waits no more for ``sequence``, or has been told of its end."""
+        if self._sequences.pop(sequence.number, None) is None:
+            return
+        request = sequence.request
+        assert isinstance(request, HostedRequest)
+        request.num_left -= 1
+        if request.num_left == 0:
+            self.requests.pop(request)
+            self.num_ended += 1
+            self._hosting.forget(request)
+
+    def update(self) -> Update | None:
+        """All that is new; None if nothing is."""
+        scheduler = self._hosting.scheduler
+        line = (scheduler.num_waiting, scheduler.num_waiting_tokens)
+        step: Step | None = None
+        if self._steps and self.num_untaken < MAX_UNTAKEN:
+            step, self._steps = merged(self._steps), []
+            self.num_untaken += 1
+        has_news = self._admitted or self._rejected or self._moves or step is not None
+        if not has_news and line == self._told_line:
+            return None
+        self._told_line = line
+        update = Update(
+            line=line,
+            admitted=self._admitted,
+            rejected=self._rejected,
+            moves=self._moves,
+            scheduled=[self._times_of(each) for each in self._scheduled],
+            prompts=self._prompts,
+            step=step,
+        )
+        self._admitted, self._rejected, self._moves, self._scheduled = [], [], [], []
+        self._prompts = []
+        return update
+
+    def _times_of(self, sequence: HostedSequence) -> tuple[int, float, int]:
+        request = sequence.request
+        scheduled = request.times.first_scheduled
+        assert scheduled is not None
+        shared = self._hosting.clock.shared(scheduled)
+        return sequence.number, shared, request.num_cached_tokens
+
+    # ---- what the front end says
+
+    def taken(self, count: int) -> None:
+        """It has taken so many updates with steps."""
+        self.num_untaken -= count
+        self._wake()
+
+    def submit(self, message: Submit) -> None:
+        """It sends a request."""
+        params = message.params
+        request = HostedRequest(
+            id=message.id,
+            prompt=_NO_PROMPT,
+            params=params,
+            stream=Stream(StreamBudget(0, 0)),
+            times=Times(arrived=self._hosting.clock.own(message.arrived)),
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            retention=message.retention,
+            adapter=message.adapter,
+            prompt_ids=numbers_of(message.prompt_ids),
+            owner=self,
+            number=message.number,
+            num_left=params.n,
+            owes_prompt=params.prompt_logprobs is not None,
+        )
+        request.fewest_tokens = len(request.prompt_ids)
+        sampler = attrs.evolve(
+            message.sampler, grammar=params.grammar, extra_args=params.extra_args
+        )
+        sequences = [
+            HostedSequence(
+                request=request,
+                index=index,
+                sampler=attrs.evolve(sampler, sequence_index=index),
+                owner=self,
+                number=message.number + index,
+                is_plain=params.logprobs is None and params.prompt_logprobs is None,
+            )
+            for index in range(params.n)
+        ]
+        request.sequences += sequences
+        try:
+            self._hosting.enter(request)
+        except (Paused, QueueFull) as error:
+            self._rejected.append((request.number, fault_of(error)))
+            self._wake()
+            return
+        self.requests[request] = None
+        self._sequences |= {each.number: each for each in sequences}
+        self._hosting.submit(request)
+
+    def abort(self, numbers: list[int]) -> None:
+        """It waits no more for these sequences."""
+        for number in numbers:
+            sequence = self._sequences.get(number)
+            if sequence is not None:
+                self._let_go(sequence)
+                self._hosting.scheduler.abort(sequence, Finish(FinishReason.ABORT))
+        self._hosting.on_line()
+
+    def abort_all(self) -> None:
+        """The front end is gone: nothing more is computed for it."""
+        # The last one first: nobody is to compute the prompt in place of one that has left.
+        self.abort(sorted(self._sequences, reverse=True))

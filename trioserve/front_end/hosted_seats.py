@@ -1,0 +1,49 @@
+"""Which requests of limited keys a front end has open, so that all front ends share the limit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from trioserve.front_end.asks import Handlers
+
+__all__ = ["HostedSeats"]
+
+
+class HostedSeats:
+    """Those of one front end.
+
+    Args:
+        seats: requests that are open of each limited key, of all front ends.
+        most: how many may be, of one key.
+    """
+
+    def __init__(self, seats: Counter[str], most: int) -> None:
+        self._seats = seats
+        self._most = most
+        self._keys: dict[int, str] = {}
+
+    @property
+    def handlers(self) -> Handlers:
+        """What a front end may ask."""
+        return {"take_seat": self._take}
+
+    async def _take(self, arguments: list[Any]) -> bool:
+        """Whether one more request of a key may be open; if so it has the seat of that number."""
+        number, key = arguments
+        if self._seats[key] >= self._most:
+            return False
+        self._seats[key] += 1
+        self._keys[number] = key
+        return True
+
+    def leave(self, number: int) -> None:
+        """The request of that number is over, if it had a seat."""
+        key = self._keys.pop(number, None)
+        if key is not None:
+            self._seats[key] -= 1
+
+    def leave_all(self) -> None:
+        """The front end is gone."""
+        for number in list(self._keys):
+            self.leave(number)
