@@ -130,6 +130,16 @@ async def load(url: str) -> dict[str, int]:
     return found
 
 
+async def picture(url: str) -> Any:
+    """The server as the console's feed shows it."""
+    async with http_client(url) as client:
+        text = (await client.get("/console/live?pictures=1")).text
+    *_, last = text.removesuffix("\n\n").split("\n\n")
+    name, _, data = last.partition("\ndata: ")
+    assert name == "event: picture"
+    return json.loads(data)
+
+
 async def nothing_runs(url: str) -> bool:
     found = await load(url)
     return found["num_reqs"] == found["num_tokens"] == 0
@@ -419,12 +429,22 @@ async def test_a_worker_that_dies_is_a_pause_for_all(start: Any) -> None:
     server = start(Path("smollm2-135m"), *MOCK, "--shutdown-timeout", "0.5")
     server.wait_until_it_serves()
     clients = [await server.stream(max_tokens=500) for _ in range(6)]
-    (await server.worker()).kill()
+    worker = await server.worker()
+    before = await picture(server.url)
+    assert before["worker"]["pid"] == worker.pid
+    assert before["worker"]["restarts"] == 0
+    processes = ["engine", "front end 0", "front end 1"]
+    assert [node["name"] for node in before["tasks"]["children"]] == processes
+    worker.kill()
     for client in clients:
         answer = await read_until(client, LAST_CHUNK)
         assert answer.endswith(b"data: [DONE]\n\n" + LAST_CHUNK)
         assert b'"finish_reason":"length"' in answer
     assert (await values(server.url))["trioserve:worker_restarts_total"] == 1
+    after = await picture(server.url)
+    assert (after["health"], after["worker"]["restarts"]) == ("ok", 1)
+    assert after["worker"]["pid"] not in (None, worker.pid)
+    assert "signal 9" in after["worker"]["last_death"]
     await _end(server, "time is over")
 
 

@@ -10,7 +10,7 @@ import trio
 from werkzeug.exceptions import NotFound
 
 from trioserve.http.auth import Keys, authorization_of
-from trioserve.http.console.files import PAGE, SECURITY_HEADERS, read_file
+from trioserve.http.console.files import PAGE, SECURITY_HEADERS, read_files
 from trioserve.http.console.schemas import LiveQuery
 from trioserve.http.service import Service
 from trioserve.http.sse import Events, Framing, named_event, stream_response
@@ -26,14 +26,24 @@ class ConsoleEndpoints:
     def __init__(self, service: Service, keys: Keys) -> None:
         self._service = service
         self._keys = keys
+        self._files = read_files()
 
     async def console_page(self) -> quart.Response:
         """``GET /console``."""
-        return await _file_response(PAGE)
+        return self._file_response(PAGE)
 
     async def console_file(self, name: str) -> quart.Response:
         """``GET /console/static/<path:name>``."""
-        return await _file_response(name)
+        return self._file_response(name)
+
+    def _file_response(self, name: str) -> quart.Response:
+        file = self._files.get(name)
+        if file is None:
+            raise NotFound
+        headers = {**SECURITY_HEADERS, "Cache-Control": "no-cache", "ETag": f'"{file.etag}"'}
+        if quart.request.if_none_match.contains(file.etag):
+            return quart.Response(b"", status=304, headers=headers)
+        return quart.Response(file.data, headers=headers, content_type=file.content_type)
 
     async def console_live(self) -> quart.Response:
         """``GET /console/live``: ``hello`` once, and then a ``picture`` each interval."""
@@ -49,16 +59,6 @@ class ConsoleEndpoints:
         feed = stream_response(_Feed(service, query, hello))
         # What a HEAD asks for would go on for ever.
         return feed if quart.request.method == "GET" else quart.Response(b"", headers=feed.headers)
-
-
-async def _file_response(name: str) -> quart.Response:
-    file = await read_file(name)
-    if file is None:
-        raise NotFound
-    headers = {**SECURITY_HEADERS, "Cache-Control": "no-cache", "ETag": f'"{file.etag}"'}
-    if quart.request.if_none_match.contains(file.etag):
-        return quart.Response(b"", status=304, headers=headers)
-    return quart.Response(file.data, headers=headers, content_type=file.content_type)
 
 
 class _Feed(Events):

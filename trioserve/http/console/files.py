@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
-import trio
 
-__all__ = ["FOLDER", "PAGE", "SECURITY_HEADERS", "File", "read_file"]
+__all__ = ["FOLDER", "PAGE", "SECURITY_HEADERS", "File", "read_files"]
 
 FOLDER = Path(__file__).parent / "static"
 PAGE = "index.html"
@@ -21,9 +21,6 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
-_NAME = re.compile(r"([a-z0-9_-]+/)*[a-z0-9_-]+(\.[a-z]+)+")
-"""Names of which none leads out of the folder."""
-
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -40,20 +37,24 @@ shown in no other page's frame."""
 
 @attrs.frozen
 class File:
-    """A file as it is now; ``etag`` changes with what it says."""
+    """A file; ``etag`` changes with what it says."""
 
     data: bytes
     content_type: str
     etag: str
 
 
-async def read_file(name: str) -> File | None:
-    """The file of that name, with slashes for folders; None if there is none."""
-    content_type = _TYPES.get(Path(name).suffix)
-    if content_type is None or _NAME.fullmatch(name) is None:
-        return None
-    try:
-        data = await trio.Path(FOLDER / name).read_bytes()
-    except OSError:
-        return None
-    return File(data, content_type, hashlib.sha256(data).hexdigest()[:32])
+@functools.cache
+def read_files() -> Mapping[str, File]:
+    """All of them, by their names, with slashes for folders. Blocks on the disk, the first time.
+
+    They are read once, so that no request has a file opened, whatever it asks for.
+    """
+    files = {}
+    for path in sorted(FOLDER.rglob("*")):
+        content_type = _TYPES.get(path.suffix)
+        if content_type is not None:
+            data = path.read_bytes()
+            name = path.relative_to(FOLDER).as_posix()
+            files[name] = File(data, content_type, hashlib.sha256(data).hexdigest()[:32])
+    return files
