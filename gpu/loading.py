@@ -23,7 +23,13 @@ from gpu.weights.replacement import weights_for
 from trioserve.errors import ModelLoadError
 from trioserve.logits_processors import ProcessorContext
 from trioserve.machine import Machine
-from trioserve.model_files import ModelConfig, ModelFiles, open_model, task_of
+from trioserve.model_files import (
+    ModelConfig,
+    ModelFiles,
+    TransformersConfig,
+    open_model,
+    task_of,
+)
 from trioserve.sampling import SamplerParams
 from trioserve.wire import MockSteps, OpenSlot, Plan, Ready, Start, from_ints
 
@@ -108,7 +114,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     device = choose_device(start.device)
     dtype = choose_dtype(start.dtype, device)
     kind = "mock" if start.mock is not None else device.partition(":")[0]
-    files = open_model(Path(start.model))
+    files = open_model(Path(start.model), start.model_impl)
     if start.weights:
         files = weights_for(files, Path(start.weights))
     # From here on every limit is a number: nothing is left to be chosen but the number of pages.
@@ -124,6 +130,10 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     constraints = _load_constraints(start, files, device)
     if start.mock is not None:
         loaded = _load_mock(start, start.mock, files)
+    elif isinstance(files.config, TransformersConfig):
+        from gpu.transformers_models.loading import load_through_transformers
+
+        loaded = load_through_transformers(start, files, dtype, device, on_progress, constraints)
     elif kind == "cuda":
         from gpu.cuda.loading import load_on_gpu  # needs CuPy
 
@@ -213,15 +223,16 @@ def choose_num_threads(asked: int) -> int:
     return asked or max(int(Machine().cores()), 1)
 
 
-def choose_max_model_len(asked: int, config: ModelConfig) -> int:
+def choose_max_model_len(asked: int, config: ModelConfig | TransformersConfig) -> int:
     """The longest sequence to serve; ``asked`` is 0 for the model's own.
 
     Raises:
         ModelLoadError: more than the model can do.
     """
     longest = config.max_position_embeddings
-    if config.rope_scaling is not None and config.rope_scaling.kind == "dynamic":
-        longest = int(longest * config.rope_scaling.factor)
+    scaling = config.rope_scaling if isinstance(config, ModelConfig) else None
+    if scaling is not None and scaling.kind == "dynamic":
+        longest = int(longest * scaling.factor)
     if asked > longest:
         raise ModelLoadError(
             f"--max-model-len {asked} is more than this model's {longest} positions: lower it"

@@ -54,7 +54,7 @@ async def leave_when(
         nursery.start_soon(run)
         with trio.fail_after(60):
             while True:
-                new = engine._open.keys() - before
+                new = set(engine._open) - before
                 if new and reached(next(iter(new)).sequences[0].state):
                     break
                 await trio.lowlevel.checkpoint()

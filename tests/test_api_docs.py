@@ -76,6 +76,7 @@ OWN = {
     *("pooling", "timeout", "new_requests", "UpdateWeightsRequest.mode"),
     *("UpdateTensorsRequest.mode", "UpdateTensorsRequest.model_path"),
     *("LiveQuery.interval", "LiveQuery.requests", "LiveQuery.nodes"),
+    "LiveQuery.pictures",
 }
 """Fields of requests that no peer has."""
 THEIRS = {"OpenSessionRequest.timeout"}

@@ -27,6 +27,7 @@ EXPECTED: dict[str, list[tuple[str, ...]]] = {
         ("found 2", "pages given away:"),
         ("found 3", "offloaded: "),
     ],
+    "live": [("France: finished, 16 tokens", "Italy: finished, 16 tokens", "pages are held")],
     "observability": [("4 tokens of prompts, 4 of outputs, 0 records lost",)],
     "embeddings": [
         ("(3, 384)", "0.7"),

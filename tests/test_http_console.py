@@ -158,6 +158,7 @@ async def test_the_feed_shows_a_request_from_its_beginning_to_its_end() -> None:
         ("requests=1001", "requests", "1000"),
         ("requests=-1", "requests", "0"),
         ("nodes=2001", "nodes", "2000"),
+        ("pictures=0", "pictures", "1"),
         ("node=1", "node", "not a field"),
     ],
 )
@@ -181,6 +182,11 @@ async def test_the_feed_wants_a_key_and_tells_who_may_control() -> None:
         for key, may in (("the-key", False), ("the-admin-key", True)):
             async with feed(url, Authorization=f"Bearer {key}") as events:
                 assert (await anext(events))[1]["may_control"] is may
+
+
+async def test_a_feed_of_so_many_pictures() -> None:
+    async with serving() as (_, url, _), feed(url, f"{LIVE}&pictures=2") as events:
+        assert [name async for name, _ in events] == ["hello", "picture", "picture"]
 
 
 async def test_without_keys_only_an_admin_may_control() -> None:

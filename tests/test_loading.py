@@ -81,6 +81,7 @@ def test_a_wrong_chat_template_is_one_line(folder: Path, template: str, said: st
 
 def test_every_option_that_the_worker_has_reaches_it() -> None:
     options: dict[str, Any] = {
+        "model_impl": "transformers",
         "dtype": "float16",
         "device": "cuda",
         "max_model_len": 77,

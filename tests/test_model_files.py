@@ -216,7 +216,7 @@ def test_yarn_stretches_the_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM isn't served"),
+        ({"architectures": ["GemmaForTokenClassification"]}, "GemmaForTokenClassification isn't"),
         ({"architectures": [], "model_type": "bert"}, "names no architecture"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_size": "64"}, "has hidden_size = '64'"),

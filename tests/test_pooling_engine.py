@@ -303,7 +303,7 @@ async def test_drain_and_close(autojump_clock: trio.testing.MockClock) -> None:
                 await engine.embed("x")
             await engine.wait_idle()
             assert errors == []
-            engine._draining = False
+            engine._draining = trio.Event()
             nursery.start_soon(ask, engine)
             await trio.sleep(0.1)
     assert [type(error) for error in errors] == [EngineError]

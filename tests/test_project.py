@@ -52,14 +52,15 @@ def test_the_pins_satisfy_what_the_project_asks_for(requirement: Requirement) ->
 def test_hypercorn_is_pinned_exactly_and_torch_to_what_resolves_without_a_gpu() -> None:
     assert "hypercorn==0.18.0" in PROJECT["project"]["dependencies"]
     assert pins()["torch"] == "2.13.0"
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"bench", "cuda12", "cuda13", "otel"}
+    extras = {"bench", "cuda12", "cuda13", "otel", "transformers"}
+    assert set(PROJECT["project"]["optional-dependencies"]) == extras
 
 
 def test_every_third_party_import_is_a_dependency() -> None:
     stated = {Requirement(line).name for line in PROJECT["project"]["dependencies"]}
     known = {name.replace("-", "_") for name in stated} | sys.stdlib_module_names
-    # The last three are in the extras.
-    known |= {"trioserve", "gpu", "cupy", "matplotlib", "opentelemetry"}
+    # The last four are in the extras.
+    known |= {"trioserve", "gpu", "cupy", "matplotlib", "opentelemetry", "transformers"}
     for path in (*modules_of("trioserve"), *modules_of("gpu")):
         names = {name.partition(".")[0] for name in imports_of(path)}
         assert names <= known, f"{path} imports {names - known}"

@@ -11,10 +11,9 @@ and leaving that block, for whatever reason, is its abort. The tasks behind it a
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -29,14 +28,7 @@ from trioserve.config import EngineConfig
 from trioserve.control import Control
 from trioserve.deadline import Deadline
 from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
-from trioserve.errors import (
-    Draining,
-    EngineError,
-    InvalidRequest,
-    Paused,
-    RequestAborted,
-    SlowReader,
-)
+from trioserve.errors import Draining, EngineError, InvalidRequest, Paused, RequestAborted
 from trioserve.generation import (
     Completion,
     GenerationStream,
@@ -45,29 +37,26 @@ from trioserve.generation import (
     completion_of,
     sampling_params,
 )
-from trioserve.health import health_word
-from trioserve.live.figures import Tally
 from trioserve.live.subject import Subject
 from trioserve.metrics import Metrics
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
+from trioserve.open_generations import OpenGenerations
 from trioserve.operated_engine import OperatedEngine
 from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.decoders import AskedPrompt
 from trioserve.pooling.engine import PoolingEngine
 from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.requests import Encoding, Pooling
-from trioserve.request import Finish, FinishReason, Request, Sequence
+from trioserve.request import Finish, Request, Sequence
 from trioserve.request_maker import RequestMaker
 from trioserve.retention import Retention
 from trioserve.sampling import SamplingParams
-from trioserve.scheduler import Scheduler
 from trioserve.sessions import MAX_CAPACITY, Session, Sessions
 from trioserve.statistics import EngineStatistics
 from trioserve.stream import Chunk
 from trioserve.submissions import Submissions, open_submissions
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.worker.supervisor import WorkerLife
 
 __all__ = ["Engine"]
 
@@ -97,12 +86,9 @@ class Engine(PoolingEngine, OperatedEngine):
     """Called once for each request, when nothing more will be delivered of it."""
     on_none_open: Callable[[], None] = lambda: None
     """Called whenever the last open request has ended."""
-    _open: dict[Request, None] = attrs.field(factory=dict)
-    """The requests whose caller's scope is open, in the order of their arrival."""
+    _open: OpenGenerations = attrs.field(init=False)
     sessions: Sessions = attrs.field(init=False)
     """Those that are open."""
-    worker_life: Callable[[], WorkerLife] = WorkerLife
-    """Tells where the worker is in its life."""
     subject: Subject | None = attrs.field(init=False, default=None)
     """What pictures are taken of; None where another process has the scheduler."""
     control: Control = attrs.field(init=False)
@@ -116,6 +102,19 @@ class Engine(PoolingEngine, OperatedEngine):
 
     def __attrs_post_init__(self) -> None:
         config = self.config
+        self._entrance = Entrance(
+            line=self._scheduler,
+            max_requests=config.max_num_queued_reqs,
+            max_tokens=config.max_num_queued_tokens or max(DEFAULT_MAX_TOKENS, self.max_model_len),
+        )
+        self._open = OpenGenerations(
+            scheduler=self._scheduler,
+            entrance=self._entrance,
+            to_tokenizer=self._to_tokenizer,
+            check_open=self._check_open,
+            on_finished=self.on_finished,
+            on_left=self._on_generation_left,
+        )
         self.control = Control(self._scheduler, self._open, self._batcher)
         self.pooling = Pooling(
             task=self.task,
@@ -130,23 +129,13 @@ class Engine(PoolingEngine, OperatedEngine):
             open=OpenRequests(self._on_left),
         )
         self.sessions = Sessions(
-            self._scheduler.holds, config.max_sessions, self.generate, self._end
+            self._scheduler.holds, config.max_sessions, self.generate, self._open.end
         )
-        self._entrance = Entrance(
-            line=self._scheduler,
-            max_requests=config.max_num_queued_reqs,
-            max_tokens=config.max_num_queued_tokens or max(DEFAULT_MAX_TOKENS, self.max_model_len),
-        )
-        if isinstance(self._scheduler, Scheduler):
-            self.subject = Subject(
-                scheduler=self._scheduler,
-                open_requests=lambda: reversed(self._open),
-                statistics=self.statistics,
-                tally=lambda: Tally.of(self.metrics),
-                health=lambda: health_word(self),
-                weight_version=lambda: self.weight_version,
-                worker_life=lambda: self.worker_life(),
-            )
+
+    @property
+    def newest_requests(self) -> Iterator[Request]:
+        """Those whose caller's scope is open, the newest first."""
+        return reversed(self._open)
 
     @property
     def max_num_queued_tokens(self) -> int:
@@ -283,7 +272,7 @@ class Engine(PoolingEngine, OperatedEngine):
             traceparent=traceparent,
             tracestate=tracestate,
         )
-        return self._generation(request, Deadline.of(timeout, arrived, self.config))
+        return self._open.opened(request, Deadline.of(timeout, arrived, self.config))
 
     async def complete(
         self,
@@ -417,13 +406,8 @@ class Engine(PoolingEngine, OperatedEngine):
         if self._closed is not None:
             return
         for request in self._open:
-            self._end(request, error)
+            self._open.end(request, error)
         self.pooling.open.end_all(error)
-
-    def _end(self, request: Request, error: RequestAborted) -> None:
-        self._abort(request, error)
-        # The detokenizer does the same, but may have been cancelled with the engine's scope.
-        request.stream.close(error)
 
     async def wait_idle(self) -> None:
         """Wait until no request is open."""
@@ -450,7 +434,7 @@ class Engine(PoolingEngine, OperatedEngine):
         )
         for sequence in request.sequences:
             sequence.sampler = attrs.evolve(sequence.sampler, pooling=asked.pooling)
-        async with self._generation(request, deadline) as stream:
+        async with self._open.opened(request, deadline) as stream:
             async for _ in stream:
                 pass
         if not request.vector:
@@ -466,24 +450,6 @@ class Engine(PoolingEngine, OperatedEngine):
         self.metrics.request_finished(sequence.request, sequence, finish)
         if all(sibling.delivered for sibling in sequence.request.sequences):
             self.on_request_end(sequence.request)
-
-    @contextlib.asynccontextmanager
-    async def _generation(
-        self, request: Request, deadline: Deadline
-    ) -> AsyncIterator[GenerationStream]:
-        self._check_open()
-        self._entrance.enter(request, trio.current_time())
-        self._open[request] = None
-        request.stream.on_evicted = functools.partial(self._abort, request)
-        try:
-            with deadline.enforced():
-                self._to_tokenizer.send_nowait(request)
-                await request.admitted.wait()
-                if request.rejection is not None:
-                    raise request.rejection
-                yield GenerationStream(request)
-        finally:
-            self._abandon(request)
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -502,35 +468,13 @@ class Engine(PoolingEngine, OperatedEngine):
             self._scheduler.feeds.close(error)
         if self.subject is not None:
             self.subject.departures.close(error)
-        for request in self._open:
-            request.reject(error)
-            request.stream.close(error)
+        self._open.close(error)
         self.pooling.open.end_all(error)
         self.sessions.close(error)
 
-    def _abort(self, request: Request, error: RequestAborted | SlowReader) -> None:
-        """Nothing more is to be computed of a request. Never blocks."""
-        finish = Finish(FinishReason.ABORT, error=error)
-        for sequence in reversed(request.sequences):
-            if not sequence.delivered:
-                self._scheduler.abort(sequence, finish)
-
-    def _abandon(self, request: Request) -> None:
-        """The caller's scope is left: nothing more is to be computed or kept. Never blocks."""
-        if self._closed is None:
-            finish = Finish(FinishReason.ABORT)
-        else:
-            finish = Finish(FinishReason.ERROR, error=self._closed)
-        # The last one first: nobody is to compute the prompt in place of one that has left.
-        for sequence in reversed(request.sequences):
-            if not sequence.delivered:
-                self._scheduler.abort(sequence, finish)
-                self.on_finished(sequence, sequence.finish or finish)
-        request.stream.discard()
-        self._entrance.forget(request)
+    def _on_generation_left(self, request: Request) -> None:
         if self.subject is not None:
             self.subject.note_departure(request)
-        del self._open[request]
         self._on_left()
 
     def _on_left(self) -> None:

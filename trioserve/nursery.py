@@ -31,6 +31,7 @@ from trioserve.engine import Engine
 from trioserve.engine_tasks import EngineTasks, open_tasks
 from trioserve.errors import EngineError, ModelLoadError
 from trioserve.idle_check import IdleCheck
+from trioserve.live.subject import Subject
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
 from trioserve.model_files import (
@@ -102,7 +103,7 @@ class LoadedModel:
             if task_of(path) != "generate":
                 return cls.load_encoder(config, open_encoder(path))
             # A GGUF file's header holds its vocabulary, which nobody needs any more after this.
-            return cls.load(config, open_model(path))
+            return cls.load(config, open_model(path, config.model_impl))
 
         return await _in_thread(load)
 
@@ -287,6 +288,7 @@ def start_message(
     """What a worker is told to load: the options that concern it."""
     return wire.Start(
         model=str(path.resolve()),
+        model_impl=config.model_impl,
         device=config.device,
         dtype=config.dtype,
         max_model_len=config.max_model_len or 0,
@@ -354,7 +356,7 @@ async def run_engine(
         asks_idle_worker=asks_idle_worker,
     ) as engine:
         scheduler.on_idle = engine.on_none_open
-        engine.worker_life = lambda: supervisor.life
+        engine.subject = Subject.of(engine, scheduler, lambda: supervisor.life)
         yield engine
 
 

@@ -138,6 +138,8 @@ class Start:
     """Where the tokenizer comes from if it isn't the model's own, else empty; for grammars."""
     logits_processors: list[str]
     """``module:Class`` of each, in the order in which they are applied."""
+    model_impl: str = "auto"
+    """What is to compute the model: ``auto``, ``native`` or ``transformers``."""
     weights: str = ""
     """Where the weights are if they aren't the model's own any more: a folder or a file."""
     max_lora_rank: int = 0

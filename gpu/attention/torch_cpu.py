@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu.attention import CacheShape, QkNorm, StepLayout
+from gpu.attention.scores import ScoreRule, attend_by_rule, plain_rule
 from gpu.executor import Copies
 
 __all__ = ["TorchCpuAttention", "split_buckets"]
@@ -56,27 +57,23 @@ class _Chunk:
 class TorchCpuAttention:
     """:class:`gpu.attention.Attention` for the CPU, in float32 or bfloat16.
 
-    ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`; ``windows`` are all that ``attend``
-    will be called with.
+    ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`, None where nothing is rotated here;
+    ``windows`` are all that ``attend`` will be called with.
     """
 
     def __init__(
         self,
         shape: CacheShape,
         num_heads: int,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         windows: Sequence[int | None] = (None,),
     ) -> None:
         self._shape = shape
         self._num_heads = num_heads
         self._group = num_heads // shape.num_kv_heads
-        self._scale = 1.0 / math.sqrt(shape.head_dim)
+        self._rule = plain_rule(shape.head_dim)
         self._windows = tuple(dict.fromkeys(windows))
-        half = shape.head_dim // 2
-        cos, sin = cos_sin[:, :half].to(shape.dtype), cos_sin[:, half:].to(shape.dtype)
-        # The sign of rotating half a head is in the sines: x * cos + roll(x) * sin.
-        self._cos = torch.cat([cos, cos], dim=-1).contiguous()
-        self._sin = torch.cat([-sin, sin], dim=-1).contiguous()
+        self._angles = None if cos_sin is None else _signed(cos_sin.to(shape.dtype))
         blocks, size = 2 * shape.num_kv_heads * shape.num_pages, shape.page_size * shape.head_dim
         self._cache = [_zeros(blocks, size, shape.dtype) for _ in range(shape.num_layers)]
         self._first_block = torch.arange(2 * shape.num_kv_heads) * shape.num_pages
@@ -101,8 +98,9 @@ class TorchCpuAttention:
         blocks = pages[:, None] + self._first_block
         offsets = (positions % shape.page_size)[:, None]
         self._write_index = (blocks * shape.page_size + offsets).view(-1)
-        self._step_cos = self._cos.index_select(0, positions)[:, None]
-        self._step_sin = self._sin.index_select(0, positions)[:, None]
+        if self._angles is not None:
+            of_step = (table.index_select(0, positions)[:, None] for table in self._angles)
+            self._step_cos, self._step_sin = of_step
         self._work = {
             window: (self._buckets(layout, tables, window), self._chunks(layout, tables, window))
             for window in self._windows
@@ -122,18 +120,26 @@ class TorchCpuAttention:
             x.copy_(F.rms_norm(x, (head_dim,), None, qk_norm.eps) * qk_norm.weight)
         if rotate:
             x.copy_(torch.addcmul(x * self._step_cos, x.roll(head_dim // 2, -1), self._step_sin))
-        written = qkv[:, self._num_heads :].reshape(-1, head_dim)
-        self._cache[layer].view(-1, head_dim).index_copy_(0, self._write_index, written)
+        self.write(layer, qkv[:, self._num_heads :])
         return qkv[:, : self._num_heads]
 
-    def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
-        """See :meth:`gpu.attention.Attention.attend`."""
+    def write(self, layer: int, keys_values: torch.Tensor) -> None:
+        """Write [T, 2 * num_kv_heads, head_dim]: the heads of the keys, then of the values."""
+        head_dim = self._shape.head_dim
+        written = keys_values.reshape(-1, head_dim)
+        self._cache[layer].view(-1, head_dim).index_copy_(0, self._write_index, written)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, window: int | None, rule: ScoreRule | None = None
+    ) -> torch.Tensor:
+        """See :meth:`gpu.attention.Attention.attend`; ``rule`` is for what isn't plain softmax."""
         out = torch.empty(q.shape, dtype=q.dtype)
         buckets, chunks = self._work[window]
+        rule = rule or self._rule
         for bucket in buckets:
-            self._attend_bucket(layer, q, bucket, out)
+            self._attend_bucket(layer, q, bucket, out, rule)
         for chunk in chunks:
-            self._attend_chunk(layer, q, chunk, out)
+            self._attend_chunk(layer, q, chunk, out, rule)
         return out
 
     def _gather(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
@@ -143,7 +149,7 @@ class TorchCpuAttention:
         return gathered.view(2, self._shape.num_kv_heads, -1, self._shape.head_dim)
 
     def _attend_bucket(
-        self, layer: int, q: torch.Tensor, bucket: _Bucket, out: torch.Tensor
+        self, layer: int, q: torch.Tensor, bucket: _Bucket, out: torch.Tensor, rule: ScoreRule
     ) -> None:
         num_kv_heads, head_dim = self._shape.num_kv_heads, self._shape.head_dim
         gathered = self._gather(layer, bucket.blocks)
@@ -151,28 +157,45 @@ class TorchCpuAttention:
         grouped = (rows, num_kv_heads, self._group, head_dim)
         queries = q[bucket.rows].view(grouped)
         result = out[bucket.rows].view(grouped)
-        if bucket.mask is None:
+        if bucket.mask is None and rule.is_plain:
             keys, values = gathered[:, None, :, bucket.keys]
-            result.copy_(F.scaled_dot_product_attention(queries, keys, values, scale=self._scale))
+            result.copy_(F.scaled_dot_product_attention(queries, keys, values, scale=rule.scale))
             return
-        keys, values = gathered.view(2, num_kv_heads * rows, -1, head_dim)
+        seen = gathered if bucket.mask is not None else gathered[:, :, bucket.keys]
+        keys, values = seen.reshape(2, num_kv_heads * rows, -1, head_dim)
         folded = queries.transpose(0, 1).reshape(-1, self._group, head_dim)
-        scores = torch.baddbmm(bucket.mask, folded, keys.transpose(1, 2), alpha=self._scale)
-        attended = torch.bmm(scores.softmax(dim=-1), values)
+        if bucket.mask is not None and rule.is_plain:
+            scores = torch.baddbmm(bucket.mask, folded, keys.transpose(1, 2), alpha=rule.scale)
+            attended = torch.bmm(scores.softmax(dim=-1), values)
+        else:
+            sinks = None
+            if rule.sinks is not None:
+                sinks = rule.sinks.view(num_kv_heads, self._group, 1).repeat_interleave(rows, 0)
+            attended = attend_by_rule(folded, keys, values, rule, bucket.mask, sinks)
         by_head = attended.view(num_kv_heads, rows, self._group, head_dim)
         result.copy_(by_head.transpose(0, 1))
 
-    def _attend_chunk(self, layer: int, q: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> None:
+    def _attend_chunk(
+        self, layer: int, q: torch.Tensor, chunk: _Chunk, out: torch.Tensor, rule: ScoreRule
+    ) -> None:
         num_kv_heads = self._shape.num_kv_heads
         gathered = self._gather(layer, chunk.blocks)[:, :, chunk.keys]
         # [num_kv_heads, group, tokens or keys, head_dim]; a group shares keys by a stride of 0.
         keys, values = gathered[:, :, None].expand(-1, -1, self._group, -1, -1)
         grouped = (-1, num_kv_heads, self._group, self._shape.head_dim)
         queries = q[chunk.tokens].view(grouped).permute(1, 2, 0, 3)
-        causal = chunk.mask is None
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=chunk.mask, is_causal=causal, scale=self._scale
-        )
+        if rule.is_plain:
+            causal = chunk.mask is None
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=chunk.mask, is_causal=causal, scale=rule.scale
+            )
+        else:
+            mask, sinks = chunk.mask, rule.sinks
+            if mask is None:
+                mask = _additive(torch.ones(keys.shape[-2:-1] * 2).tril().bool(), q.dtype)
+            if sinks is not None:
+                sinks = sinks.view(num_kv_heads, self._group, 1, 1)
+            attended = attend_by_rule(queries, keys, values, rule, mask, sinks)
         out[chunk.tokens].view(grouped).copy_(attended.permute(2, 0, 1, 3))
 
     def _buckets(
@@ -249,6 +272,15 @@ def _zeros(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """
     data = np.zeros(rows * columns * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(data).view(dtype).view(rows, columns)
+
+
+def _signed(cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of whole heads: the sign of rotating half of one is in the sines.
+
+    A head x is rotated by x * cos + roll(x) * sin.
+    """
+    cos, sin = cos_sin.chunk(2, dim=1)
+    return torch.cat([cos, cos], dim=-1).contiguous(), torch.cat([-sin, sin], dim=-1).contiguous()
 
 
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

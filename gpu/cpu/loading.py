@@ -27,7 +27,7 @@ from trioserve.machine import Machine
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.wire import Start
 
-__all__ = ["load_on_cpu"]
+__all__ = ["choose_cpu_pages", "load_on_cpu", "refuse_cache_format"]
 
 _log = logging.getLogger("gpu.loading")
 
@@ -56,16 +56,12 @@ def load_on_cpu(
     Raises:
         ModelLoadError: the model can't be served so; one line says why and what to do.
     """
-    if start.kv_cache_dtype != "auto":
-        raise ModelLoadError(
-            f"a KV cache in {start.kv_cache_dtype} is not served on a CPU: "
-            "leave --kv-cache-dtype at auto"
-        )
+    refuse_cache_format(start)
     if start.logits_processors:
         import torch  # which these are written for; it is to share the cores as all else does
 
         torch.set_num_threads(threads)
-    config = files.config
+    config = files.native
     model: CpuModel
     sampler: CpuSampler
     read_again: ReadWeights
@@ -81,7 +77,7 @@ def load_on_cpu(
         )
 
         decoder = load_decoder(files, dtype, threads, on_progress)
-        num_pages, num_host_pages = _num_pages(start, config, dtype)
+        num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
         table = _cos_sin_table(start, config, num_pages)
         model = torch_model = give_cache(
             decoder,
@@ -95,7 +91,7 @@ def load_on_cpu(
         computing = f"torch ({reason})"
     else:
         _load_weights(compiled, files, on_progress)
-        num_pages, num_host_pages = _num_pages(start, config, dtype)
+        num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
         _give_cache(compiled, start, num_pages, num_host_pages)
         model = compiled
 
@@ -120,7 +116,8 @@ def load_on_cpu(
         vocab_size=config.vocab_size,
         num_host_pages=num_host_pages,
     )
-    slots.adapters = model.adapters
+    if model.adapters is not None:
+        slots.adapters = model.adapters
     executor = CpuExecutor(model, sampler, slots, adjuster)
 
     return Loaded(
@@ -133,6 +130,19 @@ def load_on_cpu(
         read_weights=read_again,
         adapters=model.adapters,
     )
+
+
+def refuse_cache_format(start: Start) -> None:
+    """A KV cache in another format than the model's is for a GPU.
+
+    Raises:
+        ModelLoadError: one was asked for.
+    """
+    if start.kv_cache_dtype != "auto":
+        raise ModelLoadError(
+            f"a KV cache in {start.kv_cache_dtype} is not served on a CPU: "
+            "leave --kv-cache-dtype at auto"
+        )
 
 
 class _NotCompiled(Exception):
@@ -189,12 +199,18 @@ def _cos_sin_table(start: Start, config: ModelConfig, num_pages: int) -> Floats:
     return cos_sin_table(config, start.max_model_len, rows)
 
 
-def _num_pages(start: Start, config: ModelConfig, dtype: str) -> tuple[int, int]:
+def _bytes_per_page(start: Start, config: ModelConfig, dtype: str) -> int:
+    return kv_bytes_per_page(config, start.page_size, 2 if dtype == "bfloat16" else 4)
+
+
+def choose_cpu_pages(start: Start, bytes_per_page: int) -> tuple[int, int]:
     """Pages of the cache, and those behind them that stand for the host's memory elsewhere.
 
     To be asked when the weights are there: the cache gets a share of what is left.
+
+    Raises:
+        ModelLoadError: there is no room for them.
     """
-    bytes_per_page = kv_bytes_per_page(config, start.page_size, 2 if dtype == "bfloat16" else 4)
     available = Machine().memory()[1]
     num_pages = choose_num_pages(start, bytes_per_page, start.max_model_len, available)
     if num_pages * bytes_per_page > available:

@@ -34,8 +34,8 @@ class CpuModel(Protocol):
     """
 
     @property
-    def adapters(self) -> AdapterStore[Any]:
-        """Those that rows may have; empty if none are served."""
+    def adapters(self) -> AdapterStore[Any] | None:
+        """Those that rows may have; None where none can be served."""
 
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages of the KV cache, which has those behind that are on the host elsewhere."""

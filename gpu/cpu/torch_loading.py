@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu.attention import CacheShape
+from gpu.attention import Attention, CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.exchange import ReadWeights
 from gpu.loading import OnProgress, of_weights, unseen
+from gpu.lora.torch_adapters import TorchAdapters
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.sampler import Sampler
@@ -34,7 +35,7 @@ def load_decoder(files: ModelFiles, dtype: str, threads: int, on_progress: OnPro
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
     weights = load_weights(files, getattr(torch, dtype), of_weights(on_progress))
-    return build_model(files.config, weights)
+    return build_model(files.native, weights)
 
 
 def give_cache(
@@ -44,7 +45,7 @@ def give_cache(
     cos_sin: npt.NDArray[np.float32],
     *,
     max_rank: int = 0,
-) -> TorchModel:
+) -> TorchModel[Attention]:
     """The model with a KV cache; ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`.
 
     ``max_rank`` is the largest of the adapters that are served, 0 for none.
@@ -61,10 +62,10 @@ def give_cache(
     )
     table = torch.from_numpy(cos_sin)
     attention = TorchCpuAttention(shape, config.num_heads, table, config.windows)
-    return TorchModel(decoder, attention, max_rank=max_rank)
+    return TorchModel(decoder, attention, TorchAdapters(config, max_rank, decoder.dtype))
 
 
-def torch_exchange(model: TorchModel, dtype: str, threads: int) -> ReadWeights:
+def torch_exchange(model: TorchModel[Attention], dtype: str, threads: int) -> ReadWeights:
     """How ``model``, which has its cache already, comes by other weights."""
 
     def read(files: ModelFiles) -> Callable[[], None]:

@@ -3,43 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gpu.adjustments import Adjustment
-from gpu.attention import Attention
+from gpu.attention import StepLayout
 from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cpu.model import Floats
 from gpu.draws import SamplerRow
 from gpu.executor import Copies, Drawn
 from gpu.lora.store import AdapterStore
 from gpu.lora.torch_adapters import TorchAdapter, TorchAdapters
-from gpu.models.decoder import Decoder
+from gpu.lora.updates import ProductUpdates
 from gpu.sampler import Sampler
 from gpu.slots import Row, SlotTable
 
-__all__ = ["TorchModel", "TorchSampler"]
+__all__ = ["TorchDecoder", "TorchModel", "TorchSampler"]
 
 
-class TorchModel:
+class StepAttention(Protocol):
+    """What a model has to do with its attention between steps; see :mod:`gpu.attention`."""
+
+    def copy_pages(self, copies: Copies) -> None:
+        """Copy pages, all layers of each, one after the other."""
+
+    def begin(self, layout: StepLayout) -> None:
+        """Prepare for the layers of one step."""
+
+
+A = TypeVar("A", bound=StepAttention)
+A_contra = TypeVar("A_contra", bound=StepAttention, contravariant=True)
+
+
+class TorchDecoder(Protocol[A_contra]):
+    """Weights and a forward pass over one kind of attention."""
+
+    def forward(
+        self, tokens: torch.Tensor, attention: A_contra, adapted: Sequence[ProductUpdates] = ()
+    ) -> torch.Tensor:
+        """The hidden states [T, E] of ``tokens`` [T]; ``attention`` has begun the step."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] that follow from rows [R, E] of hidden states."""
+        ...
+
+
+class TorchModel(Generic[A]):
     """:class:`gpu.cpu.model.CpuModel` over a decoder in any dtype.
 
-    ``max_rank`` is the largest of the adapters that are served, 0 for none.
+    ``adapters`` are those that rows may have; None if none are served.
     """
 
-    def __init__(self, decoder: Decoder, attention: Attention, *, max_rank: int = 0) -> None:
+    def __init__(
+        self, decoder: TorchDecoder[A], attention: A, adapters: TorchAdapters | None = None
+    ) -> None:
         self._decoder = decoder
         self._attention = attention
-        self._adapters = TorchAdapters(decoder.config, max_rank, decoder.dtype)
+        self._adapters = adapters
 
     @property
-    def adapters(self) -> AdapterStore[TorchAdapter]:
+    def adapters(self) -> AdapterStore[TorchAdapter] | None:
         """See :attr:`gpu.cpu.model.CpuModel.adapters`."""
-        return self._adapters.store
+        return None if self._adapters is None else self._adapters.store
 
-    def replace_decoder(self, decoder: Decoder) -> None:
+    def replace_decoder(self, decoder: TorchDecoder[A]) -> None:
         """Compute with ``decoder``, of the same shape, over the same KV cache."""
         self._decoder = decoder
 
@@ -60,7 +91,7 @@ class TorchModel:
         hidden = self._decoder.forward(
             torch.from_numpy(tokens.astype(np.int64)),
             self._attention,
-            self._adapters.groups(ordered),
+            [] if self._adapters is None else self._adapters.groups(ordered),
         )
         ends = zip(ordered, layout.query_start[1:].tolist(), strict=True)
         last = {row.slot.number: end - 1 for row, end in ends}

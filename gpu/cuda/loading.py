@@ -111,7 +111,7 @@ def load_model(
         ModelLoadError: the model can't be served so; one line says why and what to do.
     """
     _check_limits(start)
-    config = files.config
+    config = files.native
     free, total = _wait_for_memory(gpu, start.free_memory, on_progress)
     memory = GpuMemory(total=total, free=free, utilization=start.gpu_memory_utilization)
     memory.check_weights(_weight_bytes(config, dtype))
@@ -270,13 +270,13 @@ def _load_weights(
     with _refusing_shapes():
         operations = CudaOperations(
             gpu.loader,
-            hidden_size=files.config.hidden_size,
-            mlp_sizes=files.config.mlp_sizes,
+            hidden_size=files.native.hidden_size,
+            mlp_sizes=files.native.mlp_sizes,
             dtype=dtype,
         )
     weights = load_weights(files, dtype, of_weights(on_progress))
     on_gpu = ((name, tensor.to(gpu.loader.device)) for name, tensor in weights)
-    return build_model(files.config, on_gpu, operations)
+    return build_model(files.native, on_gpu, operations)
 
 
 def _measure(

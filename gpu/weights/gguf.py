@@ -62,7 +62,7 @@ def load(
         for name, tensor in header.tensors.items()
         if name != _ROPE_FACTORS
     }
-    expected = expected_tensors(files.config)
+    expected = expected_tensors(files.native)
     parts = {name: split_experts(name, tensor.shape, expected) for name, tensor in tensors.items()}
     found: dict[str, tuple[int, ...]] = {}
     for names, shape in parts.values():
@@ -70,7 +70,7 @@ def load(
             if name in found:
                 raise ModelLoadError(f"{files.path} holds {name} twice: fetch it again")
             found[name] = shape
-    check_tensors(expected, found, files.path, files.config.family)
+    check_tensors(expected, found, files.path, files.native.family)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     done = 0
     try:
@@ -80,7 +80,7 @@ def load(
                 num_bytes = tensor.num_bytes // len(names)
                 for index, name in enumerate(names):
                     raw = read_bytes(files.path, file, tensor.offset + index * num_bytes, num_bytes)
-                    heads = _permuted_heads(name, files.config)
+                    heads = _permuted_heads(name, files.native)
                     done += num_bytes
                     if tensor.type.name in keep and len(shape) == 2:
                         yield name, _kept(raw, tensor.type, shape, heads)

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from trioserve.errors import ModelLoadError
-from trioserve.model_files import ModelConfig, ModelFiles, open_model
+from trioserve.model_files import ModelConfig, ModelFiles, TransformersConfig, open_model
 
 __all__ = ["weights_for"]
 
@@ -30,9 +30,15 @@ def weights_for(files: ModelFiles, path: Path) -> ModelFiles:
             what differs.
     """
     if path.suffix == ".safetensors" and path.is_file():
+        if isinstance(files.config, TransformersConfig):
+            raise ModelLoadError(
+                f"{path} is a single file, and transformers reads whole folders: give one of those"
+            )
         return attrs.evolve(files, path=path, format="safetensors", gguf_header=None)
-    other = open_model(path)
-    differences = _differences(files.config, other.config)
+    served = files.config
+    computed = "native" if isinstance(served, ModelConfig) else "transformers"
+    other = open_model(path, computed)
+    differences = _differences(_shape(served), _shape(other.config))
     if differences:
         raise ModelLoadError(
             f"{path} is no checkpoint of the model that is served: {', '.join(differences)}"
@@ -40,9 +46,17 @@ def weights_for(files: ModelFiles, path: Path) -> ModelFiles:
     return other
 
 
-def _differences(served: ModelConfig, other: ModelConfig) -> list[str]:
-    fields = [field.name for field in attrs.fields(ModelConfig) if field.name not in _FREE]
-    pairs = {name: (getattr(served, name), getattr(other, name)) for name in fields}
+def _shape(config: ModelConfig | TransformersConfig) -> dict[str, Any]:
+    """All that the computation and the KV cache depend on."""
+    if isinstance(config, TransformersConfig):
+        return dict(config.shape)
+    fields = (field.name for field in attrs.fields(ModelConfig))
+    return {name: getattr(config, name) for name in fields if name not in _FREE}
+
+
+def _differences(served: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    names = dict.fromkeys((*served, *other))
+    pairs = {name: (served.get(name), other.get(name)) for name in names}
     return [
         f"{name} is {theirs!r} instead of {ours!r}"
         for name, (ours, theirs) in pairs.items()

@@ -30,7 +30,7 @@ def load(
     keep: Collection[str] = (),
 ) -> Iterator[tuple[str, Weight]]:
     """As :func:`gpu.weights.read_weights`, for a folder, which has nothing to ``keep``."""
-    config = files.config
+    config = files.native
     expected = expected_tensors(config)
 
     def name_of(stored: str) -> str | None:

@@ -14,6 +14,7 @@ from gpu.cpu.compiled import CompiledModel, read_as
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.model import CpuModel
 from gpu.cpu.torch_model import TorchModel
+from gpu.lora.torch_adapters import TorchAdapters
 from gpu.models import build_model
 from gpu.rope import cos_sin_table
 from gpu.slots import PlanError, SlotTable
@@ -42,7 +43,7 @@ def with_torch(path: Path, dtype: torch.dtype = torch.float32) -> TorchModel:
     weights = load_weights(files, dtype, lambda done, total: None)
     model = build_model(files.config, weights)
     attention = make_attention(model, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
-    return TorchModel(model, attention, max_rank=64)
+    return TorchModel(model, attention, TorchAdapters(files.config, 64, model.dtype))
 
 
 def compiled(path: Path, quantization: str = "none", threads: int = 2) -> CompiledModel:

@@ -15,6 +15,7 @@ __all__ = ["EngineConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "w8a8")
+MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
 CAPACITY_POLICIES = ("max_utilization", "guaranteed_no_evict")
@@ -45,6 +46,13 @@ class EngineConfig:
         None, "file with a jinja2 chat template, or the template itself", group="model"
     )
     revision: str | None = option(None, "branch, tag or commit of a Hub model", group="model")
+    model_impl: str = option(
+        "auto",
+        "what computes the model: native has a file for some families, transformers has many more "
+        "and is slower, auto takes native where it can",
+        choices=MODEL_IMPLEMENTATIONS,
+        group="model",
+    )
     dtype: str = option(
         "auto", "number format of weights and activations", choices=DTYPES, group="model"
     )

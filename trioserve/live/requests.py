@@ -11,7 +11,7 @@ from trioserve.request import FinishReason, Request, Sequence, State
 
 __all__ = ["newest_first", "request_row", "shown_requests"]
 
-_ON_THE_WAY = {State.CREATED: State.TOKENIZING}
+_WORDS = {state: state.value for state in State} | {State.CREATED: State.TOKENIZING.value}
 
 
 def request_row(
@@ -33,27 +33,32 @@ def request_row(
     """
     sequences = request.sequences
     first = next((each for each in sequences if each.state is not State.FINISHED), sequences[0])
-    computations = [each.compute for each in sequences if each.compute is not None]
+    num_computed = num_output = num_pages = 0
+    for each in sequences:
+        num_output += len(each.output_ids)
+        if each.compute is not None:
+            num_computed += each.compute.computed
+            num_pages += len(each.compute.pages)
     finish = first.finish if first.state is State.FINISHED else None
-    state = State.FINISHED if is_over else _ON_THE_WAY.get(first.state, first.state)
+    state = State.FINISHED if is_over else first.state
     reason = FinishReason.ABORT if finish is None else finish.reason
     ended = state is State.FINISHED
     times = request.times
     return RequestRow(
         id=request.id,
-        state=state.value,
+        state=_WORDS[state],
         finish_reason=reason.value if ended else None,
         prompt_tokens=len(request.prompt_ids) or request.fewest_tokens,
         cached_tokens=request.num_cached_tokens,
-        computed_tokens=sum(each.computed for each in computations),
-        output_tokens=sum(len(each.output_ids) for each in sequences),
+        computed_tokens=num_computed,
+        output_tokens=num_output,
         max_tokens=first.max_tokens or request.params.max_tokens,
         outputs=len(sequences),
-        pages=sum(len(each.pages) for each in computations),
+        pages=num_pages,
         priority=request.priority,
         adapter=adapter_name(request.adapter) if request.adapter else None,
         timeline=[
-            (state.value, round(time + offset, 4))
+            (_WORDS[state], round(time + offset, 4))
             for state, time in _timeline(request, first, (times.finished or now) if ended else None)
         ],
     )

@@ -6,12 +6,14 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
 from trioserve.errors import WatcherLimit
 from trioserve.feed import Feed, Subscription
+from trioserve.health import health_word
 from trioserve.live.figures import Lately, Look, Tally, latency_of, rates_of
 from trioserve.live.prefix import prefix_of
 from trioserve.live.requests import request_row, shown_requests
@@ -31,6 +33,9 @@ from trioserve.scheduler import Scheduler
 from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics
 from trioserve.worker.supervisor import WorkerLife
+
+if TYPE_CHECKING:
+    from trioserve.engine import Engine
 
 __all__ = [
     "DEFAULT_NODES",
@@ -79,6 +84,21 @@ class Subject:
     health: Callable[[], str]
     weight_version: Callable[[], str]
     worker_life: Callable[[], WorkerLife]
+
+    @classmethod
+    def of(
+        cls, engine: Engine, scheduler: Scheduler, worker_life: Callable[[], WorkerLife]
+    ) -> Subject:
+        """An engine that is all in this process."""
+        return cls(
+            scheduler=scheduler,
+            open_requests=lambda: engine.newest_requests,
+            statistics=engine.statistics,
+            tally=lambda: Tally.of(engine.metrics),
+            health=lambda: health_word(engine),
+            weight_version=lambda: engine.weight_version,
+            worker_life=worker_life,
+        )
 
     def row_of(self, request: Request, offset: float, *, is_over: bool = False) -> RequestRow:
         """``request`` as it is now; ``offset`` is what Unix time is ahead of trio's clock."""

@@ -7,6 +7,7 @@ from trioserve.model_files.encoder_config import EncoderConfig
 from trioserve.model_files.encoder_files import EncoderFiles, open_encoder, task_of
 from trioserve.model_files.files import ModelFiles, load_tokenizer_from, open_model
 from trioserve.model_files.locate import locate
+from trioserve.model_files.transformers_config import TransformersConfig
 
 __all__ = [
     "EncoderConfig",
@@ -15,6 +16,7 @@ __all__ = [
     "ModelConfig",
     "ModelFiles",
     "RopeScaling",
+    "TransformersConfig",
     "load_tokenizer_from",
     "locate",
     "open_encoder",

@@ -13,8 +13,14 @@ from trioserve.model_files.checksum import Checksum
 from trioserve.model_files.config import ModelConfig
 from trioserve.model_files.decoder_embedding import DecoderEmbedding, read_decoder_embedding
 from trioserve.model_files.gguf_header import GGUFHeader, read_header
+from trioserve.model_files.jsonfile import read_object
 from trioserve.model_files.locate import default_name
 from trioserve.model_files.shards import shard_paths
+from trioserve.model_files.transformers_config import (
+    TransformersConfig,
+    is_other_decoder,
+    read_transformers_config,
+)
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,7 +38,7 @@ class ModelFiles:
 
     path: Path
     format: Literal["safetensors", "gguf"]
-    config: ModelConfig
+    config: ModelConfig | TransformersConfig
     name: str
     """A short name to serve the model under."""
     chat_template: str | None
@@ -43,6 +49,12 @@ class ModelFiles:
     """How it embeds texts, if it was trained for that and not to generate."""
     gguf_header: GGUFHeader | None = attrs.field(default=None, repr=False, eq=False)
     """The parsed header of a GGUF file, None for a folder."""
+
+    @property
+    def native(self) -> ModelConfig:
+        """The configuration, of a family that has a file of its own."""
+        assert isinstance(self.config, ModelConfig)
+        return self.config
 
     def load_tokenizer(self) -> tokenizers.Tokenizer:
         """The model's own tokenizer.
@@ -66,17 +78,25 @@ class ModelFiles:
         return checksum.hexdigest()
 
 
-def open_model(path: Path) -> ModelFiles:
+def open_model(path: Path, implementation: str = "auto") -> ModelFiles:
     """Read what is in a model's folder or GGUF file, all but tokenizer and weights.
+
+    ``implementation`` is what is to compute it: ``native`` is this package, ``transformers`` that
+    one, and ``auto`` the first if the model's family has a file in it.
 
     Raises:
         ModelLoadError: a file is missing or damaged, or the model is of a kind not served; one
             line names the file and says what to do.
     """
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, implementation)
     if not path.exists():
         raise ModelLoadError(f"{path} doesn't exist: give a model's folder or a .gguf file")
+    if implementation == "transformers":
+        raise ModelLoadError(
+            f"{path} is a GGUF file, which isn't served through transformers: leave out "
+            "--model-impl, or give the model's folder"
+        )
     header = read_header(path)
     config = gguf.read_config(header)
     return ModelFiles(
@@ -92,10 +112,16 @@ def open_model(path: Path) -> ModelFiles:
     )
 
 
-def _open_folder(path: Path) -> ModelFiles:
-    config = huggingface.read_config(path)
+def _open_folder(path: Path, implementation: str) -> ModelFiles:
+    values = read_object(path / "config.json")
+    others = implementation == "auto" and not huggingface.has_family(values)
+    config: ModelConfig | TransformersConfig
+    if implementation == "transformers" or (others and is_other_decoder(values)):
+        config = read_transformers_config(path)
+    else:
+        config = huggingface.read_config(path)
     embedding = read_decoder_embedding(path, config.hidden_size)
-    if embedding is None and not config.has_head:
+    if embedding is None and isinstance(config, ModelConfig) and not config.has_head:
         embedding = DecoderEmbedding()
     shard_paths(path)  # a folder without weights is told so before a worker starts
     return ModelFiles(

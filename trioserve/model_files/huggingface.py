@@ -11,6 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trioserve.errors import InvalidRequest, ModelLoadError
+from trioserve.model_files.common_fields import (
+    architecture_of,
+    dtype_of,
+    ids_that_end,
+    refuse_quantized,
+    token_ids,
+)
 from trioserve.model_files.config import (
     MAX_LAYERS,
     MAX_SIZE,
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 __all__ = [
+    "has_family",
     "read_chat_template",
     "read_config",
     "read_generation_defaults",
@@ -65,7 +73,6 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 _ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn")
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -112,21 +119,24 @@ def read_config(folder: Path) -> ModelConfig:
         experts=read_experts(fields, family, num_layers),
         windows=_windows(fields, family, num_layers, rope_layers),
         rope_layers=rope_layers,
-        dtype=_dtype(fields, folder),
-        bos_token_id=_first(_ids(fields, "bos_token_id")),
-        eos_token_ids=_eos_ids(fields, folder),
+        dtype=dtype_of(fields, folder),
+        bos_token_id=_first(token_ids(fields, "bos_token_id")),
+        eos_token_ids=ids_that_end(fields, folder),
     )
     check_config(config, path)
     return config
 
 
-def _architecture(values: Mapping[str, Any]) -> str | None:
-    named = values.get("architectures") or []
-    return str(named[0]) if isinstance(named, list) and named else None
+def has_family(values: Mapping[str, Any]) -> bool:
+    """Whether config.json is of a family that has a file here."""
+    architecture = architecture_of(values)
+    if architecture is None:
+        return values.get("model_type") in FAMILIES.values()
+    return architecture in FAMILIES or architecture in _BARE_MODELS
 
 
 def _family(path: Path, values: Mapping[str, Any]) -> str:
-    architecture = _architecture(values)
+    architecture = architecture_of(values)
     if architecture is None:
         model_type = values.get("model_type")
         if model_type in FAMILIES.values():
@@ -141,7 +151,7 @@ def _family(path: Path, values: Mapping[str, Any]) -> str:
 
 def _has_head(folder: Path, values: Mapping[str, Any]) -> bool:
     """Whether the model makes logits: of those that embed texts some were saved without that."""
-    if _architecture(values) in _BARE_MODELS:
+    if architecture_of(values) in _BARE_MODELS:
         return False
     if values.get("tie_word_embeddings") or not (folder / MODULES).exists():
         return True
@@ -149,13 +159,7 @@ def _has_head(folder: Path, values: Mapping[str, Any]) -> bool:
 
 
 def _refuse_unserved(fields: Fields) -> None:
-    quantization = fields.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ModelLoadError(
-            f"{fields.path}: weights quantized with {method} aren't served; "
-            "use the model's unquantized folder or a GGUF file"
-        )
+    refuse_quantized(fields)
     if (fields.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise ModelLoadError(
             f"{fields.path}: hidden_act {fields.get('hidden_act')!r} isn't served; silu is"
@@ -247,37 +251,8 @@ def _windows(
     return tuple(window if layer >= full else None for layer in range(num_layers))
 
 
-def _dtype(fields: Fields, folder: Path) -> str:
-    """The weights' number format: as config.json says, or else as the first tensor has it."""
-    named = fields.get("dtype") or fields.get("torch_dtype")
-    if named is not None:
-        return str(named).removeprefix("torch.")
-    for shard in read_shards(folder):
-        for dtype in shard.dtypes.values():
-            if dtype in _DTYPES:
-                return _DTYPES[dtype]
-    return "float32"
-
-
-def _ids(fields: Fields, name: str) -> tuple[int, ...]:
-    value = fields.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_SIZE:
-            raise fields.error(name, value)
-    return tuple(ids)
-
-
 def _first(ids: tuple[int, ...]) -> int | None:
     return ids[0] if ids else None
-
-
-def _eos_ids(fields: Fields, folder: Path) -> tuple[int, ...]:
-    """The ids that end a sequence, in config.json or generation_config.json, each once."""
-    path = folder / "generation_config.json"
-    generation = Fields(path, read_object(path, required=False), {})
-    both = (*_ids(fields, "eos_token_id"), *_ids(generation, "eos_token_id"))
-    return tuple(dict.fromkeys(both))
 
 
 def read_generation_defaults(folder: Path) -> dict[str, float | int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from types import TracebackType
 
 import quart
@@ -76,7 +77,8 @@ class _Feed(Events):
         self._scope = contextlib.AsyncExitStack()
         self._take: Pictures | None = None
         self._due = 0.0
-        self._ended = False
+        self._left = query.pictures or math.inf
+        """Pictures that are still to come."""
 
     async def __aenter__(self) -> _Feed:
         watch = self._service.whole.watch(requests=self._query.requests, nodes=self._query.nodes)
@@ -97,12 +99,12 @@ class _Feed(Events):
             hello, self._hello = self._hello, None
             self._due = trio.current_time()
             return named_event("hello", hello)
-        if self._ended:
+        if self._left == 0:
             raise StopAsyncIteration
         draining = await self._wait()
         assert self._take is not None
         picture = await self._take()
-        self._ended = draining
+        self._left = 0 if draining else self._left - 1
         return named_event("picture", picture)
 
     async def _wait(self) -> bool:

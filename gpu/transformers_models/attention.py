@@ -1,0 +1,105 @@
+"""The paged cache of a model whose layers needn't be alike, and the attention over it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+
+from gpu.attention import CacheShape, StepLayout
+from gpu.attention.scores import ScoreRule
+from gpu.attention.torch_cpu import TorchCpuAttention
+from gpu.executor import Copies
+from gpu.transformers_models.interface import AttentionCall
+
+__all__ = ["LayerShape", "PagedLayers"]
+
+
+@attrs.frozen(kw_only=True)
+class LayerShape:
+    """What one layer hands to its attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None
+    """How many positions a query sees, its own included; None for all."""
+
+    @property
+    def cache_dim(self) -> int:
+        """Numbers of a key or a value in the cache, the shorter of which is padded."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Of a token's keys and values in the cache."""
+        return 2 * self.num_kv_heads * self.cache_dim
+
+
+class PagedLayers:
+    """The paged attention of a whole model: :class:`gpu.transformers_models.interface.Backend`.
+
+    Layers of one shape share one :class:`~gpu.attention.torch_cpu.TorchCpuAttention`; a page has
+    its number in all of them.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerShape], *, page_size: int, num_pages: int, dtype: torch.dtype
+    ) -> None:
+        self._layers = layers
+        alike: dict[tuple[int, int, int], list[int]] = {}
+        for index, layer in enumerate(layers):
+            shape = (layer.num_heads, layer.num_kv_heads, layer.cache_dim)
+            alike.setdefault(shape, []).append(index)
+        self._parts: list[TorchCpuAttention] = []
+        self._places: dict[int, tuple[TorchCpuAttention, int]] = {}
+        for (num_heads, num_kv_heads, cache_dim), indices in alike.items():
+            shape_of_part = CacheShape(
+                num_layers=len(indices),
+                num_pages=num_pages,
+                page_size=page_size,
+                num_kv_heads=num_kv_heads,
+                head_dim=cache_dim,
+                dtype=dtype,
+                device=torch.device("cpu"),
+            )
+            windows = [layers[index].window for index in indices]
+            part = TorchCpuAttention(shape_of_part, num_heads, None, windows)
+            self._parts.append(part)
+            self._places.update({index: (part, at) for at, index in enumerate(indices)})
+
+    def copy_pages(self, copies: Copies) -> None:
+        """See :meth:`gpu.attention.Attention.copy_pages`."""
+        for part in self._parts:
+            part.copy_pages(copies)
+
+    def begin(self, layout: StepLayout) -> None:
+        """See :meth:`gpu.attention.Attention.begin`."""
+        self.positions = torch.from_numpy(layout.positions)
+        for part in self._parts:
+            part.begin(layout)
+
+    def mask(self, function: Callable[..., torch.Tensor]) -> object:
+        """Nothing: the layout says who sees whom."""
+        return None
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Write the keys and values of a layer, then attend over its pages."""
+        layer = self._layers[call.layer]
+        part, index = self._places[call.layer]
+        query, key, value = (
+            _padded(heads[0].transpose(0, 1), layer.cache_dim)
+            for heads in (call.query, call.key, call.value)
+        )
+        part.write(index, torch.cat([key, value], dim=1))
+        scale = 1.0 / math.sqrt(layer.head_dim) if call.scale is None else call.scale
+        rule = ScoreRule(scale=scale, softcap=call.softcap, sinks=call.sinks)
+        return part.attend(index, query, layer.window, rule)[..., : layer.value_dim]
+
+
+def _padded(heads: torch.Tensor, size: int) -> torch.Tensor:
+    missing = size - heads.shape[-1]
+    return torch.nn.functional.pad(heads, (0, missing)) if missing else heads

@@ -1,0 +1,201 @@
+"""From a folder to an executor, by way of transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu.adjustments import Adjuster
+from gpu.cpu.executor import CpuExecutor
+from gpu.cpu.loading import choose_cpu_pages, refuse_cache_format
+from gpu.cpu.torch_loading import make_sampler
+from gpu.cpu.torch_model import TorchModel
+from gpu.exchange import ReadWeights
+from gpu.loading import Loaded, OnProgress, choose_num_threads, unseen
+from gpu.slots import SlotTable, described
+from gpu.transformers_models import interface
+from gpu.transformers_models.attention import LayerShape, PagedLayers
+from gpu.transformers_models.check import check_against_plain
+from gpu.transformers_models.decoder import TransformersDecoder
+from gpu.transformers_models.probing import probe_layers, refusal
+from trioserve.errors import ModelLoadError
+from trioserve.machine import Machine
+from trioserve.model_files import ModelFiles, TransformersConfig
+from trioserve.wire import Start
+
+__all__ = ["load_through_transformers"]
+
+SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Of the kinds that configurations name."""
+
+
+def load_through_transformers(
+    start: Start,
+    files: ModelFiles,
+    dtype: str,
+    device: str,
+    on_progress: OnProgress,
+    adjuster: Adjuster,
+) -> Loaded:
+    """Load a model and give it a KV cache; ``device`` has to be ``cpu``.
+
+    The other arguments as of :func:`gpu.cpu.loading.load_on_cpu`.
+
+    Raises:
+        ModelLoadError: the model can't be served so; one line says why and what to do.
+    """
+    config = files.config
+    assert isinstance(config, TransformersConfig)
+    _refuse_options(start, device, config.architecture)
+    _require_library(config.architecture)
+    torch.set_num_threads(choose_num_threads(start.num_threads))
+    torch.set_float32_matmul_precision("highest")
+    decoder, layers = _load(files, dtype, start.max_model_len, on_progress)
+    per_token = sum(layer.numbers_per_token for layer in layers) * decoder.dtype.itemsize
+    num_pages, num_host_pages = choose_cpu_pages(start, per_token * start.page_size)
+    attention = PagedLayers(
+        layers,
+        page_size=start.page_size,
+        num_pages=num_pages + num_host_pages,
+        dtype=decoder.dtype,
+    )
+    model = TorchModel(decoder, attention)
+    slots = SlotTable(
+        num_pages=num_pages,
+        page_size=start.page_size,
+        max_model_len=start.max_model_len,
+        vocab_size=config.vocab_size,
+        num_host_pages=num_host_pages,
+    )
+    sampler = make_sampler(start, config.vocab_size)
+    return Loaded(
+        executor=CpuExecutor(model, sampler, slots, adjuster),
+        slots=slots,
+        num_pages=num_pages,
+        num_host_pages=num_host_pages,
+        device_name=Machine().cpu_name(),
+        computing=f"{config.architecture} of transformers {_version()}",
+        read_weights=_exchange(model, layers, dtype, start.max_model_len),
+    )
+
+
+def _refuse_options(start: Start, device: str, architecture: str) -> None:
+    """What only models with a file of their own have."""
+    reason = None
+    if device != "cpu":
+        reason = "no GPU: use --device cpu"
+    elif start.max_lora_rank:
+        reason = "no adapters: leave out --enable-lora"
+    elif start.quantization not in ("auto", "none"):
+        reason = f"no rounded weights: leave out --quantization {start.quantization}"
+    elif start.deterministic:
+        reason = "no order of operations that is the same in every batch: leave out --deterministic"
+    if reason is not None:
+        raise ModelLoadError(f"{architecture} is served through transformers, with {reason}")
+    refuse_cache_format(start)
+
+
+def _require_library(architecture: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelLoadError(
+            f"{architecture} is served through transformers, which isn't installed: "
+            "pip install 'trioserve[transformers]'"
+        )
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    interface.register()
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def _load(
+    files: ModelFiles, dtype: str, longest: int, on_progress: OnProgress
+) -> tuple[TransformersDecoder, list[LayerShape]]:
+    """The model with its weights, once it is known that it computes what it should."""
+    config = files.config
+    assert isinstance(config, TransformersConfig)
+    on_progress("weights", 0, 1)
+    model = _read(files.path, config.architecture, getattr(torch, dtype))
+    on_progress("weights", 1, 1)
+    decoder = TransformersDecoder(model)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    layers = probe_layers(decoder.body, config.architecture, num_layers)
+    check_against_plain(decoder, layers, config.vocab_size, longest)
+    return decoder, layers
+
+
+def _read(folder: Path, architecture: str, dtype: torch.dtype) -> Any:
+    """The model in evaluation mode; code that comes with it is never run.
+
+    Raises:
+        ModelLoadError: transformers doesn't know it, or its files aren't what the class wants.
+    """
+    import transformers
+
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        raise ModelLoadError(
+            f"transformers {_version()} has no {architecture}: a newer one may, and code that "
+            "comes with a model isn't run"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        _refuse_class(model_class, config)
+        model, found = model_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=interface.NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except ModelLoadError:
+        raise
+    except Exception as error:  # a configuration may be wrong in any way
+        reason = f"can't be loaded from {folder} ({described(error)})"
+        raise refusal(architecture, reason) from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(map(str, found[kind]))
+        if names:
+            raise ModelLoadError(
+                f"{folder} doesn't fit {architecture} of transformers {_version()}: "
+                f"{len(names)} {kind.replace('_keys', '')} tensors, such as {names[0]}"
+            )
+    return model.eval()
+
+
+def _refuse_class(model_class: Any, config: Any) -> None:
+    """What is known of a model before its weights are read."""
+    name = model_class.__name__
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise refusal(name, "doesn't ask for its attention by name (_supports_attention_backend)")
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - SERVED_LAYERS
+    if kinds:
+        raise refusal(name, f"has layers of {', '.join(sorted(kinds))}, which aren't kept in pages")
+
+
+def _exchange(
+    model: TorchModel[PagedLayers], layers: list[LayerShape], dtype: str, longest: int
+) -> ReadWeights:
+    """How ``model`` comes by other weights."""
+
+    def read(files: ModelFiles) -> Callable[[], None]:
+        decoder, others = _load(files, dtype, longest, unseen)
+        assert others == layers  # the configuration is the same
+        return lambda: model.replace_decoder(decoder)
+
+    return read

@@ -1,0 +1,68 @@
+"""What every family's config.json says in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.config import MAX_SIZE
+from trioserve.model_files.fields import Fields
+from trioserve.model_files.jsonfile import read_object
+from trioserve.model_files.shards import read_shards
+
+__all__ = ["architecture_of", "dtype_of", "ids_that_end", "refuse_quantized", "token_ids"]
+
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def architecture_of(values: Mapping[str, Any]) -> str | None:
+    """The class that config.json names first; None if it names none."""
+    named = values.get("architectures") or []
+    return str(named[0]) if isinstance(named, list) and named else None
+
+
+def refuse_quantized(fields: Fields) -> None:
+    """Weights in a number format of some quantization library aren't served.
+
+    Raises:
+        ModelLoadError: these are in one.
+    """
+    quantization = fields.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ModelLoadError(
+            f"{fields.path}: weights quantized with {method} aren't served; "
+            "use the model's unquantized folder or a GGUF file"
+        )
+
+
+def dtype_of(fields: Fields, folder: Path) -> str:
+    """The weights' number format: as config.json says, or else as the first tensor has it."""
+    named = fields.get("dtype") or fields.get("torch_dtype")
+    if named is not None:
+        return str(named).removeprefix("torch.")
+    for shard in read_shards(folder):
+        for dtype in shard.dtypes.values():
+            if dtype in _DTYPES:
+                return _DTYPES[dtype]
+    return "float32"
+
+
+def token_ids(fields: Fields, name: str) -> tuple[int, ...]:
+    """One id, several or none."""
+    value = fields.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_SIZE:
+            raise fields.error(name, value)
+    return tuple(ids)
+
+
+def ids_that_end(fields: Fields, folder: Path) -> tuple[int, ...]:
+    """The ids that end a sequence, in config.json or generation_config.json, each once."""
+    path = folder / "generation_config.json"
+    generation = Fields(path, read_object(path, required=False), {})
+    both = (*token_ids(fields, "eos_token_id"), *token_ids(generation, "eos_token_id"))
+    return tuple(dict.fromkeys(both))

@@ -1,0 +1,126 @@
+"""A decoder of a family without a file of its own: what serving needs to know of its config.json.
+
+What the layers are made of is transformers' business, in the worker; the engine wants the
+vocabulary, the longest sequence and the ids that end one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.common_fields import (
+    architecture_of,
+    dtype_of,
+    ids_that_end,
+    refuse_quantized,
+    token_ids,
+)
+from trioserve.model_files.fields import Fields
+from trioserve.model_files.jsonfile import read_object
+
+__all__ = ["TransformersConfig", "is_other_decoder", "read_transformers_config"]
+
+_ENDINGS = ("ForCausalLM", "LMHeadModel")
+"""Of the names of classes that continue a text."""
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+_NOT_OF_THE_SHAPE = (
+    "_name_or_path",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+
+
+@attrs.frozen(kw_only=True)
+class TransformersConfig:
+    """A decoder that transformers computes; fields as in :class:`ModelConfig`."""
+
+    architecture: str
+    """The class in transformers, such as ``GPTNeoXForCausalLM``."""
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    """The longest sequence that can be served, which may be less than config.json's number."""
+    dtype: str = "bfloat16"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    shape: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
+    """All of config.json that tells one model's computation from another's."""
+
+    @property
+    def family(self) -> str:
+        """``model_type`` in config.json."""
+        return str(self.shape.get("model_type"))
+
+
+def is_other_decoder(values: Mapping[str, Any]) -> bool:
+    """Whether config.json names a class that continues texts, be it known here or not."""
+    architecture = architecture_of(values) or ""
+    return architecture.endswith(_ENDINGS) and not values.get("is_encoder_decoder")
+
+
+def read_transformers_config(folder: Path) -> TransformersConfig:
+    """What ``folder`` says of a model that transformers is to compute.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged, or the model is of a kind not served.
+    """
+    path = folder / "config.json"
+    values = read_object(path)
+    fields = Fields(path, values, {})
+    architecture = architecture_of(values)
+    if architecture is None or not is_other_decoder(values):
+        raise ModelLoadError(
+            f"{path}: {architecture or 'a model without an architecture'} isn't served; of those "
+            "that transformers computes, decoders are (…ForCausalLM)"
+        )
+    refuse_quantized(fields)
+    return TransformersConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer(_first_in(values, _WIDTHS)),
+        max_position_embeddings=_longest(fields),
+        dtype=dtype_of(fields, folder),
+        bos_token_id=next(iter(token_ids(fields, "bos_token_id")), None),
+        eos_token_ids=ids_that_end(fields, folder),
+        shape={name: value for name, value in values.items() if name not in _NOT_OF_THE_SHAPE},
+    )
+
+
+def _first_in(values: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """The first name that is there; the most usual one for the error if none is."""
+    return next((name for name in names if values.get(name) is not None), names[0])
+
+
+def _longest(fields: Fields) -> int:
+    """The longest sequence whose tokens are all rotated alike.
+
+    Past the length that it was trained at, LongRoPE rotates the whole sequence by other angles, of
+    which keys in the cache know nothing, nor the other sequences of a step.
+    """
+    longest = fields.integer(_first_in(fields.values, _LENGTHS))
+    for rope in _ropes(fields):
+        if (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
+            outer = fields.integer("original_max_position_embeddings", longest)
+            longest = min(longest, rope.integer("original_max_position_embeddings", outer))
+    return longest
+
+
+def _ropes(fields: Fields) -> Iterator[Fields]:
+    """What there is to read of RoPE: for all layers, or for each kind of layer."""
+    written = fields.get("rope_parameters") or fields.get("rope_scaling")
+    if not isinstance(written, dict):
+        return
+    of_kinds = [value for value in written.values() if isinstance(value, dict)]
+    for values in of_kinds or [written]:
+        yield Fields(fields.path, values, {})

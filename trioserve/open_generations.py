@@ -1,0 +1,113 @@
+"""The life of a request: from its caller's scope being entered until it has been left.
+
+A request isn't a task. It is in the engine for as long as the block that asks for it lasts, and
+leaving that block, for whatever reason, is its abort.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import attrs
+import trio
+
+from trioserve.backend import Backend
+from trioserve.deadline import Deadline
+from trioserve.entrance import Entrance
+from trioserve.errors import EngineError, RequestAborted, SlowReader
+from trioserve.generation import GenerationStream
+from trioserve.request import Finish, FinishReason, Request, Sequence
+
+__all__ = ["OpenGenerations"]
+
+
+@attrs.define(eq=False, kw_only=True)
+class OpenGenerations:
+    """The requests of one engine whose caller's scope is open, in the order of their arrival.
+
+    Args:
+        scheduler: is told of aborts.
+        entrance: counts who waits.
+        to_tokenizer: where a request begins.
+        check_open: raises where nobody is to be let in.
+        on_finished: called with each sequence of which nothing more will be delivered.
+        on_left: called with each request whose scope has been left.
+    """
+
+    _scheduler: Backend
+    _entrance: Entrance
+    _to_tokenizer: trio.MemorySendChannel[Request]
+    _check_open: Callable[[], None]
+    _on_finished: Callable[[Sequence, Finish], None]
+    _on_left: Callable[[Request], None]
+    _requests: dict[Request, None] = attrs.field(init=False, factory=dict)
+    _closed: EngineError | None = attrs.field(init=False, default=None)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __reversed__(self) -> Iterator[Request]:
+        return reversed(self._requests)
+
+    @contextlib.asynccontextmanager
+    async def opened(self, request: Request, deadline: Deadline) -> AsyncIterator[GenerationStream]:
+        """The caller's scope: entering waits until ``request`` is admitted.
+
+        Raises:
+            QueueFull: too much waits.
+            DeadlineExceeded: the deadline has passed.
+        """
+        self._check_open()
+        self._entrance.enter(request, trio.current_time())
+        self._requests[request] = None
+        request.stream.on_evicted = functools.partial(self._abort, request)
+        try:
+            with deadline.enforced():
+                self._to_tokenizer.send_nowait(request)
+                await request.admitted.wait()
+                if request.rejection is not None:
+                    raise request.rejection
+                yield GenerationStream(request)
+        finally:
+            self._abandon(request)
+
+    def end(self, request: Request, error: RequestAborted) -> None:
+        """End one with ``error``, whatever its stage. Never blocks."""
+        self._abort(request, error)
+        # The detokenizer does the same, but may have been cancelled with the engine's scope.
+        request.stream.close(error)
+
+    def close(self, error: EngineError) -> None:
+        """End all with ``error``, of the engine. Idempotent."""
+        self._closed = self._closed or error
+        for request in self._requests:
+            request.reject(error)
+            request.stream.close(error)
+
+    def _abort(self, request: Request, error: RequestAborted | SlowReader) -> None:
+        """Nothing more is to be computed of a request. Never blocks."""
+        finish = Finish(FinishReason.ABORT, error=error)
+        for sequence in reversed(request.sequences):
+            if not sequence.delivered:
+                self._scheduler.abort(sequence, finish)
+
+    def _abandon(self, request: Request) -> None:
+        """The caller's scope is left: nothing more is to be computed or kept. Never blocks."""
+        if self._closed is None:
+            finish = Finish(FinishReason.ABORT)
+        else:
+            finish = Finish(FinishReason.ERROR, error=self._closed)
+        # The last one first: nobody is to compute the prompt in place of one that has left.
+        for sequence in reversed(request.sequences):
+            if not sequence.delivered:
+                self._scheduler.abort(sequence, finish)
+                self._on_finished(sequence, sequence.finish or finish)
+        request.stream.discard()
+        self._entrance.forget(request)
+        del self._requests[request]
+        self._on_left(request)
