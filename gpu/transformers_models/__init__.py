@@ -13,5 +13,6 @@ the other in one sequence, and each token brings its position.
 - :mod:`~gpu.transformers_models.decoder`: the model, as the executor takes it.
 - :mod:`~gpu.transformers_models.check`: a model that computes something else here than with plain
   attention is not served.
-- :mod:`~gpu.transformers_models.loading`: from files to an executor.
+- :mod:`~gpu.transformers_models.reading`: from files to a model.
+- :mod:`~gpu.transformers_models.loading`: all of these, up to an executor.
 """

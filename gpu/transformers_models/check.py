@@ -3,7 +3,8 @@
 Families differ in more than a probe of their attention can see, and new ones come with every
 release of transformers. So each model is run on the same tokens twice before it serves: at once
 with transformers' own plain attention and no cache, and in pieces beside another sequence over
-pages. What is left between the two is rounding, or the model is refused.
+pages. What is left between the two is rounding, or the model is refused. How much rounding there is
+depends on the model's depth, so where it isn't little, two of transformers' own attentions say it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ NUM_TOKENS = 24
 PAGE_SIZE = 4
 # How many tokens of each of two sequences a step computes at most: pieces and single tokens mixed.
 STEPS = ((10, 0), (1, 9), (8, 1), (1, 1), (NUM_TOKENS, NUM_TOKENS))
-# Of the logits' own norm. Rounding gives 1e-6 and 0.01; a state that got lost, 0.1 and more. A
-# router that picks another expert by a hair may change single tokens at will: the median counts.
+# Of the logits' own norm. In small models rounding gives 1e-6 and 0.01, positions that are off by
+# one 0.1, another's keys 0.7.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+MOST_ROUNDING = 3.0
+"""Times the difference of two of transformers' own attentions."""
 
 
 def check_against_plain(
@@ -47,12 +50,16 @@ def check_against_plain(
     length = min(NUM_TOKENS, longest)
     tokens = np.random.default_rng(0).integers(vocab_size, size=length)
     with torch.inference_mode():
-        plain = _plain(decoder.model, torch.from_numpy(tokens))
+        plain = _plain(decoder.model, torch.from_numpy(tokens), "eager")
         paged = decoder.logits(_paged(decoder, layers, tokens, vocab_size)).float()
     if plain.shape[1] != vocab_size:
         raise refusal(name, f"gives {plain.shape[1]} logits for {vocab_size} tokens")
-    error = float(((paged - plain).norm(dim=-1) / plain.norm(dim=-1)).median())
-    if not error <= TOLERANCES[decoder.dtype]:  # NaN isn't either
+    error = _difference(paged, plain)
+    if error <= TOLERANCES[decoder.dtype]:
+        return
+    with torch.inference_mode():
+        other = _plain(decoder.model, torch.from_numpy(tokens), "sdpa")
+    if not error <= MOST_ROUNDING * _difference(other, plain):  # NaN isn't either
         raise refusal(
             name,
             "gives other logits over a paged cache than with plain attention "
@@ -60,9 +67,18 @@ def check_against_plain(
         )
 
 
-def _plain(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [T, V] float32 of ``tokens`` [T]."""
-    model.set_attn_implementation("eager")
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of logits [T, V], as a part of their size.
+
+    A router that picks another expert by a hair may change single tokens at will: the median
+    counts.
+    """
+    return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
+
+
+def _plain(model: Any, tokens: torch.Tensor, implementation: str) -> torch.Tensor:
+    """Logits [T, V] float32 of ``tokens`` [T], with one of transformers' own attentions."""
+    model.set_attn_implementation(implementation)
     try:
         logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
     finally:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,15 +20,13 @@ from gpu.transformers_models.attention import LayerShape, PagedLayers
 from gpu.transformers_models.check import check_against_plain
 from gpu.transformers_models.decoder import TransformersDecoder
 from gpu.transformers_models.probing import probe_layers, refusal
+from gpu.transformers_models.reading import read_model, version
 from trioserve.errors import ModelLoadError
 from trioserve.machine import Machine
 from trioserve.model_files import ModelFiles, TransformersConfig
 from trioserve.wire import Start
 
 __all__ = ["load_through_transformers"]
-
-SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Of the kinds that configurations name."""
 
 
 def load_through_transformers(
@@ -78,7 +74,7 @@ def load_through_transformers(
         num_pages=num_pages,
         num_host_pages=num_host_pages,
         device_name=Machine().cpu_name(),
-        computing=f"{config.architecture} of transformers {_version()}",
+        computing=f"{config.architecture} of transformers {version()}",
         read_weights=_exchange(model, layers, dtype, start.max_model_len),
     )
 
@@ -112,80 +108,25 @@ def _require_library(architecture: str) -> None:
     interface.register()
 
 
-def _version() -> str:
-    import transformers
-
-    return str(transformers.__version__)
-
-
 def _load(
     files: ModelFiles, dtype: str, longest: int, on_progress: OnProgress
 ) -> tuple[TransformersDecoder, list[LayerShape]]:
     """The model with its weights, once it is known that it computes what it should."""
     config = files.config
     assert isinstance(config, TransformersConfig)
-    on_progress("weights", 0, 1)
-    model = _read(files.path, config.architecture, getattr(torch, dtype))
-    on_progress("weights", 1, 1)
-    decoder = TransformersDecoder(model)
-    num_layers = model.config.get_text_config().num_hidden_layers
-    layers = probe_layers(decoder.body, config.architecture, num_layers)
-    check_against_plain(decoder, layers, config.vocab_size, longest)
-    return decoder, layers
-
-
-def _read(folder: Path, architecture: str, dtype: torch.dtype) -> Any:
-    """The model in evaluation mode; code that comes with it is never run.
-
-    Raises:
-        ModelLoadError: transformers doesn't know it, or its files aren't what the class wants.
-    """
-    import transformers
-
-    model_class = getattr(transformers, architecture, None)
-    if model_class is None:
-        raise ModelLoadError(
-            f"transformers {_version()} has no {architecture}: a newer one may, and code that "
-            "comes with a model isn't run"
-        )
+    name = config.architecture
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        _refuse_class(model_class, config)
-        model, found = model_class.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=interface.NAME,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        model = read_model(files.path, name, getattr(torch, dtype), on_progress)
+        on_progress("check", 0, 1)
+        decoder = TransformersDecoder(model)
+        layers = probe_layers(decoder.body, name, model.config.get_text_config().num_hidden_layers)
+        check_against_plain(decoder, layers, config.vocab_size, longest)
+        on_progress("check", 1, 1)
     except ModelLoadError:
         raise
-    except Exception as error:  # a configuration may be wrong in any way
-        reason = f"can't be loaded from {folder} ({described(error)})"
-        raise refusal(architecture, reason) from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(map(str, found[kind]))
-        if names:
-            raise ModelLoadError(
-                f"{folder} doesn't fit {architecture} of transformers {_version()}: "
-                f"{len(names)} {kind.replace('_keys', '')} tensors, such as {names[0]}"
-            )
-    return model.eval()
-
-
-def _refuse_class(model_class: Any, config: Any) -> None:
-    """What is known of a model before its weights are read."""
-    name = model_class.__name__
-    if not getattr(model_class, "_supports_attention_backend", False):
-        raise refusal(name, "doesn't ask for its attention by name (_supports_attention_backend)")
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - SERVED_LAYERS
-    if kinds:
-        raise refusal(name, f"has layers of {', '.join(sorted(kinds))}, which aren't kept in pages")
+    except Exception as error:  # a configuration may be wrong in any way, and a family do anything
+        raise refusal(name, f"can't be loaded from {files.path} ({described(error)})") from error
+    return decoder, layers
 
 
 def _exchange(

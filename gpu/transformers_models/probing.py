@@ -12,12 +12,11 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from gpu.slots import described
 from gpu.transformers_models.attention import LayerShape
 from gpu.transformers_models.interface import AttentionCall, answering
 from trioserve.errors import ModelLoadError
 
-__all__ = ["probe_layers"]
+__all__ = ["probe_layers", "refusal"]
 
 NUM_TOKENS = 3
 FAR = 1 << 20
@@ -99,14 +98,8 @@ def probe_layers(body: torch.nn.Module, name: str, num_layers: int) -> list[Laye
     """
     probe = _Probe(name)
     tokens = torch.arange(NUM_TOKENS)[None]
-    try:
-        with torch.inference_mode(), answering(probe):
-            body(input_ids=tokens, position_ids=tokens.clone(), use_cache=False)
-    except ModelLoadError:
-        raise
-    except Exception as error:  # whatever a model may do to a mask that isn't one
-        reason = f"doesn't run with attention from outside ({described(error)})"
-        raise refusal(name, reason) from error
+    with torch.inference_mode(), answering(probe):
+        body(input_ids=tokens, position_ids=tokens.clone(), use_cache=False)
     if sorted(probe.layers) != list(range(num_layers)):
         raise refusal(
             name,

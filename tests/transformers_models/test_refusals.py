@@ -16,6 +16,7 @@ import torch
 
 from gpu.adjustments import NoAdjuster
 from gpu.loading import load, unseen
+from gpu.transformers_models import check
 from gpu.transformers_models.attention import PagedLayers
 from gpu.transformers_models.loading import load_through_transformers
 from gpu.weights.replacement import weights_for
@@ -97,6 +98,23 @@ def test_a_class_that_transformers_does_not_have(changed: Callable[..., Path]) -
     assert "has no TomorrowForCausalLM: a newer one may, and code that comes with" in said
 
 
+def test_a_configuration_of_another_class(changed: Callable[..., Path]) -> None:
+    said = refusal(changed(architectures=["GPT2LMHeadModel"]))
+    assert "it comes with a configuration of gpt_neox" in said
+
+
+def test_a_class_that_chooses_others(changed: Callable[..., Path]) -> None:
+    said = refusal(changed(architectures=["AutoModelForCausalLM"]))
+    assert said.startswith("AutoModelForCausalLM can't be served through transformers")
+
+
+def test_an_adapter_beside_the_model(changed: Callable[..., Path]) -> None:
+    """Of which transformers would load the base model instead, wherever that is."""
+    folder = changed()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+    assert f"it comes with an adapter in {folder}: merge the two" in refusal(folder)
+
+
 def test_a_configuration_that_contradicts_itself(changed: Callable[..., Path]) -> None:
     said = refusal(changed(num_attention_heads="many"))
     assert said.startswith("GPTNeoXForCausalLM can't be served through transformers: it can't be")
@@ -128,7 +146,18 @@ def test_other_logits_than_with_plain_attention(
         "attend",
         lambda self, call: attend(self, attrs.evolve(call, key=call.key.roll(1, 2))),
     )
-    assert "it gives other logits over a paged cache than with plain attention" in refusal(neox)
+    for dtype in ("float32", "bfloat16"):
+        said = refusal(neox, dtype=dtype)
+        assert "it gives other logits over a paged cache than with plain attention" in said
+
+
+def test_rounding_is_no_other_logits(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it isn't little, it is measured by what transformers' own attentions differ in."""
+    monkeypatch.setattr(check, "TOLERANCES", {torch.bfloat16: 0.0})
+    start = start_message(EngineConfig(str(neox), dtype="bfloat16", device="cpu"), neox)
+    assert load(start, unseen).ready.dtype == "bfloat16"
+    monkeypatch.setattr(check, "MOST_ROUNDING", 0.0)
+    assert "other logits" in refusal(neox, dtype="bfloat16")
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
@@ -148,6 +177,7 @@ def test_a_family_without_a_file_where_native_is_asked_for(neox: Path) -> None:
         ({"architectures": ["ViTForImageClassification"]}, "ViTForImageClassification isn't"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq aren't served"),
         ({"vocab_size": None}, "has no vocab_size"),
+        ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers = 1000000000, which can't be"),
         ({"max_position_embeddings": None}, "has no max_position_embeddings"),
     ],
 )

@@ -20,6 +20,7 @@ from trioserve.model_files.common_fields import (
     refuse_quantized,
     token_ids,
 )
+from trioserve.model_files.config import MAX_LAYERS
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_object
 
@@ -28,6 +29,7 @@ __all__ = ["TransformersConfig", "is_other_decoder", "read_transformers_config"]
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
 """Of the names of classes that continue a text."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 _NOT_OF_THE_SHAPE = (
     "_name_or_path",
@@ -85,6 +87,8 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
             "that transformers computes, decoders are (…ForCausalLM)"
         )
     refuse_quantized(fields)
+    if _first_in(values, _DEPTHS) in values:  # else transformers has a number of its own
+        fields.integer(_first_in(values, _DEPTHS), most=MAX_LAYERS)
     return TransformersConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),

@@ -1,0 +1,123 @@
+"""A model by transformers' own reading of a folder: its classes, its names of tensors, no code."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu.loading import OnProgress
+from gpu.transformers_models import interface
+from gpu.transformers_models.probing import refusal
+from trioserve.errors import ModelLoadError
+from trioserve.model_files.shards import read_shards
+
+__all__ = ["growing", "read_model", "version"]
+
+SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Of the kinds that configurations name."""
+LOOK_SECONDS = 0.5
+
+
+def version() -> str:
+    """Of transformers."""
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def read_model(folder: Path, architecture: str, dtype: torch.dtype, on_progress: OnProgress) -> Any:
+    """The model in evaluation mode; code that comes with it is never run.
+
+    Raises:
+        ModelLoadError: transformers doesn't know it, it isn't served, or its files aren't what the
+            class wants.
+    """
+    import transformers
+
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        raise ModelLoadError(
+            f"transformers {version()} has no {architecture}: a newer one may, and code that "
+            "comes with a model isn't run"
+        )
+    if (folder / "adapter_config.json").exists():
+        # transformers would take another model's weights and put the adapter's onto them.
+        raise refusal(architecture, f"comes with an adapter in {folder}: merge the two")
+    safely = {"local_files_only": True, "trust_remote_code": False}
+    config = transformers.AutoConfig.from_pretrained(folder, **safely)
+    _refuse_class(model_class, config)
+    numbers = sum(
+        math.prod(shape) for each in read_shards(folder) for shape in each.shapes.values()
+    )
+    with growing(numbers * dtype.itemsize, on_progress):
+        model, found = model_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=interface.NAME,
+            use_safetensors=True,
+            output_loading_info=True,
+            **safely,
+        )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(map(str, found[kind]))
+        if names:
+            raise ModelLoadError(
+                f"{folder} doesn't fit {architecture} of transformers {version()}: "
+                f"{len(names)} {kind.replace('_keys', '')} tensors, such as {names[0]}"
+            )
+    return model.eval()
+
+
+def _refuse_class(model_class: Any, config: Any) -> None:
+    """What is known of a model before its weights are read."""
+    name = model_class.__name__
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise refusal(name, "doesn't ask for its attention by name (_supports_attention_backend)")
+    if not isinstance(config, model_class.config_class):
+        raise refusal(name, f"comes with a configuration of {config.model_type}")
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - SERVED_LAYERS
+    if kinds:
+        raise refusal(name, f"has layers of {', '.join(sorted(kinds))}, which aren't kept in pages")
+
+
+@contextlib.contextmanager
+def growing(total: int, on_progress: OnProgress) -> Iterator[None]:
+    """Tell how much of ``total`` bytes the process has taken since the block began, as they grow.
+
+    What reads there says nothing itself, and a worker that is silent for long is taken for hung;
+    one that takes no more memory is silent here, too. ``on_progress`` is called by another thread,
+    never while the caller's own could.
+    """
+    ended = threading.Event()
+    before = most = _resident_bytes()
+
+    def look() -> None:
+        nonlocal most
+        while not ended.wait(LOOK_SECONDS):
+            now = _resident_bytes()
+            if now > most:
+                most = now
+                on_progress("weights", min(now - before, total - 1), total)
+
+    on_progress("weights", 0, total)
+    thread = threading.Thread(target=look, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    on_progress("weights", total, total)
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
