@@ -130,6 +130,12 @@ class TestPrompts:
         prompt = await self._prompt("{{ messages }}developer", messages=messages)
         assert prompt.messages[0]["role"] == "developer"
 
+    async def test_an_answer_that_comes_back_with_notes_of_the_client(self) -> None:
+        said = {"role": "assistant", "content": "No."}
+        noted = {**said, "provider_specific_fields": {"refusal": None}}
+        prompt = await self._prompt("{{ messages }}", messages=[noted, *MESSAGES])
+        assert prompt.messages[0] == said
+
 
 class TestReasoning:
     TEXT = "<think>\nHm.\n</think>\n\nParis."

@@ -27,8 +27,12 @@ from trioserve.testing import FakeWorker
     ("prompt", "max_tokens", "message"),
     [
         (0, 4, "the prompt is empty"),
-        (20, None, "the prompt has 20 tokens, which leaves no room for output.* 20 tokens"),
-        (15, 6, "the prompt has 15 tokens and max_tokens is 6, 21 together.* 20 tokens"),
+        (
+            20,
+            None,
+            "20 tokens in the prompt .*: this model's maximum context length is 20 tokens",
+        ),
+        (15, 6, "max_tokens of 6 are 21: this model's maximum context length is 20 tokens"),
     ],
 )
 def test_what_the_model_has_no_room_for_is_refused(

@@ -66,8 +66,8 @@ def check_prompt(
     if fewest > max_model_len:
         # Refused before anybody spends seconds on encoding it.
         raise ContextTooLong(
-            f"the prompt has at least {fewest} tokens: "
-            f"the model's context is {max_model_len} tokens",
+            f"at least {fewest} tokens in the prompt: "
+            f"this model's maximum context length is {max_model_len} tokens",
             param="prompt",
         )
     if isinstance(prompt, TokensPrompt):

@@ -53,7 +53,10 @@ class AdapterNotFound(InvalidRequest):
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt and the tokens asked for fit neither the model's length nor the page pool."""
+    """The prompt and the tokens asked for fit neither the model's length nor the page pool.
+
+    Clients know it by words of OpenAI's message: ``this model's maximum context length is``.
+    """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")

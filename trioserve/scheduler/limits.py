@@ -86,14 +86,15 @@ def resolve_max_tokens(limits: Limits, request: Request) -> int:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if num_prompt >= limits.max_model_len:
         raise ContextTooLong(
-            f"the prompt has {num_prompt} tokens, which leaves no room for output: "
-            f"the model's context is {limits.max_model_len} tokens",
+            f"{num_prompt} tokens in the prompt leave no room for output: "
+            f"this model's maximum context length is {limits.max_model_len} tokens",
             param="prompt",
         )
     if asked is not None and num_prompt + asked > limits.max_model_len:
         raise ContextTooLong(
-            f"the prompt has {num_prompt} tokens and max_tokens is {asked}, "
-            f"{num_prompt + asked} together: the model's context is {limits.max_model_len} tokens",
+            f"{num_prompt} tokens in the prompt and max_tokens of {asked} are "
+            f"{num_prompt + asked}: this model's maximum context length is "
+            f"{limits.max_model_len} tokens",
             param="max_tokens",
         )
     pool = limits.num_pages * limits.page_size

@@ -107,6 +107,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
     function_call: Annotated[
         MessageFunction | None, about("An earlier call, by the older name: as one of `tool_calls`.")
     ] = None
+    provider_specific_fields: Annotated[Any, hint()] = None
+    """litellm's notes on an answer, which come back with it."""
 
 
 Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]

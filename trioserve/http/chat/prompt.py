@@ -85,6 +85,7 @@ def _show_results(results: list[str], shown: list[dict[str, Any]]) -> None:
 
 def _template_fields(message: ChatMessage, format: ChatFormat) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(message)
+    fields.pop("provider_specific_fields", None)
     if message.role == "developer" and "developer" not in format.template:
         fields["role"] = "system"
     if isinstance(message.content, list):
