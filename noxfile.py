@@ -1,7 +1,8 @@
 """The project's tasks: ``python -m nox -s serve`` and the rest of ``python -m nox --list``.
 
 There are two environments, ``.nox/serve`` and ``.nox/development``, instead of one for each
-session, because each holds a copy of torch.
+session, because each holds a copy of torch. ``tests/test_clients.py`` makes a third,
+``.nox/clients``, of packages that want other versions of what the second has.
 """
 
 from __future__ import annotations
