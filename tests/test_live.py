@@ -144,7 +144,7 @@ async def test_a_worker_that_dies_is_shown_and_so_is_the_next(
             nursery.start_soon(ask)
             gone = await seen(watcher, lambda picture: picture.health == "no_worker")
             assert (gone.worker.state, gone.worker.pid) == ("restarting", None)
-            assert gone.worker.last_death == "the fake worker ended"
+            assert gone.worker.last_death == "it failed; the log tells why"
             assert gone.worker.since > before.worker.since
             assert row_of(gone, "a").state in ("waiting", "preempted")
             assert gone.pages.held == 0

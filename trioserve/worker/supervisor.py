@@ -271,7 +271,7 @@ class WorkerLife:
     pid: int | None = None
     """Of its process, while it runs."""
     last_loss: str | None = None
-    """Why the last one was lost."""
+    """Why the last one was lost, in words that anybody may read."""
 
 
 OpenWorker = Callable[[], AbstractAsyncContextManager[tuple[Link, wire.Ready]]]
@@ -381,7 +381,9 @@ class Supervisor:
         )
         if self._lost_at is None:
             self._lost_at = trio.current_time()
-        self.life = attrs.evolve(self.life, last_loss=str(loss))
+        # Of one that failed by itself, the message may be anything: it is for the log alone.
+        told = "it failed; the log tells why" if loss.reason == "failed" else str(loss)
+        self.life = attrs.evolve(self.life, last_loss=told)
         self.on_loss(loss)
         return deaths
 
