@@ -6,10 +6,20 @@ import re
 import shlex
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import attrs
 
-__all__ = ["ROOT", "Block", "Command", "blocks", "commands_of", "matches"]
+__all__ = [
+    "ROOT",
+    "Block",
+    "Command",
+    "blocks",
+    "commands_of",
+    "matches",
+    "program_on",
+    "write_adapters",
+]
 
 ROOT = Path(__file__).parent.parent
 _FENCE = re.compile(r"^( *)(`{3,})([^\n`]*)\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
@@ -46,6 +56,22 @@ def blocks(*languages: str) -> list[Block]:
             number = counts[language] = counts.get(language, -1) + 1
             found.append(Block(path.stem, language, number, textwrap.dedent(text)))
     return [block for block in found if not languages or block.language in languages]
+
+
+def program_on(page: str, holding: str) -> str:
+    """The program of a page that has some text in it."""
+    (text,) = [b.text for b in blocks("python") if b.page == page and holding in b.text]
+    return text
+
+
+def write_adapters(folder: Path, **strengths: float) -> dict[str, Path]:
+    """Adapters of the default model in ``folder``, by name, as the page on LoRA writes them."""
+    names: dict[str, Any] = {"__name__": "lora"}
+    exec(program_on("lora", "def write_adapter").replace("trio.run(main)", ""), names)
+    return {
+        name: names["write_adapter"](folder / name, strength=strength)
+        for name, strength in strengths.items()
+    }
 
 
 def commands_of(block: Block) -> list[Command]:
@@ -85,8 +111,11 @@ def matches(shown: str, printed: str) -> bool:
 
     A number stands for any number, dots for whatever is left out, blanks for any blanks.
     """
-    pattern = "".join(
-        ".*" if part in ("…", "...") else r"[\d.]+" if part[0].isdigit() else re.escape(part)
-        for part in re.findall(r"…|\.\.\.|\d[\d.]*(?<!\.)|\D", " ".join(shown.split()))
-    )
+    parts = re.findall(r" ?(?:…|\.\.\.) ?|\d[\d.]*(?<!\.)|\D", " ".join(shown.split()))
+    pattern = ""
+    for part in parts:
+        if part.strip() in ("…", "..."):
+            pattern += ".*"
+        else:
+            pattern += r"[\d.]+" if part[0].isdigit() else re.escape(part)
     return re.fullmatch(pattern, " ".join(printed.split()), re.DOTALL) is not None
