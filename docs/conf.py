@@ -21,6 +21,7 @@ extensions = [
     "metrics_table",
     "api_tables",
     "options_table",
+    "first_time",
     "clients_table",
 ]
 exclude_patterns = ["_build", "_ext"]

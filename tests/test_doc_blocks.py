@@ -6,6 +6,7 @@ rest is held to what it is for: a command line to its parser, a file to its form
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -75,14 +76,16 @@ def check_python(words: Sequence[str]) -> None:
     if words[0] == "-m":
         check_module(words[1:])
     else:
-        assert words[0].endswith(".py")
+        # One of the project, or what the reader was told to save.
+        told = any(f"`{words[0]}`:" in page.read_text() for page in (ROOT / "docs").glob("*.md"))
+        assert told or (ROOT / words[0]).is_file()
 
 
 def check_pip(words: Sequence[str]) -> None:
     """``pip install …``: requirements that can be read, and extras that this project has."""
     assert words[0] == "install"
     for word in words[1:]:
-        if word.startswith("-") or word == ".":
+        if word.startswith("-") or word in (".", "constraints.txt"):
             continue
         requirement = Requirement(word)
         if requirement.name == "trioserve":
@@ -98,6 +101,23 @@ def _sources(*folders: str) -> str:
     return "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+def check_podman(words: Sequence[str]) -> None:
+    """Files that are there, and behind the image's name what ``trioserve serve`` takes."""
+    for option, value in itertools.pairwise(words):
+        if option == "--file":
+            assert (ROOT / value).is_file()
+        elif option == "--env":
+            assert not flags.strangers({value.split("=")[0]: "x"})
+    if words[0] == "run":
+        check_trioserve(["serve", *words[list(words).index("trioserve") + 1 :]])
+
+
+def check_unit(words: Sequence[str]) -> None:
+    """The unit is the one that there is."""
+    assert Path(words[-1]).stem == "trioserve"
+    assert (ROOT / "docs" / "deploy" / "trioserve.service").is_file()
+
+
 def run_elsewhere(_words: Sequence[str]) -> None:
     """What ``tests/test_docs_server.py`` runs, where the block says what to ask."""
 
@@ -109,24 +129,21 @@ PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
     "pip": check_pip,
     "curl": run_elsewhere,
     "openssl": run_elsewhere,
+    "podman": check_podman,
+    "systemctl": check_unit,
+    "systemd-analyze": check_unit,
 }
 """How the arguments of a program are checked."""
-HARMLESS = {"echo", "grep", "head", "cd", "git", "kill", "sleep", "mkdir", "cp", "cat"}
+HARMLESS = {".", "cat", "cd", "cp", "echo", "git", "grep", "head", "kill", "mkdir", "printf"}
 """Programs about which nothing can be wrong here."""
-PLATFORM = {
-    "lm_eval": "test_lm_eval.py",
-    "systemctl": "test_deploy.py",
-    "systemd-analyze": "test_deploy.py",
-    "podman": "test_deploy.py",
-    "nginx": "test_deploy.py",
-    "caddy": "test_deploy.py",
-}
-"""Programs of others, and the tests of what they are given."""
+OTHERS = {"lm_eval": "test_lm_eval.py"}
+"""Programs of others, and the tests that run them."""
 
 
 def programs_of(command: Command) -> list[list[str]]:
     """The programs of a command line with their arguments, without variables and redirections."""
-    lexer = shlex.shlex(command.line, posix=True, punctuation_chars="|&;<>")
+    line = re.sub(r"\d?>+ *[\w/.]+", "", command.line)
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     found: list[list[str]] = [[]]
     for word in lexer:
@@ -143,13 +160,12 @@ def check_session(block: Block) -> None:
     """Every program of a session."""
     for command in commands_of(block):
         for program, *words in programs_of(command):
-            if program in HARMLESS:
-                continue
-            if program in PLATFORM:
-                assert (Path(__file__).parent / PLATFORM[program]).exists()
-                continue
-            assert program in PROGRAMS, f"{block}: nothing checks {program}"
-            PROGRAMS[program](words)
+            name = program.split("/")[-1]
+            if name in OTHERS:
+                assert (Path(__file__).parent / OTHERS[name]).exists()
+            elif name not in HARMLESS:
+                assert name in PROGRAMS, f"{block}: nothing checks {program}"
+                PROGRAMS[name](words)
 
 
 def check_json(block: Block) -> None:
@@ -210,6 +226,8 @@ def test_every_program_that_is_expected_is_there() -> None:
         "python -m bench.nothing",
         "pip install 'trioserve[nothing]'",
         "unheard-of --option",
+        "podman run trioserve --max-num-seq 3",
+        "python examples/none.py",
         "curl http://127.0.0.1:8000/health | trioserve generate",
     ],
 )
@@ -228,6 +246,7 @@ def test_commands_and_their_output() -> None:
 
 
 def test_what_a_page_shows_of_an_output() -> None:
+    assert matches('{"a":3, ...', '{"a":4,"b":5}')
     assert matches("took 3.5 s … end", "took 17 s and\nwent on to the end\n")
     assert not matches("took 3.5 s", "took 3.5 m")
     assert not matches("one two", "one two three")

@@ -12,10 +12,21 @@ import pytest
 from tests.doc_blocks import ROOT, Block, blocks
 
 EXPECTED: dict[str, list[tuple[str, ...]]] = {
-    "README": [("a",), ("a",)],
+    "README": [(), (" ",)],
     "benchmarking": [("ms to the first token",)],
     "options": [()],
-    "quickstart": [("a",)],
+    "structured-concurrency": [
+        ("both run\ntwo has counted\none has counted\nboth have ended\n",),
+        ("sequences that run: 0\n",),
+    ],
+    "tutorial": [
+        ("The capital of France is Paris",),
+        ("Once upon a time", "The sea was", "In the city", "all told"),
+        ("cut off: True\n", "sequences that still run: 0\n"),
+        (" is in ",),
+    ],
+    "web-app": [("read '", "sequences that run: 0")],
+    "quickstart": [()],
     "api": [("0: ", "1: ", "done")],
     "embedding": [
         ("Once upon a time", "The sea was", "In the city", "Paris"),
@@ -72,17 +83,17 @@ def expected_programs(*, asking: bool) -> list[tuple[Block, tuple[str, ...]]]:
     ]
 
 
-def run_program(text: str, folder: Path, **environment: str) -> str:
+def run_program(text: str, folder: Path, *arguments: str) -> str:
     """What a program prints."""
     program = folder / "program.py"
     program.write_text(text)
     done = subprocess.run(
-        [sys.executable, str(program)],
+        [sys.executable, str(program), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,0 +1,55 @@
+"""The directive ``first-time-table``: how long the tutorial took on a clean machine.
+
+Made from the newest record of ``python -m bench.first_time`` in ``bench/results``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+def newest_record() -> Path | None:
+    """The record's file, if there is one."""
+    return max(RESULTS.glob("first-time-*.json"), default=None)
+
+
+def table_lines(record: dict[str, Any]) -> Iterator[str]:
+    """A Markdown table of the record's parts, and a paragraph on where they were taken."""
+    yield "| what | seconds |"
+    yield "| --- | --- |"
+    for part in record["parts"]:
+        yield f"| {part['what']} | {part['seconds']:.1f} |"
+    yield f"| **all of it** | **{sum(part['seconds'] for part in record['parts']):.1f}** |"
+    yield ""
+    yield (
+        f"By `python -m bench.first_time`, from a fresh clone and without an environment, on "
+        f"{record['machine']} with Python {record['python']}; packages came from "
+        f"{record['packages']}. What you read and think comes on top."
+    )
+
+
+class FirstTimeTable(SphinxDirective):
+    """``first-time-table``; it has no arguments."""
+
+    def run(self) -> list[nodes.Node]:
+        """The nodes of the table, or of a line that says how to make it."""
+        path = newest_record()
+        if path is None:
+            return self.parse_text_to_nodes("`python -m bench.first_time` measures it.")
+        self.env.note_dependency(str(path))
+        return self.parse_text_to_nodes("\n".join(table_lines(json.loads(path.read_text()))))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directive with Sphinx."""
+    app.add_directive("first-time-table", FirstTimeTable)
+    return {"parallel_read_safe": True}
