@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import EngineError, live
+from trioserve import Engine, EngineError, live
 from trioserve.errors import ContextTooLong, WatcherLimit
 from trioserve.live.figures import quantile
 from trioserve.live.prefix import PAGES_FOR_EACH, prefix_of
@@ -19,6 +21,7 @@ from trioserve.live.requests import shown_requests
 from trioserve.live.schema import Picture, RequestRow, TaskNode
 from trioserve.live.subject import MAX_STEPS, MAX_WATCHERS, STAY_SECONDS, Watcher
 from trioserve.live.tasks import MAX_TASKS, task_tree
+from trioserve.request import TRANSITIONS
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import PrefixCache
 from trioserve.simulation import open_fake_encoder, open_fake_engine
@@ -220,6 +223,66 @@ async def test_no_word_of_anybody_is_in_a_picture(autojump_clock: trio.testing.M
                 assert b"salted" not in told
                 assert text.encode() not in told
                 assert msgspec.json.decode(told, type=Picture) == picture
+
+
+WORDS = {
+    state.value: {each.value for each in following} for state, following in TRANSITIONS.items()
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_pictures_agree_with_themselves(
+    seed: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Requests come and leave, pages run out, and workers die, while pictures are taken."""
+    rng = random.Random(seed)
+
+    def mortal() -> FakeWorker:
+        last = rng.randrange(20, 80)
+
+        def script(step: int, _: object) -> None:
+            if step == last:
+                raise WorkerDies
+
+        return FakeWorker(step_time=0.1, num_pages=24, page_size=4, max_num_seqs=8, script=script)
+
+    async def come_and_go(engine: Engine, number: int) -> None:
+        await trio.sleep(rng.uniform(0, 8))
+        with trio.move_on_after(rng.choice([0.0, 0.3, 2.0, 1000.0])):
+            prompt = [number % 3] * rng.randrange(1, 24)
+            await engine.complete(prompt, max_tokens=rng.randrange(1, 40), request_id=str(number))
+
+    paths = set()
+    async with open_fake_engine(mortal, max_worker_restarts=1000) as engine:
+        with live.subject_of(engine).watched(requests=100, nodes=50) as watcher:
+            async with trio.open_nursery() as nursery:
+                for number in range(40):
+                    nursery.start_soon(come_and_go, engine, number)
+                while len(nursery.child_tasks) > 0:
+                    paths |= set(map(tuple, map(states_of, agreeing(watcher.take()).requests)))
+                    await trio.sleep(0.05)
+    for path in paths:
+        for state, following in itertools.pairwise(path):
+            assert following in WORDS[state], path
+    assert any("preempted" in path for path in paths)
+    assert {path[0] for path in paths} == {"tokenizing"}
+
+
+def agreeing(picture: Picture) -> Picture:
+    """``picture``, of requests of one output each, all of which it shows."""
+    counts, pages = picture.counts, picture.pages
+    assert pages.free + pages.cached + pages.held == pages.total
+    states = Counter(row.state for row in picture.requests)
+    assert states["prefill"] + states["decode"] == counts.running
+    assert (states["waiting"], states["preempted"]) == (counts.waiting, counts.preempted)
+    assert picture.num_requests_left_out == 0
+    in_tree = sum(node.pages for node in picture.prefix.nodes) + picture.prefix.num_left_out
+    assert pages.cached <= in_tree <= pages.cached + pages.held
+    for row in picture.requests:
+        assert (row.finish_reason is not None) == (row.state == "finished")
+        assert row.computed_tokens <= row.prompt_tokens + row.output_tokens
+        assert row.pages * 4 >= row.computed_tokens
+    return picture
 
 
 # ---- what it costs
