@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import attrs
+
 from gpu.adjustments import Adjuster
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
@@ -61,40 +63,63 @@ def load_on_cpu(
         import torch  # which these are written for; it is to share the cores as all else does
 
         torch.set_num_threads(threads)
-    config = files.native
+    try:
+        compiled = _compiled(start, files.native, dtype, threads, on_progress)
+    except _NotCompiled as reason:
+        whole = _by_torch(start, files, dtype, threads, on_progress, str(reason))
+    else:
+        whole = _by_kernels(compiled, start, files, dtype, threads, on_progress)
+    slots = SlotTable(
+        num_pages=whole.num_pages,
+        page_size=start.page_size,
+        max_model_len=start.max_model_len,
+        vocab_size=files.native.vocab_size,
+        num_host_pages=whole.num_host_pages,
+    )
+    adapters = whole.model.adapters
+    if adapters is not None:
+        slots.adapters = adapters
+    executor = CpuExecutor(whole.model, whole.sampler, slots, adjuster)
+    return Loaded(
+        executor=executor,
+        slots=slots,
+        num_pages=whole.num_pages,
+        num_host_pages=whole.num_host_pages,
+        device_name=Machine().cpu_name(),
+        computing=whole.computing,
+        read_weights=whole.exchange(executor),
+        adapters=adapters,
+    )
+
+
+@attrs.frozen(kw_only=True)
+class _Whole:
+    """A model that has its weights and its cache, and what draws from its logits."""
+
     model: CpuModel
     sampler: CpuSampler
-    read_again: ReadWeights
-    try:
-        compiled = _compiled(start, config, dtype, threads, on_progress)
-    except _NotCompiled as reason:
-        _check_torch_will_do(start, str(reason))
-        from gpu.cpu.torch_loading import (
-            give_cache,
-            load_decoder,
-            make_sampler,
-            torch_exchange,
-        )
+    num_pages: int
+    num_host_pages: int
+    computing: str
+    """As :class:`~gpu.loading.Loaded` has it."""
+    exchange: Callable[[CpuExecutor], ReadWeights]
+    """How weights are exchanged under an executor."""
 
-        decoder = load_decoder(files, dtype, threads, on_progress)
-        num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
-        table = _cos_sin_table(start, config, num_pages)
-        model = torch_model = give_cache(
-            decoder,
-            start.page_size,
-            num_pages + num_host_pages,
-            table,
-            max_rank=start.max_lora_rank,
-        )
-        read_again = torch_exchange(torch_model, dtype, threads)
-        sampler = make_sampler(start, config.vocab_size)
-        computing = f"torch ({reason})"
-    else:
-        _load_weights(compiled, files, on_progress)
-        num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
-        _give_cache(compiled, start, num_pages, num_host_pages)
-        model = compiled
 
+def _by_kernels(
+    model: CompiledModel,
+    start: Start,
+    files: ModelFiles,
+    dtype: str,
+    threads: int,
+    on_progress: OnProgress,
+) -> _Whole:
+    config = files.native
+    _load_weights(model, files, on_progress)
+    num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
+    _give_cache(model, start, num_pages, num_host_pages)
+
+    def exchange(executor: CpuExecutor) -> ReadWeights:
         def read_again(files: ModelFiles) -> Callable[[], None]:
             # With a cache of its own: what is in the old one was computed with the old weights.
             other = _compiled(start, config, dtype, threads, unseen)
@@ -102,33 +127,52 @@ def load_on_cpu(
             _give_cache(other, start, num_pages, num_host_pages)
             return lambda: executor.replace_model(other)
 
-        sampler = CompiledSampler(
+        return read_again
+
+    return _Whole(
+        model=model,
+        sampler=CompiledSampler(
             load_library(),
             config.vocab_size,
             threads,
             processed_logprobs=start.logprobs_mode == "processed",
-        )
-        computing = f"compiled kernels, weights in {compiled.describe_weights()}"
-    slots = SlotTable(
+        ),
         num_pages=num_pages,
-        page_size=start.page_size,
-        max_model_len=start.max_model_len,
-        vocab_size=config.vocab_size,
         num_host_pages=num_host_pages,
+        computing=f"compiled kernels, weights in {model.describe_weights()}",
+        exchange=exchange,
     )
-    if model.adapters is not None:
-        slots.adapters = model.adapters
-    executor = CpuExecutor(model, sampler, slots, adjuster)
 
-    return Loaded(
-        executor=executor,
-        slots=slots,
+
+def _by_torch(
+    start: Start,
+    files: ModelFiles,
+    dtype: str,
+    threads: int,
+    on_progress: OnProgress,
+    reason: str,
+) -> _Whole:
+    """What the compiled kernels don't compute, for that ``reason``."""
+    _check_torch_will_do(start, reason)
+    from gpu.cpu.torch_loading import give_cache, load_decoder, make_sampler, torch_exchange
+
+    config = files.native
+    decoder = load_decoder(files, dtype, threads, on_progress)
+    num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
+    model = give_cache(
+        decoder,
+        start.page_size,
+        num_pages + num_host_pages,
+        _cos_sin_table(start, config, num_pages),
+        max_rank=start.max_lora_rank,
+    )
+    return _Whole(
+        model=model,
+        sampler=make_sampler(start, config.vocab_size),
         num_pages=num_pages,
         num_host_pages=num_host_pages,
-        device_name=Machine().cpu_name(),
-        computing=computing,
-        read_weights=read_again,
-        adapters=model.adapters,
+        computing=f"torch ({reason})",
+        exchange=lambda _: torch_exchange(model, dtype, threads),
     )
 
 
