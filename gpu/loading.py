@@ -128,21 +128,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
             f"--quantization {start.quantization} is for a CPU: leave it out, or use --device cpu"
         )
     constraints = _load_constraints(start, files, device)
-    if start.mock is not None:
-        loaded = _load_mock(start, start.mock, files)
-    elif isinstance(files.config, TransformersConfig):
-        from gpu.transformers_models.loading import load_through_transformers
-
-        loaded = load_through_transformers(start, files, dtype, device, on_progress, constraints)
-    elif kind == "cuda":
-        from gpu.cuda.loading import load_on_gpu  # needs CuPy
-
-        loaded = load_on_gpu(start, files, dtype, device, on_progress, constraints)
-    else:
-        from gpu.cpu.loading import load_on_cpu
-
-        threads = choose_num_threads(start.num_threads)
-        loaded = load_on_cpu(start, files, dtype, threads, on_progress, constraints)
+    loaded = _load_on(device, start, files, dtype, on_progress, constraints)
     on_progress("warm-up", 0, 1)
     room = min(loaded.num_pages * start.page_size, start.max_model_len)
     num_tokens = min(WARM_UP_TOKENS, room, start.max_num_batched_tokens)
@@ -174,6 +160,31 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         adapters=loaded.adapters,
         ready=ready,
     )
+
+
+def _load_on(
+    device: str,
+    start: Start,
+    files: ModelFiles,
+    dtype: str,
+    on_progress: OnProgress,
+    constraints: Constraints,
+) -> Loaded:
+    """The model on ``device``, by what computes it there; ``start`` has every limit."""
+    if start.mock is not None:
+        return _load_mock(start, start.mock, files)
+    if isinstance(files.config, TransformersConfig):
+        from gpu.transformers_models.loading import load_through_transformers
+
+        return load_through_transformers(start, files, dtype, device, on_progress, constraints)
+    if device != "cpu":
+        from gpu.cuda.loading import load_on_gpu  # needs CuPy
+
+        return load_on_gpu(start, files, dtype, device, on_progress, constraints)
+    from gpu.cpu.loading import load_on_cpu
+
+    threads = choose_num_threads(start.num_threads)
+    return load_on_cpu(start, files, dtype, threads, on_progress, constraints)
 
 
 def _load_constraints(start: Start, files: ModelFiles, device: str) -> Constraints:
