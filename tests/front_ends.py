@@ -19,9 +19,10 @@ from trioserve.front_end.host import Host, open_host
 from trioserve.front_end.pulse import interval_of
 from trioserve.front_end.remote import RemoteScheduler
 from trioserve.front_end.shared import SharedServer
+from trioserve.loaded_model import LoadedModel
 from trioserve.metrics import Metrics
 from trioserve.model_files import EncoderConfig
-from trioserve.nursery import LoadedModel, Place, run_tasks
+from trioserve.nursery import Place, run_tasks
 from trioserve.pair_socket import PairSocket
 from trioserve.scheduler import Scheduler
 from trioserve.simulation import (

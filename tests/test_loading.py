@@ -13,8 +13,9 @@ import pytest
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 from trioserve import EngineConfig, ModelLoadError, wire
 from trioserve.cli.loading import LoadingReport
+from trioserve.loaded_model import LoadedModel
 from trioserve.model_files import open_model
-from trioserve.nursery import LoadedModel, start_message
+from trioserve.nursery import start_message
 from trioserve.request import ChatPrompt
 from trioserve.simulation import byte_tokenizer
 

@@ -18,7 +18,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import trio
@@ -29,43 +29,28 @@ from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.engine_tasks import EngineTasks, open_tasks
-from trioserve.errors import EngineError, ModelLoadError
+from trioserve.errors import EngineError
 from trioserve.idle_check import IdleCheck
 from trioserve.live.subject import Subject
+from trioserve.loaded_model import LoadedModel, in_thread
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
-from trioserve.model_files import (
-    EncoderFiles,
-    ModelFiles,
-    load_tokenizer_from,
-    locate,
-    open_encoder,
-    open_model,
-    task_of,
-)
+from trioserve.model_files import locate
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
-from trioserve.model_files.encoder_files import ModelTask
-from trioserve.options import flag_name
 from trioserve.pooling.batcher import supervised_batcher
-from trioserve.pooling.inputs import TextEncoder
 from trioserve.pooling.requests import Encoding
 from trioserve.preparation import Preparation
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.request_maker import RequestMaker
-from trioserve.sampling import SamplingParams
 from trioserve.scheduler import Scheduler
 from trioserve.stream import StreamBudget
 from trioserve.task_dump import reporting
-from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.detokenizer import Detokenizer
-from trioserve.text.encoder_tokenizer import EncoderTokenizer
-from trioserve.text.tokenizer import Tokenizer
 from trioserve.tracing import open_tracing
 from trioserve.worker.socket_folder import sweep_socket_folders
 from trioserve.worker.supervisor import OnProgress, Supervisor, Workers
 
 __all__ = [
-    "LoadedModel",
     "Place",
     "locate_model",
     "log_loaded",
@@ -77,106 +62,6 @@ __all__ = [
 ]
 
 _log = get_logger("trioserve.engine")
-
-_T = TypeVar("_T")
-
-
-@attrs.frozen(kw_only=True)
-class LoadedModel:
-    """What this process needs of a model: its name, its tokenizer and its defaults."""
-
-    name: str
-    tokenizer: Tokenizer
-    eos_token_ids: tuple[int, ...]
-    generation_defaults: dict[str, Any]
-    task: ModelTask = "generate"
-    encoder: TextEncoder | None = None
-    """What turns texts into ids for an encoder."""
-    embedding: DecoderEmbedding | None = None
-    """How a decoder embeds texts, if it was trained for that."""
-
-    @classmethod
-    async def read(cls, config: EngineConfig, path: Path) -> LoadedModel:
-        """:meth:`load` or :meth:`load_encoder` from ``path``, in a thread."""
-
-        def load() -> LoadedModel:
-            if task_of(path) != "generate":
-                return cls.load_encoder(config, open_encoder(path))
-            # A GGUF file's header holds its vocabulary, which nobody needs any more after this.
-            return cls.load(config, open_model(path, config.model_impl))
-
-        return await _in_thread(load)
-
-    @classmethod
-    def load_encoder(cls, config: EngineConfig, files: EncoderFiles) -> LoadedModel:
-        """Read an encoder's tokenizer. Blocks on the disk.
-
-        Raises:
-            ModelLoadError: it can't be read, or an option isn't for encoders.
-        """
-        for option in ("tokenizer", "chat_template"):
-            if getattr(config, option) is not None:
-                raise ModelLoadError(f"{flag_name(option)} isn't for an encoder: leave it out")
-        if config.serves_adapters:
-            raise ModelLoadError("an encoder has no adapters: leave out --enable-lora")
-        backend = files.load_tokenizer()
-        longest = files.config.max_length
-        return cls(
-            name=files.name if Path(config.model).exists() else config.model,
-            tokenizer=Tokenizer(backend),
-            eos_token_ids=(),
-            generation_defaults={},
-            task=files.config.task,
-            encoder=TextEncoder(
-                files.config,
-                EncoderTokenizer(backend, files.config),
-                min(config.max_model_len or longest, longest),
-            ),
-        )
-
-    @classmethod
-    def load(cls, config: EngineConfig, files: ModelFiles) -> LoadedModel:
-        """Read tokenizer and template. Blocks on the disk.
-
-        Raises:
-            ModelLoadError: one of them can't be read.
-        """
-        sampling_fields = {field.name for field in attrs.fields(SamplingParams)}
-        return cls(
-            name=files.name if Path(config.model).exists() else config.model,
-            tokenizer=_load_tokenizer(config, files),
-            eos_token_ids=files.config.eos_token_ids,
-            generation_defaults={
-                name: value
-                for name, value in files.generation_defaults.items()
-                if name in sampling_fields
-            },
-            task="generate" if files.embedding is None else "embed",
-            embedding=files.embedding,
-        )
-
-
-def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
-    if config.tokenizer is None:
-        backend = files.load_tokenizer()
-    else:
-        backend = load_tokenizer_from(config.tokenizer)
-    source = _chat_template(config.chat_template) or files.chat_template
-    ends = {"bos_token": files.bos_token, "eos_token": files.eos_token}
-    template = None if source is None else ChatTemplate(source, **ends)
-    return Tokenizer(backend, template, **ends)
-
-
-def _chat_template(given: str | None) -> str | None:
-    """The template that --chat-template names: a file's text, or the text itself."""
-    if given is None or "{" in given or "\n" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelLoadError(
-            f"the chat template {given} can't be read: {error.strerror}"
-        ) from error
 
 
 @contextlib.asynccontextmanager
@@ -234,8 +119,8 @@ async def locate_model(config: EngineConfig) -> Path:
     Raises:
         ModelLoadError: it can't be found.
     """
-    await _in_thread(sweep_socket_folders)
-    return await _in_thread(lambda: locate(config.model, revision=config.revision))
+    await in_thread(sweep_socket_folders)
+    return await in_thread(lambda: locate(config.model, revision=config.revision))
 
 
 def open_scheduler(
@@ -275,11 +160,6 @@ def log_loaded(name: str, ready: wire.Ready) -> None:
         kv_cache_tokens=ready.num_pages * ready.page_size,
         **({"host_tokens": ready.num_host_pages * ready.page_size} if ready.num_host_pages else {}),
     )
-
-
-async def _in_thread(read: Callable[[], _T]) -> _T:
-    """What ``read`` returns. Cancelling doesn't wait for it: a disk or a Hub may take for ever."""
-    return await trio.to_thread.run_sync(read, abandon_on_cancel=True)
 
 
 def start_message(

@@ -27,10 +27,11 @@ from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.errors import WorkerLost
 from trioserve.groups import sole_exception
+from trioserve.loaded_model import LoadedModel
 from trioserve.metrics import Metrics
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
-from trioserve.nursery import LoadedModel, run_engine
+from trioserve.nursery import run_engine
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.scheduler import Scheduler
 from trioserve.testing import FakeWorker, memory_link_pair, serve_fake

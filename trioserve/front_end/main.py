@@ -29,9 +29,10 @@ from trioserve.heap import rare_collections
 from trioserve.http import create_app
 from trioserve.http.connections import raise_descriptor_limit
 from trioserve.http.listeners import inherited
+from trioserve.loaded_model import LoadedModel
 from trioserve.logs import get_logger, setup_logging
 from trioserve.metrics import Metrics
-from trioserve.nursery import LoadedModel, Place, run_tasks
+from trioserve.nursery import Place, run_tasks
 from trioserve.pair_socket import PairSocket, SocketFailed
 from trioserve.serving import serve_engine
 from trioserve.signals import dumping_tasks
