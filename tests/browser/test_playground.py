@@ -216,7 +216,7 @@ def test_a_refusal_names_the_field_and_what_it_may_be(console: Console) -> None:
     expect(notice).to_contain_text("1.0")
     field = page.locator("#settings [name=top_p]")
     expect(field).to_have_attribute("aria-invalid", "true")
-    expect(page.locator("#top_p-error")).to_contain_text("1.0")
+    expect(page.locator("#top_p-error")).to_have_text("expected float <= 1.0, got 1.5")
     setting(page, "top_p", "")
     setting(page, "max_tokens", "2")
     page.get_by_role("button", name="Regenerate").click()

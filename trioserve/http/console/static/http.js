@@ -16,6 +16,12 @@ export class ServerError extends Error {
     this.param = param;
     this.code = code;
   }
+
+  /** The message, without the field's name where it begins with that. */
+  get reason() {
+    const prefix = `${this.param}: `;
+    return this.message.startsWith(prefix) ? this.message.slice(prefix.length) : this.message;
+  }
 }
 
 /**

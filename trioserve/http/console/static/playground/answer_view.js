@@ -62,11 +62,10 @@ export class AnswerView {
     this.#announcer.end(end ? `Answer ${end}.` : "");
   }
 
-  /** @param {Error} error why there is no more of it */
+  /** @param {import("../http.js").ServerError} error why there is no more of it */
   fail(error, askForKey) {
     const field = error.param ? [element("code", {}, error.param), ": "] : [];
-    const message = error.message.replace(new RegExp(`^${error.param}: `), "");
-    this.#error.replaceChildren(...field, message);
+    this.#error.replaceChildren(...field, error.reason);
     if (error.status === 401) {
       this.#error.append(
         " ",

@@ -4,7 +4,6 @@ import { keys } from "../access.js";
 import { addressOf } from "../address.js";
 import { button, element, setAttribute } from "../dom.js";
 import { call, errorIn, events, ServerError } from "../http.js";
-import { AnswerView } from "./answer_view.js";
 import { Chat } from "./chat.js";
 import { Completion } from "./completion.js";
 import { curlCommand } from "./requests.js";
@@ -85,7 +84,7 @@ export class Playground {
    * Stream the answer to `request` into `view`.
    *
    * @param {{path: string, body: object}} request
-   * @param {AnswerView} view
+   * @param {import("./answer_view.js").AnswerView} view
    */
   async #run({ path, body }, view) {
     this.stop();
@@ -116,7 +115,7 @@ export class Playground {
       return;
     }
     if (!(error instanceof ServerError)) throw error;
-    if (error.param) this.#settings.showError(error.param, error.message);
+    if (error.param) this.#settings.showError(error.param, error.reason);
     this.#keepTheEndInSight(() => view.fail(error, this.askForKey));
   }
 

@@ -68,11 +68,9 @@ export class Settings {
     };
   }
 
-  /** Show at a field what the server said of it; whether there is such a field. */
+  /** Show at a field, if it is one of the form's, what the server said of it. */
   showError(name, message) {
-    const control = this.#controls.get(name);
-    control?.showError(message);
-    return control !== undefined;
+    this.#controls.get(name)?.showError(message);
   }
 
   clearErrors() {
