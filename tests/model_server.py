@@ -8,12 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import attrs
-import httpx
 
 __all__ = ["MODEL", "ROOT", "Server", "serving"]
 
@@ -36,7 +36,9 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         headers = {"Authorization": "Bearer secret"}
-        text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=60).text
+        request = urllib.request.Request(f"{self.url}/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read().decode()
         samples = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
         return {name.split("{")[0]: float(value) for name, value in samples}
 

@@ -68,7 +68,10 @@ def node() -> str:
     """Node.js, with the packages that ``tests/clients/node`` names beside its programs."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
-        pytest.fail("these tests need Node.js 20 or newer: apt install nodejs npm", pytrace=False)
+        pytest.fail("install Node.js 20 or newer, and npm", pytrace=False)
+    version = subprocess.check_output([node, "--version"], text=True).strip()
+    if int(version.removeprefix("v").split(".")[0]) < 20:
+        pytest.fail(f"install Node.js 20 or newer: this is {version}", pytrace=False)
     with outdated(NODE / "node_modules", NODE / "package-lock.json") as is_outdated:
         if is_outdated:
             quiet = ("--no-audit", "--no-fund", "--loglevel", "error")

@@ -13,7 +13,7 @@ from asked_server import KEY, MODEL, URL, wait_until_idle
 from instructor.core import IncompleteOutputException, InstructorRetryException
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
+MODES = (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA)
 """Those in which a grammar holds the model to the schema."""
 
 Size = StrEnum("Size", ["small", "large"])
