@@ -16,7 +16,7 @@ const STATES = {
   off: ["off", ""],
   connecting: ["wait", "Connecting"],
   live: ["good", "Live"],
-  lost: ["bad", "The server can't be reached: trying again"],
+  lost: ["bad", "Cut off: trying again"],
   refused: ["bad", ""],
 };
 
@@ -103,7 +103,7 @@ export class Engine {
     const [tone, text] = STATES[name];
     setAttribute(this.#state, "data-tone", tone);
     setAttribute(this.#state, "data-feed", name);
-    write(this.#state, text);
+    write(this.#state, name === "lost" && error?.status ? `${error.reason}: trying again` : text);
     setAttribute(this.#body, "data-stale", name === "lost" || name === "refused");
     if (name === "refused") this.#showRefusal(error);
   }

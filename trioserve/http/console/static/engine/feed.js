@@ -45,9 +45,10 @@ export class Feed {
   }
 
   async #keepReading(stopped) {
+    let error = null;
     while (!stopped.aborted) {
-      this.listener.state(this.#attempt ? "lost" : "connecting");
-      const error = await this.#read(stopped);
+      this.listener.state(this.#attempt ? "lost" : "connecting", error);
+      error = await this.#read(stopped);
       if (stopped.aborted) return;
       this.listener.state(REFUSALS.has(error?.status) ? "refused" : "lost", error);
       if (REFUSALS.has(error?.status)) return;
