@@ -28,6 +28,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "bench.waiting": _SAVED,
     "bench.tokenizing": _SAVED,
     "bench.embeddings": _SAVED,
+    "bench.experts": _SAVED,
     "bench.memory_parts": _SAVED,
     "bench.long_prompts": (*_SAVED, "--plans", "1", "--lengths", "1000", "4000", "--rounds", "2"),
 }

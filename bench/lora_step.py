@@ -8,24 +8,15 @@ does meets all of them; the quickest quarter of each counts.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from gpu.cpu.compiled import CompiledModel, read_as
-from gpu.cpu.library import load_library
+from bench.compiled_steps import CompiledSteps, load_compiled, num_pages_of, usual
 from gpu.lora.products import PRODUCTS
 from gpu.lora.reading import Adapter, Update
-from gpu.rope import cos_sin_table
-from gpu.slots import SlotTable
-from gpu.weights import expected_tensors, read_weights
-from trioserve.model_files import ModelConfig, locate, open_model
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, from_ints
-
-PAGE_SIZE = 16
+from gpu.weights import expected_tensors
+from trioserve.model_files import ModelConfig, locate
 
 
 def random_adapter(config: ModelConfig, rank: int, seed: int) -> Adapter:
@@ -42,51 +33,6 @@ def random_adapter(config: ModelConfig, rank: int, seed: int) -> Adapter:
     return Adapter(updates=updates, checksum="")
 
 
-class Steps:
-    """Decode steps of ``count`` rows whose adapters are ``numbers`` in turn."""
-
-    def __init__(
-        self, model: CompiledModel, numbers: Sequence[int], count: int, context: int, first: int
-    ) -> None:
-        self._model = model
-        self._slots = SlotTable(
-            num_pages=1 << 20, page_size=PAGE_SIZE, max_model_len=2048, vocab_size=1 << 20
-        )
-        self._slots.adapters = range(1, 1000)
-        each = -(-(context + 1) // PAGE_SIZE)
-        opened = [
-            OpenSlot(
-                slot=row,
-                generation=1,
-                tokens=from_ints([7] * (context + 1)),
-                prompt_length=context + 1,
-                computed=context,
-                pages=from_ints(range(first + row * each, first + (row + 1) * each)),
-                sampler=SamplerParams(temperature=0.0),
-                adapter=numbers[row % len(numbers)],
-            )
-            for row in range(count)
-        ]
-        ones = from_ints([1] * count)
-        plan = Plan(number=1, opened=opened, row_slots=from_ints(range(count)), row_counts=ones)
-        self._rows = self._slots.apply(plan)
-        self.pages = count * each
-        self.seconds: list[float] = []
-
-    def run(self) -> None:
-        """One step, the same every time: layers and the most probable tokens."""
-        began = time.perf_counter()
-        hidden, ends = self._model.forward(self._rows, self._slots)
-        self._model.most_probable(hidden, ends)
-        self.seconds.append(time.perf_counter() - began)
-
-    @property
-    def usual(self) -> float:
-        """The mean of the quickest quarter, in seconds."""
-        quickest = sorted(self.seconds)[: max(len(self.seconds) // 4, 1)]
-        return sum(quickest) / len(quickest)
-
-
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m bench.lora_step", description=__doc__)
@@ -99,46 +45,43 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     options = parser.parse_args()
 
-    files = open_model(Path(locate(options.model)))
-    model = CompiledModel(
-        load_library(),
-        files.config,
-        options.quantization,
-        options.threads,
-        max_rank=options.rank,
-    )
-    dtype, keep = read_as(options.quantization)
-    model.load(read_weights(files, dtype, lambda done, total: None, keep))
     kinds: dict[str, list[int]] = {
         "no adapter": [0],
         "1 adapter": [1],
         "4 adapters": [1, 2, 3, 4],
         "1 adapter, half of the rows": [0, 1],
     }
-    each = -(-(options.context + 1) // PAGE_SIZE) * options.rows
-    model.finish(
-        cos_sin_table(files.config, 2048, 2048),
-        page_size=PAGE_SIZE,
+    each = num_pages_of(options.rows, options.context)
+    model = load_compiled(
+        Path(locate(options.model)),
+        quantization=options.quantization,
+        threads=options.threads,
         num_pages=each * (len(kinds) + 1),
-        max_tokens=256,
+        max_rank=options.rank,
     )
-    before = Steps(model, [0], options.rows, options.context, 0)
+    before = CompiledSteps(model, rows=options.rows, context=options.context)
     for _ in range(options.rounds):
         before.run()
     for number in range(1, 5):
-        model.adapters.put(number, random_adapter(files.config, options.rank, number))
+        model.adapters.put(number, random_adapter(model.config, options.rank, number))
     steps = {
-        name: Steps(model, numbers, options.rows, options.context, each * (place + 1))
+        name: CompiledSteps(
+            model,
+            rows=options.rows,
+            context=options.context,
+            adapters=numbers,
+            first_page=each * (place + 1),
+        )
         for place, (name, numbers) in enumerate(kinds.items())
     }
     for _ in range(options.rounds):
         for kind in steps.values():
             kind.run()
-    plain = steps["no adapter"].usual
+    plain = usual(steps["no adapter"].seconds)
     print(f"weights in {model.describe_weights()}, {options.rows} rows, rank {options.rank}")
-    print(f"{'no adapter is loaded':30} {before.usual * 1e3:8.3f} ms {before.usual / plain:7.3f}")
-    for name, kind in steps.items():
-        print(f"{name:30} {kind.usual * 1e3:8.3f} ms {kind.usual / plain:7.3f}")
+    for name, kind in {"no adapter is loaded": before, **steps}.items():
+        seconds = usual(kind.seconds)
+        print(f"{name:30} {seconds * 1e3:8.3f} ms {seconds / plain:7.3f}")
 
 
 if __name__ == "__main__":
