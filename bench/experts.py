@@ -85,9 +85,12 @@ def _peer_step(model: Any, rows: int, count: int) -> Callable[[], None]:
 
 
 def measure(
-    name: str, fields: Mapping[str, Any], *, threads: int, rounds: int, steps: Mapping[str, Any]
+    name: str, fields: Mapping[str, Any], *, threads: int, seconds: float, steps: Mapping[str, Any]
 ) -> list[Measurement]:
-    """Every way to compute every one of ``steps``, which are as :data:`STEPS` are, of one model."""
+    """Every way to compute every one of ``steps``, which are as :data:`STEPS` are, of one model.
+
+    Each step has about ``seconds``, and two rounds at least.
+    """
     import torch
     import transformers
 
@@ -113,18 +116,20 @@ def measure(
             for way, model in ours.items()
         }
         run, taken = _peer_step(peer, rows, count), {way: list[float]() for way in _PEERS}
-        for _ in range(rounds):
+        end, rounds = time.perf_counter() + seconds, 0
+        while rounds < 2 or time.perf_counter() < end:
+            rounds += 1
             for steps_of_way in own.values():
                 steps_of_way.run()
-            for way, seconds in taken.items():
+            for way, times in taken.items():
                 peer.set_experts_implementation(way)
                 began = time.perf_counter()
                 run()
-                seconds.append(time.perf_counter() - began)
-        times = {way: steps_of_way.seconds for way, steps_of_way in own.items()} | taken
+                times.append(time.perf_counter() - began)
+        every = {way: steps_of_way.seconds for way, steps_of_way in own.items()} | taken
         found += [
-            Measurement(model=name, step=step, way=way, seconds=usual(seconds))
-            for way, seconds in times.items()
+            Measurement(model=name, step=step, way=way, seconds=usual(times))
+            for way, times in every.items()
         ]
     return found
 
@@ -153,14 +158,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.experts", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each step of each model")
     parser.add_argument("--save", type=Path, help="a folder for the JSON")
     options = parser.parse_args(arguments)
     found = []
     for name in options.models:
         print(name, flush=True)
         found += measure(
-            name, MODELS[name], threads=options.threads, rounds=options.rounds, steps=STEPS
+            name, MODELS[name], threads=options.threads, seconds=options.seconds, steps=STEPS
         )
     versions = {**own_versions(), "transformers": version("transformers")}
     facts = {"options": asked(options), "versions": versions}

@@ -121,6 +121,7 @@ def _seeds_of(name: str) -> Callable[[], list[bytes]]:
 _KEYS = (
     *("general.architecture", "general.alignment", "split.count", "tokenizer.chat_template"),
     *("llama.block_count", "llama.context_length", "llama.embedding_length", "llama.expert_count"),
+    *("llama.expert_used_count", "llama.expert_feed_forward_length", "llama.expert_weights_norm"),
     *("llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.key_length"),
     *("llama.attention.value_length", "llama.attention.layer_norm_rms_epsilon"),
     *("llama.attention.sliding_window", "llama.feed_forward_length", "llama.rope.freq_base"),

@@ -167,6 +167,27 @@ def test_the_configuration_equals_the_folders(family: str, tmp_path: Path) -> No
     assert same == expected
 
 
+def test_a_file_may_say_that_experts_are_not_normalized(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3_moe", tmp_path)
+    header = read_header(write_gguf(folder, tmp_path / "tiny.gguf"))
+    for written, normalized in ((None, True), (True, True), (False, False)):
+        metadata = header.metadata
+        if written is not None:
+            metadata = {**metadata, "qwen3moe.expert_weights_norm": written}
+        experts = read_config(attrs.evolve(header, metadata=metadata)).experts
+        assert experts is not None
+        assert experts.normalized == normalized
+        assert experts.layers == (True, False, True)
+
+
+def test_only_llama_and_qwen3moe_have_experts(tmp_path: Path) -> None:
+    path = write_gguf(make_tiny("qwen2", tmp_path), tmp_path / "tiny.gguf")
+    header = read_header(path)
+    metadata = {**header.metadata, "qwen2.expert_count": 4, "qwen2.expert_used_count": 2}
+    with pytest.raises(ModelLoadError, match=r"qwen2\.expert_count = 4"):
+        read_config(attrs.evolve(header, metadata=metadata))
+
+
 def test_biases_are_found_by_their_tensors(tmp_path: Path) -> None:
     folder = make_tiny("llama3", tmp_path)
     config = open_model(write_gguf(folder, tmp_path / "tiny.gguf")).config
@@ -244,6 +265,9 @@ def test_what_is_not_served_is_named(tiny: Path, tmp_path: Path) -> None:
     experts = {"llama__expert_count": 8, "llama__expert_used_count": 2}
     assert "expert_shared_count = 1" in reason(**experts, llama__expert_shared_count=1)
     assert "expert_gating_func = 2" in reason(**experts, llama__expert_gating_func=2)
+    ones = np.ones(2, np.int32)
+    assert "expert_weights_scale = [1 1]" in reason(**experts, llama__expert_weights_scale=ones)
+    assert "expert_weights_norm = [1 1]" in reason(**experts, llama__expert_weights_norm=ones)
     assert "can't have 9 of 8 experts" in reason(**{**experts, "llama__expert_used_count": 9})
     assert "can't have 70000 experts" in reason(**{**experts, "llama__expert_count": 70000})
     assert "llama.rope.dimension_count = 8" in reason(llama__rope__dimension_count=8)

@@ -154,9 +154,11 @@ def read_config(header: GGUFHeader) -> ModelConfig:
 
 
 def _family(keys: _Keys, experts: ExpertsConfig | None) -> str:
-    """What Hugging Face calls the architecture."""
-    if experts is None or keys.prefix == "qwen3moe":
-        return keys.prefix.replace("3moe", "3_moe")
+    """What the architecture is called outside of GGUF files."""
+    if keys.prefix == "qwen3moe":
+        return "qwen3_moe"
+    if experts is None:
+        return keys.prefix
     if keys.prefix != "llama":
         raise keys.error("expert_count", experts.count)
     return "mixtral"
@@ -167,20 +169,21 @@ def _experts(keys: _Keys, num_layers: int) -> ExpertsConfig | None:
     if count is None:
         return None
     for key, plain in _PLAIN_EXPERTS.items():
-        if keys.get(key) not in (None, *plain):
-            raise keys.error(key, keys.get(key))
+        value = keys.get(key)
+        if value is not None and (isinstance(value, np.ndarray) or value not in plain):
+            raise keys.error(key, value)
+    # Where files don't say, llama.cpp does so in both architectures.
     normalized = keys.get("expert_weights_norm")
+    if normalized is not None and not isinstance(normalized, bool):
+        raise keys.error("expert_weights_norm", normalized)
+    size = keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length"))
+    tensors = keys.header.tensors
     return ExpertsConfig(
         count=count,
         per_token=keys.integer("expert_used_count"),
-        intermediate_size=keys.integer(
-            "expert_feed_forward_length", keys.integer("feed_forward_length")
-        ),
-        # llama.cpp does so in both architectures, whatever the model was trained with.
-        normalized=normalized is None or bool(normalized),
-        layers=tuple(
-            f"blk.{layer}.ffn_gate_inp.weight" in keys.header.tensors for layer in range(num_layers)
-        ),
+        intermediate_size=size,
+        normalized=normalized is not False,
+        layers=tuple(f"blk.{i}.ffn_gate_inp.weight" in tensors for i in range(num_layers)),
     )
 
 
