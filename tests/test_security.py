@@ -49,7 +49,12 @@ ALLOWED = {
     "trioserve/http/listeners.py connect": "whether somebody listens on the operator's socket",
     "trioserve/load/connect.py trio.open_tcp_stream": "the load generator, not the server",
     "trioserve/cli/bench.py connect": "the load generator, not the server",
+    "trioserve/cli/remote.py connect": "a command that asks a server, not the server",
+    "trioserve/load/remote.py connect": "the client of such commands, not the server",
     "trioserve/load/client.py connect": "the load generator, not the server",
+    "gpu/transformers_models/reading.py from_pretrained": (
+        "the operator's model, from its folder alone, without code of its own"
+    ),
     "trioserve/model_files/locate.py huggingface_hub.snapshot_download": "the operator's model",
     "trioserve/tracing.py opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter": (
         "--otlp-traces-endpoint: the operator's"

@@ -22,7 +22,9 @@ import trio
 from trioserve.engine import Engine
 from trioserve.errors import RequestAborted, WorkerLost
 from trioserve.generation import GenerationStream
+from trioserve.open_generations import OpenGenerations
 from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput, State
+from trioserve.request_maker import RequestMaker
 from trioserve.scheduler import Scheduler, SchedulerCore
 from trioserve.scheduler import computation as computations
 from trioserve.scheduler.computation import Computation
@@ -97,11 +99,11 @@ def _closed_at_once(original: Any) -> Any:
 def _parent_kept(original: Any) -> Any:
     """The parent of several outputs is removed by the last of them to finish, not by an abort."""
 
-    def abandon(self: Engine, request: Request) -> None:
+    def abandon(self: OpenGenerations, request: Request) -> None:
         aborted = not all(sequence.delivered for sequence in request.sequences)
         original(self, request)
         if aborted and len(request.sequences) > 1:
-            self._open[request] = None
+            self._requests[request] = None
 
     return abandon
 
@@ -158,10 +160,10 @@ def _released_twice(original: Any) -> Any:
 def _stream_kept_on_reject(original: Any) -> Any:
     """Who is refused after it was noted isn't crossed out."""
 
-    def abandon(self: Engine, request: Request) -> None:
+    def abandon(self: OpenGenerations, request: Request) -> None:
         original(self, request)
         if request.rejection is not None:
-            self._open[request] = None
+            self._requests[request] = None
 
     return abandon
 
@@ -194,12 +196,12 @@ class _DeafEvent:
 def _deadline_forgotten(original: Any) -> Any:
     """The time that a request has isn't looked at before it is in line."""
 
-    def make_request(self: Engine, *args: Any) -> Request:
-        request: Request = original(self, *args)
+    def make(self: RequestMaker, *args: Any, **fields: Any) -> Request:
+        request: Request = original(self, *args, **fields)
         request.admitted = _DeafEvent()  # type: ignore[assignment]
         return request
 
-    return make_request
+    return make
 
 
 def _stop_not_told(original: Any) -> Any:
@@ -320,7 +322,7 @@ FAULTS = (
     PlantedFault(
         "the parent of n > 1 is leaked",
         "vllm-project/vllm#51629",
-        _over(Engine, "_abandon", _parent_kept),
+        _over(OpenGenerations, "_abandon", _parent_kept),
     ),
     PlantedFault(
         "the stop string comes after the final chunk",
@@ -350,7 +352,7 @@ FAULTS = (
     PlantedFault(
         "a rejected request's stream is kept",
         "sgl-project/sglang#40360",
-        _over(Engine, "_abandon", _stream_kept_on_reject),
+        _over(OpenGenerations, "_abandon", _stream_kept_on_reject),
     ),
     PlantedFault(
         "aborted outputs aren't flushed at a shutdown",
@@ -360,7 +362,7 @@ FAULTS = (
     PlantedFault(
         "a deadline is forgotten while a request is prepared",
         "sgl-project/sglang#6931",
-        _over(Engine, "_make_request", _deadline_forgotten),
+        _over(RequestMaker, "make", _deadline_forgotten),
     ),
     PlantedFault(
         "computing goes on after a stop string",
