@@ -21,7 +21,7 @@ def examine() -> dict[str, Any]:
     import torch
 
     from gpu.linear import prepacks
-    from gpu.loading import choose_num_threads
+    from gpu.loaded import choose_num_threads
 
     kernels, targets = _examine_kernels()
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -13,9 +10,8 @@ from gpu.constraints.adjuster import Constraints
 from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.processors import Processors, load_processors
 from gpu.devices import choose_device, choose_dtype
-from gpu.exchange import ModelWeights, ReadWeights
-from gpu.executor import Executor
-from gpu.lora.store import AdapterStore
+from gpu.exchange import ModelWeights
+from gpu.loaded import Loaded, OnProgress, Serving, choose_num_threads, warm_up
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable
@@ -30,73 +26,13 @@ from trioserve.model_files import (
     open_model,
     task_of,
 )
-from trioserve.sampling import SamplerParams
-from trioserve.wire import MockSteps, OpenSlot, Plan, Ready, Start, from_ints
+from trioserve.wire import MockSteps, Ready, Start
 
-__all__ = [
-    "Loaded",
-    "OnProgress",
-    "Serving",
-    "choose_max_model_len",
-    "choose_num_threads",
-    "load",
-    "of_weights",
-    "unseen",
-    "warm_up",
-]
+__all__ = ["choose_max_model_len", "load"]
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048, "mock": 2048}
 MAX_MASK_THREADS = 8
-MOST_THREADS = 1024
-"""As many as ``--num-threads`` may ask for."""
 WARM_UP_TOKENS = 16
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with a stage, how much of it is done, and of how much."""
-
-
-def of_weights(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """``on_progress`` for the stage in which weights are read."""
-    return lambda done, total: on_progress("weights", done, total)
-
-
-def unseen(stage: str, done: int, total: int) -> None:
-    """An :data:`OnProgress` that nobody looks at."""
-
-
-@attrs.frozen(kw_only=True)
-class Loaded:
-    """A model on a device, with its KV cache."""
-
-    executor: Executor
-    slots: SlotTable
-    num_pages: int
-    device_name: str
-    computing: str
-    """What computes, and with which weights: a few words for the log."""
-    read_weights: ReadWeights
-    adapters: AdapterStore[Any] | None = None
-    """Those that sequences may have; None where no adapters can be served."""
-    num_host_pages: int = 0
-    """Places for pages of the KV cache in the host's memory."""
-    free_memory: int = 0
-    """Bytes of the GPU's memory that were free before."""
-
-
-@attrs.frozen(kw_only=True)
-class Serving:
-    """A loaded model that is ready for plans, and what the engine is told of it."""
-
-    runner: Runner
-    weights: ModelWeights | None
-    """None where they can't be exchanged."""
-    constraints: Constraints | None
-    """None where nothing is drawn."""
-    ready: Ready
-    adapters: AdapterStore[Any] | None = None
-    """None where none can be served."""
-    calls: Mapping[str, Callable[[Any], Any]] = attrs.field(factory=dict)
-    """What this model can be called for, by name: functions of the arguments."""
 
 
 def load(start: Start, on_progress: OnProgress) -> Serving:
@@ -225,15 +161,6 @@ def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
     )
 
 
-def choose_num_threads(asked: int) -> int:
-    """How many threads compute; 0 asks for OMP_NUM_THREADS, or all cores that may be used."""
-    # That variable may be a list, of which the first is for the outermost level.
-    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if asked == 0 and told.isdecimal():
-        asked = min(int(told), MOST_THREADS)
-    return asked or max(int(Machine().cores()), 1)
-
-
 def choose_max_model_len(asked: int, config: ModelConfig | TransformersConfig) -> int:
     """The longest sequence to serve; ``asked`` is 0 for the model's own.
 
@@ -249,38 +176,3 @@ def choose_max_model_len(asked: int, config: ModelConfig | TransformersConfig) -
             f"--max-model-len {asked} is more than this model's {longest} positions: lower it"
         )
     return asked or config.max_position_embeddings
-
-
-def warm_up(
-    executor: Executor, slots: SlotTable, prompt_lengths: Sequence[int], page_size: int
-) -> None:
-    """Prefill and sample prompts in one step, so that libraries load and allocate beforehand.
-
-    ``slots`` is left empty.
-    """
-    opened = []
-    first_page = 0
-    for slot, length in enumerate(prompt_lengths):
-        num_pages = -(-length // page_size)
-        opened.append(
-            OpenSlot(
-                slot=slot,
-                generation=0,
-                tokens=from_ints([0] * length),
-                prompt_length=length,
-                computed=0,
-                pages=from_ints(range(first_page, first_page + num_pages)),
-                sampler=SamplerParams(temperature=0.0),
-            )
-        )
-        first_page += num_pages
-    plan = Plan(
-        number=1,
-        opened=opened,
-        row_slots=from_ints(range(len(opened))),
-        row_counts=from_ints(prompt_lengths),
-    )
-    Runner(executor, slots, max_num_batched_tokens=sum(prompt_lengths)).step(plan)
-    slots.clear()
-    for each in opened:
-        executor.close(each.slot)

@@ -34,6 +34,7 @@ from gpu import loading
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
 from gpu.exchange import ModelWeights
+from gpu.loaded import Serving
 from gpu.logs import set_up_logging
 from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
@@ -110,7 +111,7 @@ class Worker:
             if self._constraints is not None:
                 self._constraints.shut_down()
 
-    def _load(self, start: wire.Start) -> loading.Serving:
+    def _load(self, start: wire.Start) -> Serving:
         try:
             serving = loading.load(start, self._report_progress)
         except Exception as error:

@@ -19,7 +19,7 @@ from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
 from gpu.exchange import ReadWeights
-from gpu.loading import Loaded, OnProgress, of_weights, unseen
+from gpu.loaded import Loaded, OnProgress, of_weights, unseen
 from gpu.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
 from gpu.rope import cos_sin_table
 from gpu.slots import SlotTable
@@ -101,7 +101,7 @@ class _Whole:
     num_pages: int
     num_host_pages: int
     computing: str
-    """As :class:`~gpu.loading.Loaded` has it."""
+    """As :class:`~gpu.loaded.Loaded` has it."""
     exchange: Callable[[CpuExecutor], ReadWeights]
     """How weights are exchanged under an executor."""
 

@@ -12,7 +12,7 @@ from gpu.attention import Attention, CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.exchange import ReadWeights
-from gpu.loading import OnProgress, of_weights, unseen
+from gpu.loaded import OnProgress, of_weights, unseen
 from gpu.lora.torch_adapters import TorchAdapters
 from gpu.models import build_model
 from gpu.models.decoder import Decoder

@@ -25,14 +25,7 @@ from gpu.cuda.graphs import ladder, sharing_ladder
 from gpu.cuda.model_kernels import model_kernels
 from gpu.kernels.attention_tile import PAGE_SIZES, check_attention_arguments
 from gpu.kernels.nvrtc import KernelBuildError
-from gpu.loading import (
-    Loaded,
-    OnProgress,
-    choose_num_threads,
-    of_weights,
-    unseen,
-    warm_up,
-)
+from gpu.loaded import Loaded, OnProgress, choose_num_threads, of_weights, unseen, warm_up
 from gpu.lora.places import AdapterPlaces
 from gpu.memory import (
     GRAPHS_DONT_FIT,

@@ -14,7 +14,7 @@ from gpu.devices import choose_device
 from gpu.encoder.loading import load_encoder
 from gpu.encoder.model import Encoder
 from gpu.executor import NO_COPIES, Copies, Submission
-from gpu.loading import Serving, choose_num_threads, of_weights
+from gpu.loaded import Serving, choose_num_threads, of_weights
 from gpu.runner import Runner
 from gpu.slots import PlanError, Row, Slot, SlotTable
 from trioserve.errors import ModelLoadError

@@ -13,7 +13,7 @@ from gpu.cpu.loading import choose_cpu_pages, refuse_cache_format
 from gpu.cpu.torch_loading import make_sampler
 from gpu.cpu.torch_model import TorchModel
 from gpu.exchange import ReadWeights
-from gpu.loading import Loaded, OnProgress, choose_num_threads, unseen
+from gpu.loaded import Loaded, OnProgress, choose_num_threads, unseen
 from gpu.slots import SlotTable, described
 from gpu.transformers_models import interface
 from gpu.transformers_models.attention import LayerShape, PagedLayers

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu.loading import OnProgress
+from gpu.loaded import OnProgress
 from gpu.transformers_models import interface
 from gpu.transformers_models.probing import refusal
 from trioserve.errors import ModelLoadError

@@ -12,7 +12,8 @@ from gpu.adjustments import NoAdjuster
 from gpu.cpu import library
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.loading import load_on_cpu
-from gpu.loading import Loaded, load, warm_up
+from gpu.loaded import Loaded, warm_up
+from gpu.loading import load
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import make_tiny
 from trioserve import EngineConfig

@@ -19,7 +19,7 @@ from gpu.cuda.timeline import HostTimeline, Timeline
 from gpu.emulation import EmulatedLoader
 from gpu.kernels import KernelSource
 from gpu.kernels.nvrtc import KernelBuildError
-from gpu.loading import Loaded
+from gpu.loaded import Loaded
 from gpu.lora.places import AdapterPlaces
 from gpu.runner import Runner
 from tests.kernels.tape import TapeCapturer, TapedLoader

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from gpu.cpu.torch_model import TorchSampler
-from gpu.loading import Serving, load
+from gpu.loaded import Serving
+from gpu.loading import load
 from gpu.transformers_models import loading
 from tests.plans import GREEDY, PlanMaker, RecordingSampler, outputs_over_moved_pages
 from tests.tiny_models import VOCAB_SIZE, make_tiny

@@ -15,7 +15,8 @@ import safetensors.torch
 import torch
 
 from gpu.adjustments import NoAdjuster
-from gpu.loading import load, unseen
+from gpu.loaded import unseen
+from gpu.loading import load
 from gpu.transformers_models import check
 from gpu.transformers_models.attention import PagedLayers
 from gpu.transformers_models.loading import load_through_transformers
