@@ -208,6 +208,7 @@ async def test_only_so_many_may_watch() -> None:
                 response = await client.get(LIVE)
                 assert response.status_code == 429
                 assert response.json()["error"]["code"] == "watcher_limit"
+                assert response.headers["Retry-After"] == "1"
         async with feed(url) as events:
             assert (await anext(events))[0] == "hello"
 

@@ -159,6 +159,27 @@ async def test_a_worker_that_dies_is_shown_and_so_is_the_next(
     assert states_of(row) == [*straight, "preempted", *straight[1:], "finished"]
 
 
+async def test_pauses_and_a_worker_that_is_sent_away(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with open_fake_engine(one_second) as engine:
+        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+            await engine.pause("wait")
+            assert watcher.take().paused
+            engine.resume()
+            assert not watcher.take().paused
+            await engine.release_memory()
+            picture = watcher.take()
+            assert (picture.worker.state, picture.worker.pid) == ("released", None)
+            assert picture.health == "no_worker"
+            await engine.resume_memory()
+            picture = watcher.take()
+            assert (picture.worker.state, picture.worker.restarts) == ("running", 0)
+            assert picture.worker.last_death is None
+            engine.weight_version = "step 7"
+            assert watcher.take().weight_version == "step 7"
+
+
 async def test_who_leaves_and_who_is_refused(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(one_second, max_num_seqs=1) as engine:
         with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:

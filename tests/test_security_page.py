@@ -21,6 +21,7 @@ from trioserve.http.responses.items import MAX_ITEMS
 from trioserve.http.routes import ROUTES
 from trioserve.http.settings import MAX_HEAD_SIZE, MAX_STREAMS, server_settings
 from trioserve.kept_responses import MAX_BYTES, MAX_CONVERSATION_BYTES, MAX_RESPONSES
+from trioserve.live import MAX_WATCHERS
 from trioserve.options import options_of
 from trioserve.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 from trioserve.text.stop_regex import MAX_PATTERN_CHARACTERS, SEARCH_SECONDS
@@ -56,6 +57,7 @@ def bound_of(what: str) -> str:
             "[Responses that are kept](responses.md#what-is-kept), and a conversation of them",
             f"{MAX_RESPONSES:,} and {MAX_BYTES >> 20} MiB; {MAX_CONVERSATION_BYTES >> 20} MiB",
         ),
+        ("Watchers of the [live feed](live.md)", f"{MAX_WATCHERS}; 429 past it"),
         ("Prompts in a request", f"{SERVER.max_prompts_per_request}"),
         ("Outputs of a prompt (`n`)", f"{MAX_SEQUENCES}"),
         ("Stop strings", f"{MAX_STOP_STRINGS} of {MAX_STRING_CHARACTERS} characters"),

@@ -21,6 +21,7 @@ __all__ = [
     "ShuttingDown",
     "SlowReader",
     "TrioserveError",
+    "WatcherLimit",
     "WorkerLost",
 ]
 
@@ -97,7 +98,7 @@ class SessionLimit(TrioserveError):
 
 
 class WatcherLimit(TrioserveError):
-    """As many watch the engine as may."""
+    """As many watch the engine (:func:`trioserve.live.watch`) as may."""
 
 
 class Draining(TrioserveError):

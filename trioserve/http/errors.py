@@ -197,7 +197,7 @@ def describe_error(error: BaseException, body: type[ErrorBody] = ErrorResponse) 
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    elif isinstance(error, (Draining, KeyLimit, Paused, ShuttingDown)):
+    elif isinstance(error, (Draining, KeyLimit, Paused, ShuttingDown, WatcherLimit)):
         headers["Retry-After"] = "1"
     # Both may quote what the client wrote, which may be as large as a body.
     message = _shortened(str(error), MAX_MESSAGE_CHARACTERS)
