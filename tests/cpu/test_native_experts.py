@@ -27,7 +27,7 @@ from tests.cpu.test_native_model import (
     same,
     with_torch,
 )
-from tests.lora.adapters import make_adapter
+from tests.lora.adapters import ALL_PARTS, make_adapter
 from tests.lora.test_models import all_logits, exact_logits, load
 from tests.lora.test_models import compiled as compiled_with_adapters
 from tests.lora.test_models import distance as distance_of
@@ -236,3 +236,28 @@ def test_adapters_of_attention(family: str, tmp_path: Path) -> None:
     assert np.abs(all_logits(in_float32, prompt, 1) - exact).max() < 1e-4
     assert distance_of(all_logits(native, prompt, 1), exact) < 0.15
     assert distance_of(all_logits(native, prompt, 0), exact) > 0.3
+
+
+def test_adapters_of_an_mlp_beside_experts(tmp_path: Path) -> None:
+    """One layer of three has no experts: its MLP may have updates, which PEFT itself leaves out."""
+    path = make_tiny("qwen3_moe", tmp_path / "model", num_experts_per_tok=5, torch_dtype="bfloat16")
+    adapter = make_adapter(path, tmp_path / "adapter", seed=1, parts=ALL_PARTS, alpha=8, rank=4)
+    weights = load_file(path / "model.safetensors")
+    updates = load_file(adapter / "adapter_model.safetensors")
+    assert any("layers.1.mlp.up_proj" in name for name in updates)
+    for name in [name for name in updates if ".lora_A." in name]:
+        merged = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+        weights[merged] = (
+            weights[merged] + 2.0 * updates[name.replace("_A.", "_B.")] @ updates[name]
+        )
+    prompt = prompt_of(24)
+    in_float32, native = with_adapters(path), compiled_with_adapters(path)
+    for served in (in_float32, native):
+        load(served, adapter)
+    ours, theirs = (all_logits(each, prompt, 1) for each in (native, in_float32))
+    plain = all_logits(in_float32, prompt, 0)
+    save_file(weights, path / "model.safetensors")
+    exact = all_logits(with_adapters(path), prompt, 0)
+    assert np.abs(theirs - exact).max() < 1e-4
+    assert distance_of(ours, exact) < 0.15
+    assert distance_of(plain, exact) > 0.3
