@@ -23,17 +23,16 @@ def newest_record() -> Path | None:
 
 
 def table_lines(record: dict[str, Any]) -> Iterator[str]:
-    """A Markdown table of the record's parts, and a paragraph on where they were taken."""
-    yield "| what | seconds |"
-    yield "| --- | --- |"
-    for part in record["parts"]:
-        yield f"| {part['what']} | {part['seconds']:.1f} |"
-    yield f"| **all of it** | **{sum(part['seconds'] for part in record['parts']):.1f}** |"
+    """The record's table, and a paragraph on where it was taken."""
+    machine, versions = record["machine"], record["versions"]
+    kept = "had been kept" if record["options"]["pip_cache"] else "were downloaded"
+    yield record["table"]
     yield ""
     yield (
-        f"By `python -m bench.first_time`, from a fresh clone and without an environment, on "
-        f"{record['machine']} with Python {record['python']}; packages came from "
-        f"{record['packages']}. What you read and think comes on top."
+        f"By `python -m bench.first_time`, in a fresh clone and without an environment, on "
+        f"{machine['cores']} cores of an {machine['processor']} with Python "
+        f"{versions['python']}, at commit {versions['commit']}; packages {kept}. What you read and "
+        f"think comes on top."
     )
 
 

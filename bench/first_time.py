@@ -1,0 +1,179 @@
+"""A first-time reader's path on a clean machine, timed: ``python -m bench.first_time``.
+
+From a fresh clone of this tree's last commit and an empty environment: the README's command until
+the server listens, a first reply, the console, Ctrl-C, the second start, and the tutorial's
+program with an engine of its own. Packages are downloaded again unless ``--pip-cache`` is given,
+and kernels compiled again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+
+from bench.report import asked, markdown, show
+
+__all__ = ["Part", "Server", "ask", "main", "open_console", "started", "stories", "table", "walk"]
+
+ROOT = Path(__file__).parent.parent
+INSTALL = "python -m pip install nox && python -m nox -s serve -- --port 0"
+AGAIN = "python -m nox -s serve -- --port 0"
+QUESTION = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "temperature": 0,
+    "max_tokens": 30,
+}
+
+
+@attrs.frozen
+class Part:
+    """A part of the path, and how long it took."""
+
+    what: str
+    seconds: float
+
+
+@contextlib.contextmanager
+def timed(parts: list[Part], what: str) -> Iterator[None]:
+    """Add the time that the block takes to ``parts``."""
+    begun = time.perf_counter()
+    yield
+    parts.append(Part(what, time.perf_counter() - begun))
+    print(f"{parts[-1].seconds:8.1f} s  {what}", file=sys.stderr, flush=True)
+
+
+@attrs.frozen
+class Server:
+    """One that listens at ``url``."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    def stop(self) -> None:
+        """Ctrl-C, as a terminal sends it, until all has ended."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        self.process.wait()
+
+
+def started(command: str, folder: Path, environment: Mapping[str, str]) -> Server:
+    """What a command starts, once it listens.
+
+    Raises:
+        RuntimeError: it has ended without listening.
+    """
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("Serving "):
+            return Server(process, line.split()[-1])
+    raise RuntimeError(f"no server came of {command}: exit code {process.wait()}")
+
+
+def ask(url: str) -> str:
+    """A first reply."""
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        data=json.dumps(QUESTION).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        answer: str = json.load(response)["choices"][0]["message"]["content"]
+    return answer
+
+
+def open_console(url: str) -> int:
+    """The console's page and the files that it names; how many came."""
+    with urllib.request.urlopen(f"{url}/console") as response:
+        base, page = response.url, response.read().decode()
+    files = re.findall(r'(?:src|href)="([^":]+\.\w+)"', page)
+    for file in files:
+        with urllib.request.urlopen(urllib.parse.urljoin(base, file)) as response:
+            response.read()
+    return 1 + len(files)
+
+
+def stories() -> str:
+    """The tutorial's program."""
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    (program,) = [
+        each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def tell" in each
+    ]
+    return program
+
+
+def walk(folder: Path, *, pip_cache: bool) -> list[Part]:
+    """The whole path, below an empty folder."""
+    parts: list[Part] = []
+    clone, own = folder / "trioserve", folder / "python"
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HOME")
+    }
+    environment |= {
+        "PATH": f"{own / 'bin'}:{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    if not pip_cache:
+        environment["PIP_NO_CACHE_DIR"] = "1"
+    subprocess.run([sys.executable, "-m", "venv", str(own)], check=True)
+    with timed(parts, "clone the project"):
+        subprocess.run(["git", "clone", "--quiet", ROOT.as_uri(), str(clone)], check=True)
+    with timed(parts, "the README's command: install everything, start, listen"):
+        server = started(INSTALL, clone, environment)
+    with timed(parts, "a first reply"):
+        ask(server.url)
+    with timed(parts, "the console's page and files"):
+        open_console(server.url)
+    with timed(parts, "Ctrl-C, until all has ended"):
+        server.stop()
+    with timed(parts, "the second start"):
+        server = started(AGAIN, clone, environment)
+    server.stop()
+    (clone / "stories.py").write_text(stories())
+    with timed(parts, "the tutorial's program: an engine of its own, three stories, the end"):
+        program = [str(clone / ".nox" / "serve" / "bin" / "python"), "stories.py"]
+        subprocess.run(program, check=True, cwd=clone, env=environment, stdout=subprocess.DEVNULL)
+    return parts
+
+
+def table(parts: Sequence[Part]) -> str:
+    """What took how long, as Markdown."""
+    lines = [[part.what, f"{part.seconds:.1f}"] for part in parts]
+    lines.append(["**all of it**", f"**{sum(part.seconds for part in parts):.1f}**"])
+    return markdown(["what", "seconds"], lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Walk, print a table, and save it if asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--pip-cache", action="store_true", help="use packages that pip has kept")
+    parser.add_argument("--save", type=Path, help="a folder for the JSON")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="first-time-") as folder:
+        parts = walk(Path(folder), pip_cache=options.pip_cache)
+    show(table(parts), options.save, "first-time", parts, options=asked(options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
