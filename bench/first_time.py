@@ -158,8 +158,8 @@ def walk(folder: Path, *, pip_cache: bool) -> list[Part]:
 
 def table(parts: Sequence[Part]) -> str:
     """What took how long, as Markdown."""
-    lines = [[part.what, f"{part.seconds:.1f}"] for part in parts]
-    lines.append(["**all of it**", f"**{sum(part.seconds for part in parts):.1f}**"])
+    lines = [[part.what, f"{part.seconds:.2f}"] for part in parts]
+    lines.append(["**all of it**", f"**{sum(part.seconds for part in parts):.0f}**"])
     return markdown(["what", "seconds"], lines)
 
 

@@ -34,7 +34,7 @@ def test_the_program_is_the_tutorials() -> None:
 
 def test_the_table_and_what_the_page_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     text = table([Part("one", 1.25), Part("two", 60.0)])
-    assert text.endswith("| one | 1.2 |\n| two | 60.0 |\n| **all of it** | **61.2** |")
+    assert text.endswith("| one | 1.25 |\n| two | 60.00 |\n| **all of it** | **61** |")
     monkeypatch.syspath_prepend(str(Path(ROOT, "docs", "_ext")))
     record = {
         "machine": {"cores": 2, "processor": "EPYC"},
