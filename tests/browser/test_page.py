@@ -122,6 +122,12 @@ def test_the_keyboard_is_enough(console: Console) -> None:
     page.keyboard.press("Enter")
     expect(page.locator(".answer-status")).to_contain_text("5 tokens")
 
+    # The buttons that send and stop share the focus, too.
+    page.fill("#message", "Hello")
+    page.locator("#send").press("Enter")
+    expect(page.locator(".answer-status").last).to_contain_text("ended")
+    expect(page.locator("#send")).to_be_focused()
+
     # From the message back to the answer: all that has the focus shows it.
     page.locator("#message").focus()
     for _ in range(30):
@@ -130,7 +136,7 @@ def test_the_keyboard_is_enough(console: Console) -> None:
         assert outline != "none", page.evaluate("document.activeElement.outerHTML")
         if page.evaluate("document.activeElement.matches('.token')"):
             break
-    expect(page.locator(".token").first).to_be_focused()
+    expect(page.locator(".answer").last.locator(".token").first).to_be_focused()
     expect(page.get_by_role("tooltip")).to_be_visible()
 
     # Who wants no single keys switches them off.

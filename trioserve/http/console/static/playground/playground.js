@@ -2,17 +2,21 @@
 
 import { keys } from "../access.js";
 import { addressOf } from "../address.js";
-import { button, element, setAttribute } from "../dom.js";
 import { call, errorIn, events, ServerError } from "../http.js";
 import { Chat } from "./chat.js";
 import { Completion } from "./completion.js";
+import { Layout } from "./layout.js";
 import { curlCommand } from "./requests.js";
 import { Settings } from "./settings.js";
 
-const NEAR_THE_END = 80; // pixels: whoever reads further up isn't pulled down
-
 export class Playground {
   #settings = new Settings();
+  #layout = new Layout(this.#settings.element, {
+    submit: () => this.#modes[this.#mode].submit(),
+    stop: () => this.stop(),
+    clear: () => this.clear(),
+    setMode: (mode) => this.setMode(mode),
+  });
   #modes;
   #mode = "chat";
   #running = null;
@@ -26,13 +30,13 @@ export class Playground {
   constructor(place, { askForKey, onModel }) {
     this.askForKey = askForKey;
     this.onModel = onModel;
-    const self = {
+    const playground = {
       settings: () => this.#settings.values(),
       run: (request, view) => this.#run(request, view),
       curl: ({ path, body }) => curlCommand(addressOf(path), body, Boolean(keys().api)),
     };
-    this.#modes = { chat: new Chat(self), completion: new Completion(self) };
-    this.#build(place);
+    this.#modes = { chat: new Chat(playground), completion: new Completion(playground) };
+    place.append(this.#layout.element);
     this.setMode("chat");
   }
 
@@ -44,17 +48,14 @@ export class Playground {
       this.onModel(data.find(({ parent }) => !parent)?.id ?? "");
     } catch (error) {
       if (error.status === 401) this.askForKey("This server wants an API key.");
-      else this.#say(error.message);
+      else this.#layout.say(error.message);
     }
   }
 
-  setMode(name) {
-    this.#mode = name;
-    this.pane.dataset.mode = name;
-    for (const radio of this.modeRadios) radio.checked = radio.value === name;
-    this.outputs.replaceChildren(this.#modes[name].output);
-    this.composerInput.replaceChildren(this.#modes[name].input);
-    this.#showState();
+  /** @param {"chat"|"completion"} mode */
+  setMode(mode) {
+    this.#mode = mode;
+    this.#layout.showMode(mode, this.#modes[mode]);
   }
 
   otherMode() {
@@ -76,10 +77,6 @@ export class Playground {
     this.#running?.abort();
   }
 
-  #submit() {
-    this.#modes[this.#mode].submit();
-  }
-
   /**
    * Stream the answer to `request` into `view`.
    *
@@ -91,21 +88,23 @@ export class Playground {
     const run = new AbortController();
     this.#running = run;
     this.#settings.clearErrors();
-    this.#showState();
+    this.#layout.showRunning(true);
     try {
       for await (const { data } of events(path, { body, signal: run.signal })) {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
         const error = errorIn(chunk);
         if (error) throw error;
-        this.#keepTheEndInSight(() => view.add(chunk));
+        this.#layout.keepTheEndInSight(() => view.add(chunk));
       }
       view.end();
     } catch (error) {
       this.#failed(error, view);
     } finally {
-      if (this.#running === run) this.#running = null;
-      this.#showState();
+      if (this.#running === run) {
+        this.#running = null;
+        this.#layout.showRunning(false);
+      }
     }
   }
 
@@ -116,90 +115,6 @@ export class Playground {
     }
     if (!(error instanceof ServerError)) throw error;
     if (error.param) this.#settings.showError(error.param, error.reason);
-    this.#keepTheEndInSight(() => view.fail(error, this.askForKey));
-  }
-
-  /** Do what makes the text longer, and scroll along if its end was in sight. */
-  #keepTheEndInSight(grow) {
-    const { scrollHeight, scrollTop, clientHeight } = this.outputs;
-    const isNear = scrollHeight - scrollTop - clientHeight < NEAR_THE_END;
-    grow();
-    if (isNear) this.outputs.scrollTop = this.outputs.scrollHeight;
-  }
-
-  #showState() {
-    const isRunning = this.#running !== null;
-    this.stopButton.hidden = !isRunning;
-    this.sendButton.hidden = isRunning;
-    this.sendButton.textContent = this.#mode === "chat" ? "Send" : "Complete";
-    this.notice.hidden = true;
-  }
-
-  #say(message) {
-    this.notice.textContent = message;
-    this.notice.hidden = false;
-  }
-
-  #build(place) {
-    this.outputs = element("div", {
-      class: "outputs",
-      tabindex: 0,
-      "aria-label": "Answers",
-      role: "region",
-    });
-    this.composerInput = element("div", { class: "composer-input" });
-    this.notice = element("p", { class: "notice", role: "alert", hidden: true });
-    this.sendButton = button("Send", () => this.#submit(), { class: "primary", id: "send" });
-    this.stopButton = button("Stop", () => this.stop(), {
-      class: "stop",
-      id: "stop",
-      title: "Esc",
-    });
-    this.modeRadios = ["chat", "completion"].map((name) => this.#modeRadio(name));
-    const settingsToggle = button(
-      "Settings",
-      () => {
-        const isOpen = this.pane.toggleAttribute("data-settings");
-        setAttribute(settingsToggle, "aria-expanded", String(isOpen));
-      },
-      { class: "quiet settings-toggle", "aria-expanded": "false", "aria-controls": "settings" },
-    );
-    this.pane = element(
-      "div",
-      { class: "playground" },
-      element(
-        "div",
-        { class: "playground-head" },
-        element("h2", { class: "unseen" }, "Playground"),
-        element(
-          "fieldset",
-          { class: "segments" },
-          element("legend", { class: "unseen" }, "Mode"),
-          ...this.modeRadios.map((radio) => element("label", {}, radio, radio.dataset.label)),
-        ),
-        button("New", () => this.clear(), { class: "quiet", title: "Begin anew (n)" }),
-        settingsToggle,
-      ),
-      this.outputs,
-      element(
-        "div",
-        { class: "composer" },
-        this.notice,
-        this.composerInput,
-        element("div", { class: "composer-actions" }, this.sendButton, this.stopButton),
-      ),
-      this.#settings.element,
-    );
-    place.append(this.pane);
-  }
-
-  #modeRadio(name) {
-    return element("input", {
-      type: "radio",
-      name: "mode",
-      value: name,
-      "data-label": name === "chat" ? "Chat" : "Completion",
-      on: { change: () => this.setMode(name) },
-    });
+    this.#layout.keepTheEndInSight(() => view.fail(error, this.askForKey));
   }
 }
