@@ -8,13 +8,17 @@ from typing import Any, cast
 
 import pytest
 import trio
+import trio.testing
 
 from tests.front_ends import Server, open_server
 from trioserve import EngineError, live
 from trioserve.errors import WatcherLimit
+from trioserve.front_end.asks import Asks
 from trioserve.front_end.hosted_watches import HostedWatches
+from trioserve.front_end.messages import Ask, Withdraw
 from trioserve.http.whole import Pictures
 from trioserve.live.schema import Picture, TaskNode
+from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 
 
@@ -98,6 +102,23 @@ async def test_a_front_end_that_goes_watches_no_more(tmp_path: Path) -> None:
             picture = await take()
             assert [node.name for node in picture.tasks.children] == ["engine", "front end 1"]
         await until_unwatched(server)
+
+
+async def test_who_changes_their_mind_watches_nothing() -> None:
+    """A question whose withdrawal was there before anybody began to answer it."""
+    async with open_fake_engine() as engine, trio.open_nursery() as nursery:
+        subject = live.subject_of(engine)
+
+        async def look_around() -> list[TaskNode]:
+            return []
+
+        watches = HostedWatches(subject, look_around)
+        asks = Asks(lambda _: None, watches.handlers, EngineError("gone"))
+        asks.on_ask(Ask(1, "watch", [7, 1, 1]), nursery)
+        asks.on_withdraw(Withdraw(1))
+        watches.leave(7)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not subject.departures.is_wanted
 
 
 async def test_the_limit_is_that_of_all_front_ends(tmp_path: Path) -> None:

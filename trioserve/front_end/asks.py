@@ -77,6 +77,9 @@ class Asks:
     async def _answer(self, message: Ask, scope: trio.CancelScope) -> None:
         try:
             with scope:
+                # Where it was withdrawn before this began, nothing is to be done that whoever asked
+                # has taken back by now: a handler that never waits wouldn't notice.
+                await trio.lowlevel.checkpoint()
                 result = await self._handlers[message.name](message.arguments)
                 self._send(Answer(message.number, result))
         except TrioserveError as error:
