@@ -10,11 +10,13 @@ import re
 import pytest
 
 import trioserve
+from gpu.cpu.products import GGUF_KINDS
 from tests.doc_blocks import ROOT
 from trioserve import EngineConfig, ServerConfig
 from trioserve.http.openapi import openapi_path
 from trioserve.http.routes import ROUTES
 from trioserve.metrics.definitions import DEFINITIONS
+from trioserve.model_files.gguf_header import TENSOR_TYPES
 from trioserve.options import options_of
 
 PAGES = {
@@ -76,6 +78,16 @@ def test_metrics(page: str) -> None:
         assert all(name.startswith(PAGES[page][1]) for name in names(theirs))
         assert names(ours)
         assert set(names(ours)) <= METRICS, theirs
+
+
+def test_formats() -> None:
+    text = (ROOT / "docs" / "from-llama-cpp.md").read_text(encoding="utf-8")
+    (body,) = re.findall(r"^## Formats\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)
+    formats = [names(row.split(" | ")[0]) for row in body.splitlines() if row.startswith("| `")]
+    assert {name for row in formats for name in row} == {
+        kind.name for kind in TENSOR_TYPES.values()
+    }
+    assert set(formats[0]) == set(GGUF_KINDS)
 
 
 @pytest.mark.parametrize("page", ["from-vllm", "from-sglang", "from-tensorrt-llm"])
