@@ -53,6 +53,8 @@ class Server:
 def serving(*options: str) -> Iterator[Server]:
     """``python -m trioserve serve`` on a port of its own choosing, for as long as the block lasts.
 
+    ``options`` are further ones.
+
     Prompts are not cached: in bfloat16 one that is found in the cache may be rounded otherwise than
     one that isn't, and tests compare what was streamed with what was not.
     """

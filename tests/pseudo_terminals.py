@@ -40,7 +40,7 @@ class Person:
         while text not in self.seen:
             ended = self.process.poll() is not None
             if not self._read() and (ended or time.monotonic() > deadline):
-                raise AssertionError(f"{text!r} never came: {self.seen!r}")
+                raise AssertionError(f"{text!r} never came: {self.seen[-2000:]!r}")
         before, _, self.seen = self.seen.partition(text)
         return before
 
@@ -49,7 +49,7 @@ class Person:
         deadline = time.monotonic() + _PATIENCE
         while self.process.poll() is None:
             self._read()
-            assert time.monotonic() < deadline, f"it goes on: {self.seen!r}"
+            assert time.monotonic() < deadline, f"it goes on: {self.seen[-2000:]!r}"
         return self.process.returncode
 
     def resize(self, columns: int, lines: int) -> None:

@@ -79,7 +79,7 @@ def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() 
         for path in modules_of(package)
         if any(is_under(name, {"signal"}) for name in imports_of(path))
     ]
-    commands = ["chat", "commands", "serve"]
+    commands = ["chat", "commands", "serve", "top/command"]
     # Those that kill, and know what others kill with, and what all processes do at SIGUSR1.
     others = [
         *("child", "front_end/__main__", "front_end/process", "signals"),

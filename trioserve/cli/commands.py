@@ -30,6 +30,7 @@ from trioserve.cli.flags import (
     sampling_fields,
     server_config,
     strangers,
+    top_options,
 )
 from trioserve.cli.mock import mock_steps
 from trioserve.cli.output import OutputError, discard_output, writing
@@ -196,6 +197,15 @@ def _doctor(arguments: dict[str, Any]) -> int:
     return 0 if report.healthy else 1
 
 
+def _top(arguments: dict[str, Any]) -> int:
+    options = top_options(arguments)
+    import trio
+
+    from trioserve.cli.top.command import run_top
+
+    return trio.run(run_top, options)
+
+
 def _bench(arguments: dict[str, Any]) -> int:
     options = bench_options(arguments)
     mock = mock_steps(arguments)
@@ -215,4 +225,5 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "generate": _generate,
     "doctor": _doctor,
     "bench": _bench,
+    "top": _top,
 }

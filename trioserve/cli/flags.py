@@ -18,6 +18,7 @@ from trioserve import __version__
 from trioserve.cli.bench_options import BENCH_GROUPS, BenchOptions
 from trioserve.cli.mock import add_mock_flag
 from trioserve.cli.remote_options import DEFAULT_URL, RemoteOptions
+from trioserve.cli.top.options import TOP_GROUPS, TopOptions
 from trioserve.cli.usage import UsageError
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
 from trioserve.errors import InvalidRequest
@@ -44,6 +45,7 @@ __all__ = [
     "sampling_fields",
     "server_config",
     "strangers",
+    "top_options",
 ]
 
 Config = TypeVar("Config", EngineConfig, ServerConfig)
@@ -209,6 +211,14 @@ def build_parsers() -> tuple[_Parser, dict[str, _Parser]]:
     _add_options(bench, BenchOptions, groups=BENCH_GROUPS, lists=True)
     add_mock_flag(bench)
 
+    top = add("top", "watch a server: rates, latencies, pages, requests, tasks", "[URL] [options]")
+    top.add_argument(
+        "url", metavar="URL", nargs="?", help=f"a trioserve server (default: {DEFAULT_URL})"
+    )
+    top.add_argument("--once", action="store_true", help="print one picture and leave")
+    top.add_argument("--json", action="store_true", help="print pictures as lines of JSON")
+    _add_options(top, TopOptions, groups=TOP_GROUPS)
+
     doctor = add("doctor", "show what this machine has, and what is missing", "[--json]")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser, commands
@@ -277,6 +287,21 @@ def remote_options(arguments: Mapping[str, Any]) -> RemoteOptions:
     """The server that a command asks, from flags alone."""
     fields = _from_flags(options_of(RemoteOptions), arguments)
     return RemoteOptions(**fields, url=arguments["url"] or DEFAULT_URL)
+
+
+def top_options(arguments: Mapping[str, Any]) -> TopOptions:
+    """What ``top`` is told, from flags alone.
+
+    Raises:
+        UsageError: a value isn't allowed.
+    """
+    options = list(options_of(TopOptions))
+    try:
+        fields = _from_flags(options, arguments)
+        url = arguments["url"] or DEFAULT_URL
+        return TopOptions(**fields, url=url, once=arguments["once"], json=arguments["json"])
+    except InvalidRequest as error:
+        raise _as_written(error, arguments, options) from error
 
 
 def chat_server(arguments: Mapping[str, Any]) -> RemoteOptions | None:

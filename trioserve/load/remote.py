@@ -90,7 +90,7 @@ class Remote:
                 stream = await self.connect()
                 async with contextlib.aclosing(stream):
                     await stream.send_all(self._request("GET", path))
-                    return await _read_answer(stream, ResponseReader(), b"")
+                    return await _read_answer(stream, ResponseReader(), b"", self.url)
 
     @contextlib.asynccontextmanager
     async def events(self, path: str, body: Any = None) -> AsyncIterator[Events]:
@@ -112,9 +112,9 @@ class Remote:
                 )
                 response, first = ResponseReader(), b""
                 while not response.status:
-                    first = response.feed(bytes(await stream.receive_some(_READ_SIZE)))
+                    first = await _receive(stream, response, self.url)
                 if response.status != 200:
-                    self.check(await _read_answer(stream, response, first))
+                    self.check(await _read_answer(stream, response, first, self.url))
             yield Events(self.url, stream, response, first)
 
     def check(self, answer: Answer) -> None:
@@ -168,16 +168,29 @@ class Events:
                 if not body:
                     if self._response.ended:
                         raise StopAsyncIteration
-                    body = self._response.feed(bytes(await self._stream.receive_some(_READ_SIZE)))
+                    body = await _receive(self._stream, self._response, self._url)
                 self._ready.extend(self._reader.feed(body))
         return self._ready.popleft()
 
 
-async def _read_answer(stream: trio.abc.Stream, response: ResponseReader, body: bytes) -> Answer:
+async def _read_answer(
+    stream: trio.abc.Stream, response: ResponseReader, body: bytes, url: str
+) -> Answer:
     with trio.fail_after(_TIMEOUT):
         while not response.ended and len(body) < _MAX_BYTES:
-            body += response.feed(bytes(await stream.receive_some(_READ_SIZE)))
+            body += await _receive(stream, response, url)
     return Answer(status=response.status, headers=response.headers, body=body)
+
+
+async def _receive(stream: trio.abc.Stream, response: ResponseReader, url: str) -> bytes:
+    """What comes next of the body; nothing where it was the head, or the end."""
+    data = bytes(await stream.receive_some(_READ_SIZE))
+    try:
+        return response.feed(data)
+    except InvalidAnswer as error:
+        if data:
+            raise
+        raise RemoteError(f"{url}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -1,0 +1,187 @@
+"""``trioserve top``: pictures on a screen that is ours, or printed for whoever reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+
+import attrs
+import rich.console
+import trio
+
+from trioserve.cli.output import writing
+from trioserve.cli.remote import remote_of
+from trioserve.cli.top.drawing import draw
+from trioserve.cli.top.feed import Feed
+from trioserve.cli.top.glyphs import Glyphs
+from trioserve.cli.top.options import TopOptions
+from trioserve.cli.top.screen import Screen, glyphs_of
+from trioserve.cli.top.view import View
+from trioserve.groups import sole_exception
+from trioserve.load.remote import Remote, RemoteError
+
+__all__ = ["Top", "run_top"]
+
+_RETRY = 1.0
+"""Seconds between two attempts to find a server that was lost."""
+_TICK = 1.0
+"""Seconds after which what is shown is drawn again, if nothing comes."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGWINCH)
+
+
+async def run_top(options: TopOptions) -> int:
+    """Show the server until the person leaves, and return the exit code.
+
+    With ``once`` or ``json``, and where somebody else than a person at a terminal reads, pictures
+    are printed instead; without ``json`` it is one.
+
+    Raises:
+        RemoteError: the server can't be asked, or has no live feed.
+        UsageError: an option isn't allowed.
+    """
+    remote, address = remote_of(options)
+    top = Top(remote, address.base_path.removesuffix("/v1"), options.interval)
+    console = rich.console.Console(highlight=False)
+    at_a_terminal = sys.stdin.isatty() and console.is_terminal and not console.is_dumb_terminal
+    if options.json:
+        await top.print_json(once=options.once)
+    elif options.once or not at_a_terminal:
+        await top.print_once(console)
+    else:
+        return await top.run(Screen(sys.stdin, console), glyphs_of(console))
+    return 0
+
+
+@attrs.define(eq=False)
+class Top:
+    """One run of the command, over one server."""
+
+    remote: Remote
+    base_path: str
+    interval: float
+    view: View = attrs.field(init=False)
+    page: int = 10
+    """Lines of the part of the screen that can be scrolled."""
+    exit_code: int = 0
+    left: trio.Event = attrs.field(factory=trio.Event)
+
+    def __attrs_post_init__(self) -> None:
+        self.view = View(url=self.remote.url)
+
+    def open(self) -> contextlib.AbstractAsyncContextManager[Feed]:
+        return Feed.open(self.remote, self.base_path, self.interval)
+
+    async def print_json(self, *, once: bool) -> None:
+        """Each picture as a line. The first has no rates, so where one is enough it isn't that."""
+        async with self.open() as feed:
+            number = 0
+            async for shown in feed:
+                number += 1
+                if once and number == 1:
+                    continue
+                with writing():
+                    print(shown.data.decode(), flush=True)
+                if once:
+                    return
+        raise RemoteError(f"{self.remote.url} has ended its feed")
+
+    async def print_once(self, console: rich.console.Console) -> None:
+        """The second picture, with as many lines as it has."""
+        async with self.open() as feed:
+            self.view.connect(feed.hello)
+            async for shown in feed:
+                self.view.take(shown.picture, trio.current_time())
+                if self.view.moments:
+                    break
+        now = trio.current_time()
+        drawing = draw(self.view, console.width, None, glyphs_of(console), now=now)
+        with writing():
+            for line in drawing.lines:
+                line.rstrip()
+                console.print(line, soft_wrap=True)
+
+    async def run(self, screen: Screen, glyphs: Glyphs) -> int:
+        """Fill the screen until the person leaves; the exit code."""
+        failure: BaseException | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+
+                def redraw() -> None:
+                    self._draw(screen, glyphs)
+
+                await nursery.start(self._watch, redraw)
+                with screen.ours(), trio.open_signal_receiver(*_SIGNALS) as signals:
+                    redraw()
+                    nursery.start_soon(self._obey_signals, signals, screen, redraw)
+                    nursery.start_soon(self._obey_keys, screen, redraw)
+                    nursery.start_soon(_repeat, redraw)
+                    await self.left.wait()
+                    nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            failure = sole_exception(group)
+        if failure is not None:
+            raise failure
+        return self.exit_code
+
+    def _draw(self, screen: Screen, glyphs: Glyphs) -> None:
+        width, height = screen.size
+        now = trio.current_time()
+        drawing = draw(self.view, width, height, glyphs, now=now, interval=self.interval)
+        self.page = drawing.page
+        screen.show(drawing.text)
+
+    async def _watch(
+        self, redraw: Callable[[], None], *, task_status: trio.TaskStatus[None]
+    ) -> None:
+        """Take pictures; a server that can't be asked is a failure only at the beginning."""
+        while True:
+            try:
+                async with self.open() as feed:
+                    self.view.connect(feed.hello)
+                    async for shown in feed:
+                        first = self.view.picture is None
+                        self.view.take(shown.picture, trio.current_time())
+                        if first:
+                            task_status.started()
+                        redraw()
+                raise RemoteError(f"{self.remote.url} has ended its feed")
+            except RemoteError as error:
+                if self.view.picture is None:
+                    raise
+                self.view.lose(str(error))
+                redraw()
+            await trio.sleep(_RETRY)
+
+    async def _obey_keys(self, screen: Screen, redraw: Callable[[], None]) -> None:
+        while not self.view.quit:
+            keys = await screen.read_keys()
+            if keys is None:
+                break
+            for key in keys:
+                self.view.press(key, self.page)
+            redraw()
+        self.left.set()
+
+    async def _obey_signals(
+        self, signals: AsyncIterator[int], screen: Screen, redraw: Callable[[], None]
+    ) -> None:
+        async for number in signals:
+            if number == signal.SIGTSTP:
+                screen.give_back()
+                os.kill(os.getpid(), signal.SIGSTOP)
+                screen.take()  # somebody has had it go on
+            elif number in (signal.SIGTERM, signal.SIGHUP):
+                self.exit_code = 128 + number
+                self.left.set()
+            elif number == signal.SIGINT:
+                self.left.set()
+            redraw()
+
+
+async def _repeat(redraw: Callable[[], None]) -> None:
+    while True:
+        await trio.sleep(_TICK)
+        redraw()

@@ -1,0 +1,232 @@
+"""A view as lines of text: as many as there is room for, none of them wider than that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+from rich.text import Text
+
+from trioserve.cli.top.glyphs import Glyphs, bar, count, duration, seconds, sparkline
+from trioserve.cli.top.table import request_lines, task_lines
+from trioserve.cli.top.view import Moment, View
+from trioserve.errors import printable
+from trioserve.live.schema import Hello, Picture, Quantiles
+
+__all__ = ["Drawing", "draw"]
+
+_WIDE = 76
+"""Columns from which rates and latencies stand beside each other."""
+_SHORT = 16
+"""Lines below which sparklines have to go."""
+_LATE = 3.0
+"""Seconds without a picture, beside the interval, after which that is told."""
+_SHORT_FIGURE, _LONG_FIGURE = 11, 18
+_HEALTH_STYLES = {"ok": "green", "draining": "yellow", "no_worker": "red", "stalled": "red"}
+
+
+@attrs.frozen
+class Drawing:
+    """Lines of one screen. ``page`` of them are of the lower part, which can be scrolled."""
+
+    lines: list[Text]
+    page: int
+
+    @property
+    def text(self) -> Text:
+        """All of it."""
+        return Text("\n").join(self.lines)
+
+
+def draw(
+    view: View,
+    width: int,
+    height: int | None,
+    glyphs: Glyphs,
+    *,
+    now: float = 0.0,
+    interval: float = 1.0,
+) -> Drawing:
+    """The view at that size; ``now`` is on the clock that the view was given.
+
+    Without a ``height`` all of it is there, but not the keys.
+    """
+    upper = [_title(view, now, interval)]
+    if view.hello is not None and view.picture is not None:
+        upper.append(_worker(view.hello, view.picture))
+        short = height is not None and height < _SHORT
+        if not short:
+            upper += _meters(view, view.picture, width, glyphs)
+        upper += _state(view.picture, width, glyphs)
+    head, body = (task_lines if view.show_tasks else request_lines)(view, width, glyphs)
+    lower = [head]
+    if height is None:
+        page = len(body)
+        lower += body
+        footer = []
+    else:
+        page = max(height - len(upper) - 2, 0)
+        start = min(view.scroll, max(0, len(body) - page))
+        shown = body[start : start + page]
+        lower += shown + [Text("")] * (page - len(shown))
+        footer = [_footer(view, start, page, len(body), glyphs, width)]
+    lines = [*upper, *lower, *footer][:height]
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(width, overflow="crop")
+    return Drawing(lines, page)
+
+
+def _title(view: View, now: float, interval: float) -> Text:
+    """What is most wrong stands first, for there may be little room."""
+    hello, picture = view.hello, view.picture
+    line = Text(" ").append("trioserve" if hello is None else printable(hello.model), style="bold")
+    if view.trouble:
+        line.append(f"  lost, trying again: {view.trouble}", style="red")
+    elif picture is not None:
+        health = printable(picture.health)
+        line.append(f"  {health}", style=_HEALTH_STYLES.get(health, ""))
+        if picture.paused:
+            line.append("  scheduling is paused", style="yellow")
+    if view.received is not None and now - view.received > interval + _LATE:
+        line.append(f"  no picture for {now - view.received:.0f} s", style="red")
+    if view.paused:
+        line.append("  ").append("PAUSED", style="reverse")
+    if hello is not None and picture is not None:
+        up = duration(picture.now - hello.started)
+        line.append(f"  up {up}  {view.url}  {printable(hello.version)}", style="dim")
+        line.append(f"  {printable(hello.device)}", style="dim")
+    return line
+
+
+def _worker(hello: Hello, picture: Picture) -> Text:
+    worker = picture.worker
+    line = Text(f" {'worker':<12} ")
+    line.append(printable(worker.state), style="green" if worker.state == "running" else "red")
+    if worker.pid is not None:
+        line.append(f" as {worker.pid}")
+    line.append(f" for {duration(picture.now - worker.since)}")
+    if worker.restarts:
+        times = "restart" if worker.restarts == 1 else "restarts"
+        line.append(f", {worker.restarts} {times}", style="yellow")
+        if worker.last_death:
+            line.append(f" ({printable(worker.last_death)})", style="yellow")
+    if hello.front_ends > 1:
+        line.append(f"; {hello.front_ends} front ends", style="dim")
+    return line
+
+
+@attrs.frozen
+class _Meter:
+    """A figure with what it was before."""
+
+    name: str
+    figure: str
+    past: Callable[[Moment], float | None]
+    top: float | None = None
+    """What the sparkline's largest is; None for the largest there was."""
+
+
+def _meters(view: View, picture: Picture, width: int, glyphs: Glyphs) -> list[Text]:
+    rates, latency = picture.rates, picture.latency
+    idle = "-" if rates.gpu_idle_share is None else f"{rates.gpu_idle_share:.0%}"
+    left = [
+        _Meter("generated", f"{count(rates.generated_tokens_per_s)} tok/s", lambda m: m.generated),
+        _Meter("prompts", f"{count(rates.prompt_tokens_per_s)} tok/s", lambda m: m.prompts),
+        _Meter("finished", f"{rates.requests_per_s:.1f} req/s", lambda m: m.finished),
+        _Meter("device idle", idle, lambda m: m.idle, top=1.0),
+    ]
+    right = [
+        _Meter("first token", _quantiles(latency.ttft), lambda m: m.ttft),
+        _Meter("next token", _quantiles(latency.itl), lambda m: m.itl),
+        _Meter("in the queue", _quantiles(latency.queue), lambda m: m.queue),
+    ]
+    moments = list(view.moments)
+    if width < _WIDE:
+        return [_meter(meter, moments, width, _LONG_FIGURE, glyphs) for meter in (*left, *right)]
+    left_width = (width - 2) * 9 // 20
+    right_width = width - 2 - left_width
+    steps = Text(f" {'steps':<12} {_steps(picture)}")
+    beside = [
+        *(_meter(meter, moments, right_width, _LONG_FIGURE, glyphs) for meter in right),
+        steps,
+    ]
+    lines = []
+    for meter, other in zip(left, beside, strict=True):
+        line = _meter(meter, moments, left_width, _SHORT_FIGURE, glyphs)
+        lines.append(line.append("  ").append_text(other))
+    return lines
+
+
+def _meter(
+    meter: _Meter, moments: Sequence[Moment], width: int, figure_width: int, glyphs: Glyphs
+) -> Text:
+    line = Text(f" {meter.name:<12} ").append(f"{meter.figure:<{figure_width}} ", style="bold")
+    room = max(width - line.cell_len, 0)
+    past = [meter.past(moment) for moment in moments] if len(moments) > 1 else []
+    return line.append(sparkline(past, room, glyphs, meter.top), style="cyan")
+
+
+def _quantiles(quantiles: Quantiles | None) -> str:
+    if quantiles is None:
+        return "-"
+    return f"{seconds(quantiles.p50)}, p99 {seconds(quantiles.p99)}"
+
+
+def _steps(picture: Picture) -> str:
+    rates = picture.rates
+    facts = [f"{rates.steps_per_s:.0f}/s"]
+    if rates.step_ms is not None:
+        facts.append(f"{rates.step_ms:.1f} ms")
+    if rates.batch_rows is not None:
+        facts.append(f"{rates.batch_rows:.1f} rows")
+    return "  ".join(facts)
+
+
+def _state(picture: Picture, width: int, glyphs: Glyphs) -> list[Text]:
+    """The page pool and the numbers of requests."""
+    pages, counts = picture.pages, picture.counts
+    line = Text(f" {'pages':<12} ")
+    held, cached, free = bar(
+        (pages.held, pages.cached), pages.total, max(min(width - 60, 60), 10), glyphs
+    )
+    line.append(held, style="green").append(cached, style="cyan").append(free, style="dim")
+    line.append(f"  {count(pages.held)} held, {count(pages.cached)} cached")
+    line.append(f" of {count(pages.total)}", style="dim")
+    if pages.host_total:
+        line.append(f", host {count(pages.host_used)} of {count(pages.host_total)}")
+    if picture.rates.cache_hit_share is not None:
+        line.append(f", {picture.rates.cache_hit_share:.0%} found")
+    now = Text(f" {'requests':<12} ")
+    now.append(f"{counts.running} running", style="bold")
+    now.append(f", {counts.waiting} waiting")
+    for number, name in (
+        (counts.tokenizing, "tokenizing"),
+        (counts.preempted, "preempted"),
+        (counts.sessions, "sessions"),
+    ):
+        if number:
+            now.append(f", {number} {name}")
+    now.append(f"; {count(counts.finished_total)} ended", style="dim")
+    now.append(f", {count(counts.aborted_total)} aborted", style="dim")
+    now.append(
+        f", {count(counts.errors_total)} failed", style="red" if counts.errors_total else "dim"
+    )
+    return [line, now]
+
+
+def _footer(view: View, start: int, page: int, total: int, glyphs: Glyphs, width: int) -> Text:
+    keys = [
+        ("q", "quit"),
+        ("p", "go on" if view.paused else "pause"),
+        ("t", "requests" if view.show_tasks else "tasks"),
+        *([] if view.show_tasks else [("s", f"sort: {view.sort}")]),
+        (glyphs.arrows, "scroll"),
+    ]
+    left_out = 0 if view.picture is None or view.show_tasks else view.picture.num_requests_left_out
+    place = f"{min(start + 1, total)}-{min(start + page, total)} of {total + left_out} "
+    line = Text()
+    for key, meaning in keys:
+        if line.cell_len + len(f" {key} {meaning} {place}") <= width:
+            line.append(f" {key}", style="bold").append(f" {meaning} ")
+    return line.append(place.rjust(max(width - line.cell_len, 0)), style="dim")

@@ -1,0 +1,99 @@
+"""Bars, sparklines and numbers, in as many characters as there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+__all__ = ["ASCII", "UNICODE", "Glyphs", "bar", "count", "duration", "seconds", "sparkline"]
+
+
+@attrs.frozen(kw_only=True)
+class Glyphs:
+    """What is drawn with. They tell their meaning without colors."""
+
+    levels: str
+    """From nothing to much."""
+    fills: str
+    """Of a bar: its first part, its second, and the empty rest."""
+    branch: str
+    last_branch: str
+    trunk: str
+    arrows: str
+
+
+UNICODE = Glyphs(
+    levels="▁▂▃▄▅▆▇█", fills="█▒░", branch="├─ ", last_branch="└─ ", trunk="│  ", arrows="↑↓"
+)
+ASCII = Glyphs(
+    levels="_.-:=+*#", fills="#+.", branch="|- ", last_branch="`- ", trunk="|  ", arrows="up/down"
+)
+"""For a terminal that isn't UTF-8."""
+
+
+def sparkline(
+    values: Sequence[float | None], width: int, glyphs: Glyphs, top: float | None = None
+) -> str:
+    """The newest ``width`` of ``values``; a gap where one is None.
+
+    Up to ``top``, or else to the largest of them.
+    """
+    shown = values[-width:] if width > 0 else []
+    if top is None:
+        top = max((value for value in shown if value is not None), default=0.0)
+    last = len(glyphs.levels) - 1
+    drawn = (
+        " "
+        if value is None
+        else glyphs.levels[round(min(value / top, 1.0) * last) if top > 0 else 0]
+        for value in shown
+    )
+    return "".join(drawn).rjust(width)
+
+
+def bar(parts: Sequence[float], whole: float, width: int, glyphs: Glyphs) -> list[str]:
+    """The parts of a ``whole`` as runs of characters, and the rest of it, ``width`` together.
+
+    A part that isn't 0 shows, if only as one character.
+    """
+    runs: list[str] = []
+    left = width
+    for part, fill in zip(parts, glyphs.fills, strict=False):
+        share = min(part / whole, 1.0) if whole > 0 else 0.0
+        size = min(max(round(share * width), 1 if part > 0 else 0), left)
+        runs.append(fill * size)
+        left -= size
+    return [*runs, glyphs.fills[-1] * left]
+
+
+def count(number: float) -> str:
+    """A count in 5 characters or so: ``950``, ``12.3k``, ``4.5M``."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            scaled = number / (1e3 if unit == "k" else limit)
+            return f"{scaled:.0f}{unit}" if scaled >= 100 else f"{scaled:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def seconds(time: float | None) -> str:
+    """A short time: ``61 ms``, ``1.25 s``, ``0.4 ms``."""
+    if time is None:
+        return "-"
+    if time >= 0.9995:
+        return f"{time:.0f} s" if time >= 100 else f"{time:.2f} s"
+    milliseconds = time * 1000
+    return f"{milliseconds:.1f} ms" if milliseconds < 9.95 else f"{milliseconds:.0f} ms"
+
+
+def duration(time: float) -> str:
+    """A long time: ``7s``, ``12:33``, ``1:02:33``, ``3d 04:12``."""
+    whole = max(0, int(time))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours_of_day = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours_of_day:02}:{minutes:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest}s"

@@ -1,0 +1,51 @@
+"""What the bytes that a keyboard sends mean. No I/O here."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+
+__all__ = ["KeyReader"]
+
+_SEQUENCE = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]")
+_UNFINISHED = re.compile(rb"\x1b([\[O][0-9;]*)?")
+_MAX_UNFINISHED = 32
+_NAMES = {
+    b"A": "up",
+    b"B": "down",
+    b"H": "home",
+    b"F": "end",
+    b"1~": "home",
+    b"4~": "end",
+    b"5~": "page up",
+    b"6~": "page down",
+    b"7~": "home",
+    b"8~": "end",
+}
+
+
+@attrs.define(eq=False)
+class KeyReader:
+    """Bytes that are cut anywhere in, names of keys out: a character, or ``up``, ``page down``."""
+
+    _rest: bytes = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The keys that are whole with ``data``. What has no name is left out."""
+        data, self._rest = self._rest + data, b""
+        keys: list[str] = []
+        place = 0
+        while place < len(data):
+            if found := _SEQUENCE.match(data, place):
+                name = _NAMES.get(found[0][2:])
+                keys += [] if name is None else [name]
+                place = found.end()
+            elif _UNFINISHED.fullmatch(data, place) and len(data) - place < _MAX_UNFINISHED:
+                self._rest = data[place:]
+                break
+            else:
+                character = chr(data[place])
+                keys += [character] if character.isprintable() and character.isascii() else []
+                place += 1
+        return keys

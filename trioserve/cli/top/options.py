@@ -1,0 +1,26 @@
+"""The options of ``trioserve top``. Nothing here that ``--help`` doesn't need."""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.cli.remote_options import RemoteOptions
+from trioserve.options import option
+
+__all__ = ["TOP_GROUPS", "TopOptions"]
+
+TOP_GROUPS = {"target": "The server", "picture": "The picture"}
+"""The title of every group of options, for help."""
+
+
+@attrs.frozen(kw_only=True)
+class TopOptions(RemoteOptions):
+    """Everything that ``trioserve top`` can be told."""
+
+    interval: float = option(
+        1.0, "seconds between two pictures", group="picture", kind=float, low=0.1, high=10
+    )
+    once: bool = False
+    """Whether one picture is enough."""
+    json: bool = False
+    """Whether pictures are printed as they come from the server."""

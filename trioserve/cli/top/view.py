@@ -1,0 +1,171 @@
+"""What is shown: the newest picture, what came before it, and what the person wants to see."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import attrs
+
+from trioserve.live.schema import Hello, Picture, Quantiles, RequestRow, TaskNode
+
+__all__ = ["SORTS", "Moment", "View", "began"]
+
+_HISTORY = 240
+"""Pictures that sparklines may go back."""
+
+
+def began(row: RequestRow) -> float:
+    """When the request came, in Unix seconds."""
+    return row.timeline[0][1] if row.timeline else 0.0
+
+
+SORTS: dict[str, Callable[[RequestRow], float] | None] = {
+    "newest": None,  # as they come
+    "oldest": began,
+    "prompt": lambda row: -row.prompt_tokens,
+    "output": lambda row: -row.output_tokens,
+    "pages": lambda row: -row.pages,
+}
+"""The orders of the requests."""
+
+_MOVES = {"up": -1, "down": 1, "k": -1, "j": 1}
+
+
+@attrs.frozen
+class Moment:
+    """What sparklines show of a picture."""
+
+    generated: float
+    prompts: float
+    finished: float
+    ttft: float | None
+    itl: float | None
+    queue: float | None
+    idle: float | None
+
+    @classmethod
+    def of(cls, picture: Picture) -> Moment:
+        rates, latency = picture.rates, picture.latency
+        return cls(
+            generated=rates.generated_tokens_per_s,
+            prompts=rates.prompt_tokens_per_s,
+            finished=rates.requests_per_s,
+            ttft=_median(latency.ttft),
+            itl=_median(latency.itl),
+            queue=_median(latency.queue),
+            idle=rates.gpu_idle_share,
+        )
+
+
+def _median(quantiles: Quantiles | None) -> float | None:
+    return None if quantiles is None else quantiles.p50
+
+
+@attrs.define(eq=False, kw_only=True)
+class View:
+    """Times are seconds on the clock of whoever calls, but those in pictures are the server's."""
+
+    url: str
+    hello: Hello | None = None
+    picture: Picture | None = None
+    speeds: dict[str, float] = attrs.field(factory=dict)
+    """Tokens a second of requests, by id, from the last picture to this one."""
+    moments: deque[Moment] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
+    trouble: str = ""
+    """Why there are no pictures at the moment."""
+    received: float | None = None
+    """When the newest picture came."""
+    paused: bool = False
+    show_tasks: bool = False
+    sort: str = "newest"
+    scroll: int = 0
+    """Lines of the lower part that are above what shows."""
+    quit: bool = False
+    _waiting: Picture | None = None
+    """The newest picture, while the person looks at an older one."""
+    _unseen: deque[Moment] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
+
+    def connect(self, hello: Hello) -> None:
+        """The feed begins, or begins again, perhaps from another process than before."""
+        self.hello, self.trouble = hello, ""
+
+    def lose(self, why: str) -> None:
+        """The feed has ended."""
+        self.trouble = why
+
+    def take(self, picture: Picture, now: float) -> None:
+        """Show ``picture``, unless the person wants to go on looking at the one before."""
+        self.received = now
+        moments = self._unseen if self.paused else self.moments
+        if self.picture is not None:  # the first one has no rates
+            moments.append(Moment.of(picture))
+        if self.paused:
+            self._waiting = picture
+        else:
+            self._show(picture)
+
+    def _show(self, picture: Picture) -> None:
+        before, self.picture = self.picture, picture
+        self.speeds = {} if before is None else _speeds(before, picture)
+
+    def press(self, key: str, page: int = 10) -> None:
+        """Do what ``key`` means; ``page`` is how many lines of the lower part show."""
+        if key == "q":
+            self.quit = True
+        elif key in ("p", " "):
+            self._toggle_pause()
+        elif key == "t":
+            self.show_tasks, self.scroll = not self.show_tasks, 0
+        elif key == "s":
+            names = list(SORTS)
+            self.sort = names[(names.index(self.sort) + 1) % len(names)]
+            self.scroll = 0
+        elif key == "home":
+            self.scroll = 0
+        elif key == "end":
+            self.scroll = self.num_lines
+        else:
+            pages = {"page up": -page, "page down": page}
+            self.scroll += _MOVES.get(key) or pages.get(key) or 0
+        self.scroll = min(max(self.scroll, 0), max(0, self.num_lines - page))
+
+    def _toggle_pause(self) -> None:
+        self.paused = not self.paused
+        if not self.paused and self._waiting is not None:
+            self.moments.extend(self._unseen)
+            self._show(self._waiting)
+        self._unseen.clear()
+        self._waiting = None
+
+    @property
+    def rows(self) -> list[RequestRow]:
+        """The requests in the order that was asked for."""
+        rows = [] if self.picture is None else self.picture.requests
+        key = SORTS[self.sort]
+        return list(rows) if key is None else sorted(rows, key=key)
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of the lower part, whether they show or not."""
+        if self.picture is None:
+            return 0
+        if self.show_tasks:
+            return _num_nodes(self.picture.tasks)
+        return len(self.picture.requests)
+
+
+def _num_nodes(node: TaskNode) -> int:
+    return 1 + sum(_num_nodes(child) for child in node.children)
+
+
+def _speeds(before: Picture, picture: Picture) -> dict[str, float]:
+    passed = picture.now - before.now
+    tokens = {row.id: row.output_tokens for row in before.requests}
+    if passed <= 0:
+        return {}
+    return {
+        row.id: max(0, row.output_tokens - tokens[row.id]) / passed
+        for row in picture.requests
+        if row.id in tokens and row.state != "finished"
+    }
