@@ -37,9 +37,10 @@ def check_trioserve(words: Sequence[str]) -> None:
         "chat": lambda: (flags.engine_config(arguments, {}), flags.sampling_fields(arguments)),
         "generate": lambda: (flags.engine_config(arguments, {}), flags.sampling_fields(arguments)),
         "bench": lambda: flags.embedded_config(flags.bench_options(arguments), {}),
+        "top": lambda: flags.top_options(arguments),
         "doctor": lambda: None,
     }
-    checks.get(arguments["command"], lambda: None)()
+    checks[arguments["command"]]()
 
 
 def check_nox(words: Sequence[str]) -> None:
@@ -134,7 +135,7 @@ PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
     "systemd-analyze": check_unit,
 }
 """How the arguments of a program are checked."""
-HARMLESS = {".", "cat", "cd", "cp", "echo", "git", "grep", "head", "kill", "mkdir", "printf"}
+HARMLESS = {".", "cat", "cd", "cp", "echo", "git", "grep", "head", "jq", "kill", "mkdir", "printf"}
 """Programs about which nothing can be wrong here."""
 OTHERS = {"lm_eval": "test_lm_eval.py"}
 """Programs of others, and the tests that run them."""
