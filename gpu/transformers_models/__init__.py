@@ -13,6 +13,7 @@ the other in one sequence, and each token brings its position.
 - :mod:`~gpu.transformers_models.decoder`: the model, as the executor takes it.
 - :mod:`~gpu.transformers_models.check`: a model that computes something else here than with plain
   attention is not served.
+- :mod:`~gpu.transformers_models.packing`: its matrices as the processor likes them.
 - :mod:`~gpu.transformers_models.reading`: from files to a model.
 - :mod:`~gpu.transformers_models.loading`: all of these, up to an executor.
 """

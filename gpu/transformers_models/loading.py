@@ -19,6 +19,7 @@ from gpu.transformers_models import interface
 from gpu.transformers_models.attention import LayerShape, PagedLayers
 from gpu.transformers_models.check import check_against_plain
 from gpu.transformers_models.decoder import TransformersDecoder
+from gpu.transformers_models.packing import noting_products, pack
 from gpu.transformers_models.probing import probe_layers, refusal
 from gpu.transformers_models.reading import read_model, version
 from trioserve.errors import ModelLoadError
@@ -120,7 +121,12 @@ def _load(
         on_progress("check", 0, 1)
         decoder = TransformersDecoder(model)
         layers = probe_layers(decoder.body, name, model.config.get_text_config().num_hidden_layers)
-        check_against_plain(decoder, layers, config.vocab_size, longest)
+        with noting_products(model) as products:
+            check_against_plain(decoder, layers, config.vocab_size, longest)
+        if products:
+            for product in products:
+                pack(product)
+            check_against_plain(decoder, layers, config.vocab_size, longest)
         on_progress("check", 1, 1)
     except ModelLoadError:
         raise
