@@ -34,7 +34,11 @@ def check_trioserve(words: Sequence[str]) -> None:
     arguments = vars(flags.parse(words))
     checks: dict[str, Callable[[], object]] = {
         "serve": lambda: (flags.server_config(arguments, {}), mock_steps(arguments)),
-        "chat": lambda: (flags.engine_config(arguments, {}), flags.sampling_fields(arguments)),
+        "chat": lambda: (
+            flags.engine_config(arguments, {}),
+            flags.sampling_fields(arguments),
+            flags.remote_options(arguments),
+        ),
         "generate": lambda: (flags.engine_config(arguments, {}), flags.sampling_fields(arguments)),
         "bench": lambda: flags.embedded_config(flags.bench_options(arguments), {}),
         "top": lambda: flags.top_options(arguments),
