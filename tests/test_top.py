@@ -42,7 +42,7 @@ from trioserve.load.remote import Remote, RemoteError
 
 def a_view(*pictures: Any) -> View:
     view = View(url="http://127.0.0.1:8000")
-    view.connect(hello())
+    view.greet(hello())
     for number, each in enumerate(pictures):
         view.take(each, number)
     return view

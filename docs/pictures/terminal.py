@@ -76,7 +76,7 @@ async def ask_again_and_again(remote: Remote, number: int) -> None:
 async def watch(remote: Remote) -> View:
     view = View(url=remote.url)
     async with Feed.open(remote, "", 0.5) as feed:
-        view.connect(feed.hello)
+        view.greet(feed.hello)
         async for shown in feed:
             view.take(shown.picture, trio.current_time())
             if len(view.moments) == PICTURES:

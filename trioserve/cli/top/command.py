@@ -91,7 +91,7 @@ class Top:
     async def print_once(self, console: rich.console.Console) -> None:
         """The second picture, with as many lines as it has."""
         async with self.open() as feed:
-            self.view.connect(feed.hello)
+            self.view.greet(feed.hello)
             async for shown in feed:
                 self.view.take(shown.picture, trio.current_time())
                 if self.view.moments:
@@ -140,7 +140,7 @@ class Top:
         while True:
             try:
                 async with self.open() as feed:
-                    self.view.connect(feed.hello)
+                    self.view.greet(feed.hello)
                     async for shown in feed:
                         first = self.view.picture is None
                         self.view.take(shown.picture, trio.current_time())

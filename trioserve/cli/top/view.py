@@ -86,7 +86,7 @@ class View:
     """The newest picture, while the person looks at an older one."""
     _unseen: deque[Moment] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
 
-    def connect(self, hello: Hello) -> None:
+    def greet(self, hello: Hello) -> None:
         """The feed begins, or begins again, perhaps from another process than before."""
         self.hello, self.trouble = hello, ""
 
