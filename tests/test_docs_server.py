@@ -142,6 +142,28 @@ def test_a_program_that_asks_runs_as_it_stands(
         assert text in printed
 
 
+def commands_in_the_terminal() -> list[str]:
+    """Those of their page that end by themselves."""
+    return [
+        command.line
+        for block, command in asking("trioserve", "printf", "echo")
+        if block.page == "terminal"
+        if re.search(r"generate |top --once$|\| trioserve chat", command.line)
+    ]
+
+
+@pytest.mark.parametrize("line", commands_in_the_terminal())
+def test_a_command_in_the_terminal(place: Place, line: str) -> None:
+    line = line.replace("trioserve top", f"trioserve top {place.url}")
+    line = line.replace("trioserve", f"{sys.executable} -m trioserve", 1)
+    # A small model may ramble to the end of its context: that is near.
+    assert place.run(Command(f"export TRIOSERVE_MAX_MODEL_LEN=256; {line}")).strip()
+
+
+def test_the_page_on_the_terminal_has_such_commands() -> None:
+    assert len(commands_in_the_terminal()) == 4
+
+
 def test_other_commands_ask_what_other_tests_have() -> None:
     """A certificate of one's own, below; the web app, which ``test_examples.py`` runs."""
     lines = [command.line for _, command in asking("curl") if SERVER not in command.line]
