@@ -1,4 +1,4 @@
-"""A llama-like decoder: Llama 2 and 3, SmolLM 2 and 3, Mistral, Mixtral, Qwen 2, 2.5 and 3.
+"""A llama-like decoder: Llama 2 and 3, SmolLM 2 and 3, Mistral, Mixtral, Qwen 2, 2.5, 3 and 3 MoE.
 
 The families differ in what :class:`~trioserve.model_files.ModelConfig` says and in nothing else:
 biases, a norm on queries and keys (Qwen 3), layers without rotary embedding (SmolLM 3), sliding
