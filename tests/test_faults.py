@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,7 +128,7 @@ async def test_no_room_for_a_worker_is_a_pause_however_long(autojump_clock: obje
         starts += 1
         if 2 <= starts < 52:
             raise NoRoomForWorker("No space left on device")
-        yield None, None
+        yield None, SimpleNamespace(pid=1)
 
     async def attach(*_: object) -> None:
         if starts == 1:

@@ -38,7 +38,7 @@ ENDLESS = ("/console/live", "GET")
 """What is answered until the client leaves."""
 OPEN = set(map(openapi_path, OPEN_PATHS))
 WITH_BODY = [(route.rule, route.method) for route in ROUTES if route.request is not None]
-RANGE = re.compile(r"must be (?!at most max_|left out where).*, got (?!.*--max)", re.DOTALL)
+RANGE = re.compile(r"must be (?!at most max_|left out where|.*--max).*, got ", re.DOTALL)
 """How a value is refused that is out of its range, where that depends on nothing else."""
 UNGUESSABLE = {
     "/v1/models/{name}": 404,

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import attrs
@@ -260,7 +261,7 @@ def supervised(
             if isinstance(loss, ModelLoadError):
                 raise loss
             self.loss = loss
-            return None, None
+            return None, SimpleNamespace(pid=1)
 
         async def __aexit__(self, *_: object) -> None:
             raise self.loss

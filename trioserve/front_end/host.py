@@ -277,7 +277,9 @@ class Host:
         async with trio.open_nursery() as nursery:
             for home in self._homes:
                 nursery.start_soon(_ask_in_time, home, "look", None, home.take_look, LOOK_SECONDS)
-        return [home.tasks for home in self._homes if home.tasks is not None]
+        # In an order that is the same whichever came first.
+        told = [home.tasks for home in self._homes if home.tasks is not None]
+        return sorted(told, key=lambda tasks: tasks.name)
 
     async def _pause(self, arguments: Any) -> None:
         mode, refuse = arguments
