@@ -16,7 +16,8 @@ from bench.servers import Running
 from bench.validity import InvalidRun, check_answers
 from trioserve.cli.bench import points_of
 from trioserve.cli.bench_options import BenchOptions
-from trioserve.cli.flags import bench_options, parse
+from trioserve.cli.flags import bench_options
+from trioserve.cli.parser import parse
 from trioserve.load.measure import MeasureError, Point, measure, warm_up
 from trioserve.load.texts import CountedTexts
 from trioserve.load.work import Conversation

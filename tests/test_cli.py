@@ -19,14 +19,8 @@ import trio
 import trioserve
 from trioserve.cli import commands
 from trioserve.cli import serve as serve_module
-from trioserve.cli.flags import (
-    SAMPLING_OPTIONS,
-    build_parsers,
-    engine_config,
-    parse,
-    sampling_fields,
-    server_config,
-)
+from trioserve.cli.flags import engine_config, sampling_fields, server_config
+from trioserve.cli.parser import SAMPLING_OPTIONS, build_parsers, parse
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.errors import EngineError
 from trioserve.options import options_of

@@ -17,7 +17,8 @@ import pytest
 from tests.bench_command import QUICK, SHORT, fake, run
 from trioserve.cli import bench, commands
 from trioserve.cli.bench_options import BENCH_GROUPS, BenchOptions
-from trioserve.cli.flags import bench_options, build_parsers, embedded_config, parse
+from trioserve.cli.flags import bench_options, embedded_config
+from trioserve.cli.parser import build_parsers, parse
 from trioserve.cli.usage import UsageError
 from trioserve.config import EngineConfig
 from trioserve.options import options_of
@@ -177,7 +178,8 @@ def test_an_embedded_engine_takes_options_and_variables() -> None:
 
 
 def test_help_and_options_need_no_engine() -> None:
-    program = "import sys; from trioserve.cli.flags import parse, bench_options; "
+    program = "import sys; from trioserve.cli.flags import bench_options; "
+    program += "from trioserve.cli.parser import parse; "
     program += "bench_options(vars(parse(['bench']))); print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True

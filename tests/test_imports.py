@@ -56,7 +56,8 @@ def test_what_the_worker_shares_loads_neither_trio_nor_torch() -> None:
 
 
 def test_the_command_line_answers_before_it_loads_a_server() -> None:
-    loaded = loaded_by("from trioserve.cli.flags import parse; parse(['serve', '--port', '1'])")
+    program = "import trioserve.cli.flags; from trioserve.cli.parser import parse; "
+    loaded = loaded_by(program + "parse(['serve', '--port', '1'])")
     assert loaded.isdisjoint({"trio", "hypercorn", "quart", "rich", "tokenizers", "numpy", "torch"})
 
 

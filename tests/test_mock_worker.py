@@ -24,8 +24,9 @@ from tests.test_worker import start_message
 from tests.tiny_models import make_tiny
 from trioserve import EngineError
 from trioserve.cli import commands
-from trioserve.cli.flags import UsageError, parse
 from trioserve.cli.mock import mock_steps
+from trioserve.cli.parser import parse
+from trioserve.cli.usage import UsageError
 from trioserve.model_files import open_model
 from trioserve.wire import MockSteps, OpenSlot, Plan, from_ints, ints
 

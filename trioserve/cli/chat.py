@@ -16,7 +16,7 @@ import trio
 from trioserve.cli.conversation import Conversation
 from trioserve.cli.partners import Partner, Piece, Reply
 from trioserve.cli.terminal import Terminal
-from trioserve.errors import InvalidRequest
+from trioserve.errors import InvalidRequest, printable
 from trioserve.groups import sole_exception
 from trioserve.load.remote import Refusal, RemoteError
 
@@ -57,7 +57,8 @@ async def chat(
 def _welcome(partner: Partner) -> str:
     length = partner.max_model_len
     context = "" if length is None else f", {length:,} tokens of context"
-    return f"{partner.name}{context}. Ctrl-C stops a reply, Ctrl-D leaves, /help shows more."
+    keys = "Ctrl-C stops a reply, Ctrl-D leaves, /help shows more."
+    return f"{printable(partner.name)}{context}. {keys}"
 
 
 @attrs.define(eq=False)

@@ -21,12 +21,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trioserve.cli.flags import (
-    UsageError,
     bench_options,
     chat_server,
     embedded_config,
     engine_config,
-    parse,
     sampling_fields,
     server_config,
     strangers,
@@ -34,6 +32,8 @@ from trioserve.cli.flags import (
 )
 from trioserve.cli.mock import mock_steps
 from trioserve.cli.output import OutputError, discard_output, writing
+from trioserve.cli.parser import parse
+from trioserve.cli.usage import UsageError
 from trioserve.config import EngineConfig
 from trioserve.errors import TrioserveError
 from trioserve.heap import importing

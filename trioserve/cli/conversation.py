@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.cli.flags import SAMPLING_OPTIONS
+from trioserve.cli.parser import SAMPLING_OPTIONS
 from trioserve.errors import InvalidRequest
 from trioserve.sampling import SamplingParams
 
