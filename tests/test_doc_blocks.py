@@ -23,6 +23,8 @@ from tests.doc_blocks import ROOT, Block, Command, blocks, commands_of, matches
 from tests.test_docs import ELSEWHERE, EXPECTED
 from trioserve.cli import flags
 from trioserve.cli.mock import mock_steps
+from trioserve.cli.parser import parse
+from trioserve.cli.usage import UsageError
 
 SESSION_LANGUAGES = ("console", "bash")
 DIRECTIVES = re.compile(r"\{[a-z-]+\}( .*)?")
@@ -31,7 +33,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def check_trioserve(words: Sequence[str]) -> None:
     """``trioserve …``: its options exist, and their values are allowed."""
-    arguments = vars(flags.parse(words))
+    arguments = vars(parse(words))
     checks: dict[str, Callable[[], object]] = {
         "serve": lambda: (flags.server_config(arguments, {}), mock_steps(arguments)),
         "chat": lambda: (
@@ -237,7 +239,7 @@ def test_every_program_that_is_expected_is_there() -> None:
     ],
 )
 def test_a_command_that_is_wrong_is_found(line: str) -> None:
-    with pytest.raises((AssertionError, SystemExit, flags.UsageError)):
+    with pytest.raises((AssertionError, SystemExit, UsageError)):
         check_session(Block("page", "console", 0, f"$ {line}\n"))
 
 
