@@ -59,9 +59,8 @@ def make_encoder(
 
     prefix, fields = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(**{**fields, **overrides})
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    try:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
         model = getattr(transformers, f"{prefix}{head}")(config).to(torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -69,8 +68,6 @@ def make_encoder(
                     parameter.normal_(0.0, 0.3)
                 elif "norm" in name.lower():
                     parameter.normal_(1.0, 0.2)
-    finally:
-        torch.random.set_rng_state(state)
     model.save_pretrained(folder)
     style = "roberta" if "roberta" in family or family == "mpnet" else "bert"
     encoder_tokenizer(style).save(str(folder / "tokenizer.json"))

@@ -131,9 +131,8 @@ def make_tiny(
 
     prefix, fields = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(**{**_SIZES, **fields, **overrides})
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    try:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -145,8 +144,6 @@ def make_tiny(
                     # A choice among experts that is seldom close: rounding hardly changes it, and
                     # where it does, it is between two that matter little.
                     parameter.normal_(0.0, 6.4 / math.sqrt(parameter.shape[1]))
-    finally:
-        torch.random.set_rng_state(state)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
     return folder

@@ -107,9 +107,8 @@ def make_other(prefix: str, fields: dict[str, Any], folder: Path, *, seed: int =
 
     config_class = getattr(transformers, _CONFIGS.get(prefix, f"{prefix}Config"))
     config = config_class(**{**_COMMON, **fields})
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    try:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -117,8 +116,6 @@ def make_other(prefix: str, fields: dict[str, Any], folder: Path, *, seed: int =
                     parameter.normal_(0.0, 0.3)
                 elif "norm" in name:
                     parameter.normal_(1.0, 0.2)
-    finally:
-        torch.random.set_rng_state(state)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
