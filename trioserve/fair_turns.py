@@ -1,0 +1,110 @@
+"""Turns at something slow, shared fairly between tenants."""
+
+from __future__ import annotations
+
+import attrs
+import trio
+
+__all__ = ["FairTurns"]
+
+
+@attrs.define(eq=False)
+class _Waiter:
+    """One that has no turn yet, or has one."""
+
+    tenant: str
+    cost: int
+    granted: trio.Event = attrs.field(factory=trio.Event)
+
+
+@attrs.define(eq=False)
+class _Tenant:
+    """The waiters of one tenant, in the order of their arrival."""
+
+    waiting: list[_Waiter] = attrs.field(factory=list)
+    oldest_next: bool = False
+    """Whether the oldest comes next, and not the cheapest."""
+
+
+class FairTurns:
+    """A limited number of turns, of which no tenant takes all.
+
+    Tenants come one after another. Of one tenant's, the cheapest and the oldest come alternately,
+    so that neither a cheap one waits behind all expensive ones, nor an expensive one for ever.
+
+    Args:
+        most: How many turns there are.
+        most_each: How many of them one tenant may have; the tenant ``""`` may have all.
+        most_dear: How many all those may have together that cost more than ``dear``.
+        dear: From which cost on one counts as expensive.
+    """
+
+    def __init__(self, most: int, *, most_each: int, most_dear: int, dear: int) -> None:
+        self._most = most
+        self._most_each = most_each
+        self._most_dear = most_dear
+        self._dear = dear
+        self._tenants: dict[str, _Tenant] = {}
+        """Those that wait, the one that comes next in front."""
+        self._held: dict[object, _Waiter] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Turns that are taken."""
+        return len(self._held)
+
+    async def acquire(self, holder: object, tenant: str, cost: int) -> None:
+        """Wait for a turn, which ``holder`` then has until :meth:`release`."""
+        waiter = _Waiter(tenant, cost)
+        self._tenants.setdefault(tenant, _Tenant()).waiting.append(waiter)
+        self._grant()
+        try:
+            await waiter.granted.wait()
+        except BaseException:
+            self._leave(waiter)
+            raise
+        self._held[holder] = self._held.pop(waiter)
+
+    def release(self, holder: object) -> None:
+        """Give the turn of ``holder`` back."""
+        del self._held[holder]
+        self._grant()
+
+    def _leave(self, waiter: _Waiter) -> None:
+        if self._held.pop(waiter, None) is None:
+            self._remove(waiter)
+        self._grant()
+
+    def _remove(self, waiter: _Waiter) -> None:
+        tenant = self._tenants[waiter.tenant]
+        tenant.waiting.remove(waiter)
+        if not tenant.waiting:
+            del self._tenants[waiter.tenant]
+
+    def _grant(self) -> None:
+        while (waiter := self._next()) is not None:
+            tenant = self._tenants.pop(waiter.tenant)
+            tenant.waiting.remove(waiter)
+            tenant.oldest_next = not tenant.oldest_next
+            if tenant.waiting:
+                self._tenants[waiter.tenant] = tenant
+            self._held[waiter] = waiter
+            waiter.granted.set()
+
+    def _next(self) -> _Waiter | None:
+        """Return the waiter that is to have a turn now, None if there is none."""
+        held = self._held.values()
+        if len(held) >= self._most:
+            return None
+        takes_dear = sum(each.cost > self._dear for each in held) < self._most_dear
+        for name, tenant in self._tenants.items():
+            if name and sum(each.tenant == name for each in held) >= self._most_each:
+                continue
+            waiting = [each for each in tenant.waiting if takes_dear or each.cost <= self._dear]
+            if waiting:
+                return waiting[0] if tenant.oldest_next else min(waiting, key=_cost)
+        return None
+
+
+def _cost(waiter: _Waiter) -> int:
+    return waiter.cost

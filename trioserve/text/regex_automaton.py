@@ -1,0 +1,346 @@
+"""Searching for regexes in a text that comes character by character, in bounded time and memory.
+
+The automaton is Glushkov's: a *position* for each character set and each assertion of the
+patterns, repetitions written out, and for each position those that may follow it. Sets of positions
+are integers with a bit for each. So nothing is ever tried twice: a character costs at most a few
+steps for each position, whatever the pattern.
+
+A :class:`Search` has a *thread* for each place where a match may have begun: the positions that it
+waits at. A position at which an earlier thread waits is taken from the later ones, because from
+there on both match the same, and the earlier is the longer match. So there are never more threads
+than positions, and a match can still become of each of them.
+
+Only the first end of a match is looked for, so nothing follows a position that ends one.
+
+An assertion is a position at which a thread waits for the next character, which decides it. At the
+end of the text so far, the end decides it for the moment.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+
+from trioserve.text.regex_syntax import (
+    Assertion,
+    CharacterSet,
+    Choice,
+    Concatenation,
+    Node,
+    RegexError,
+    Repetition,
+    is_word,
+)
+
+__all__ = ["Automaton", "EmptyMatch", "Match", "Search"]
+
+MAX_MOVES = 1024
+"""Moves that an automaton remembers: below 1 MiB if it has 1,000 positions."""
+MAX_SYMBOLS = 1024
+"""Characters that it remembers."""
+
+_STEPS_OF_MOVE = 4
+"""The time to work out a move, beside a step for each position of the thread."""
+
+_OTHER, _WORD, _NEWLINE, _EDGE = range(4)
+"""Kinds of what is before and behind a place, as far as assertions ask; an edge is the text's."""
+
+
+class EmptyMatch(ValueError):
+    """A pattern may match the empty text; ``pattern`` is its number."""
+
+    def __init__(self, pattern: int) -> None:
+        super().__init__(pattern)
+        self.pattern = pattern
+
+
+@attrs.frozen
+class Match:
+    """A match: where it begins and ends, and the number of its pattern."""
+
+    start: int
+    end: int
+    pattern: int
+
+
+@attrs.frozen
+class Move:
+    """The course of a thread over one character."""
+
+    ended: int
+    """Positions, all of them assertions, that end a match before the character."""
+    completed: int
+    """Positions that end a match with the character."""
+    waiting: int
+    """Positions at which the thread waits behind the character."""
+
+
+@attrs.frozen(eq=False)
+class Symbol:
+    """Characters that an automaton treats alike."""
+
+    allowed: int
+    """The positions that accept them."""
+    kind: int
+    may_begin: bool
+    moves: tuple[dict[int, Move], ...] = attrs.field(factory=lambda: ({}, {}, {}, {}))
+    """Moves over them by kind of the character before and by the positions of the thread."""
+
+
+@attrs.frozen
+class Part:
+    """The positions of a node: those that it may begin with, and end with."""
+
+    first: int = 0
+    last: int = 0
+    may_be_empty: bool = True
+
+
+class Automaton:
+    """The automaton of several patterns, shared by all searches for them.
+
+    Args:
+        patterns: what :func:`~trioserve.text.regex_syntax.parse` made of them.
+        max_positions: the most positions of all of them together.
+
+    Raises:
+        RegexError: they need more positions.
+        EmptyMatch: one of them may match the empty text.
+    """
+
+    def __init__(self, patterns: Sequence[Node], *, max_positions: int) -> None:
+        self._max_positions = max_positions
+        self._labels: list[CharacterSet | Assertion] = []
+        self._follow: list[int] = []
+        parts = [self._build(pattern) for pattern in patterns]
+        self.first = _union(part.first for part in parts)
+        self._finals = [part.last for part in parts]
+        self._final = _union(self._finals)
+        by_label: dict[CharacterSet | Assertion, int] = {}
+        for position, label in enumerate(self._labels):
+            by_label[label] = by_label.get(label, 0) | 1 << position
+        self._sets = [
+            (label, positions)
+            for label, positions in by_label.items()
+            if isinstance(label, CharacterSet)
+        ]
+        self._assertions = {each: by_label.get(each, 0) for each in Assertion}
+        self._satisfied = {
+            (before, behind): self._satisfied_between(before, behind)
+            for before in range(4)
+            for behind in range(4)
+        }
+        all_assertions = _union(self._assertions.values())
+        for number, part in enumerate(parts):
+            if part.may_be_empty or self._resolve(part.first, all_assertions)[0]:
+                raise EmptyMatch(number)
+        self.has_assertions = bool(all_assertions)
+        self._begins_at_once = not self.first & all_assertions
+        self.symbols: dict[str, Symbol] = {}
+        """What is remembered of characters; :meth:`add_symbol` adds to it."""
+        self._alike: dict[tuple[int, int], Symbol] = {}
+        self._num_moves = 0
+
+    def add_symbol(self, character: str) -> tuple[Symbol, int]:
+        """Find out what ``character`` is to the automaton; return that and the steps it took."""
+        allowed = _union(positions for label, positions in self._sets if character in label)
+        kind = _WORD if is_word(character) else _NEWLINE if character == "\n" else _OTHER
+        if len(self.symbols) >= MAX_SYMBOLS:
+            self._forget()
+        symbol = self._alike.get((allowed, kind))
+        if symbol is None:
+            may_begin = not self._begins_at_once or bool(self.first & allowed)
+            symbol = self._alike[allowed, kind] = Symbol(allowed, kind, may_begin)
+        self.symbols[character] = symbol
+        return symbol, len(self._sets)
+
+    def move(self, waiting: int, before: int, symbol: Symbol) -> Move:
+        """Return the course over ``symbol`` of a thread that waits at the positions ``waiting``.
+
+        ``before`` is the kind of the character before.
+        """
+        if self._num_moves >= MAX_MOVES:
+            self._forget()
+        self._num_moves += 1
+        satisfied = self._satisfied[before, symbol.kind]
+        ended, reached = self._resolve(waiting, satisfied)
+        accepting = reached & symbol.allowed
+        follow = self._follow
+        behind = _union(follow[position] for position in _bits(accepting & ~self._final))
+        move = Move(ended, accepting & self._final, behind)
+        symbol.moves[before][waiting] = move
+        return move
+
+    def ended(self, waiting: int, before: int) -> int:
+        """Return the positions that end a match if the text ends where a thread waits."""
+        return self._resolve(waiting, self._satisfied[before, _EDGE])[0]
+
+    def pattern_of(self, positions: int) -> int:
+        """Return the number of the first pattern that one of ``positions`` ends."""
+        return next(number for number, final in enumerate(self._finals) if final & positions)
+
+    def _forget(self) -> None:
+        self.symbols.clear()
+        self._alike.clear()
+        self._num_moves = 0
+
+    def _satisfied_between(self, before: int, behind: int) -> int:
+        """Return the assertions that hold between characters of two kinds."""
+        holds = {
+            Assertion.START: before == _EDGE,
+            Assertion.LINE_START: before in (_EDGE, _NEWLINE),
+            Assertion.END: behind == _EDGE,
+            Assertion.LINE_END: behind in (_EDGE, _NEWLINE),
+            Assertion.BOUNDARY: (before == _WORD) is not (behind == _WORD),
+            Assertion.NO_BOUNDARY: (before == _WORD) is (behind == _WORD),
+        }
+        return _union(self._assertions[each] for each in Assertion if holds[each])
+
+    def _resolve(self, waiting: int, satisfied: int) -> tuple[int, int]:
+        """Pass the satisfied assertions.
+
+        Returns:
+            the final positions among them, and ``waiting`` with the positions behind them.
+        """
+        passed = 0
+        while reached := waiting & satisfied & ~passed:
+            passed |= reached
+            waiting |= _union(self._follow[position] for position in _bits(reached & ~self._final))
+        return passed & self._final, waiting
+
+    # ---- positions out of nodes
+
+    def _build(self, node: Node) -> Part:
+        if isinstance(node, Concatenation):
+            return self._chain([self._build(part) for part in node.parts])
+        if isinstance(node, Choice):
+            options = [self._build(option) for option in node.options]
+            return Part(
+                _union(option.first for option in options),
+                _union(option.last for option in options),
+                any(option.may_be_empty for option in options),
+            )
+        if isinstance(node, Repetition):
+            return self._repeat(node)
+        if len(self._labels) == self._max_positions:
+            raise RegexError(
+                f"they are longer than {self._max_positions} characters together "
+                "when repetitions are written out"
+            )
+        position = 1 << len(self._labels)
+        self._labels.append(node)
+        self._follow.append(0)
+        return Part(position, position, may_be_empty=False)
+
+    def _chain(self, parts: Sequence[Part]) -> Part:
+        """Let each part be followed by the next one, and by those behind if that may be empty."""
+        last, behind, may_end = 0, 0, True
+        for part in reversed(parts):
+            self._link(part.last, behind)
+            if may_end:
+                last |= part.last
+                may_end = part.may_be_empty
+            behind = part.first | (behind if part.may_be_empty else 0)
+        return Part(behind, last, may_end)
+
+    def _repeat(self, node: Repetition) -> Part:
+        number = max(node.least, 1) if node.most is None else node.most
+        copies = [self._build(node.part) for _ in range(number)]
+        if node.most is None:
+            self._link(copies[-1].last, copies[-1].first)
+        optional = [attrs.evolve(copy, may_be_empty=True) for copy in copies[node.least :]]
+        return self._chain([*copies[: node.least], *optional])
+
+    def _link(self, last: int, first: int) -> None:
+        for position in _bits(last if first else 0):
+            self._follow[position] |= first
+
+
+class Search:
+    """A search for the patterns of ``automaton`` in one text, of which it keeps nothing."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        self._automaton = automaton
+        self._threads: list[tuple[int, int]] = []
+        """Where each began and the positions that it waits at; the earliest comes first."""
+        self._before = _EDGE
+        self.steps = 0
+        """A measure of the time that the search has taken; each is below a microsecond."""
+
+    @property
+    def earliest(self) -> int | None:
+        """The first place at which a match may have begun that can still be completed."""
+        return self._threads[0][0] if self._threads else None
+
+    def forget(self, place: int) -> None:
+        """Give up all matches that began before ``place``, and what has been merged with them."""
+        while self._threads and self._threads[0][0] < place:
+            del self._threads[0]
+
+    def advance(self, character: str, place: int, *, armed: bool) -> Match | None:
+        """Take the character at ``place``.
+
+        Args:
+            character: the character.
+            place: its place; one more each time.
+            armed: whether a match that is complete now counts. If it doesn't, what would lengthen
+                it doesn't count, either.
+
+        Returns:
+            a match that the character completes, or one before it whose assertions it decides. The
+            match that ends first wins, then the longest.
+        """
+        symbol = self._automaton.symbols.get(character)
+        if symbol is None:
+            symbol, steps = self._automaton.add_symbol(character)
+            self.steps += steps
+        threads, before = self._threads, self._before
+        self._before = symbol.kind
+        if not threads and not symbol.may_begin:
+            return None
+        threads.append((place, self._automaton.first))
+        self.steps += len(threads)
+        self._threads = []
+        moves = symbol.moves[before]
+        seen = 0
+        completed: Match | None = None
+        for start, waiting in threads:
+            move = moves.get(waiting)
+            if move is None:
+                move = self._automaton.move(waiting, before, symbol)
+                self.steps += _STEPS_OF_MOVE + waiting.bit_count()
+            if armed and move.ended:
+                return Match(start, place, self._automaton.pattern_of(move.ended))
+            if armed and move.completed and completed is None:
+                pattern = self._automaton.pattern_of(move.completed)
+                completed = Match(start, place + 1, pattern)
+            behind = move.waiting & ~seen
+            if behind:
+                seen |= behind
+                self._threads.append((start, behind))
+        return completed
+
+    def at_end(self, place: int) -> Match | None:
+        """Return the match, if there is one, that is complete if the text ends at ``place``."""
+        if not self._automaton.has_assertions:
+            return None
+        self.steps += len(self._threads)
+        for start, waiting in self._threads:
+            ended = self._automaton.ended(waiting, self._before)
+            if ended:
+                return Match(start, place, self._automaton.pattern_of(ended))
+        return None
+
+
+def _union(positions: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, positions, 0)
+
+
+def _bits(positions: int) -> Iterator[int]:
+    while positions:
+        lowest = positions & -positions
+        yield lowest.bit_length() - 1
+        positions ^= lowest
