@@ -8,6 +8,7 @@ session, because each holds a copy of torch. ``tests/test_clients.py`` makes a t
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ import nox
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "docs", "tests"]
 nox.options.default_venv_backend = "none"
+
+# nox looks for uv, which no task here uses; that it found none reads like an error.
+logging.getLogger("nox").addFilter(lambda record: "uv binary" not in str(record.msg))
 
 ROOT = Path(__file__).parent
 # The default model. What it depends on would run it in another engine, so that stays out.
@@ -44,10 +48,13 @@ def environment(
     if note.exists() and note.read_text() == wanted:
         return python
     session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(folder))
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check"]
     session.log(f"installing into {folder.relative_to(ROOT)}, torch included: a minute or more")
-    session.run(*pip, "--constraint", "constraints.txt", "--editable", ".", *packages)
-    session.run(*pip, "--no-deps", *models)
+    # On stderr, which shows pip's progress and keeps stdout for what a task itself prints.
+    session.run(
+        *pip, "--constraint", "constraints.txt", "--editable", ".", *packages, stdout=sys.stderr
+    )
+    session.run(*pip, "--no-deps", *models, stdout=sys.stderr)
     note.write_text(wanted)
     return python
 

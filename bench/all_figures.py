@@ -70,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A comparison that was cut short has no figures: the page passes over it.
     if found and _run("bench.performance_page", "--pictures", *map(str, found)):
         failed.append("bench.performance_page")
+    if found and _run("bench.readme_figures"):
+        failed.append("bench.readme_figures")
     for name in failed:
         print(f"FAILED: {name}", file=sys.stderr)
     return 1 if failed or not found else 0

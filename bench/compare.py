@@ -169,7 +169,7 @@ def _parser(scenarios: Sequence[str] | None) -> argparse.ArgumentParser:
     add("--requests-per-stream", type=int, default=2, help="requests of each stream in a round")
     add("--prompt-tokens", type=int, default=128, help="tokens in each prompt")
     add("--output-tokens", type=int, default=128, help="tokens in each answer")
-    add("--plots", action="store_true", help="draw what was measured (needs trioserve[bench])")
+    add("--plots", action="store_true", help="draw what was measured (needs the extra bench)")
     add("--out", type=Path, default=RESULTS, help="folder for the results")
     return parser
 

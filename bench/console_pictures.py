@@ -95,6 +95,7 @@ def playground(browser: Browser, url: str, folder: Path) -> None:
     for name, value in {"temperature": "0.4", "max_tokens": "120", "seed": "2"}.items():
         page.fill(f"#settings [name={name}]", value)
     page.fill("#settings [name=system]", "You answer in two or three sentences.")
+    page.get_by_label("Underline improbable tokens").check()
     for question in ("Why is the sky blue?", "And why is it red in the evening?"):
         page.fill("#message", question)
         page.keyboard.press("Enter")

@@ -3,7 +3,8 @@
 From a fresh clone of this tree's last commit and an empty environment: the README's command until
 the server listens, a first reply, the console, Ctrl-C, the second start, and the tutorial's
 program with an engine of its own. Packages are downloaded again unless ``--pip-cache`` is given,
-and kernels compiled again.
+and kernels compiled again. What a start prints goes to a pipe, or with ``--terminal`` to a
+pseudo-terminal; the longest time without any output is noted.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import argparse
 import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -30,6 +33,8 @@ from bench.report import asked, markdown, show
 __all__ = ["Part", "Server", "ask", "main", "open_console", "started", "stories", "table", "walk"]
 
 ROOT = Path(__file__).parent.parent
+_LISTENS = re.compile(r"Serving .* at (\S+)\r?\n")
+"""On a terminal, what took the progress bars away stands before it."""
 INSTALL = "python -m pip install nox && python -m nox -s serve -- --port 0"
 AGAIN = "python -m nox -s serve -- --port 0"
 QUESTION = {
@@ -60,8 +65,10 @@ def timed(parts: list[Part], what: str) -> Iterator[None]:
 class Server:
     """One that listens at ``url``."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     url: str
+    silence: float
+    """The longest time without output before it listened, in seconds."""
 
     def stop(self) -> None:
         """Ctrl-C, as a terminal sends it, until all has ended."""
@@ -69,25 +76,62 @@ class Server:
         self.process.wait()
 
 
-def started(command: str, folder: Path, environment: Mapping[str, str]) -> Server:
-    """What a command starts, once it listens.
+@attrs.define
+class _Reader:
+    """All that a command prints, read by a thread until it ends, so that no pipe fills."""
+
+    descriptor: int
+    text: str = ""
+    silence: float = 0.0
+    """The longest time without output until the server listened."""
+    _listens: threading.Event = attrs.field(factory=threading.Event)
+
+    def url(self) -> str | None:
+        """Block until the server listens, and return its address; None if it has ended."""
+        threading.Thread(target=self._read, daemon=True).start()
+        self._listens.wait()
+        found = _LISTENS.search(self.text)
+        return found[1] if found else None
+
+    def _read(self) -> None:
+        last = time.perf_counter()
+        # A pseudo-terminal that everything has closed fails to be read.
+        with contextlib.suppress(OSError):
+            while given := os.read(self.descriptor, 65536):
+                if self._listens.is_set():
+                    continue
+                now = time.perf_counter()
+                self.silence, last = max(self.silence, now - last), now
+                self.text += given.decode("utf-8", "replace")
+                if _LISTENS.search(self.text):
+                    self._listens.set()
+        self._listens.set()
+
+
+def started(
+    command: str, folder: Path, environment: Mapping[str, str], *, terminal: bool = False
+) -> Server:
+    """Start a command and return the server that came of it, once it listens.
 
     Raises:
         RuntimeError: it has ended without listening.
     """
+    ours, theirs = pty.openpty() if terminal else os.pipe()
     process = subprocess.Popen(
         ["bash", "-c", command],
-        stdout=subprocess.PIPE,
-        text=True,
+        stdout=theirs,
+        stderr=theirs,
         cwd=folder,
         env=environment,
         start_new_session=True,
     )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("Serving "):
-            return Server(process, line.split()[-1])
-    raise RuntimeError(f"no server came of {command}: exit code {process.wait()}")
+    os.close(theirs)
+    reader = _Reader(ours)
+    url = reader.url()
+    if url is None:
+        end = reader.text[-2000:]
+        raise RuntimeError(f"no server came of {command}: exit code {process.wait()}\n{end}")
+    return Server(process, url, reader.silence)
 
 
 def ask(url: str) -> str:
@@ -122,7 +166,7 @@ def stories() -> str:
     return program
 
 
-def walk(folder: Path, *, pip_cache: bool) -> list[Part]:
+def walk(folder: Path, *, pip_cache: bool, terminal: bool = False) -> list[Part]:
     """The whole path, below an empty folder."""
     parts: list[Part] = []
     clone, own = folder / "trioserve", folder / "python"
@@ -139,7 +183,9 @@ def walk(folder: Path, *, pip_cache: bool) -> list[Part]:
     with timed(parts, "clone the project"):
         subprocess.run(["git", "clone", "--quiet", ROOT.as_uri(), str(clone)], check=True)
     with timed(parts, "the README's command: install everything, start, listen"):
-        server = started(INSTALL, clone, environment)
+        server = started(INSTALL, clone, environment, terminal=terminal)
+    shown = f"{parts[-1].what} (at most {server.silence:.0f} s without a sign)"
+    parts[-1] = attrs.evolve(parts[-1], what=shown)
     with timed(parts, "a first reply"):
         ask(server.url)
     with timed(parts, "the console's page and files"):
@@ -147,7 +193,7 @@ def walk(folder: Path, *, pip_cache: bool) -> list[Part]:
     with timed(parts, "Ctrl-C, until all has ended"):
         server.stop()
     with timed(parts, "the second start"):
-        server = started(AGAIN, clone, environment)
+        server = started(AGAIN, clone, environment, terminal=terminal)
     server.stop()
     (clone / "stories.py").write_text(stories())
     with timed(parts, "the tutorial's program: an engine of its own, three stories, the end"):
@@ -167,10 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Walk, print a table, and save it if asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pip-cache", action="store_true", help="use packages that pip has kept")
+    parser.add_argument("--terminal", action="store_true", help="start it on a pseudo-terminal")
     parser.add_argument("--save", type=Path, help="a folder for the JSON")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="first-time-") as folder:
-        parts = walk(Path(folder), pip_cache=options.pip_cache)
+        parts = walk(Path(folder), pip_cache=options.pip_cache, terminal=options.terminal)
     show(table(parts), options.save, "first-time", parts, options=asked(options))
     return 0
 

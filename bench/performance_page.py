@@ -22,9 +22,9 @@ from bench.page_pictures import pictures_in, plots_of, show_plots
 from bench.report import markdown, table
 from bench.rows import QUIET, Row, busy_cases, busy_elsewhere
 
-__all__ = ["blocks_of", "filled", "main", "sources_of", "sources_on"]
+__all__ = ["RESULTS", "blocks_of", "filled", "main", "sources_of", "sources_on"]
 
-_RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"
 _PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _SOURCE = re.compile(r"^From `bench/results/(\S+)`\.$", re.MULTILINE)
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("results", nargs="+", type=Path, metavar="RESULT.json")
     add("--page", type=Path, default=_PAGE)
-    add("--folder", type=Path, default=_RESULTS, help="with the results that the page is from")
+    add("--folder", type=Path, default=RESULTS, help="with the results that the page is from")
     add("--pictures", action="store_true", help="with the plots, copied")
     options = parser.parse_args(arguments)
     page = options.page.read_text()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import trioserve
-
-sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "trioserve"
 author = "The trioserve authors"
@@ -18,11 +13,6 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "metrics_table",
-    "api_tables",
-    "options_table",
-    "first_time",
-    "clients_table",
 ]
 exclude_patterns = ["_build", "_ext"]
 html_theme = "furo"

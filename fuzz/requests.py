@@ -112,16 +112,16 @@ _ALLOWED = {200, 400, 404, 413}
 class _Tokenizer(StubTokenizer):
     """One that can encode, for the routes that do without the engine's task."""
 
+    max_characters = 1 << 19
+
     def prompt_ids(self, prompt: Any, **options: Any) -> list[int]:
-        text = prompt.text if isinstance(prompt, TextPrompt) else self.render(prompt)
-        return self.encode(text)
+        if isinstance(prompt, TextPrompt):
+            return self.encode(prompt.text)
+        assert self.chat_template is not None
+        return self.encode(self.chat_template.render(prompt))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) for character in text]
-
-    def render(self, prompt: Any) -> str:
-        assert self.chat_template is not None
-        return self.chat_template.render(prompt)
 
 
 def _send(path: str, body: bytes) -> None:

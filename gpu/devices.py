@@ -8,7 +8,7 @@ import importlib.util
 import logging
 
 from trioserve.errors import ModelLoadError
-from trioserve.machine import Machine
+from trioserve.machine import Machine, extra_advice
 
 __all__ = ["choose_device", "choose_dtype", "gpu_obstacle"]
 
@@ -60,8 +60,7 @@ def gpu_obstacle(
         found, needed = (".".join(map(str, pair)) for pair in (capability, LOWEST_CAPABILITY))
         return f"the GPU has compute capability {found} and {needed} is needed"
     if cupy_error == "":
-        extra = f"cuda{cuda_version.partition('.')[0]}"
-        return f"CuPy is missing: pip install 'trioserve[{extra}]'"
+        return f"CuPy is missing: {extra_advice('cuda' + cuda_version.partition('.')[0])}"
     if cupy_error is not None:
         return f"CuPy can't be imported: {cupy_error}"
     return None

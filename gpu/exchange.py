@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import attrs
 
-from gpu.weights.replacement import weights_for
 from trioserve.errors import ModelLoadError
-from trioserve.model_files import ModelFiles
+from trioserve.model_files import EncoderFiles, ModelFiles
 
 __all__ = ["ModelWeights", "ReadWeights"]
+
+Files = TypeVar("Files", ModelFiles, EncoderFiles)
 
 ReadWeights = Callable[[ModelFiles], Callable[[], None]]
 """Reads other weights of a model that goes on serving meanwhile, in whatever thread.
@@ -22,14 +24,15 @@ them in place of those that serve; that is to be called between two steps, while
 
 
 @attrs.define(eq=False)
-class ModelWeights:
+class ModelWeights(Generic[Files]):
     """The weights that a worker serves, and those that are to take their place.
 
     Its methods are for the thread that serves plans; what :meth:`reading` gives is for another.
     """
 
-    _files: ModelFiles
-    _read: ReadWeights
+    _files_at: Callable[[Path], Files]
+    """Returns what is at a path, and raises ModelLoadError where that isn't of this model."""
+    _read: Callable[[Files], Callable[[], None]]
     _path: str = attrs.field(init=False, default="")
     """What is being read, or has been."""
     _number: int = attrs.field(init=False, default=0)
@@ -47,7 +50,7 @@ class ModelWeights:
         self._path, number = path, self._number
 
         def read() -> str:
-            files = weights_for(self._files, Path(path))
+            files = self._files_at(Path(path))
             swap = self._read(files)
             if number == self._number:
                 self._swap = swap

@@ -36,7 +36,7 @@ class Drawn:
     ``top`` and ``named`` have S entries, empty where not asked for, or are None if nobody asked.
     """
 
-    tokens: npt.NDArray[np.int32]  # [S]; -1 where there was no token to draw
+    tokens: npt.NDArray[np.int32]  # [S]; negative where there was no token to draw
     logprobs: npt.NDArray[np.float32] | None = None
     """[S], NaN where not asked for; None if nobody asked."""
     top: list[TopLogprobs] | None = None

@@ -55,6 +55,8 @@ class Loaded:
     computing: str
     """What computes, and with which weights: a few words for the log."""
     read_weights: ReadWeights
+    warning: str = ""
+    """As :class:`~trioserve.wire.Ready` has it."""
     adapters: AdapterStore[Any] | None = None
     """Those that sequences may have; None where no adapters can be served."""
     num_host_pages: int = 0
@@ -68,7 +70,7 @@ class Serving:
     """A loaded model that is ready for plans, and what the engine is told of it."""
 
     runner: Runner
-    weights: ModelWeights | None
+    weights: ModelWeights[Any] | None
     """None where they can't be exchanged."""
     constraints: Constraints | None
     """None where nothing is drawn."""

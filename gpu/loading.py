@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import attrs
 
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.lazy_grammars import LazyGrammars
-from gpu.constraints.processors import Processors, load_processors
+from gpu.constraints.processors import Processors, load_processor, load_processors
 from gpu.devices import choose_device, choose_dtype
 from gpu.exchange import ModelWeights
 from gpu.loaded import Loaded, OnProgress, Serving, choose_num_threads, warm_up
@@ -87,8 +88,9 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         max_num_batched_tokens=start.max_num_batched_tokens,
         num_host_pages=loaded.num_host_pages,
         free_memory=loaded.free_memory,
+        warning=loaded.warning,
     )
-    weights = ModelWeights(files, loaded.read_weights)
+    weights = ModelWeights(functools.partial(weights_for, files), loaded.read_weights)
     return Serving(
         runner=runner,
         weights=weights,
@@ -131,7 +133,10 @@ def _load_constraints(start: Start, files: ModelFiles, device: str) -> Constrain
         device=device,
         model=start.model,
     )
-    processors = Processors(load_processors(start.logits_processors, context))
+    processors = Processors(
+        load_processors(start.logits_processors, context),
+        lambda name: load_processor(name, context, "logits_processors"),
+    )
     return Constraints(
         files.config.vocab_size,
         LazyGrammars(Path(start.model), start.tokenizer),

@@ -9,9 +9,9 @@ import os
 import sys
 from types import TracebackType
 
-from trioserve.log_output import WORKER_LOG, StderrHandler
+from trioserve.log_output import WORKER_LOG, StderrHandler, escaped
 
-__all__ = ["set_up_logging"]
+__all__ = ["ConsoleFormatter", "set_up_logging"]
 
 
 class _JsonFormatter(logging.Formatter):
@@ -31,6 +31,13 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(event)
 
 
+class ConsoleFormatter(logging.Formatter):
+    """Lines of text that do nothing to a terminal, whatever they quote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record), keep="\n\t")
+
+
 def set_up_logging() -> None:
     """Log to stderr, warnings and what ends the process included.
 
@@ -41,7 +48,7 @@ def set_up_logging() -> None:
     if log_format == "json":
         handler.setFormatter(_JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("worker %(process)d: %(message)s"))
+        handler.setFormatter(ConsoleFormatter("worker %(process)d: %(message)s"))
     logging.basicConfig(handlers=[handler], level=level.upper() or logging.INFO)
     logging.captureWarnings(True)
     sys.excepthook = _log_crash

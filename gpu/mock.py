@@ -17,6 +17,7 @@ from gpu.executor import NO_COPIES, Copies, Drawn, Finished, Submission
 from gpu.slots import PlanError, Row, Slot
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelFiles
+from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.sampling import SamplerParams
 from trioserve.wire import MockSteps
 
@@ -38,7 +39,8 @@ def mock_text(files: ModelFiles, stop_ids: Sequence[int] = ()) -> npt.NDArray[np
     Raises:
         ModelLoadError: the tokenizer has none for it.
     """
-    ids = files.load_tokenizer().encode(TEXT, add_special_tokens=False).ids
+    with refused_by_tokenizers(files.path):
+        ids = files.load_tokenizer().encode(TEXT, add_special_tokens=False).ids
     usable = [token for token in ids if token not in stop_ids and token < files.config.vocab_size]
     if not usable:
         raise ModelLoadError("the model's tokenizer has no tokens for the mock worker's text")

@@ -20,7 +20,8 @@ from gpu.adjustments import Adjustment
 from gpu.draws import SamplerRow, TopLogprobs
 from gpu.philox import Purpose, uniforms
 from gpu.truncation import BLOCK, block_sums, drop_below, truncate
-from trioserve.sampling import SamplerParams
+from trioserve.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
+from trioserve.wire import ints
 
 __all__ = ["LOWEST_TEMPERATURE", "Sampled", "Sampler"]
 
@@ -32,10 +33,11 @@ LOWEST_TEMPERATURE = 1e-30
 class Sampled:
     """What was drawn for R rows.
 
-    ``tokens`` is [R] int64 on the logits' device, -1 for a row with no token to draw: its logits
-    hold NaN, or nothing is left unmasked. Such a row has no log-probabilities. ``logprobs`` is [R]
-    float32, NaN where not asked for, or None if no row asked. ``top`` has R entries, empty where
-    not asked for, or is None if no row asked; tokens of probability 0 are left out of it.
+    ``tokens`` is [R] int64 on the logits' device, negative for a row with no token to draw: its
+    logits hold NaN (``NAN_LOGITS``), or nothing is left unmasked (``NO_TOKEN``). Such a row has no
+    log-probabilities. ``logprobs`` is [R] float32, NaN where not asked for, or None if no row
+    asked. ``top`` has R entries, empty where not asked for, or is None if no row asked; tokens of
+    probability 0 are left out of it.
     """
 
     tokens: Tensor
@@ -97,7 +99,8 @@ class Sampler:
                     if i in of_random:
                         reported[k] = weights[of_random[i]].log()
         if unusable:
-            tokens = tokens.index_fill(0, self._index(unusable), -1)
+            reasons = torch.tensor(list(unusable.values()), device=tokens.device)
+            tokens = tokens.index_copy(0, self._index(list(unusable)), reasons)
         if reported is None:
             return Sampled(tokens)
         return _with_logprobs(tokens, reported, asking, params)
@@ -115,7 +118,7 @@ class Sampler:
                 tokens, counts = np.unique(row.tokens[row.prompt_length :], return_counts=True)
                 counted.add(i, tokens, -(p.frequency_penalty * counts + p.presence_penalty))
             if p.stop_ids and len(row.tokens) - row.prompt_length < p.min_tokens:
-                masks.add(i, p.stop_ids, -np.inf)
+                masks.add(i, ints(p.stop_ids), -np.inf)
         flat = logits.view(-1)
         if biases:
             where, amounts = biases.on(logits)
@@ -190,19 +193,20 @@ def _argmax(logits: Tensor) -> Tensor:
     return logits.argmax(dim=1)
 
 
-def _handle_infinite_peaks(logits: Tensor, peaks: Tensor) -> list[int]:
+def _handle_infinite_peaks(logits: Tensor, peaks: Tensor) -> dict[int, int]:
     """Make rows whose largest logit is +inf finite (their +inf tokens share all probability).
 
-    Returns the rows that have no token to draw, whose largest logit is NaN or -inf.
+    Returns the rows that have no token to draw, with what stands for it: their largest logit is
+    NaN or -inf.
     """
-    unusable: list[int] = []
+    unusable: dict[int, int] = {}
     if bool(peaks.isfinite().all()):
         return unusable
     for i in (~peaks.isfinite()).nonzero()[:, 0].tolist():
         if peaks[i] == torch.inf:
             logits[i] = torch.where(logits[i] == torch.inf, 0.0, -torch.inf)
         else:
-            unusable.append(i)
+            unusable[i] = NO_TOKEN if peaks[i] == -torch.inf else NAN_LOGITS
         peaks[i] = 0.0
     return unusable
 

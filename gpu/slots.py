@@ -23,6 +23,10 @@ UNKNOWN_TOKEN = -1
 """What stands where a token has been drawn on the device and hasn't arrived yet."""
 
 
+_SHORT_COLUMN = 1024
+"""Bytes that aren't worth sharing."""
+
+
 class PlanError(Exception):
     """A plan that can't be run. ``slot`` is the slot to blame, -1 if there is none."""
 
@@ -136,6 +140,7 @@ class SlotTable:
         self._slots: dict[int, Slot] = {}
         self._dropped: set[tuple[int, int]] = set()
         """Slot and generation of those that nobody wants any more before they are opened."""
+        self._last_sampler = SamplerParams()
         self.block_tables = np.zeros((0, -(-max_model_len // page_size)), dtype=np.int32)
 
     def __len__(self) -> int:
@@ -222,7 +227,7 @@ class SlotTable:
             generation=opened.generation,
             prompt_length=opened.prompt_length,
             computed=opened.computed,
-            sampler=opened.sampler,
+            sampler=self._sharing(opened.sampler),
             adapter=opened.adapter,
             prompt_logprobs_from=opened.prompt_logprobs_from,
             stopped=(number, opened.generation) in self._dropped,
@@ -232,6 +237,22 @@ class SlotTable:
         self._dropped.discard((number, opened.generation))
         pages = ints(opened.pages)
         self._append_pages(np.full(len(pages), number, dtype=np.int32), pages)
+
+    def _sharing(self, sampler: SamplerParams) -> SamplerParams:
+        """Return ``sampler`` with the columns of the slot opened before it, where they are equal.
+
+        A request's outputs, which are opened one after the other, so hold them once.
+        """
+        last, self._last_sampler = self._last_sampler, sampler
+        shared = {
+            name: getattr(last, name)
+            for name in ("stop_ids", "allowed_token_ids")
+            if len(getattr(sampler, name)) > _SHORT_COLUMN
+            and getattr(sampler, name) == getattr(last, name)
+        }
+        if shared:
+            self._last_sampler = sampler = attrs.evolve(sampler, **shared)
+        return sampler
 
     def _append_pages(self, numbers: npt.NDArray[np.int32], pages: npt.NDArray[np.int32]) -> None:
         if len(numbers) != len(pages):

@@ -49,7 +49,7 @@ __all__ = ["Worker", "run"]
 SEND_MS = 10_000
 PROGRESS_INTERVAL = 0.1
 EXIT_PARENT_GONE = 3
-PREPARING_THREADS = 2
+PREPARING_THREADS = 3
 """The engine asks for no more at a time. The steps want the processor too."""
 MAX_PREPARING = 64
 """Calls that may wait for them: who has asked may have left, and the engine asks for the next."""
@@ -76,7 +76,7 @@ class Worker:
         # One more for an adapter, which isn't to wait for grammars.
         self._background = Background[wire.Reply](PREPARING_THREADS + 1, "background")
         self._constraints: Constraints | None = None
-        self._weights: ModelWeights | None = None
+        self._weights: ModelWeights[Any] | None = None
         self._adapters: AdapterStore[Any] | None = None
         self._ahead: deque[wire.Message] = deque()
         """Messages that were taken from the socket and are to be handled in their turn."""
@@ -196,7 +196,7 @@ class Worker:
                 raise wire.WireError(f"{type(message).__name__} came while serving")
 
     @property
-    def _all_weights(self) -> ModelWeights:
+    def _all_weights(self) -> ModelWeights[Any]:
         if self._weights is None:
             raise ModelLoadError("this worker has no weights")
         return self._weights
@@ -298,11 +298,13 @@ def _reply(
     return wire.Reply(number=call.number, result=result)
 
 
-def _prepare(constraints: Constraints, arguments: Any) -> dict[str, str] | None:
-    """The call ``prepare``: null, or what is wrong with the request's grammar or arguments."""
+def _prepare(constraints: Constraints, arguments: Any) -> dict[str, str] | int:
+    """The call ``prepare``: the grammar's bytes, or what is wrong with it or the arguments."""
     grammar = arguments["grammar"]
     return constraints.prepare(
-        None if grammar is None else Grammar(*grammar), arguments["extra_args"]
+        None if grammar is None else Grammar(*grammar),
+        arguments["extra_args"],
+        arguments.get("logits_processors", ()),
     )
 
 

@@ -47,9 +47,9 @@ def plant() -> None:
     """Make every request do it."""
     real = service.parse_body
 
-    def parse(request_type: Any, body: bytes) -> Any:
+    def parse(request_type: Any, body: bytes, ignored: Any) -> Any:
         misuse(body)
-        return real(request_type, body)
+        return real(request_type, body, ignored)
 
     service.parse_body = parse
 

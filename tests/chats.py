@@ -26,7 +26,7 @@ WEATHER = {
 SEARCH = {"type": "function", "function": {"name": "search"}}
 TOOLS = [WEATHER, SEARCH]
 HERMES = "{{ tools }}{{ messages }}<tool_call>"
-THINKS = "{{ tools }}{{ messages }}{% if enable_thinking %}<tool_call><think>{% endif %}"
+THINKS = "{{ tools }}{{ messages }}{% if enable_thinking %}<tool_call>{}<think>{% endif %}"
 CALLS = (
     'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
     '<tool_call>{"name": "search"}</tool_call>'

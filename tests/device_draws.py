@@ -17,6 +17,7 @@ from gpu.philox import Purpose, uniforms
 from gpu.sampler import Sampled, Sampler
 from tests.kernels.memory import place
 from trioserve.sampling import SamplerParams
+from trioserve.wire import ints
 
 Floats = npt.NDArray[np.float64]
 NEAR_TIE = 1e-5
@@ -117,7 +118,7 @@ def adjusted(logits: Floats, each: SamplerRow) -> Floats:
         amount = params.frequency_penalty * output.count(token) + params.presence_penalty
         x[token] = np.float32(float(x[token]) - amount)
     if len(output) < params.min_tokens:
-        x[params.stop_ids] = -np.inf
+        x[ints(params.stop_ids)] = -np.inf
     result: Floats = x.astype(np.float64)
     return result
 

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+import trio
+
 from bench.faults.leftovers import nothing_held
 from trioserve import Engine, open_engine
 
-__all__ = ["assert_idle", "open_tiny_engine"]
+__all__ = ["assert_idle", "open_tiny_engine", "worker_of"]
 
 
 @contextlib.asynccontextmanager
@@ -24,3 +27,11 @@ async def open_tiny_engine(folder: Path, **options: Any) -> AsyncIterator[Engine
 async def assert_idle(engine: Engine, *, within: float = 10.0) -> None:
     """Wait until the engine has nothing to do, then assert that nothing is held anywhere."""
     await nothing_held(engine, within=within)
+
+
+async def worker_of(engine: Engine) -> psutil.Process:
+    """Return the engine's worker process, once there is one that runs."""
+    assert engine.subject is not None
+    while (pid := engine.subject.worker_life().pid) is None:
+        await trio.sleep(0.001)
+    return psutil.Process(pid)

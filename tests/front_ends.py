@@ -19,9 +19,10 @@ from trioserve.front_end.host import Host, open_host
 from trioserve.front_end.pulse import interval_of
 from trioserve.front_end.remote import RemoteScheduler
 from trioserve.front_end.shared import SharedServer
-from trioserve.loaded_model import LoadedModel
+from trioserve.loaded_model import LoadedModel, chosen_generation_config
 from trioserve.metrics import Metrics
 from trioserve.model_files import EncoderConfig
+from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.nursery import Place, run_tasks
 from trioserve.pair_socket import PairSocket
 from trioserve.scheduler import Scheduler
@@ -149,7 +150,7 @@ async def _open_front_end(
         name="fake",
         tokenizer=Tokenizer(byte_tokenizer(), ChatTemplate(FAKE_CHAT_TEMPLATE)),
         eos_token_ids=(),
-        generation_defaults={},
+        generation=chosen_generation_config(GenerationConfig(), config.engine),
     )
     if encoder is not None:
         model = fake_encoder_model(encoder)

@@ -25,7 +25,13 @@ def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream_id: int = 0
 
 
 def request_head(path: str = "/health", method: str = "GET", **more: str) -> bytes:
-    headers = {":method": method, ":scheme": "http", ":authority": "x", ":path": path, **more}
+    headers = {
+        ":method": method,
+        ":scheme": "http",
+        ":authority": "localhost",
+        ":path": path,
+        **more,
+    }
     return bytes(hpack.Encoder().encode(list(headers.items())))
 
 
@@ -62,7 +68,7 @@ class H2Client:
 
     def request(self, method: str, path: str | None, *, end: bool = True) -> int:
         stream_id = self.connection.get_next_available_stream_id()
-        headers = [(":method", method), (":scheme", "http"), (":authority", "x")]
+        headers = [(":method", method), (":scheme", "http"), (":authority", "localhost")]
         if path is not None:
             headers.append((":path", path))
         self.connection.send_headers(stream_id, headers, end_stream=end)

@@ -26,6 +26,7 @@ from trioserve.http.app import App
 from trioserve.http.server import serve_app
 from trioserve.logprobs import PromptLogprobs
 from trioserve.metrics import Metrics
+from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, Times, TokensPrompt
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob
@@ -40,6 +41,7 @@ class StubTokenizer:
     """Every character is a token, its code point the id."""
 
     vocab_size = 0x110000
+    has_text = True
 
     def __init__(self, chat_template: str | None = None, tokens: dict[str, int] | None = None):
         self.chat_template = ChatTemplate(chat_template) if chat_template is not None else None
@@ -49,8 +51,16 @@ class StubTokenizer:
     def token_of(self, text: str) -> int | None:
         return self.tokens.get(text)
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    async def render(self, prompt: ChatPrompt) -> str:
+        assert self.chat_template is not None
+        return self.chat_template.render(prompt)
+
     def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
-        return "".join(chr(token) for token in ids)
+        hidden = self.special_ids if skip_special_tokens else frozenset[int]()
+        return "".join(chr(token) for token in ids if token not in hidden)
 
     def incremental_decoder(self, prompt_ids: Any, **options: bool) -> Any:
         return StubDecoder()
@@ -163,6 +173,7 @@ class StubEngine:
     metrics: Metrics = attrs.field(factory=lambda: Metrics("stub"))
     eos_token_ids: tuple[int, ...] = (0,)
     generation_defaults: dict[str, Any] = attrs.field(factory=dict)
+    generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     adapters: tuple[Adapter, ...] = ()
     prompt_logprobs: Callable[[Call], PromptLogprobs | None] = lambda call: None
     calls: list[Call] = attrs.field(factory=list)
@@ -179,7 +190,7 @@ class StubEngine:
             if call.stream is not None:
                 call.stream.abort(error)
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "") -> None:
         """There always is."""
 
     def statistics(self) -> Any:
@@ -241,7 +252,7 @@ def as_engine(stub: StubEngine) -> Engine:
 
 def server_config(**options: Any) -> ServerConfig:
     """Options of a server on a free port of this machine."""
-    return ServerConfig(engine=EngineConfig("stub"), **{"port": 0, **options})
+    return ServerConfig(**{"engine": EngineConfig("stub"), "port": 0, **options})
 
 
 def app_of(stub: StubEngine, **options: Any) -> App:
@@ -374,8 +385,8 @@ def raw_request(body: bytes, *, path: str = "/v1/chat/completions", close: bool 
     """A POST as bytes."""
     connection = b"Connection: close\r\n" if close else b""
     return (
-        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%bContent-Length: %d"
-        b"\r\n\r\n%b" % (path.encode(), connection, len(body), body)
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n%b"
+        b"Content-Length: %d\r\n\r\n%b" % (path.encode(), connection, len(body), body)
     )
 
 

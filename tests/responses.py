@@ -25,7 +25,8 @@ def checked_events(text: str) -> list[Any]:
     *parts, rest = text.split("\n\n")
     assert rest == ""
     events = []
-    for number, part in enumerate(parts):
+    sent = [part for part in parts if not part.startswith(":")]  # without keep-alive comments
+    for number, part in enumerate(sent):
         name, data = part.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"

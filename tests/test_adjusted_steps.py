@@ -15,7 +15,7 @@ from gpu.slots import PlanError
 from tests.adjusters import ToyAdjuster, chained, follows
 from tests.plans import GREEDY, PlanMaker, RecordingSampler, load_tiny, make_runner
 from tests.tiny_models import make_tiny
-from trioserve.sampling import SamplerParams
+from trioserve.sampling import NAN_LOGITS, SamplerParams
 from trioserve.wire import StepResult, floats, ints
 
 PROMPT = [5, 17, 200, 31, 8, 90, 44, 123, 9, 250]
@@ -125,7 +125,7 @@ class TestRowsWithoutAToken:
         maker.open(0, PROMPT)
         maker.open(6, OTHER)
         given = maker.step({0: 10, 6: 4})
-        assert given[0] == [-1]
+        assert given[0] == [NAN_LOGITS]
         assert given[6][0] >= 0
         assert maker.step({0: 1, 6: 1})[0] == []
 

@@ -85,7 +85,7 @@ THEIRS = {"OpenSessionRequest.timeout"}
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of the directives."""
+    """The module that makes the tables."""
     monkeypatch.syspath_prepend(str(DOCS / "_ext"))
     return importlib.import_module("api_tables")
 
@@ -126,8 +126,8 @@ def test_every_endpoint_is_in_the_table(tables: Any) -> None:
         assert route.peers or route.control or route in CONSOLE
         for rule in route.rules:
             assert f"`{route.method} {openapi_path(rule)}`" in text
-    for directive in ("api-endpoints", "api-fields", "api-answers"):
-        assert f"```{{{directive}}}" in PAGE
+    for table in ("api-endpoints", "api-fields", "api-answers"):
+        assert f"<!-- table: {table} -->" in PAGE
 
 
 def test_every_field_has_a_peer_or_is_our_own(tables: Any) -> None:

@@ -15,8 +15,10 @@ from tests.doc_blocks import ROOT
 COMMAND = f"{sys.executable} -m trioserve serve --mock-worker 1ms --port 0"
 
 
-def test_a_server_is_started_asked_and_stopped() -> None:
-    server = started(COMMAND, ROOT, os.environ)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_server_is_started_asked_and_stopped(terminal: bool) -> None:
+    server = started(f"echo begun; {COMMAND}", ROOT, os.environ, terminal=terminal)
+    assert server.silence > 0
     assert ask(server.url)
     assert open_console(server.url) > 2
     server.stop()

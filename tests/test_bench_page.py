@@ -12,6 +12,7 @@ import pytest
 from bench.all_figures import new_results
 from bench.goals import Verdict
 from bench.performance_page import blocks_of, filled, main, sources_of, sources_on
+from bench.readme_figures import figures
 from bench.rows import Row
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
@@ -252,3 +253,9 @@ def test_every_version_of_a_server_on_the_page_is_named() -> None:
     machine = blocks_from(results)["machine"]
     assert "| llama.cpp bf16 | sdist x==1 |" in machine
     assert "| llama.cpp bf16 | sdist x==2 |" in machine
+
+
+def test_the_readme_s_figures_are_those_of_the_page() -> None:
+    """``python -m bench.readme_figures`` writes them."""
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    assert filled(readme, {"summary": figures(PAGE.read_text())}) == readme

@@ -21,6 +21,7 @@ from trioserve.cli.flags import bench_options, embedded_config
 from trioserve.cli.parser import build_parsers, parse
 from trioserve.cli.usage import UsageError
 from trioserve.config import EngineConfig
+from trioserve.machine import extra_advice
 from trioserve.options import options_of
 
 ROOT = Path(__file__).parent.parent
@@ -164,7 +165,7 @@ def test_plots_without_matplotlib_are_refused_before_anything_is_asked(
     for flag, value in (("--plots", "p"), ("--html", "p.html")):
         assert commands.main(["bench", flag, str(tmp_path / value)]) == 2
         assert capsys.readouterr().err == (
-            f"trioserve bench: {flag} needs matplotlib: pip install 'trioserve[bench]'\n"
+            f"trioserve bench: {flag} needs matplotlib: {extra_advice('bench')}\n"
         )
 
 

@@ -44,7 +44,10 @@ def completion(tokenizer: Tokenizer, prompt_ids: list[int], output_ids: list[int
 @pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_every_token_begins_where_what_was_before_it_ends(kind: str, as_ids: bool) -> None:
-    """The reference decodes everything before a token anew, less what is part of a character."""
+    """The reference decodes everything before a token anew, less what is part of a character.
+
+    An echo keeps the special tokens of a prompt of token ids, and shows none of a text's.
+    """
     tokenizer = Tokenizer(getattr(text_tokenizers, kind)())
     ids = tokenizer.encode(TEXTS[kind])
     for split in range(1, len(ids)):
@@ -61,11 +64,15 @@ def test_every_token_begins_where_what_was_before_it_ends(kind: str, as_ids: boo
             model="model",
             created=0,
         ).choices
-        assert choice.text == TEXTS[kind]
+        shown = tokenizer.decode(prompt_ids, skip_special_tokens=not as_ids)
+        assert choice.text == shown + TEXTS[kind].removeprefix(echo)
         assert choice.logprobs is not None
         for position, offset in enumerate(choice.logprobs.text_offset):
-            before = tokenizer.decode(ids[:position]).rstrip("\ufffd")
-            assert choice.text[:offset] == before
+            if position <= split:
+                before = tokenizer.decode(ids[:position], skip_special_tokens=not as_ids)
+            else:  # an output shows no special tokens
+                before = shown + tokenizer.decode(ids[:position]).removeprefix(echo)
+            assert choice.text[:offset] == before.rstrip("\ufffd")
 
 
 def test_hidden_tokens_take_no_room() -> None:

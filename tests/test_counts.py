@@ -16,6 +16,7 @@ from trioserve.metrics.histogram import INTER_TOKEN_SECONDS, Histogram
 from trioserve.scheduler import SchedulerCore
 from trioserve.scheduler.counts import Counts
 from trioserve.scheduler.intake import Intake
+from trioserve.token_ids import as_column
 
 ROWS, TOKENS = 20, 12
 
@@ -120,11 +121,11 @@ def test_a_token_may_stop_somebody_exactly_while_one_of_them_is_there(
 ) -> None:
     counts = Counts(len(stop_ids), vocab_size=10)
     for slot, ids in enumerate(stop_ids):
-        counts.open(slot, 1, limit=9, plain=True, stop_ids=ids)
+        counts.open(slot, 1, limit=9, plain=True, stop_ids=as_column(ids))
     there = dict(enumerate(stop_ids))
     for slot in data.draw(st.permutations(list(there))):
         known = {token for ids in there.values() for token in ids}
         found = counts.may_stop(np.arange(10)).tolist()
         assert found == [token in known for token in range(10)]
-        counts.close(slot, there.pop(slot))
+        counts.close(slot, as_column(there.pop(slot)))
     assert not counts.may_stop(np.arange(10)).any()

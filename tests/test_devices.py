@@ -40,8 +40,8 @@ def test_a_gpu_that_works_has_no_obstacle() -> None:
         ({"cuda_version": None, "capability": None, "cupy_error": ""}, "built without CUDA"),
         ({"capability": None}, "torch finds no GPU"),
         ({"capability": (7, 5)}, "capability 7.5 and 8.0 is needed"),
-        ({"cupy_error": ""}, "pip install 'trioserve[cuda13]'"),
-        ({"cupy_error": "", "cuda_version": "12.8"}, "pip install 'trioserve[cuda12]'"),
+        ({"cupy_error": ""}, "pip install '.[cuda13]'"),
+        ({"cupy_error": "", "cuda_version": "12.8"}, "pip install '.[cuda12]'"),
         ({"cupy_error": "libnvrtc.so: not found"}, "can't be imported: libnvrtc.so: not found"),
     ],
 )

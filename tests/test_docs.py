@@ -38,7 +38,7 @@ EXPECTED: dict[str, list[tuple[str, ...]]] = {
         ("found 2", "pages given away:"),
         ("found 3", "offloaded: "),
     ],
-    "live": [("France: finished, 16 tokens", "Italy: finished, 16 tokens", "pages are held")],
+    "live": [("France: finished, ", "Italy: finished, ", "pages are held")],
     "observability": [("4 tokens of prompts, 4 of outputs, 0 records lost",)],
     "embeddings": [
         ("(3, 384)", "0.7"),
@@ -52,6 +52,12 @@ EXPECTED: dict[str, list[tuple[str, ...]]] = {
             "a wild one says the same: False",
             "loaded: ['untrained']",
         )
+    ],
+    "other-frameworks": [
+        ("requests that run: 0",),
+        ("requests that run: 0",),
+        ("red, blue, and", " Paris"),
+        ("requests that run: 0",),
     ],
     "operating": [
         ("paused with 1 request", "the city of"),

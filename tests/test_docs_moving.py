@@ -13,6 +13,7 @@ import trioserve
 from gpu.cpu.products import GGUF_KINDS
 from tests.doc_blocks import ROOT
 from trioserve import EngineConfig, ServerConfig
+from trioserve.cli.equivalents import equivalents
 from trioserve.http.openapi import openapi_path
 from trioserve.http.routes import ROUTES
 from trioserve.metrics.definitions import DEFINITIONS
@@ -46,6 +47,18 @@ def rows(page: str, section: str) -> list[tuple[str, str]]:
 def names(cell: str) -> list[str]:
     """What stands in a cell as code."""
     return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_options_are_those_of_the_command_line_s_hints(page: str) -> None:
+    """Tables are written by hand in trioserve/cli/equivalents.toml, and copied to the pages."""
+    server = page.removeprefix("from-")
+    wanted = [
+        (", ".join(f"`{flag}`" for flag in row.flags), row.here)
+        for row in equivalents()
+        if row.server == server
+    ]
+    assert rows(page, "Options") == wanted
 
 
 @pytest.mark.parametrize("page", PAGES)

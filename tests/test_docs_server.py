@@ -90,7 +90,7 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A server with what the pages speak of: adapters, a logits processor, an admin key."""
     folder = tmp_path_factory.mktemp("docs")
-    (folder / "no_repeats.py").write_text(program_on("logits-processors", "NoRepeatNgram"))
+    (folder / "no_repeats.py").write_text(program_on("logits-processors", "class NoRepeatNgram"))
     adapters = write_adapters(folder, pirate=0.1, poet=0.1, bard=0.1)
     options = ["--logits-processors", "no_repeats:NoRepeatNgram", "--admin-api-key", ADMIN_KEY]
     # A small model may ramble to the end of its context: that is near.

@@ -15,7 +15,6 @@ import rich.console
 import torch
 
 from gpu.__main__ import examine as examine_worker
-from gpu.cpu.build import NEEDED
 from gpu.kernels import nvrtc
 from trioserve.cli.doctor import (
     Fact,
@@ -28,7 +27,7 @@ from trioserve.cli.doctor import (
     requirements,
     worker_facts,
 )
-from trioserve.machine import Machine, compiler_version
+from trioserve.machine import KERNEL_FEATURES, PIP_INSTALL, Machine, compiler_version
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\n"
 MEMINFO = "MemTotal:  8388608 kB\nMemFree: 5 kB\nMemAvailable:  4194304 kB\n"
@@ -94,8 +93,21 @@ def test_the_compiler_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_
     assert compiler_version() == f"{compiler} 99.1"
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     assert compiler_version() is None
+    monkeypatch.setattr(Machine, "cpu_features", lambda _: list(KERNEL_FEATURES))
     facts = {fact.name: fact for fact in machine_facts(Machine())}
     assert facts["C++ compiler"].state == "optional"
+    assert "apt install g++" in facts["C++ compiler"].advice
+    assert "2 to 4 times slower" in facts["C++ compiler"].advice
+
+
+def test_no_compiler_is_asked_for_where_it_would_not_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(Machine, "cpu_features", lambda _: ["avx2", "avx512f"])
+    facts = {fact.name: fact for fact in machine_facts(Machine())}
+    assert facts["CPU kernels"].value == "none: the processor has no avx512_bf16, avx512_vnni"
+    assert not any("g++" in fact.advice for fact in facts.values())
 
 
 def test_packages_are_present_too_old_or_absent() -> None:
@@ -104,7 +116,7 @@ def test_packages_are_present_too_old_or_absent() -> None:
     assert facts["trio"].state == "missing"
     assert facts["trio"].value.endswith("but >=9999 is needed")
     assert facts["not-there"] == Fact(
-        "not-there", "not installed", "missing", "pip install 'not-there>=2'"
+        "not-there", "not installed", "missing", f"{PIP_INSTALL} 'not-there>=2'"
     )
 
 
@@ -212,7 +224,7 @@ def test_the_worker_says_what_there_is_for_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(Machine, "cpu_features", lambda _: list(NEEDED))
+    monkeypatch.setattr(Machine, "cpu_features", lambda _: list(KERNEL_FEATURES))
     if compiler_version() is not None:
         assert "not built yet" in examine_worker()["compiled_cpu_kernels"]
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,24 @@ async def test_the_model_s_defaults_apply_to_what_a_caller_leaves_out(
         await engine.complete("a", max_tokens=1)
         await engine.complete("a", max_tokens=1, temperature=0.7)
     assert seen == [0.3, 0.7]
+
+
+async def test_latencies_count_from_the_arrival(autojump_clock: Clock) -> None:
+    async with open_fake_engine(slow_worker()) as engine:
+        await trio.sleep(10)
+        arrived = trio.current_time() - 4  # its body was read meanwhile
+        async with engine.generate("hello", max_tokens=3, arrived=arrived) as stream:
+            async for _ in stream:
+                pass
+        assert stream.times.arrived == arrived
+        assert 4 <= engine.metrics.time_to_first_token.total < 6
+        assert 4 <= engine.metrics.e2e_latency.total < 6
+        later = trio.current_time() + 5
+        async with engine.generate("hello", max_tokens=1, arrived=later) as stream:
+            assert stream.times.arrived <= trio.current_time()
+        for wrong in (math.inf, -math.inf, math.nan):
+            with pytest.raises(InvalidRequest, match="arrived must be a time"):
+                engine.generate("hello", arrived=wrong)
 
 
 @pytest.mark.parametrize("leave_after", [0, 1, 7])

@@ -11,7 +11,7 @@ import trio.testing
 
 from tests.test_engine import settle, slow_worker
 from trioserve import Engine, EngineError, Grammar, InvalidRequest, QueueFull, wire
-from trioserve.sampling import SamplerParams
+from trioserve.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies, fake_logprobs, hashed_token
 
@@ -173,23 +173,32 @@ async def test_outputs_count_once_each_on_their_way_into_the_queue(autojump_cloc
 
 
 @pytest.mark.parametrize(
-    ("params", "error", "param"),
-    [({}, EngineError, None), ({"allowed_token_ids": [1]}, InvalidRequest, "allowed_token_ids")],
+    ("params", "given", "error", "param"),
+    [
+        ({}, NAN_LOGITS, EngineError, None),
+        ({"allowed_token_ids": [1]}, NO_TOKEN, InvalidRequest, "allowed_token_ids"),
+        ({"allowed_token_ids": [1]}, NAN_LOGITS, EngineError, None),
+    ],
 )
 async def test_no_token_to_draw_ends_a_stream_with_one_error(
-    autojump_clock: Clock, params: dict[str, Any], error: type[Exception], param: str | None
+    autojump_clock: Clock,
+    params: dict[str, Any],
+    given: int,
+    error: type[Exception],
+    param: str | None,
 ) -> None:
     draw = hashed_token(256)
 
     def token(context: list[int], sampler: SamplerParams) -> int:
         is_due = sampler.sequence_index == 1 and len(context) == len(PROMPT) + 3
-        return -1 if is_due else draw(context, sampler)
+        return given if is_due else draw(context, sampler)
 
     async with open_fake_engine(lambda: FakeWorker(step_time=0.1, token=token)) as engine:
         async with engine.generate("another", max_tokens=30) as other:
             with pytest.raises(error, match=r"logits hold NaN|leaves no token") as caught:
                 await engine.complete(PROMPT, n=3, max_tokens=30, **params)
             assert getattr(caught.value, "param", None) == param
+            assert engine.statistics().scheduler.num_corrupted == (param is None)
             assert engine.statistics().scheduler.num_running == 1
             assert len([token async for chunk in other for token in chunk.token_ids]) == 30
         await settle(engine)

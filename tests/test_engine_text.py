@@ -278,22 +278,22 @@ async def test_a_bad_stop_regex_is_refused_before_anything_runs(autojump_clock: 
 async def test_a_stop_regex_that_takes_for_ever_ends_its_own_request_only(
     autojump_clock: Clock,
 ) -> None:
-    async with open_fake_engine(speaker("a" * 80 + "c")) as engine:
+    async with open_fake_engine(speaker("a" * 480 + "c")) as engine:
         results: list[str] = []
 
         async def hostile() -> None:
             with pytest.raises(InvalidRequest, match="takes too long") as caught:
-                await engine.complete(PROMPT, max_tokens=81, n=1, stop_regex="(a|aa)+$b")
+                await engine.complete(PROMPT, max_tokens=481, n=1, stop_regex="[ab].{400}c")
             assert caught.value.param == "stop_regex"
             results.append("refused")
 
         async def friendly() -> None:
-            results.append((await engine.complete(PROMPT, max_tokens=81)).text)
+            results.append((await engine.complete(PROMPT, max_tokens=481)).text)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(hostile)
             nursery.start_soon(friendly)
-        assert sorted(results) == ["a" * 80 + "c", "refused"]
+        assert sorted(results) == ["a" * 480 + "c", "refused"]
         await settle(engine)
 
 
@@ -325,11 +325,11 @@ async def test_outputs_end_one_by_one_each_by_its_own_stop(autojump_clock: Clock
 
 
 async def test_an_error_of_one_output_is_the_request_s(autojump_clock: Clock) -> None:
-    async with open_fake_engine(speaker("b" * 99, "a" * 80 + "c", step_time=0.1)) as engine:
+    async with open_fake_engine(speaker("b" * 499, "a" * 480 + "c", step_time=0.1)) as engine:
         with pytest.raises(InvalidRequest, match="takes too long"):
-            await engine.complete(PROMPT, n=2, max_tokens=500, stop_regex="(a|aa)+$b")
+            await engine.complete(PROMPT, n=2, max_tokens=500, stop_regex="(?:[ab].{400}|b{9}x)c")
         await settle(engine)
-        assert engine.statistics().scheduler.num_steps < 100
+        assert engine.statistics().scheduler.num_steps < 450
 
 
 async def test_every_logprob_has_its_text(autojump_clock: Clock) -> None:

@@ -207,14 +207,18 @@ class FakeLine:
     num_waiting: int = 0
     num_waiting_tokens: int = 0
 
+    def waiting_of(self, tenant: str) -> tuple[int, int]:
+        return 0, 0
 
-def make_request(number: int, size: int, num_outputs: int) -> Request:
+
+def make_request(number: int, size: int, num_outputs: int, tenant: str = "") -> Request:
     request = Request(
         id=str(number),
         prompt=TextPrompt("x" * size),
         params=SamplingParams(n=num_outputs),
         stream=Stream(StreamBudget(10, 10)),
         times=Times(arrived=0),
+        tenant=tenant,
         fewest_tokens=size // 4,
     )
     request.sequences += [
@@ -232,8 +236,8 @@ class Crowd:
         self.steps: dict[Request, str] = {}
         self._numbers = itertools.count()
 
-    def come(self, size: int, num_outputs: int) -> None:
-        request = make_request(next(self._numbers), size, num_outputs)
+    def come(self, size: int, num_outputs: int, tenant: str = "") -> None:
+        request = make_request(next(self._numbers), size, num_outputs, tenant)
         with contextlib.suppress(QueueFull):
             self.entrance.enter(request, trio.current_time())
             self.steps[request] = "new"
@@ -263,7 +267,11 @@ def test_the_counts_are_right_whatever_comes_and_goes(data: st.DataObject) -> No
         for _ in range(data.draw(st.integers(1, 30))):
             what = data.draw(st.sampled_from(["come", "tokenize", "admit", "reject", "leave"]))
             if what == "come":
-                crowd.come(data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3)))
+                crowd.come(
+                    data.draw(st.integers(1, 40)),
+                    data.draw(st.integers(1, 3)),
+                    data.draw(st.sampled_from(["", "one", "two"])),
+                )
             elif crowd.steps:
                 crowd.move(data.draw(st.sampled_from(list(crowd.steps))), what)
             entrance.check_integrity()

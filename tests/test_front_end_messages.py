@@ -144,7 +144,9 @@ def test_a_request_survives(params: SamplingParams, prompt_ids: list[int], numbe
         arrived=1.25,
         priority=-(2**40),
         cache_salt="salt",
+        tenant="key",
         adapter=3,
+        default_max_tokens=512,
         retention=Retention(ranges=(RetentionRange(0, 8, 90, 5),), output_priority=3),
     )
     there = decode_from_front_end(encode(submit))

@@ -511,7 +511,7 @@ async def test_bounds_hold_over_all_front_ends(start: Any) -> None:
     server = start(
         Path("smollm2-135m"),
         *MOCK,
-        *("--max-num-seqs", "1", "--max-num-queued-reqs", "4"),
+        *("--max-num-seqs", "1", "--max-num-queued-reqs", "8"),
         *("--api-key", "one", "--api-key", "two", "--max-requests-per-key", "5"),
     )
     server.wait_until_it_serves()
@@ -528,16 +528,18 @@ async def test_bounds_hold_over_all_front_ends(start: Any) -> None:
 
     opened: list[trio.SocketStream] = []
     with trio.fail_after(60):
-        # One runs and four wait, which is as many as this key may have, too.
-        firsts = [await open_stream("one") for _ in range(5)]
-        assert all(b" 200 " in line for line in firsts)
-        refusals = [await open_stream("one") for _ in range(6)]
-        refusals += [await open_stream("two") for _ in range(6)]
-    assert all(b" 429 " in line for line in refusals)
+        # One runs and four wait, which is this key's half of the queue and all that it may have.
+        # The other key gets half of the rest.
+        admitted = [await open_stream("one") for _ in range(5)]
+        refused = [await open_stream("one") for _ in range(6)]
+        admitted += [await open_stream("two") for _ in range(2)]
+        refused += [await open_stream("two") for _ in range(3)]
+    assert [b" 200 " in line for line in admitted] == [True] * 7, admitted
+    assert [b" 429 " in line for line in refused] == [True] * 9, refused
     async with http_client(server.url, headers={"Authorization": "Bearer two"}) as client:
         text = (await client.get("/metrics")).text
         assert 'trioserve:http_errors_total{code="key_limit"} 6.0' in text
-        assert 'trioserve:http_errors_total{code="queue_full"} 6.0' in text
+        assert 'trioserve:http_errors_total{code="queue_full"} 3.0' in text
         for each in opened:
             await each.aclose()
 

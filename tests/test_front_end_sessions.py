@@ -31,7 +31,7 @@ def slow_worker() -> FakeWorker:
 
 
 async def opened(whole: Whole, id: str | None = None, **options: Any) -> str:
-    defaults = {"capacity": 1000, "timeout": 600.0, "owner": None, "goes_on": False}
+    defaults = {"capacity": 1000, "timeout": 600.0, "owner": None, "tenant": "", "goes_on": False}
     return await whole.open_session(id, **{**defaults, **options})
 
 
@@ -93,7 +93,7 @@ async def conversation(wholes: Sequence[Whole], seed: int) -> list[Any]:
         except InvalidRequest as error:
             found.append((error.param, error.code, str(error)))
     await ask(first, "x", after="h")
-    for options in ({"capacity": 0}, {"id": "other"}, {"timeout": -1.0}):
+    for options in ({"capacity": 0}, {"id": "other", "owner": "key-1"}, {"timeout": -1.0}):
         with pytest.raises(InvalidRequest) as caught:
             await opened(some(), **options)  # type: ignore[arg-type]
         found.append((caught.value.param, str(caught.value)))

@@ -93,6 +93,27 @@ def test_counts_that_the_file_has_no_room_for(data: bytes, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (header(2**31, 0), "it has 2147483648 tensors, and at most 131072 are read"),
+        (header(0, 2**31), "it has 2147483648 entries, and at most 65536 are read"),
+        (
+            header(0, 1, text("a") + struct.pack("<IIQ", 9, 8, 2**31)),
+            "an array of 2147483648 texts",
+        ),
+        (header(0, 1, text("a") + struct.pack("<IIQ", 9, 6, 2**31)), "more than 268435456 bytes"),
+        (header(0, 1, text("a") + struct.pack("<IQ", 8, 2**31)), "more than 268435456 bytes"),
+    ],
+)
+def test_counts_that_a_sparse_file_has_room_for(data: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "sparse.gguf"
+    path.write_bytes(data)
+    os.truncate(path, 64 << 30)
+    assert peak_bytes(path) < 2 << 20
+    assert reason in error_of(path)
+
+
+@pytest.mark.parametrize(
     ("metadata", "reason"),
     [
         ({"general.architecture": FLOATS}, "general.architecture has the wrong type"),

@@ -10,16 +10,10 @@ import pytest
 
 from fuzz.target import mutations
 from fuzz.targets import TARGETS
-from trioserve.text import template_sandbox
 
 MUTATIONS = 25
 WITH_BYTES = [name for name, target in TARGETS.items() if target.strategy is None]
 WITH_STRATEGY = [name for name, target in TARGETS.items() if target.strategy is not None]
-
-
-@pytest.fixture(autouse=True)
-def less_time_for_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize("name", WITH_BYTES)

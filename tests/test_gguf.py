@@ -315,7 +315,7 @@ def test_the_default_models_files() -> None:
     assert files.format == "gguf"
     assert files.bos_token == "<|im_start|>"
     assert files.eos_token == "<|im_end|>"
-    assert files.generation_defaults == {}
+    assert files.generation.shown() == {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
     assert len(files.checksum()) == 32
     config = files.config
     assert config == ModelConfig(

@@ -15,7 +15,7 @@ import regex
 import tokenizers
 
 from gpu.constraints.grammar_cache import GrammarCache
-from gpu.constraints.grammar_trial import GrammarTrial
+from gpu.constraints.grammar_trial import GrammarTrial, Verdict
 from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
 from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.refusals import GrammarError
@@ -42,6 +42,22 @@ TAG = json.dumps(
         "triggers": ["<call="],
     }
 )
+FORMAT = json.dumps(
+    {
+        "format": {
+            "type": "triggered_tags",
+            "triggers": ["<call="],
+            "tags": [
+                {
+                    "begin": "<call=add>",
+                    "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+                    "end": "</call>",
+                }
+            ],
+            "at_least_one": True,
+        }
+    }
+)
 SCHEMA = json.dumps(
     {
         "type": "object",
@@ -61,6 +77,7 @@ ACCEPTED = [
     ("grammar", LARK, ["a12", "a((3))"]),
     ("grammar", GBNF, ["a12", "a((3))"]),
     ("choice", json.dumps(["yes", "yes!", "a|b", 'the "world"\n', "[é]\\d/"]), None),
+    ("structural_tag", FORMAT, ["<call=add>12</call>, and so", "<call=add>-1</call>"]),
     ("structural_tag", TAG, ["just text", "t <call=add>12</call> then <call=say>\"x\"</call>", ""]),
 ]  # fmt: skip
 REJECTED = [
@@ -71,6 +88,7 @@ REJECTED = [
     ("grammar", LARK, ["a", "a((3)", "12"]),
     ("grammar", GBNF, ["a", "a((3)", "12"]),
     ("choice", '["yes", "yes!", "a|b"]', ["ye", "yes!!", "a", ""]),
+    ("structural_tag", FORMAT, ["", "x <call=add>1</call>", "<call=add>1</call> <call=x>"]),
     ("structural_tag", TAG, ["<call=mul>1</call>", "<call=add>x</call>", "<call=add>1"]),
 ]
 
@@ -126,7 +144,7 @@ WRONG = [
     ("choice", '["a", 1]', "a JSON list of strings"),
     ("choice", "yes", "it must be a list of strings, as JSON"),
     ("structural_tag", "[]", "with structures and triggers"),
-    ("structural_tag", '{"format": {}}', 'the form with "format" is not served'),
+    ("structural_tag", '{"format": {}}', "format.type: one of const_string"),
     ("structural_tag", '{"triggers": ["<"], "structures": []}', "structures must be a list"),
     ("structural_tag", '{"triggers": [], "structures": [{}]}', "triggers must be a list"),
     ("structural_tag", '{"triggers": [""], "structures": [{}]}', "aren't empty"),
@@ -317,15 +335,17 @@ HOPELESS = Grammar(
 )
 def test_a_grammar_that_would_take_all_there_is(seconds: int, memory: int, reason: str) -> None:
     trial = GrammarTrial(VOCABULARY, max_seconds=seconds, max_memory=memory)
-    assert "root" not in trial.run(Grammar("regex", "a+"))
+    assert "root" not in trial.run(Grammar("regex", "a+")).text
     with pytest.raises(GrammarError, match=f"it takes more than .*{reason}"):
         trial.run(HOPELESS)
-    assert trial.run(Grammar("regex", "a+"))  # in a new process
+    assert trial.run(Grammar("regex", "a+")).text  # in a new process
+    process = trial._process
+    assert process is not None
     with pytest.raises(GrammarError, match="Rule 'foo' not found"):
         trial.run(Grammar("grammar", "root ::= foo"))
     trial.close()
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(process.pid, os.WNOHANG)
 
 
 def test_a_tokenizer_that_the_trial_cannot_read() -> None:
@@ -339,12 +359,12 @@ def test_the_cache_is_bounded_and_compiles_once(monkeypatch: pytest.MonkeyPatch)
     asked: list[str] = []
     run = GrammarTrial.run
 
-    def counted(self: GrammarTrial, grammar: Grammar) -> str:
+    def counted(self: GrammarTrial, grammar: Grammar) -> Verdict:
         asked.append(grammar.text)
         return run(self, grammar)
 
     monkeypatch.setattr(GrammarTrial, "run", counted)
-    cache = GrammarCache(VOCABULARY, max_entries=3, max_characters=10)
+    cache = GrammarCache(VOCABULARY, max_entries=3)
     for text in ("a", "b", "(", "a"):
         if text == "(":
             for _ in range(2):  # an error is remembered too
@@ -357,16 +377,30 @@ def test_the_cache_is_bounded_and_compiles_once(monkeypatch: pytest.MonkeyPatch)
     assert len(cache) == 3
     cache.prepare(Grammar("regex", "a"))
     assert asked == ["a", "b", "(", '["a"]']
-    cache.prepare(Grammar("regex", "cccccccccc"))  # ten characters are all there may be
-    assert len(cache) == 1
-    cache.prepare(Grammar("regex", "a"))
     cache.prepare(Grammar("regex", "b"))
-    assert asked[4:] == ["cccccccccc", "a", "b"]
-    assert len(cache) == 2
     # What was prepared and isn't there any more needs no second trial.
     assert allowed(cache.matcher(Grammar("regex", "bc"))) == set(ids_of("b"))
-    assert len(asked) == 7
+    assert len(asked) == 5
     cache.close()
+
+
+def test_compiled_grammars_are_bounded_by_their_bytes() -> None:
+    cache = GrammarCache(VOCABULARY, max_bytes=10_000_000)
+    schemas = [
+        Grammar("json_schema", json.dumps({"properties": {f"p{n}_{i}": {} for i in range(1500)}}))
+        for n in range(6)
+    ]
+    sizes = [cache.prepare(schema) for schema in schemas]
+    assert all(size > 20 * len(schemas[0].text) for size in sizes)
+    assert sum(sizes) > 10_000_000 >= cache.num_bytes
+    assert len(cache) < len(schemas)
+    cache.prepare(Grammar("regex", "a"))
+    assert cache.num_bytes <= 10_000_000
+    small = GrammarCache(VOCABULARY, max_bytes=1)  # one is kept, whatever it takes
+    small.prepare(schemas[0])
+    assert len(small) == 1
+    cache.close()
+    small.close()
 
 
 def test_matchers_of_a_grammar_are_independent() -> None:

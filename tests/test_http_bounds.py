@@ -139,8 +139,9 @@ class TestBodies:
     @pytest.mark.parametrize(
         ("body", "message"),
         [
-            (b'{"messages":[' + b'{"role":"u"},' * 300_000 + b"{}]}", "300003 objects and lists"),
-            (b'{"prompt":[' + b"[1]," * 300_000 + b"[1]]}", "300003 objects and lists"),
+            (b'{"messages":[' + b'{"role":"u"},' * 70_000 + b"{}]}", "140004 objects, lists"),
+            (b'{"prompt":[' + b"[1]," * 131_072 + b"[1]]}", "131076 objects, lists"),
+            (b'{"user":{' + b'"":[],' * 70_000 + b"}}", "140003 objects, lists"),
             (b'{"prompt":[' + b"1," * 2_200_000 + b"1]}", "2200000 values"),
             (b'{"prompt":"x","stop_token_ids":[' + b"1," * 2_200_000 + b"1]}", "values; at most"),
         ],
@@ -152,12 +153,12 @@ class TestBodies:
         error = await refusal(CHAT if b"messages" in body else TEXT, body)
         assert message in error["message"]
         assert (
-            str(bounds.MAX_LISTS if "lists" in message else bounds.MAX_VALUES) in error["message"]
+            str(bounds.MAX_FIELDS if "lists" in message else bounds.MAX_VALUES) in error["message"]
         )
 
     async def test_a_long_text_is_fine(self) -> None:
         stub = StubEngine(max_model_len=1 << 30)
-        text = "a, b, c {d: [e]}\n" * 10_000
+        text = 'a, b, c {d: [e]} "f:\\g"\n' * 40_000
         response = await client_of(stub).post(TEXT, json={"prompt": [text] * 10})
         assert response.status_code == 200
 

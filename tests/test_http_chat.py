@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from chats import (
     CALLS,
     CHAT,
@@ -23,7 +24,7 @@ from chats import (
 from http_stub import Step, StubEngine, StubTokenizer, client_of, post, with_logprobs
 
 from trioserve.request import ChatPrompt
-from trioserve.stream import Chunk
+from trioserve.stream import Chunk, TokenLogprob
 
 
 class TestPrompts:
@@ -110,13 +111,47 @@ class TestPrompts:
         for name, value in fields.items():
             error = await refusal(engine("", "{{ messages }}"), **{name: value})
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-        error = await refusal(engine("", "{{ messages }}"), chat_template_kwargs=kwargs)
+        wanted = {"enable_thinking": True}
+        error = await refusal(engine("", "{{ messages }}"), chat_template_kwargs=wanted)
         assert error["param"] == "chat_template_kwargs.enable_thinking"
         error = await refusal(engine("", HERMES), chat_template_kwargs={"tools": []})
         assert error["param"] == "chat_template_kwargs.tools"
         error = await refusal(engine("", HERMES), chat_template="{{ 1 }}")
         assert error["param"] == "chat_template"
         assert "executed" in error["message"]
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"reasoning_effort": "none"},
+            {"enable_thinking": False},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"chat_template_kwargs": {"thinking": False}},
+        ],
+    )
+    async def test_no_reasoning(self, fields: dict[str, Any]) -> None:
+        """It is asked of a model that never reasons, and of one that can't be told not to."""
+        prompt = await self._prompt("{{ messages }}", **fields)
+        assert prompt.template_arguments == {}
+        error = await refusal(engine("", "{{ messages }}<think>"), **fields)
+        (name,) = fields
+        assert error["param"].startswith(name)
+        assert error["code"] == "unsupported_parameter"
+
+    async def test_no_effort_turns_a_switch_off(self) -> None:
+        off = {"enable_thinking": False}
+        thinks = "{{ messages }}{{ enable_thinking }}<think>"
+        prompt = await self._prompt(thinks, reasoning_effort="none")
+        assert prompt.template_arguments == off
+        prompt = await self._prompt(thinks, enable_thinking=False)
+        assert prompt.template_arguments == off
+        both = thinks + "{{ reasoning_effort }}"
+        prompt = await self._prompt(both, reasoning_effort="none")
+        assert prompt.template_arguments == {"reasoning_effort": "none", **off}
+        error = await refusal(engine("", thinks), enable_thinking=True, chat_template_kwargs=off)
+        assert error["param"] == "enable_thinking"
+        error = await refusal(engine("", "{{ messages }}"), enable_thinking=True)
+        assert error["param"] == "enable_thinking"
 
     async def test_developers_and_refusals(self) -> None:
         messages = [
@@ -256,7 +291,9 @@ class TestWhatElseIsTold:
 
     async def test_nothing_of_it_unless_asked_for(self) -> None:
         reply = await post(engine("Yes", None), CHAT, messages=MESSAGES)
-        assert set(reply) == {"id", "object", "created", "model", "choices", "usage"}
+        absent = {"prompt_logprobs", "prompt_token_ids"}
+        assert set(reply) == {"id", "object", "created", "model", "choices", "usage", *absent}
+        assert {reply[name] for name in absent} == {None}
         assert "token_ids" not in reply["choices"][0]
 
     async def test_logprobs_are_those_of_all_tokens(self) -> None:
@@ -285,6 +322,40 @@ class TestWhatElseIsTold:
         first = reply["choices"][0]["logprobs"]["content"][0]
         assert first["token"] == "token_id:60"
         assert first["top_logprobs"][0]["token"] == "token_id:60"
+
+    async def test_asked_tokens_in_place_of_the_most_probable_ones(self) -> None:
+        """vLLM's meaning: the token itself, and those of ``logprob_token_ids``."""
+        entry = TokenLogprob(97, -0.5, "a", ((98, -0.1, "b"),), ((99, -3.0, "c"), (97, -0.5, "a")))
+        stub = StubEngine(
+            script=lambda _: [Chunk("a", (97,), finish_reason="stop", logprobs=(entry,))],
+            tokenizer=StubTokenizer(THINKS),
+        )
+        fields = {"logprobs": True, "top_logprobs": 4, "logprob_token_ids": [99, 97]}
+        reply = await post(stub, CHAT, messages=MESSAGES, **fields)
+        (told,) = reply["choices"][0]["logprobs"]["content"]
+        assert [(each["token"], each["logprob"]) for each in told["top_logprobs"]] == [
+            ("a", -0.5),
+            ("c", -3.0),
+        ]
+        assert stub.calls[0].params.logprobs == 0
+
+    @pytest.mark.parametrize(
+        ("chunk", "matched"),
+        [
+            (Chunk("a", (97, 7), finish_reason="stop"), 7),
+            (Chunk("a", (97,), finish_reason="stop", stop_reason="END"), "END"),
+            (Chunk("a", (97, 5), finish_reason="stop", stop_reason=5), 5),
+            (Chunk("a", (97, 7), finish_reason="length"), None),
+        ],
+    )
+    async def test_what_matched(self, chunk: Chunk, matched: int | str | None) -> None:
+        stub = StubEngine(script=lambda _: [chunk], tokenizer=StubTokenizer(HERMES))
+        stub.eos_token_ids = (7,)
+        reply = await post(stub, CHAT, messages=MESSAGES)
+        assert reply["choices"][0]["matched_stop"] == matched
+        assert (await events(stub, messages=MESSAGES))[-1]["choices"][0]["matched_stop"] == matched
+        reply = await post(stub, "/v1/completions", prompt="x")
+        assert reply["choices"][0]["matched_stop"] == matched
 
     async def test_echo(self) -> None:
         messages = [*MESSAGES, {"role": "assistant", "content": "It is "}]

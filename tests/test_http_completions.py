@@ -15,6 +15,7 @@ from http_stub import (
     Call,
     Step,
     StubEngine,
+    StubTokenizer,
     captured_logs,
     events,
     http_client,
@@ -219,6 +220,17 @@ async def test_of_a_prompt_that_was_cut_the_rest_is_echoed() -> None:
     assert reply["choices"][0]["text"] == "xyzaa"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_echo_of_ids_keeps_special_tokens(stream: bool) -> None:
+    stub = stub_of(tokenizer=StubTokenizer(tokens={"y": ord("y")}))
+    fields = {"prompt": [120, 121, 122], "echo": True, "max_tokens": 0}
+    if stream:
+        replies = await events(stub, PATH, **fields)
+    else:
+        replies = [await post(stub, PATH, **fields)]
+    assert "".join(reply["choices"][0]["text"] for reply in replies) == "xyz"
+
+
 async def test_prompt_logprobs() -> None:
     reply = await post(stub_of(), PATH, prompt=["xyz", "w"], n=2, prompt_logprobs=1)
     expected = [
@@ -269,12 +281,25 @@ async def test_log_probabilities_of_tokens_asked_for_by_id() -> None:
     assert reply["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "*": -6}]
 
 
+async def test_asked_tokens_in_place_of_the_most_probable_ones() -> None:
+    def asked(call: Call) -> list[Step]:
+        entry = TokenLogprob(97, -0.5, "a", ((98, -0.1, "b"),), ((42, -3.0, "*"),))
+        return [Chunk("a", (97,), logprobs=(entry,), finish_reason="stop")]
+
+    stub = stub_of(script=asked)
+    reply = await post(stub, PATH, prompt="x", logprobs=2, logprob_token_ids=[42])
+    assert reply["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "*": -3.0}]
+    assert stub.calls[0].params.logprobs == 0
+
+
 async def test_token_ids() -> None:
     choices = await both(prompt="xy", n=2, return_token_ids=True)
     assert [choice["token_ids"] for choice in choices] == [[97, 97], [98, 98]]
     assert [choice["prompt_token_ids"] for choice in choices] == [[120, 121]] * 2
     reply = await post(stub_of(), PATH, prompt="xy")
-    assert not {"token_ids", "prompt_token_ids", "prompt_logprobs"} & reply["choices"][0].keys()
+    (choice,) = reply["choices"]
+    assert "token_ids" not in choice
+    assert (choice["prompt_token_ids"], choice["prompt_logprobs"]) == (None, None)
 
 
 async def test_token_ids_are_streamed_before_their_text() -> None:
@@ -326,10 +351,10 @@ async def test_the_logarithm_of_zero() -> None:
 async def test_usage_in_every_event() -> None:
     body = {"prompt": "xyz", "n": 2, "stream_options": {"continuous_usage_stats": True}}
     chunks = await events(stub_of(), PATH, **body)
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4]
-    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
+    assert not any("usage" in chunk for chunk in chunks)
     body["stream_options"] = {"continuous_usage_stats": True, "include_usage": True}
     chunks = await events(stub_of(), PATH, **body)
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 4]
     assert chunks[-1]["choices"] == []
 
@@ -434,8 +459,9 @@ async def test_the_openai_client() -> None:
                 prompt=["x", "y"],
                 n=2,
                 stream=True,
-                stream_options={"include_usage": True},
-                extra_body={"stream_options": {"continuous_usage_stats": True}},
+                extra_body={
+                    "stream_options": {"include_usage": True, "continuous_usage_stats": True}
+                },
             )
             texts = dict.fromkeys(range(4), "")
             counts = []

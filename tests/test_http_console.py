@@ -98,6 +98,26 @@ async def test_the_page_and_its_files_need_no_key_and_run_nothing_else() -> None
     assert "http" not in policy
 
 
+BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+async def test_a_browser_is_led_to_the_console(root_path: str) -> None:
+    client = app_of(StubEngine(), api_key=("key",), root_path=root_path).test_client()
+    home = await client.get("/", headers=BROWSER)
+    assert (home.status_code, home.headers["Location"]) == (307, "console")
+    slash = await client.get("/console/")
+    assert (slash.status_code, slash.headers["Location"]) == (307, "../console")
+    key = {"Authorization": "Bearer key"}
+    for accept in ("*/*", "application/json", "application/json, text/html"):
+        assert (await client.get("/", headers={"Accept": accept})).status_code == 401
+        welcome = await client.get("/", headers={"Accept": accept, **key})
+        assert (await welcome.get_json())["name"] == "trioserve"
+    without = app_of(StubEngine(), console=False).test_client()
+    assert (await (await without.get("/", headers=BROWSER)).get_json())["name"] == "trioserve"
+    assert (await without.get("/console/")).status_code == 404
+
+
 @pytest.mark.parametrize(
     "name",
     [

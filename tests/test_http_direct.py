@@ -38,6 +38,7 @@ from trioserve.http.connection import Connection
 from trioserve.http.connections import Connections
 from trioserve.http.server import serve_app
 from trioserve.http.settings import server_settings
+from trioserve.http.unsent import UnsentBudget
 from trioserve.stream import Chunk, Stream
 
 TEXT = "/v1/completions"
@@ -373,6 +374,7 @@ async def test_a_closed_connection_writes_to_nobody_else() -> None:
         cast(Any, None),
         trio.SocketStream(ours),
         Connections(),
+        UnsentBudget(1 << 20),
     )
     number = ours.fileno()
     connection.abort()

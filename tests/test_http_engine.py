@@ -308,9 +308,26 @@ async def test_a_scrape() -> None:
         'trioserve:time_to_first_token_seconds_count{engine="0",model_name="fake"} 1.0',
         'trioserve:inter_token_latency_seconds_count{engine="0",model_name="fake"} 4.0',
         'trioserve:request_prompt_tokens_count{engine="0",model_name="fake"} 1.0',
+        'trioserve:iteration_tokens_total_sum{engine="0",model_name="fake"} 10.0',
     ):
         assert line in lines
     assert any(line.startswith("trioserve:http_requests_total") for line in lines)
+
+
+async def test_the_sleep_state_in_a_scrape() -> None:
+    states = ("awake", "weights_offloaded", "discard_all")
+
+    async def scraped(server: Site) -> list[str]:
+        lines = (await server.client.get("/metrics")).text.splitlines()
+        found = [line for line in lines if line.startswith("trioserve:engine_sleep_state")]
+        return [line[-3:] for state in states for line in found if f'"{state}"' in line]
+
+    async with site() as server:
+        assert await scraped(server) == ["1.0", "0.0", "0.0"]
+        await server.engine.release_memory()
+        assert await scraped(server) == ["0.0", "1.0", "0.0"]
+        await server.engine.resume_memory()
+        assert await scraped(server) == ["1.0", "0.0", "0.0"]
 
 
 async def test_a_stream_is_kept_alive_while_the_worker_is_replaced() -> None:

@@ -67,7 +67,7 @@ async def test_every_field_that_is_served_is_looked_at(
     seen: set[str] = set()
     monkeypatch.setattr(
         "trioserve.http.service.parse_body",
-        lambda wanted, data: Recorder(parse_body(wanted, data), seen),
+        lambda wanted, data, _: Recorder(parse_body(wanted, data), seen),
     )
     client = client_of(StubEngine(tokenizer=StubTokenizer(TEMPLATE)))
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
@@ -83,3 +83,19 @@ def test_every_field_is_described(request_type: type[msgspec.Struct]) -> None:
     (schema,) = msgspec.json.schema_components([request_type], ref_template="{name}")[1:]
     described = schema[request_type.__name__]["properties"]
     assert [name for name, field in described.items() if not field.get("description")] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+    ],
+)
+async def test_an_empty_salt_is_refused(path: str, body: dict[str, Any]) -> None:
+    stub = StubEngine(tokenizer=StubTokenizer(TEMPLATE))
+    response = await client_of(stub).post(path, json=body | {"cache_salt": ""})
+    assert response.status_code == 400
+    assert (await response.get_json())["error"]["param"] == "cache_salt"
+    assert not stub.calls

@@ -320,3 +320,20 @@ async def test_nobody_gets_what_is_kept_for_another_key() -> None:
         items = await call(client, "GET", "/resp_name/input_items", key=key)
         assert items["data"][0]["content"][0]["text"] == text
     assert told((await call(client, "GET", path, key="one"))["output"][0])[1] == "1 messages"
+
+
+async def test_the_tokens_of_an_input() -> None:
+    """As many as the response that is then made has, with what it goes on from."""
+    client = client_of(parrot())
+    fields = {"input": "Hi there", "instructions": "Be brief.", "reasoning": {"effort": "none"}}
+    counted = await call(client, "POST", "/input_tokens", fields)
+    assert counted == {"object": "response.input_tokens", "input_tokens": counted["input_tokens"]}
+    assert counted["input_tokens"] > 0
+    response = await respond(client, **fields)
+    more = {"input": [{"role": "user", "content": "So?"}], "previous_response_id": response["id"]}
+    assert (await call(client, "POST", "/input_tokens", more))["input_tokens"] > 0
+    fields["previous_response_id"] = response["id"]
+    longer = await call(client, "POST", "/input_tokens", fields)
+    assert longer["input_tokens"] > counted["input_tokens"]
+    error = await call(client, "POST", "/input_tokens", {**fields, "stream": True}, status=400)
+    assert error["error"]["param"] == "stream"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,20 @@ async def events(stub: StubEngine, **body: Any) -> list[Any]:
     return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
+def without_times(meta: dict[str, Any]) -> None:
+    """Take out what differs with the time."""
+    del meta["e2e_latency"], meta["response_sent_to_client_ts"]
+
+
 async def test_single() -> None:
     stub = StubEngine()
+    before = time.time()
     reply = await post(stub, text="ab", rid="mine")
     assert reply["text"] == "Hello there !"
     assert reply["output_ids"] == [ord(character) for character in "Hello there !"]
     meta = reply["meta_info"]
     assert meta.pop("e2e_latency") >= 0
+    assert before <= meta.pop("response_sent_to_client_ts") <= time.time()
     assert meta == {
         "id": "mine",
         "finish_reason": {"type": "stop"},
@@ -117,6 +125,8 @@ async def test_a_stream_repeats_what_was_before() -> None:
     assert [len(part["output_ids"]) for part in parts] == [6, 12, 13]
     assert [part["meta_info"]["completion_tokens"] for part in parts] == [6, 12, 13]
     assert [part["meta_info"]["finish_reason"] for part in parts] == [None, None, {"type": "stop"}]
+    sent = ["response_sent_to_client_ts" in part["meta_info"] for part in parts]
+    assert sent == [False, False, True]
 
 
 async def test_a_batch() -> None:
@@ -167,6 +177,13 @@ async def test_logprobs(with_text: bool) -> None:
     assert parts[-1]["meta_info"]["output_token_logprobs"] == meta["output_token_logprobs"]
 
 
+async def test_logprob_start_len_says_nothing_without_logprobs() -> None:
+    stub = StubEngine()
+    reply = await post(stub, text=["x", "y"], logprob_start_len=[0, -1])
+    assert "input_token_logprobs" not in reply[0]["meta_info"]
+    assert [call.params.prompt_logprobs for call in stub.calls] == [None, None]
+
+
 def two_outputs(call: Call) -> list[Step]:
     """Two outputs of one prompt, mixed as they come."""
     prompt = call.prompt
@@ -193,7 +210,7 @@ async def test_several_outputs_of_each_prompt() -> None:
     last = {part["index"]: part for part in await events(stub, **fields)}
     for part, reply in zip((last[index] for index in range(4)), replies, strict=True):
         for each in (part, reply):
-            del each["meta_info"]["e2e_latency"]
+            without_times(each["meta_info"])
         assert part == reply
 
 
@@ -281,8 +298,44 @@ async def test_logprobs_of_the_prompt(
     ]
     assert meta["output_token_ids_logprobs"] == [[[-3, 66, "B"], [-3, 67, "C"]]]
     (event,) = await events(stub, **fields)
-    del event["meta_info"]["e2e_latency"], meta["e2e_latency"]
+    without_times(event["meta_info"])
+    without_times(meta)
     assert event == reply
+
+
+@pytest.mark.parametrize(
+    ("start", "mean"), [(None, -2.0), (-1, -2.0), (0, -2.0), (2, -3.0), (3, None)]
+)
+async def test_the_mean_logprob_of_a_prompt(start: int | None, mean: float | None) -> None:
+    stub = StubEngine(script=asked, prompt_logprobs=prompt_logprobs)
+    fields = {"text": "bcde", "return_normalized_logprob": True, "logprob_start_len": start}
+    meta = (await post(stub, **fields))["meta_info"]
+    assert meta["normalized_prompt_logprob"] == mean
+    assert "input_token_logprobs" not in meta
+    meta = (await post(stub, **fields, return_logprob=True))["meta_info"]
+    assert meta["normalized_prompt_logprob"] == mean
+    assert (meta["input_token_logprobs"] == []) == (start in (None, -1))
+    (part,) = await events(stub, **fields)
+    assert part["meta_info"]["normalized_prompt_logprob"] == mean
+
+
+async def test_events_that_hold_only_what_is_new() -> None:
+    stub = StubEngine(
+        script=lambda call: [
+            with_logprobs(Chunk(text, (ord(text),), finish_reason=finish), 0)
+            for text, finish in (("a", None), ("b", None), ("c", "length"))
+        ],
+        prompt_logprobs=prompt_logprobs,
+    )
+    fields = {"text": "bcde", "return_logprob": True, "logprob_start_len": 0}
+    parts = await events(stub, **fields, stream_output=True)
+    assert [part["text"] for part in parts] == ["a", "b", "c"]
+    assert [part["output_ids"] for part in parts] == [[97], [98], [99]]
+    metas = [part["meta_info"] for part in parts]
+    assert [meta["completion_tokens"] for meta in metas] == [1, 2, 3]
+    assert [len(meta["output_token_logprobs"]) for meta in metas] == [1, 1, 1]
+    assert [len(meta["input_token_logprobs"]) for meta in metas] == [4, 0, 0]
+    assert metas[-1]["finish_reason"] == {"type": "length", "length": 3}
 
 
 async def test_what_goes_with_each_prompt_of_a_batch() -> None:
@@ -375,7 +428,6 @@ async def test_what_the_output_has_to_follow(field: str, value: Any, kind: str, 
             "a list of 1 for 2 prompts",
         ),
         ({"text": "x", "top_logprobs_num": 1}, "top_logprobs_num", "needs return_logprob"),
-        ({"text": "x", "logprob_start_len": 0}, "logprob_start_len", "needs return_logprob"),
         ({"text": "x", "token_ids_logprob": [1]}, "token_ids_logprob", "needs return_logprob"),
         (
             {"text": "x", "custom_logit_processor": "code"},

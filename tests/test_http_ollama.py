@@ -453,3 +453,11 @@ async def test_embeddings() -> None:
         response = await client_of(stub).post("/api/embed", json={"input": long, "truncate": False})
         assert response.status_code == 400
         assert "input" in (await response.get_json())["error"]
+        old = await post(stub, "/api/embeddings", prompt="a cat", keep_alive="5m")
+        assert set(old) == {"embedding"}
+        length = math.hypot(*old["embedding"])
+        unit = [number / length for number in old["embedding"]]
+        assert unit == pytest.approx(one["embeddings"][0], abs=1e-5)
+        response = await client_of(stub).post("/api/embeddings", json={"prompt": 5})
+        assert response.status_code == 400
+        assert "prompt" in json.loads(await response.get_data(True))["error"]

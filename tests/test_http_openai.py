@@ -40,6 +40,7 @@ async def test_chat() -> None:
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
+            "matched_stop": None,
         }
     ]
     assert reply["usage"] == {
@@ -122,7 +123,7 @@ async def test_sampling_fields_reach_the_engine() -> None:
     assert call.params.stop == ("a", "b")
     expected = {"priority": 3, "cache_salt": "salt", "timeout": 12.5, "request_id": "cmpl-mine"}
     assert isinstance(call.options.pop("arrived"), float)
-    unasked = {"adapter": "", "retention": None, "traceparent": "", "tracestate": ""}
+    unasked = {"adapter": "", "retention": None, "traceparent": "", "tracestate": "", "tenant": ""}
     assert call.options == {**expected, **unasked}
 
 

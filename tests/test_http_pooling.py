@@ -60,7 +60,8 @@ async def test_embeddings() -> None:
             client, "/v1/embeddings", model="fake", input=["one", ids_of("two")], user="me"
         )
         assert (reply["object"], reply["model"]) == ("list", "fake")
-        assert reply["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+        usage = {"prompt_tokens": 6, "total_tokens": 6, "completion_tokens": 0}
+        assert reply["usage"] == usage
         assert [each["index"] for each in reply["data"]] == [0, 1]
         for each, text in zip(reply["data"], ("one", "two"), strict=True):
             np.testing.assert_allclose(each["embedding"], expected(text), rtol=1e-6)
@@ -96,6 +97,7 @@ async def test_embeddings() -> None:
         ({"input": "x", "priority": 1}, "priority", "isn't served"),
         ({"input": "x", "request_id": "a", "rid": "b"}, "rid", "at most one"),
         ({}, "input", "missing"),
+        ({"input": "ab", "cache_salt": ""}, "cache_salt", "length >= 1"),
     ],
 )
 async def test_what_embeddings_refuse(body: Any, param: str, words: str) -> None:

@@ -158,13 +158,19 @@ async def test_unknown_fields(path: str) -> None:
             CHAT,
             {**MINIMAL[CHAT], "logit_bias": {"x": 1}},
             "logit_bias",
-            "logit_bias: expected str matching regex '^[0-9]{1,10}$' as a key",
+            "logit_bias: expected str matching regex '^[0-9]{1,10}$' as a key, got \"x\"",
         ),
         (
             CHAT,
-            {**MINIMAL[CHAT], "logit_bias": {"5": 101}},
+            {**MINIMAL[CHAT], "logit_bias": {"4": 1, "5": 101}},
             "logit_bias",
-            "logit_bias: expected float <= 100.0 as each value",
+            'logit_bias: expected float <= 100.0 for the key "5", got 101',
+        ),
+        (
+            CHAT,
+            {**MINIMAL[CHAT], "logit_bias": {"4": 1, "5": "no"}},
+            "logit_bias",
+            'logit_bias: expected float, got str for the key "5"',
         ),
         (
             CHAT,

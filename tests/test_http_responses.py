@@ -224,6 +224,14 @@ class TestStreams:
         assert response["error"]["code"] == code
         assert response["error"]["message"] == message
 
+    async def test_an_input_without_messages_is_named(self) -> None:
+        async def refuse(_: Any) -> None:
+            raise InvalidRequest("messages must have at least one message", param="messages")
+
+        error = await refused(StubEngine(admit=refuse), input=[{"type": "reasoning"}])
+        assert error["param"] == "input"
+        assert error["message"] == "input must have at least one message"
+
     async def test_what_is_refused_is_no_stream(self) -> None:
         async def refuse(_: Any) -> None:
             raise QueueFull("the queue is full")
@@ -298,7 +306,7 @@ class TestLogprobs:
 class TestInput:
     async def test_items_become_messages(self) -> None:
         """One message of the assistant's has its reasoning, its words and its calls."""
-        stub = engine("Yes.", "{{ tools }}{{ messages }}<tool_call><think>")
+        stub = engine("Yes.", "{{ tools }}{{ messages }}<tool_call>{}<think>")
         call = {"call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
         await respond(
             stub,
@@ -486,6 +494,11 @@ class TestInput:
         reply = await respond(stub, input="Hi", reasoning={"effort": "low", "summary": "auto"})
         assert stub.calls[0].prompt.template_arguments == {"reasoning_effort": "low"}  # type: ignore[union-attr]
         assert reply["reasoning"] == {"effort": "low", "summary": None}
+
+    async def test_no_effort_of_a_model_that_never_reasons(self) -> None:
+        stub = engine("Yes.", "{{ messages }}")
+        await respond(stub, input="Hi", reasoning={"effort": "none"})
+        assert stub.calls[0].prompt.template_arguments == {}  # type: ignore[union-attr]
 
     async def test_an_id_of_the_client_s(self) -> None:
         reply = await respond(engine("Yes."), input="Hi", request_id="mine")

@@ -13,10 +13,14 @@ from trioserve.errors import InvalidRequest
 from trioserve.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 from trioserve.http.openai.structured import grammar_field
 from trioserve.http.openai.structured_schemas import ResponseFormat, StructuredOutputs
-from trioserve.http.schemas import parse_body
+from trioserve.http.schemas import Text, parse_body
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SCHEMA_TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
+FORMAT = {
+    "type": "sequence",
+    "elements": [{"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}],
+}
 TAGS = {
     "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}],
     "triggers": ["<f="],
@@ -31,7 +35,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     guided_whitespace_pattern: str | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_json_object: bool | None = None
-    guided_regex: str | None = None
+    guided_regex: Text | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     json_schema: str | dict[str, Any] | None = None
@@ -106,6 +110,21 @@ def test_structural_tags(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"response_format": {"type": "structural_tag", "format": FORMAT}},
+        {"structured_outputs": {"structural_tag": {"format": FORMAT}}},
+        {"structural_tag": json.dumps({"type": "structural_tag", "format": FORMAT})},
+    ],
+)
+def test_structural_tags_by_format(given: dict[str, Any]) -> None:
+    grammar = grammar_of(**fields(**given))
+    assert grammar is not None
+    assert grammar.kind == "structural_tag"
+    assert json.loads(grammar.text) == {"format": FORMAT}
+
+
+@pytest.mark.parametrize(
     "given", [{}, {"response_format": {"type": "text"}}, {"guided_json_object": False}]
 )
 def test_any_text(given: dict[str, Any]) -> None:
@@ -175,9 +194,18 @@ def test_any_text(given: dict[str, Any]) -> None:
         (
             {"response_format": {"type": "structural_tag", "format": {}}},
             "response_format.format",
-            "give structures and triggers",
+            "response_format.format.type: one of const_string, json_schema,",
         ),
-        ({"structural_tag": '{"format": {}}'}, "structural_tag.format", "isn't served"),
+        (
+            {"structural_tag": '{"format": {"type": "or", "elements": [{"type": "tag"}]}}'},
+            "structural_tag.format",
+            "structural_tag.format.elements[0].begin: it must be a string",
+        ),
+        (
+            {"structural_tag": '{"format": {"type": "any_text"}, "triggers": ["a"]}'},
+            "structural_tag.format",
+            "excludes structures and triggers",
+        ),
         (
             {"structural_tag": '{"triggers": 1}'},
             "structural_tag.triggers",

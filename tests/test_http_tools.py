@@ -23,6 +23,8 @@ from chats import (
 )
 from http_stub import client_of, post
 
+from trioserve.tool_parsers import FAMILIES
+
 
 class TestToolCalls:
     async def test_whole(self) -> None:
@@ -168,3 +170,53 @@ class TestToolChoice:
             CHAT, json={"messages": MESSAGES, "tools": TOOLS}
         )
         assert refused.status_code == 400
+
+
+class TestUnknownFormats:
+    TEMPLATE = "{{ tools }}{{ messages }}<tool_call>\n<invoke>NAME</invoke></tool_call>"
+
+    @pytest.mark.parametrize("choice", [None, "auto", "required"])
+    async def test_they_are_an_error_that_names_the_choices(self, choice: str | None) -> None:
+        stub = engine("x", self.TEMPLATE)
+        error = await refusal(stub, tools=TOOLS, tool_choice=choice)
+        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+        assert "--tool-call-parser" in error["message"]
+        for family in FAMILIES:
+            assert family in error["message"]
+
+    async def test_they_are_served_where_the_parser_is_named_or_no_tool_is_used(self) -> None:
+        stub = engine("x", self.TEMPLATE)
+        await post(stub, CHAT, messages=MESSAGES, tools=TOOLS, tool_choice="none")
+        client = client_of(engine(CALLS, self.TEMPLATE), tool_call_parser="hermes")
+        response = await client.post(CHAT, json={"messages": MESSAGES, "tools": TOOLS})
+        (choice,) = json.loads(await response.get_data(True))["choices"]
+        assert len(choice["message"]["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (
+            "{{ tools }}{{ messages }}<tool_call>\n<function=x><parameter=y>",
+            "Let me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n"
+            "</function>\n</tool_call>",
+        ),
+        (
+            "{{ tools }}{{ messages }}<tool_call>{name}<arg_key></arg_key><arg_value>",
+            "Let me see.\n<tool_call>weather\n<arg_key>city</arg_key>\n"
+            "<arg_value>Köln</arg_value>\n</tool_call>",
+        ),
+    ],
+    ids=["qwen3_coder", "glm45"],
+)
+async def test_calls_in_tags(template: str, text: str, size: int) -> None:
+    """They came out as plain text before, because their templates have Hermes' tag, too."""
+    stub = engine(text, template, size=size)
+    reply = await post(stub, CHAT, messages=MESSAGES, tools=TOOLS)
+    (choice,) = reply["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "Let me see.")
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+    streamed = accumulated(await events(stub, messages=MESSAGES, tools=TOOLS))[0]
+    assert streamed["tool_calls"] == [{"name": "weather", "arguments": '{"city": "Köln"}'}]

@@ -204,6 +204,19 @@ async def test_who_is_here() -> None:
         assert (response.status_code, response.content) == (200, b"")
 
 
+@pytest.mark.parametrize("root_path", ["/llm", "/llm/"])
+async def test_paths_with_the_prefix_of_a_proxy_and_without(root_path: str) -> None:
+    async with served(StubEngine(), root_path=root_path) as url, http_client(url) as client:
+        for path in ("/llm/version", "/version"):
+            assert (await client.get(path)).json() == {"version": trioserve.__version__}
+        assert (await client.get("/llm")).json()["name"] == "trioserve"
+        for path in ("/llmversion", "/llm/llm/version", "/other/version"):
+            assert (await client.get(path)).status_code == 404
+        # Errors at a dialect's paths have its form there, too.
+        error = (await client.post("/llm/v1/messages", json={})).json()
+        assert error["type"] == "error"
+
+
 async def test_model_info() -> None:
     async with serving(generation_defaults={"top_p": 0.9}) as (engine, client):
         info = await get(client, "/model_info")
@@ -237,6 +250,7 @@ async def test_server_info_tells_options_and_no_secrets() -> None:
             info = json.loads(text)
             assert info["served_model_name"] == ["one", "two"]
             assert info["options"]["max_num_seqs"] == 3
+            assert info["page_size"] == engine.ready.page_size
             assert info["options"]["otlp_traces_endpoint"] == "http://collector:4318/v1/traces"
             assert info["worker"]["num_pages"] == engine.ready.num_pages
             assert info["max_total_num_tokens"] == engine.ready.num_pages * engine.ready.page_size

@@ -68,6 +68,27 @@ def test_bytes_are_bounded() -> None:
     assert (len(kept), kept.num_bytes) == (0, 0)
 
 
+def test_an_owner_that_keeps_many_loses_its_own() -> None:
+    kept = KeptResponses(max_responses=10)
+    kept.keep("key-1", "a", b"", None)
+    for number in range(100):
+        kept.keep("key-2", f"{number}", b"", None)
+    assert kept.conversation("key-1", "a") == [b""]
+    assert len(kept) == 10
+    assert [bool(kept.conversation("key-2", f"{number}")) for number in (90, 91)] == [False, True]
+
+
+def test_an_owner_that_keeps_large_ones_loses_its_own() -> None:
+    kept = KeptResponses(max_bytes=100)
+    kept.keep("key-1", "a", b"x" * 10, None)
+    kept.keep("key-1", "b", b"x" * 20, "a")
+    for number in range(100):
+        kept.keep("key-2", f"{number}", b"x" * 35, None)
+    assert kept.conversation("key-1", "b") == [b"x" * 10, b"x" * 20]
+    assert kept.num_bytes == 100
+    assert [bool(kept.conversation("key-2", f"{number}")) for number in (97, 98)] == [False, True]
+
+
 def test_a_conversation_that_is_too_large() -> None:
     kept = KeptResponses()
     half = bytes(MAX_CONVERSATION_BYTES // 2)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 from trioserve import EngineConfig, ModelLoadError, wire
+from trioserve.cli import loading as cli_loading
 from trioserve.cli.loading import LoadingReport
 from trioserve.loaded_model import LoadedModel
 from trioserve.model_files import open_model
@@ -45,7 +46,7 @@ def test_a_model_brings_its_name_tokenizer_template_and_defaults(folder: Path) -
         generation.write_text(before)
     assert model.name == "tiny-llama"
     assert {1, 2} <= set(model.eos_token_ids)
-    assert model.generation_defaults == {"temperature": 0.5, "top_k": 7}
+    assert model.generation.shown() == {"temperature": 0.5, "top_k": 7}
     assert CHAT_TEMPLATE
     assert "hello" in rendered(model)
 
@@ -158,4 +159,20 @@ def test_loading_logs_each_stage_once_elsewhere(
     assert [record.getMessage() for record in caplog.records] == [
         "loading stage='weights'",
         "loading stage='warm-up'",
+    ]
+
+
+def test_a_long_stage_is_logged_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    seconds = iter([0.0, 1.0, 5.0, 9.0, 10.5])
+    monkeypatch.setattr(cli_loading.time, "monotonic", lambda: next(seconds))
+    with caplog.at_level("INFO", "trioserve"), LoadingReport() as report:
+        for done in range(5):
+            report(wire.Progress(stage="kernels", done=done, total=30))
+    assert [record.getMessage() for record in caplog.records] == [
+        "loading stage='kernels'",
+        "loading stage='kernels' done=2 total=30",
+        "loading stage='kernels' done=4 total=30",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 import structlog
 
-from trioserve.log_output import WORKER_LOG
+from gpu.logs import ConsoleFormatter as WorkerFormatter
+from trioserve.cli.terminal import Terminal
+from trioserve.log_output import WORKER_LOG, escaped
 from trioserve.logs import ASKED_FOR, get_logger, setup_logging
 
 ROOT = Path(__file__).parent.parent
@@ -87,6 +90,56 @@ def test_the_format_follows_the_terminal(
     assert line.endswith("[debug    ] to a person [trioserve.test] k=1\n")
     get_logger("trioserve.test").info("request", path="/\x1b[2J")
     assert capsys.readouterr().err.endswith("request [trioserve.test] path=/\\x1b[2J\n")
+
+
+HOSTILE = [
+    ("\x1b[2J", "\\x1b[2J"),
+    ("\x9b2J", "\\x9b2J"),
+    ("a\u202egnp.exe", "a\\u202egnp.exe"),
+    ("\u2066\u2069\u200b\ufeff", "\\u2066\\u2069\\u200b\\ufeff"),
+    ("a\u2028b\u2029c", "a\\u2028b\\u2029c"),
+    ("\U000e0041", "\\U000e0041"),
+    ("\ud800", "\\ud800"),
+]
+
+
+@pytest.mark.usefixtures("logging_restored")
+@pytest.mark.parametrize(("text", "shown"), HOSTILE)
+def test_no_text_does_anything_to_a_terminal(
+    text: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging("debug", "console")
+    log = get_logger("trioserve.test")
+    log.info("request", path=text)
+    logging.getLogger("other").warning("it said %s", text)
+    try:
+        raise ValueError(text)
+    except ValueError:
+        log.exception("failed", tasks=text)
+    get_logger(ASKED_FOR).info("task dump", tasks=text)
+    written = capsys.readouterr().err
+    assert written.count(shown) == 5
+    assert written.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(("text", "shown"), HOSTILE)
+def test_no_text_does_anything_to_a_terminal_in_a_worker(
+    text: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(WORKER_LOG, raising=False)
+    record = logging.LogRecord("gpu", logging.ERROR, "", 0, "it says %s", (text,), None)
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        record.exc_info = (ValueError, error, error.__traceback__)
+    written = WorkerFormatter("worker %(process)d: %(message)s").format(record)
+    assert written.count(shown) == 2
+    assert written.replace("\n", "").isprintable()
+
+
+def test_what_is_kept_of_a_text() -> None:
+    assert escaped("héllo 世界 🙂") == "héllo 世界 🙂"
+    assert escaped("a\nb\tc\rd", keep="\n\t") == "a\nb\tc\\rd"
 
 
 @pytest.mark.usefixtures("logging_restored")
@@ -200,3 +253,18 @@ def test_a_worker_logs_as_its_server_does(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_worker_of_a_library_logs_text(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *_ = run_worker_log(monkeypatch, None)
     assert first.endswith(": step 1")
+
+
+def test_a_model_cannot_turn_the_order_of_a_terminals_text_around() -> None:
+    class Screen(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return True
+
+    screen, notes = Screen(), io.StringIO()
+    terminal = Terminal(io.StringIO(), screen, notes)
+    terminal.write("a\u202eb\u2066c\u2028d\x1b[2Je\n\tשלם 👩\u200d🚀")
+    terminal.note("a\u202eb\x1b")
+    assert screen.getvalue() == "abcd[2Je\n\tשלם 👩\u200d🚀"
+    assert notes.getvalue() == "a\\u202eb\\x1b\n"

@@ -56,6 +56,7 @@ FAMILIES = {
             *("kv_cache_memory_bytes", "num_gpu_blocks", "num_gpu_blocks_override"),
         },
     ),
+    "corrupted_requests": ("counter", set()),
     "e2e_request_latency_seconds": ("histogram", set()),
     "engine_sleep_state": ("gauge", {"sleep_state"}),
     "generation_tokens": ("counter", set()),

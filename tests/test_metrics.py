@@ -118,6 +118,9 @@ def test_a_prompt_counts_once_and_each_of_its_outputs_for_itself() -> None:
         assert value(metrics, f"{name}_sum") == total
     assert value(metrics, "request_params_max_tokens_count") == 0
     assert value(metrics, "prompt_tokens_total") == 30
+    # The first has 3 tokens from 2.0 to 2.5; the last ones of the others aren't timed.
+    assert value(metrics, "request_tokens_per_second_count") == 1
+    assert value(metrics, "request_tokens_per_second_sum") == 3 / 0.5
 
 
 def test_a_request_that_ended_early_counts_what_it_had() -> None:
@@ -308,7 +311,7 @@ def test_engines_do_not_share_a_registry() -> None:
 def test_buckets_only_grow() -> None:
     metrics = Metrics("m")
     histograms = [item for item in vars(metrics).values() if isinstance(item, Histogram)]
-    assert len(histograms) == 18
+    assert len(histograms) == 19
     for histogram in (*histograms, metrics.loop_lag.histogram):
         assert list(histogram.bounds) == sorted(set(histogram.bounds))
 

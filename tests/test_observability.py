@@ -132,8 +132,8 @@ def test_the_page_lists_every_metric_and_every_panel() -> None:
     panels = "\n".join(tables().dashboard_lines())
     for panel in PANELS:
         assert f"| {panel['title']} | {panel['description']} |" in panels
-    assert "```{metrics-table}" in PAGE
-    assert "```{dashboard-table}" in PAGE
+    assert "<!-- table: metrics -->" in PAGE
+    assert "<!-- table: dashboard -->" in PAGE
 
 
 def test_the_panels_a_text_points_at_exist() -> None:

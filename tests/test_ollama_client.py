@@ -183,7 +183,8 @@ async def test_chats_beside_each_other_under_trio(server: Server) -> None:
 
 
 def test_a_client_that_leaves_its_stream_aborts_it(server: Server, client: ollama.Client) -> None:
-    stream = client.generate(MODEL, "Once upon a time", raw=True, stream=True)
+    options = {"num_predict": 4000}
+    stream = client.generate(MODEL, "Once upon a time", raw=True, stream=True, options=options)
     next(iter(stream))
     stream.close()  # type: ignore[attr-defined]
     server.wait_until_idle()

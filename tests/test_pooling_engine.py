@@ -378,8 +378,6 @@ async def test_texts_wait_while_the_worker_is_sent_away(
         assert make.batches == [1]
         await engine.resume_memory()
         await wait_idle(engine)
-        with pytest.raises(InvalidRequest, match="aren't exchanged"):
-            await engine.update_weights("/tmp")
     assert make.num_workers == 2
     assert sum(make.batches) == 2
 

@@ -16,9 +16,14 @@ from trioserve import preparation
 from trioserve.errors import EngineError, InvalidRequest, QueueFull, WorkerLost, WorkerSentAway
 from trioserve.grammar import Grammar
 from trioserve.preparation import (
+    LONG_BYTES,
     MAX_CALLS,
+    MAX_CALLS_OF_TENANT,
     MAX_EXTRA_ARGS_BYTES,
     MAX_EXTRA_ARGS_DEPTH,
+    MAX_LONG_CALLS,
+    MAX_QUESTIONS,
+    MAX_VERDICT_BYTES,
     MAX_WORKERS_LOST,
     Preparation,
 )
@@ -32,11 +37,12 @@ Clock = trio.testing.MockClock
 TIMEOUT = 10.0
 
 
-def make_request(grammar: str | None = None, **params: Any) -> Request:
+def make_request(grammar: str | None = None, *, tenant: str = "", **params: Any) -> Request:
     if grammar is not None:
         params["grammar"] = Grammar("regex", grammar)
     request = Request(
         id="r",
+        tenant=tenant,
         prompt=TextPrompt("prompt"),
         params=SamplingParams(**params),
         stream=Stream(StreamBudget(1 << 20, 1 << 20)),
@@ -136,7 +142,7 @@ class Running:
     def assert_nothing_left(self) -> None:
         assert self.worker.num_open == 0
         assert not self.stage._open
-        assert self.stage._turns.borrowed_tokens == 0
+        assert self.stage._turns.num_held == 0
         assert self.stage._suspects_turn.borrowed_tokens == 0
         assert not self.stage._calls
 
@@ -382,6 +388,50 @@ async def test_few_calls_at_a_time_and_waiting_for_a_turn_is_not_compiling(
     assert worker.most_open == MAX_CALLS
 
 
+async def test_one_key_with_many_grammars_delays_another_by_none(autojump_clock: Clock) -> None:
+    async with running(ScriptedWorker(seconds=5)) as case:
+        case.send(*(make_request(f"costly {number}", tenant="a") for number in range(100)))
+        await trio.sleep(1)
+        assert case.worker.num_open == MAX_CALLS_OF_TENANT
+        case.send(request := make_request("cheap", tenant="b"))
+        await trio.sleep(5.5)
+        assert request in case.passed()
+
+
+async def test_one_client_with_long_grammars_leaves_a_turn_for_short_ones(
+    autojump_clock: Clock,
+) -> None:
+    async with running(ScriptedWorker(seconds=5)) as case:
+        case.send(*(make_request(f"{number}" * LONG_BYTES) for number in range(9)))
+        await trio.sleep(1)
+        assert case.worker.num_open == MAX_LONG_CALLS
+        case.send(request := make_request("cheap"))
+        await trio.sleep(5.5)
+        assert request in case.passed()
+
+
+async def test_a_key_has_its_share_of_the_open_questions(autojump_clock: Clock) -> None:
+    async with running(ScriptedWorker(seconds=5)) as case:
+        greedy = [make_request(f"{number}", tenant="a") for number in range(MAX_QUESTIONS)]
+        case.send(*greedy, late := make_request("late", tenant="b"))
+        await trio.sleep(1)
+        refused = [request for request in greedy if request.rejection is not None]
+        assert len(refused) == MAX_QUESTIONS // 2
+        assert "of this API key; that is its share" in str(refused[0].rejection)
+        assert late.rejection is None
+
+
+async def test_what_the_worker_says_of_a_grammar_s_bytes_bounds_what_is_remembered(
+    autojump_clock: Clock,
+) -> None:
+    async with running(ScriptedWorker(lambda _: MAX_VERDICT_BYTES // 2)) as case:
+        for name in ("a", "b", "c", "a"):
+            case.send(make_request(name))
+            await trio.sleep(2)
+        assert case.stage._verdict_bytes == MAX_VERDICT_BYTES
+        assert len(case.worker.calls) == 4
+
+
 async def test_a_request_that_ends_workers_is_given_up_and_its_neighbours_are_not(
     autojump_clock: Clock,
 ) -> None:
@@ -429,7 +479,10 @@ async def test_a_worker_that_can_not_answer_is_the_engine_s_error(autojump_clock
     def refuse(_: Any) -> Any:
         raise EngineError("prepare: there is no call 'prepare'")
 
-    for verdict, reason in ((refuse, "there is no call"), (lambda _: 5, "the worker answered 5")):
+    for verdict, reason in (
+        (refuse, "there is no call"),
+        (lambda _: 5.5, "the worker answered 5.5"),
+    ):
         async with running(ScriptedWorker(verdict)) as case:
             case.send(request := make_request("a"))
             await trio.sleep(2)
@@ -565,7 +618,7 @@ async def test_a_caller_that_leaves_leaves_nothing_behind(
         request = await reach(case)
         leave(request)
         await trio.testing.wait_all_tasks_blocked()
-        key = preparation._question_of(request.params).key  # type: ignore[union-attr]
+        key = preparation._question_of(request.params, "").key  # type: ignore[union-attr]
         assert key not in case.stage._open
         num_calls = len([call for call in case.worker.calls if call["grammar"][1] == "a"])
         if not case.worker.attached:

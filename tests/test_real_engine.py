@@ -196,25 +196,23 @@ def test_a_script_without_trio(
 
 
 def test_closing_a_script_s_model_ends_what_another_thread_waits_for(tiny: Path) -> None:
-    llm = LLM(str(tiny), device="cpu", dtype="float32", num_threads=1)
-    engine = llm._engine_thread.engine
-    assert engine is not None
-    (worker,) = workers()
-    errors: list[BaseException] = []
+    with LLM(str(tiny), device="cpu", dtype="float32", num_threads=1) as llm:
+        (worker,) = workers()
+        errors: list[BaseException] = []
 
-    def generate() -> None:
-        try:
-            llm.generate([[3, 4]] * 4, max_tokens=5, ignore_eos=True)
-        except BaseException as error:
-            errors.append(error)
+        def generate() -> None:
+            try:
+                llm.generate([[3, 4]] * 4, max_tokens=5, ignore_eos=True)
+            except BaseException as error:
+                errors.append(error)
 
-    thread = threading.Thread(target=generate)
-    worker.suspend()  # nothing ends by itself
-    thread.start()
-    while engine.statistics().num_streams < 4:
-        time.sleep(0.01)
-    llm.close()
-    thread.join(60)
+        thread = threading.Thread(target=generate)
+        worker.suspend()  # nothing ends by itself
+        thread.start()
+        while llm.statistics().num_streams < 4:
+            time.sleep(0.01)
+        llm.close()
+        thread.join(60)
     (error,) = errors
     assert isinstance(error, EngineError)
     assert "closed" in str(error)
@@ -233,8 +231,6 @@ def ctrl_c_raises() -> Iterator[None]:
 @pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_ends_what_a_script_was_waiting_for(tiny: Path) -> None:
     with LLM(str(tiny), device="cpu", dtype="float32", num_threads=1) as llm:
-        engine = llm._engine_thread.engine
-        assert engine is not None
         (worker,) = workers()
         worker.suspend()  # nothing ends by itself
         timer = threading.Timer(0.2, _interrupt_main_thread)
@@ -243,9 +239,9 @@ def test_ctrl_c_ends_what_a_script_was_waiting_for(tiny: Path) -> None:
             llm.generate([[3, 4]] * 4, max_tokens=5, ignore_eos=True)
         timer.join()
         deadline = time.monotonic() + 60
-        while engine.statistics().num_streams and time.monotonic() < deadline:
+        while llm.statistics().num_streams and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert engine.statistics().num_streams == 0
+        assert llm.statistics().num_streams == 0
         worker.resume()
         (after,) = llm.generate([3, 4], max_tokens=5, ignore_eos=True)
         assert len(after.token_ids) == 5
@@ -255,11 +251,12 @@ def test_ctrl_c_ends_what_a_script_was_waiting_for(tiny: Path) -> None:
 def test_ctrl_c_while_a_script_s_model_is_loaded_leaves_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = workers()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def interrupt_once_there_is_a_worker() -> None:
         # Which takes many times as long to load as this takes to find it.
-        while not workers():
+        while workers() == before:
             time.sleep(0.001)
         _interrupt_main_thread()
 
@@ -268,7 +265,7 @@ def test_ctrl_c_while_a_script_s_model_is_loaded_leaves_nothing(
         thread.start()
         LLM(str(tiny), device="cpu", num_threads=1)
     thread.join()
-    assert workers() == []
+    assert workers() == before
     assert list(tmp_path.iterdir()) == []
     assert "trioserve-llm" not in {thread.name for thread in threading.enumerate()}
 

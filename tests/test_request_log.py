@@ -36,6 +36,8 @@ from trioserve.testing import FakeWorker
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 SECRET = "the cat sat"
+USER = {"role": "user", "content": "x"}
+LETTERS = {"max_tokens": 5, "allowed_token_ids": [65]}
 
 
 async def lines_of(client: TrioClient, path: str, **body: Any) -> list[dict[str, Any]]:
@@ -59,8 +61,22 @@ async def test_a_line_tells_sizes_and_times(autojump_clock: object) -> None:
     assert line["n"] == 1
     assert line["queue_ms"] == pytest.approx(4000, abs=1)
     assert line["first_token_ms"] == pytest.approx(5000, abs=1)
+    assert line["first_sent_ms"] == pytest.approx(7000, abs=1)
     assert line["duration_ms"] == pytest.approx(7000, abs=1)
+    assert line["tokens_per_second"] == 1.0
     assert (line["status"], line["reason"]) == (200, "length")
+
+
+async def test_a_stream_s_first_output_is_sent_with_its_first_token(
+    autojump_clock: object,
+) -> None:
+    async with open_fake_engine(lambda: FakeWorker(step_time=1.0)) as engine:
+        client: Any = create_app(engine, server_config()).test_client()
+        for path, body in ((TEXT, {"prompt": "x"}), (CHAT, {"messages": [USER]})):
+            (line,) = await lines_of(client, path, **body, **LETTERS, stream=True)
+            assert line["first_sent_ms"] == line["first_token_ms"]
+            assert line["duration_ms"] == pytest.approx(line["first_token_ms"] + 4000, abs=1)
+            assert line["tokens_per_second"] == 1.0
 
 
 async def test_a_line_names_the_key_and_doesnt_tell_it() -> None:

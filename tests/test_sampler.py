@@ -18,7 +18,8 @@ from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.sampling import CompiledSampler
 from gpu.draws import SamplerRow
 from gpu.sampler import Sampled, Sampler
-from trioserve.sampling import SamplerParams
+from trioserve.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
+from trioserve.wire import ints
 
 Floats = npt.NDArray[np.float64]
 PROMPT = [3, 3, 5, 7]
@@ -75,7 +76,7 @@ def adjusted(logits: Floats, params: SamplerParams, tokens: Sequence[int], promp
     for token in set(output):
         x[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
     if len(output) < params.min_tokens:
-        for token in params.stop_ids:
+        for token in ints(params.stop_ids):
             x[token] = -np.inf
     return x
 
@@ -427,7 +428,8 @@ def test_a_row_without_a_token_disturbs_nobody(
     logits[1] = bad
     logits[2] = bad
     sampled = sampler.sample(logits, rows)
-    assert sampled.tokens.tolist() == [wanted.tokens[0], -1, -1, wanted.tokens[3]]
+    none = NAN_LOGITS if math.isnan(bad) else NO_TOKEN
+    assert sampled.tokens.tolist() == [wanted.tokens[0], none, none, wanted.tokens[3]]
     assert sampled.logprobs is not None
     assert wanted.logprobs is not None
     assert sampled.top is not None

@@ -154,7 +154,7 @@ def test_what_comes_after_a_stop_id_is_dropped(depth: int, computes_past_stop: b
 def test_the_models_own_end_has_no_stop_reason() -> None:
     bench = Bench.make(worker())
     sequence = bench.submit([1, 2, 3], max_tokens=20)
-    sequence.sampler.stop_ids.append(4)
+    sequence.sampler = attrs.evolve(sequence.sampler, stop_ids=[4])
     bench.drain()
     assert sequence.output_ids == [3, 4]
     assert sequence.finish == Finish(FinishReason.STOP, stop_reason=None)

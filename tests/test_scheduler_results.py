@@ -104,7 +104,8 @@ def test_an_observer_hears_of_steps_and_tokens() -> None:
     bench.step()
     bench.now = 2.0
     bench.drain()
-    assert heard == [("step", 3), ("tokens", None, 1, 1.0), ("step", 1), ("tokens", 1.0, 1, 2.0)]
+    # The prompt and both tokens of the output count.
+    assert heard == [("tokens", None, 1, 1.0), ("step", 4), ("tokens", 1.0, 1, 2.0), ("step", 1)]
 
 
 Change = Callable[[wire.StepResult], wire.StepResult]
@@ -128,7 +129,7 @@ Change = Callable[[wire.StepResult], wire.StepResult]
         (lambda r: attrs.evolve(r, tokens=r.tokens[:-1]), "result 1 is damaged"),
         (lambda r: attrs.evolve(r, offsets=r.offsets[:-1]), "result 1 is damaged"),
         (lambda r: attrs.evolve(r, tokens=wire.from_ints([3, 256])), "none of the vocabulary"),
-        (lambda r: attrs.evolve(r, tokens=wire.from_ints([-2, 3])), "none of the vocabulary"),
+        (lambda r: attrs.evolve(r, tokens=wire.from_ints([-3, 3])), "none of the vocabulary"),
         (lambda r: attrs.evolve(r, logprobs=b""), "without their log-prob"),
         (lambda r: attrs.evolve(r, logprobs=r.logprobs[4:]), "without their log-prob"),
         (lambda r: attrs.evolve(r, logprobs=r.logprobs[1:]), "result 1 is damaged"),

@@ -12,9 +12,16 @@ from tests.source_files import ROOT
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.auth import OPEN_PATHS
-from trioserve.http.bounds import MAX_LISTS, MAX_VALUES
+from trioserve.http.bounds import MAX_FIELDS, MAX_VALUES
 from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from trioserve.http.connections import MAX_CONNECTIONS
+from trioserve.http.field_bounds import (
+    MAX_JSON_CHARACTERS,
+    MAX_JSON_DEPTH,
+    MAX_JSON_VALUES,
+    MAX_SHORT_CHARACTERS,
+    MAX_TEXT_CHARACTERS,
+)
 from trioserve.http.http1 import MAX_HEADERS
 from trioserve.http.openai.structured import MAX_SCHEMA_DEPTH
 from trioserve.http.responses.items import MAX_ITEMS
@@ -24,8 +31,9 @@ from trioserve.kept_responses import MAX_BYTES, MAX_CONVERSATION_BYTES, MAX_RESP
 from trioserve.live import MAX_WATCHERS
 from trioserve.options import options_of
 from trioserve.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
-from trioserve.text.stop_regex import MAX_PATTERN_CHARACTERS, SEARCH_SECONDS
-from trioserve.text.template_sandbox import MAX_CHARACTERS, MAX_SECONDS
+from trioserve.text import template_child
+from trioserve.text.guarded import CHARACTERS_PER_TOKEN, FEWEST_MAX_CHARACTERS
+from trioserve.text.stop_regex import MAX_EXPANDED_CHARACTERS, MAX_PATTERN_CHARACTERS
 from trioserve.wire import MAX_MESSAGE_BYTES
 
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -48,7 +56,18 @@ def bound_of(what: str) -> str:
         ("Time that a client may leave an answer unread", f"{SERVER.send_timeout:g} s"),
         ("Open requests on one HTTP/2 connection", f"{MAX_STREAMS}"),
         ("Connections", f"{MAX_CONNECTIONS}, or what the system's limit of files leaves"),
-        ("Values in a body, lists in it", f"{MAX_VALUES:,}, and {MAX_LISTS:,}"),
+        (
+            "Values in a body; objects, lists and fields in it",
+            f"{MAX_VALUES:,}; {MAX_FIELDS:,}",
+        ),
+        (
+            "A string of a request: a name, an id, a role, a salt and their like; a text",
+            f"{MAX_SHORT_CHARACTERS} characters; {MAX_TEXT_CHARACTERS:,}",
+        ),
+        (
+            "JSON of any form in a field: characters, values, levels",
+            f"{MAX_JSON_CHARACTERS:,}; {MAX_JSON_VALUES:,}; {MAX_JSON_DEPTH}",
+        ),
         (
             "Messages, items of a response's input, parts of one, tools",
             f"{MAX_MESSAGES}, {MAX_ITEMS}, {MAX_PARTS}, {MAX_TOOLS}",
@@ -62,9 +81,9 @@ def bound_of(what: str) -> str:
         ("Outputs of a prompt (`n`)", f"{MAX_SEQUENCES}"),
         ("Stop strings", f"{MAX_STOP_STRINGS} of {MAX_STRING_CHARACTERS} characters"),
         (
-            "Stop regexes",
-            f"{MAX_PATTERN_CHARACTERS} characters together; {SEARCH_SECONDS * 1000:g} ms for a "
-            "search",
+            "[Stop regexes](api.md#stop-regexes)",
+            f"{MAX_PATTERN_CHARACTERS} characters together, {MAX_EXPANDED_CHARACTERS} with "
+            "repetitions written out",
         ),
         (
             "A grammar or schema",
@@ -72,8 +91,13 @@ def bound_of(what: str) -> str:
             f"{TRIAL_SECONDS} s and {MAX_MEMORY >> 30} GiB to compile, in a process of its own",
         ),
         (
+            "A text to tokenize",
+            f"{FEWEST_MAX_CHARACTERS:,} characters, or {CHARACTERS_PER_TOKEN} for each token",
+        ),
+        (
             "A text by a chat template",
-            f"{MAX_CHARACTERS >> 20} Mi characters, {MAX_SECONDS:g} s of processor time",
+            f"{template_child.MAX_SECONDS} s of processor time, "
+            f"{template_child.MAX_MEMORY >> 20} MiB, in a process of its own",
         ),
         ("A message between the processes", f"{MAX_MESSAGE_BYTES >> 20} MiB"),
     ],
@@ -106,3 +130,12 @@ def test_the_routes_that_it_names_are_as_it_says() -> None:
     assert set(re.findall(r"`(.*?)`", open_line[1])) == set(OPEN_PATHS)
     assert (SERVER.host, SERVER.allowed_origins, SERVER.api_key) == ("127.0.0.1", (), ())
     assert f"more than {server_settings(SERVER).keep_alive_timeout} s" in PAGE
+
+
+def test_the_table_of_attacks_names_the_tests_that_make_them() -> None:
+    section = PAGE.partition("\n## Attacks\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][2:]
+    named = [re.findall(r"`(test_\w+\.py)`", row.split(" | ")[-1]) for row in rows]
+    assert all(named), rows
+    files = {path.name for path in (ROOT / "tests" / "attacks").glob("test_*.py")}
+    assert {name for names in named for name in names} == files - {"test_siege.py"}

@@ -14,6 +14,7 @@ import transformers
 
 from gpu.encoder.loading import load_encoder
 from gpu.encoder.model import Encoder
+from tests.rounding import apart, terms_of_folder
 from tests.tiny_encoders import make_encoder
 from trioserve.model_files import open_encoder
 from trioserve.text.encoder_tokenizer import EncoderTokenizer
@@ -81,11 +82,12 @@ def test_scores_of_pairs_are_cross_encoders(tmp_path: Path, num_labels: int) -> 
     if encoder.config.score_activation == "sigmoid":
         scores = scores.sigmoid()
     wanted = theirs.predict(pairs).reshape(scores.shape)
-    np.testing.assert_allclose(scores.numpy(), wanted, rtol=0, atol=1e-5)
+    bound = apart(terms_of_folder(folder, 40), wanted)
+    np.testing.assert_allclose(scores.numpy(), wanted, rtol=0, atol=bound)
 
 
 def test_what_sentence_transformers_saves_is_read(tmp_path: Path, embeddings: Any) -> None:
     theirs = sentence_transformers.SentenceTransformer(str(FOLDER), device="cpu")
     theirs.save_pretrained(str(tmp_path))
     assert open_encoder(tmp_path).config == open_encoder(FOLDER).config
-    np.testing.assert_allclose(run(*load(tmp_path), TEXTS), embeddings, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(run(*load(tmp_path), TEXTS), embeddings, rtol=0, atol=TOLERANCE)

@@ -37,6 +37,7 @@ from trioserve.http.connections import Connections
 from trioserve.http.http1 import HTTP1
 from trioserve.http.server import CANCELLED_GRACE, FINAL_GRACE
 from trioserve.http.settings import ServerSettings
+from trioserve.http.unsent import UnsentBudget
 from trioserve.stream import Chunk
 
 TEXT = "/v1/completions"
@@ -210,7 +211,7 @@ async def test_an_answer_before_the_body_was_read(reads: bool) -> None:
     async with trio.open_nursery() as nursery:
         (url,) = await nursery.start(functools.partial(serve_app, app, config))
         async with await connect(url) as client:
-            head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
             await client.send_all(head + piece * 30)
             await trio.sleep(0.05)
             answer.set()
@@ -236,6 +237,7 @@ async def test_a_connection_that_can_not_be_watched() -> None:
             WorkerContext(None),
             stream,
             connections,
+            UnsentBudget(1 << 20),
         ).run()
         assert theirs.recv(1) == b""
     assert [str(entry["error"]) for entry in logs] == ["too many watches"]

@@ -75,7 +75,7 @@ async def path_beyond_ascii(url: str) -> None:
 async def websocket_with_trailing_bytes(url: str) -> None:
     async with await connect(url) as client:
         await client.send_all(
-            b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
             b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
             b"trailing bytes"
         )
@@ -85,15 +85,15 @@ async def websocket_with_trailing_bytes(url: str) -> None:
 async def bad_chunk(url: str) -> None:
     async with await connect(url) as client:
         await client.send_all(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-            b"zz\r\nnonsense\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\nzz\r\nnonsense\r\n"
         )
         await read_to_end(client)
 
 
 async def bad_chunk_in_the_middle_of_an_answer(url: str) -> None:
     async with await connect(url) as client:
-        head = b"POST /v1/models HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         await client.send_all(head + b"1\r\nx\r\n")
         await read_until(client, b"\r\n\r\n")
         with contextlib.suppress(trio.BrokenResourceError):
@@ -104,7 +104,7 @@ async def bad_chunk_in_the_middle_of_an_answer(url: str) -> None:
 async def settings_of_an_upgrade_that_are_none(url: str) -> None:
     async with await connect(url) as client:
         await client.send_all(
-            b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
             b"Upgrade: h2c\r\nHTTP2-Settings: a\r\n\r\n"
         )
         await trio.sleep(0.05)
@@ -112,7 +112,7 @@ async def settings_of_an_upgrade_that_are_none(url: str) -> None:
 
 async def target_without_a_path(url: str) -> None:
     async with await connect(url) as client:
-        await client.send_all(b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n")
+        await client.send_all(b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await trio.sleep(0.05)
 
 
@@ -219,7 +219,7 @@ async def test_no_client_ends_the_server(attack: Attack) -> None:
     assert "a connection was dropped" not in [entry["event"] for entry in logs]
 
 
-@pytest.mark.parametrize("more", [b"", b"\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10])
+@pytest.mark.parametrize("more", [b"", b"\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10])
 async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent(more: bytes) -> None:
     assert await notices(served, more)
 
@@ -258,7 +258,7 @@ async def test_a_client_that_leaves_behind_a_full_queue_of_its_bodys_pieces() ->
         serving = functools.partial(serve_app, app, server_config())
         (url,) = await nursery.start(serving)
         async with await connect(url) as client:
-            head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
             await client.send_all(head + b"1\r\nx\r\n" * 1000)
             await trio.sleep(0.05)
         await trio.sleep(0.05)

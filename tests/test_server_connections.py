@@ -45,7 +45,7 @@ from trioserve.stream import Chunk
 TEXT = "/v1/completions"
 WHOLE = json.dumps({"prompt": "x"}).encode()
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 FLOOD = [Chunk("a" * 100_000, (97,)) for _ in range(1000)]
 
 

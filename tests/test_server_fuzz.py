@@ -25,27 +25,27 @@ TEXT = "/v1/completions"
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()
 WHOLE = json.dumps({"prompt": "x"}).encode()
 
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 UPGRADES = (
-    b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
     b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
     b"HTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n",
 )
 VALID = (
     raw_request(STREAM, path=TEXT),
     raw_request(WHOLE, path=TEXT, close=True),
     raw_request(WHOLE, path=TEXT).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n", 1),
-    b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3,
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3,
     b"HEAD /health HTTP/1.0\r\n\r\n",
-    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
     CHUNKED + b"%x\r\n%b\r\n0\r\nTrailer: x\r\n\r\n" % (len(WHOLE), WHOLE),
     *UPGRADES,
 )
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD = bytes(
     hpack.Encoder().encode(
-        [(":method", "POST"), (":scheme", "http"), (":authority", "x"), (":path", TEXT)]
+        [(":method", "POST"), (":scheme", "http"), (":authority", "localhost"), (":path", TEXT)]
     )
 )
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])

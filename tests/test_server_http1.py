@@ -26,9 +26,9 @@ from trioserve.stream import Chunk
 TEXT = "/v1/completions"
 WHOLE = json.dumps({"prompt": "x"}).encode()
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHUNKED = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
 )
 
@@ -45,22 +45,24 @@ async def answer(data: bytes) -> tuple[int, bytes]:
 
 
 def get(*lines: bytes, target: bytes = b"/health", version: bytes = b"HTTP/1.1") -> bytes:
-    head = [b"GET " + target + b" " + version, b"Host: x", b"Connection: close", *lines]
+    head = [b"GET " + target + b" " + version, b"Host: localhost", b"Connection: close", *lines]
     return b"\r\n".join(head) + b"\r\n\r\n"
 
 
 TWO_READINGS = {
     "a length beside chunks": (
-        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
-        b"0\r\n\r\n"
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     ),
-    "two lengths": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
-    "a length with a sign": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: +5\r\n\r\n",
+    "two lengths": (
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n"
+    ),
+    "a length with a sign": b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: +5\r\n\r\n",
     "chunks in HTTP/1.0": b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "a space before a colon": get(b"Transfer-Encoding : chunked"),
     "a folded line": get(b"X: a\r\n b"),
     "a line without a carriage return": get(b"X: a\nY: b"),
-    "a head without carriage returns": b"GET /health HTTP/1.1\nHost: x\n\n",
+    "a head without carriage returns": b"GET /health HTTP/1.1\nHost: localhost\n\n",
     "a carriage return inside": get(b"X: a\rY: b"),
     "a chunk with another end": CHUNKED + b"1\r\nxyz0\r\n\r\n",
     "a chunk's size with a sign": CHUNKED + b"+1\r\nx\r\n0\r\n\r\n",
@@ -74,8 +76,8 @@ UNREADABLE = {
     "a target with a NUL": get(target=b"/\0"),
     "a target beyond ASCII": get(target=b"/\xff"),
     "a target that is no path": get(target=b"health"),
-    "a target for a proxy": b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
-    "no target": b"GET  HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a target for a proxy": b"CONNECT x:1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "no target": b"GET  HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "bytes of TLS": bytes([22, 3, 1, 2, 0, 1, 0, 1, 252, 3, 3]) + b"\r\n\r\n" * 50,
 }
 
@@ -163,12 +165,12 @@ class TestContinue:
             assert b"HTTP/1.1 200" in await read_to_end(client)
 
     async def test_not_with_a_body_that_is_too_large(self) -> None:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
         status, _ = await answer(head + b"Content-Length: 1001\r\n\r\n")
         assert status == 413
 
     async def test_an_error_comes_first(self) -> None:
-        head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+        head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
         _, got = await answer(head + b"Content-Length: 10\r\n\r\n")
         assert b"HTTP/1.1 404" in got
 

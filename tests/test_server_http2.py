@@ -137,7 +137,7 @@ async def test_a_connection_is_not_upgraded(length: bytes) -> None:
     """It would be a way around what a proxy in front lets through."""
     async with served(StubEngine()) as url, await connect(url) as client:
         await client.send_all(
-            b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
             b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n" + length + b"\r\n{}"
         )
         assert (await read_until(client, b'"ok"}')).startswith(b"HTTP/1.1 200")
@@ -246,7 +246,12 @@ class TestLimits:
     async def test_a_large_head(self) -> None:
         async with served(StubEngine()) as url, h2_client(url) as client:
             stream_id = client.connection.get_next_available_stream_id()
-            headers = [(":method", "GET"), (":scheme", "http"), (":authority", "x"), (":path", "/")]
+            headers = [
+                (":method", "GET"),
+                (":scheme", "http"),
+                (":authority", "localhost"),
+                (":path", "/"),
+            ]
             # Half of it by reference to what was sent before: small on the wire.
             headers += [("x", "a" * 4000)] * (MAX_HEAD_SIZE // 4000 + 1)
             client.connection.send_headers(stream_id, headers, end_stream=True)

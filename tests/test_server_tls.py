@@ -186,7 +186,7 @@ class TestHandshake:
         with captured_logs() as logs:
             async with served(StubEngine(), **options) as url:
                 async with await connect(url.replace("https", "http")) as client:
-                    await client.send_all(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                    await client.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     got = await read_to_end(client)
         assert got.startswith(b"HTTP/1.1 400")
         assert b"use https://" in got
@@ -246,7 +246,7 @@ class TestDrain:
                 await connect(server.url.replace("https", "http")) as shaking_hands,
                 tls_client(server.url, trust) as idle,
             ):
-                await idle.send_all(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                await idle.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 await read_until(idle, b'"ok"}')  # type: ignore[arg-type]
                 server.shutdown.set()
                 with trio.fail_after(20):

@@ -37,7 +37,7 @@ from trioserve.stream import Chunk
 TEXT = "/v1/completions"
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()
 WHOLE = json.dumps({"prompt": "x"}).encode()
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 A = Chunk("a", (97,))
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 

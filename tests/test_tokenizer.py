@@ -222,12 +222,12 @@ async def test_bad_prompts_are_rejected_and_the_next_goes_through(
     assert not good.admitted.is_set()
 
 
-def test_a_chat_is_rendered_as_it_is_encoded(tokenizer: Tokenizer) -> None:
-    assert tokenizer.render(user("hi")) == "<s>user: hi"
+async def test_a_chat_is_rendered_as_it_is_encoded(tokenizer: Tokenizer) -> None:
+    assert await tokenizer.render(user("hi")) == "<s>user: hi"
     rendered = tokenizer.encode("<s>user: hi", add_special_tokens=False)
     assert tokenizer.prompt_ids(user("hi")) == rendered
     with pytest.raises(InvalidRequest, match="--chat-template") as caught:
-        Tokenizer(text_tokenizers.byte_level()).render(user("hi"))
+        await Tokenizer(text_tokenizers.byte_level()).render(user("hi"))
     assert caught.value.param == "messages"
 
 
@@ -253,7 +253,12 @@ async def test_a_chat_without_a_template_is_told_how_to_give_one() -> None:
 async def test_the_task_gives_what_prompt_ids_gives(tokenizer: Tokenizer, prompt: Prompt) -> None:
     request = make_request(prompt, sequences=2)
     assert await prepare(tokenizer, request) == [request]
-    assert request.prompt_ids == tokenizer.prompt_ids(prompt)
+    expected: Prompt = prompt
+    if isinstance(prompt, ChatPrompt):
+        assert tokenizer.chat_template is not None
+        text = tokenizer.chat_template.render(prompt)
+        expected = TextPrompt(text, add_special_tokens=False)
+    assert request.prompt_ids == tokenizer.prompt_ids(expected)
     assert [sequence.state for sequence in request.sequences] == [State.TOKENIZING] * 2
     assert not request.admitted.is_set()
 

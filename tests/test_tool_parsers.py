@@ -228,6 +228,8 @@ PIECES = st.sampled_from(
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", ";", "["),
         *('{"name": "search", "arguments": ', '{"name": "weather", "parameters": ', "]", "{}", "}"),
         *('{"a": "\\"}é"}', "search", "text ", "\n", " ", '"', "\\", "{", ",", '"arguments": {}'),
+        *("<function=search>", "</function>", "<parameter=q>", "</parameter>", "search\n"),
+        *("<arg_key>q</arg_key>", "<arg_value>", "</arg_value>", "<arg_key>"),
         '{"name": "unknown", "arguments": ',
     ]
 )
@@ -327,6 +329,12 @@ def test_ids() -> None:
         ("mistral", "[TOOL_CALLS]search", "a"),
         ("json", '{"arguments": ', "["),
         ("json", "", "\n"),
+        ("qwen3_coder", "<tool_call>", " "),
+        ("qwen3_coder", "<tool_call><function=", "a"),
+        ("qwen3_coder", "<tool_call><function=search><parameter=", "a"),
+        ("qwen3_coder", "<tool_call><function=search><parameter=q>", "<"),
+        ("glm45", "<tool_call>", " "),
+        ("glm45", "<tool_call>search\n", "<arg_key>q</arg_key><arg_value>1</arg_value>"),
     ],
 )
 def test_time_grows_with_the_text_and_not_faster(family: str, begin: str, repeated: str) -> None:
@@ -349,6 +357,11 @@ def test_time_grows_with_the_text_and_not_faster(family: str, begin: str, repeat
         ("{{ tools }}<|python_tag|>", True, "llama3"),
         ('{{ tools }}<|start_header_id|>{"name": x, "parameters": y}', True, "llama3"),
         ("{{ tools }}<|tool|>", True, None),
+        ("{{ tools }}'<tool_call>\\n<function=' + name\\n'<parameter='", True, "qwen3_coder"),
+        ("{{ tools }}<tool_call>{name}\n<arg_key>{k}</arg_key>\n<arg_value>", True, "glm45"),
+        ("{{ tools }}<tool_call>\n<name>{{ name }}</name>", True, None),
+        ("{{ tools }}'<tool_call>\\n<invoke name='", True, None),
+        ("{{ tools }}within <tool_call></tool_call> tags", True, "hermes"),
     ],
 )
 def test_the_family_by_the_template(template: str, knows_tools: bool, family: str | None) -> None:

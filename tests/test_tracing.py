@@ -363,7 +363,7 @@ class TestWithoutTheExtra:
                 pytest.fail("it was opened")
         message = str(caught.value)
         assert "--otlp-traces-endpoint needs" in message
-        assert message.endswith('python -m pip install "trioserve[otel]"')
+        assert message.endswith("-m pip install '.[otel]' in a clone of trioserve")
         assert "\n" not in message
 
     def test_the_command_says_so_in_one_line_before_it_looks_for_the_model(
@@ -380,7 +380,7 @@ class TestWithoutTheExtra:
     ) -> None:
         monkeypatch.setenv(ENDPOINT_VARIABLE, "http://x")
         await send_one_span(None)
-        assert "needs='trioserve[otel]'" in caplog.text
+        assert "-m pip install '.[otel]'" in caplog.text
 
     async def test_nothing_is_imported_where_nothing_is_asked_for(
         self, monkeypatch: pytest.MonkeyPatch

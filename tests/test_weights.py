@@ -206,6 +206,7 @@ async def test_a_worker_that_dies_is_replaced_by_one_with_the_new(old: Path, new
         ("cut short", "truncated"),
         ("another shape", "is no checkpoint of the model that is served: hidden_size is"),
         ("a tensor is missing", "has no tensor model.norm.weight"),
+        ("a tensor has NaN", "tensor model.norm.weight holds infinities or NaN"),
     ],
 )
 async def test_bad_weights_leave_the_old_ones_serving(
@@ -224,7 +225,10 @@ async def test_bad_weights_leave_the_old_ones_serving(
         (folder / "config.json").write_text(json.dumps(config))
     else:
         tensors = safetensors.numpy.load_file(weights)
-        del tensors["model.norm.weight"]
+        if damage == "a tensor is missing":
+            del tensors["model.norm.weight"]
+        else:
+            tensors["model.norm.weight"][-1] = np.nan
         safetensors.numpy.save_file(tensors, weights)
     async with open_tiny_engine(old) as engine:
         before = await tokens_of(engine)

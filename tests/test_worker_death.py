@@ -21,7 +21,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.engines import assert_idle, open_tiny_engine
+from tests.engines import assert_idle, open_tiny_engine, worker_of
 from tests.tiny_models import make_tiny
 from trioserve import Engine, wire
 from trioserve.child import KILL_GRACE
@@ -47,11 +47,6 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama2", tmp_path_factory.mktemp("llama2"))
-
-
-def sole_worker() -> psutil.Process:
-    (worker,) = [each for each in psutil.Process().children() if "gpu" in each.cmdline()]
-    return worker
 
 
 @attrs.define(eq=False)
@@ -103,7 +98,7 @@ async def test_requests_of_every_kind_outlive_their_worker(
                 due = number * calm.num_tokens // (len(signals) + 1)
                 while disturbed.num_tokens < due:
                     await trio.sleep(0.002)
-                worker = sole_worker()
+                worker = await worker_of(engine)
                 worker.send_signal(each)
                 while engine.statistics().worker_restarts < number:
                     await trio.sleep(0.01)

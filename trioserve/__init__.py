@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from trioserve.grammar import Grammar
     from trioserve.logprobs import PromptLogprobs
     from trioserve.nursery import open_engine
-    from trioserve.offline import LLM
+    from trioserve.offline.async_llm import AsyncLLM
+    from trioserve.offline.llm import LLM
     from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
     from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.retention import Retention, RetentionRange
@@ -68,7 +69,8 @@ _HOME = {
     "ShuttingDown": "errors",
     "SlowReader": "errors",
     "TrioserveError": "errors",
-    "LLM": "offline",
+    "AsyncLLM": "offline.async_llm",
+    "LLM": "offline.llm",
     "Classifications": "pooling.results",
     "Embeddings": "pooling.results",
     "LabelScores": "pooling.results",
@@ -90,6 +92,7 @@ _HOME = {
 __all__ = [
     "LLM",
     "AdapterNotFound",
+    "AsyncLLM",
     "ChatPrompt",
     "Chunk",
     "Classifications",

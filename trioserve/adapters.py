@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from os import PathLike
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import attrs
+import msgspec
 
 from trioserve.errors import AdapterNotFound, InvalidRequest
 
@@ -116,17 +117,33 @@ def absolute(path: str | PathLike[str]) -> str:
 
 
 def named_paths(modules: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and folders of ``name=path`` entries.
+    """Names and folders of entries ``name=path``, or of vLLM's JSON objects.
 
     Raises:
-        InvalidRequest: a name isn't one; ``param`` is the option.
+        InvalidRequest: an entry is neither, or a name isn't one; ``param`` is the option.
     """
     named = []
     for module in modules:
-        name, _, path = module.partition("=")
         try:
+            name, path = _named_path(module)
             check_name(name)
-        except InvalidRequest as error:
+        except (InvalidRequest, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"lora_modules: {error}", param="lora_modules") from error
         named.append((name, absolute(path)))
     return named
+
+
+class _Module(msgspec.Struct, forbid_unknown_fields=True):
+    """An entry as vLLM writes it; the base model's name says nothing here."""
+
+    name: str
+    path: Annotated[str, msgspec.Meta(min_length=1)]
+    base_model_name: str | None = None
+
+
+def _named_path(module: str) -> tuple[str, str]:
+    if module.startswith("{"):
+        entry = msgspec.json.decode(module, type=_Module)
+        return entry.name, entry.path
+    name, _, path = module.partition("=")
+    return name, path

@@ -6,12 +6,16 @@ These checks need to know the model and the options; those of single fields are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+
+import attrs
 
 from trioserve.config import EngineConfig
 from trioserve.errors import ContextTooLong, InvalidRequest
 from trioserve.request import Prompt, TokensPrompt
 from trioserve.sampling import SamplerParams, SamplingParams
+from trioserve.text.prompt_size import characters_of_contents
 from trioserve.text.stop_regex import check_stop_regex
 from trioserve.text.tokenizer import Tokenizer
 
@@ -19,6 +23,8 @@ __all__ = [
     "check_arguments",
     "check_params",
     "check_prompt",
+    "check_without_text",
+    "limit_output",
     "max_prompt_tokens",
     "sampler_params",
 ]
@@ -33,7 +39,7 @@ def check_arguments(
             raise InvalidRequest(f"{name} must be a string, got {value!r}", param=name)
     if not isinstance(priority, int):
         raise InvalidRequest(f"priority must be an integer, got {priority!r}", param="priority")
-    if arrived is not None and not (isinstance(arrived, (int, float)) and arrived == arrived):
+    if arrived is not None and not (isinstance(arrived, (int, float)) and math.isfinite(arrived)):
         raise InvalidRequest(f"arrived must be a time, got {arrived!r}", param="arrived")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
         raise InvalidRequest(
@@ -70,6 +76,13 @@ def check_prompt(
             f"this model's maximum context length is {max_model_len} tokens",
             param="prompt",
         )
+    characters = characters_of_contents(prompt)
+    if keep is None and characters > tokenizer.max_characters:
+        raise ContextTooLong(
+            f"the prompt has {characters} characters, and at most {tokenizer.max_characters} are "
+            f"encoded: this model's maximum context length is {max_model_len} tokens",
+            param="prompt",
+        )
     if isinstance(prompt, TokensPrompt):
         _check_ids({"prompt": prompt.token_ids}, vocab_size)
     return fewest
@@ -81,6 +94,25 @@ def max_prompt_tokens(params: SamplingParams, max_model_len: int) -> int | None:
         return params.truncate_prompt_tokens
     # A request for no tokens needs room for one as well.
     return max(max_model_len - max(params.max_tokens or 1, 1), 1)
+
+
+def limit_output(params: SamplingParams, most: int | None) -> SamplingParams:
+    """Return ``params`` with ``max_tokens`` lowered to ``most``, where that is a limit.
+
+    Raises:
+        InvalidRequest: more tokens than that are asked for at least.
+    """
+    if most is None:
+        return params
+    if params.min_tokens > most:
+        raise InvalidRequest(
+            f"min_tokens must be at most {most} (max_new_tokens of --override-generation-config "
+            f"or --generation-config), got {params.min_tokens}",
+            param="min_tokens",
+        )
+    if params.max_tokens is None or params.max_tokens <= most:
+        return params
+    return attrs.evolve(params, max_tokens=most)
 
 
 def check_params(params: SamplingParams, config: EngineConfig, *, vocab_size: int) -> None:
@@ -104,7 +136,7 @@ def check_params(params: SamplingParams, config: EngineConfig, *, vocab_size: in
             param="n",
         )
     check_stop_regex(params.stop_regex)
-    if params.extra_args and not config.logits_processors:
+    if params.extra_args and not (config.logits_processors or params.logits_processors):
         raise InvalidRequest(
             "extra_args are for logits processors, and the server has none "
             f"(--logits-processors); got {', '.join(sorted(params.extra_args))}",
@@ -117,6 +149,21 @@ def check_params(params: SamplingParams, config: EngineConfig, *, vocab_size: in
         "logprob_token_ids": params.logprob_token_ids,
     }
     _check_ids(named, vocab_size)
+
+
+def check_without_text(params: SamplingParams) -> None:
+    """Refuse what is found in text, for a server without a tokenizer.
+
+    Raises:
+        InvalidRequest: a field asks for it; ``param`` names it.
+    """
+    for name in ("stop", "stop_regex"):
+        if getattr(params, name):
+            raise InvalidRequest(
+                f"{name} needs text, and the server has no tokenizer (--skip-tokenizer-init): "
+                "give stop_token_ids",
+                param=name,
+            )
 
 
 def _check_ids(named: Mapping[str, Collection[int]], vocab_size: int) -> None:
@@ -151,13 +198,14 @@ def sampler_params(
         presence_penalty=float(params.presence_penalty),
         min_tokens=int(params.min_tokens),
         logit_bias=params.logit_bias,
-        stop_ids=sorted({*eos, *params.stop_token_ids}),
+        stop_ids=(*eos, *params.stop_token_ids),
         seed=int(seed),
         logprobs=-1 if params.logprobs is None else int(params.logprobs),
         prompt_logprobs=-1 if params.prompt_logprobs is None else int(params.prompt_logprobs),
         logprob_token_ids=list(params.logprob_token_ids),
-        allowed_token_ids=list(params.allowed_token_ids or ()),
+        allowed_token_ids=params.allowed_token_ids or (),
         bad_words=tokenizer.bad_word_ids(params.bad_words) if params.bad_words else [],
         grammar=params.grammar,
         extra_args=params.extra_args,
+        logits_processors=list(params.logits_processors),
     )

@@ -86,6 +86,9 @@ class Backend(Protocol):
     def num_waiting_tokens(self) -> int:
         """Their tokens, prompt and output so far."""
 
+    def waiting_of(self, tenant: str) -> tuple[int, int]:
+        """Return how many sequences of ``tenant`` wait for a slot, and their tokens."""
+
     def statistics(self) -> SchedulerStatistics:
         """Counts of this moment."""
 

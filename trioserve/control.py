@@ -17,6 +17,7 @@ from trioserve.logs import get_logger
 from trioserve.model_files import locate
 from trioserve.request import Finish, FinishReason, Request, State
 from trioserve.scheduler.quiet import Quiet
+from trioserve.scheduler.weights import HOLDER
 from trioserve.worker.switch import Switch
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ class Control:
         if mode not in UPDATE_MODES:
             modes = ", ".join(UPDATE_MODES)
             raise InvalidRequest(f"mode is one of {modes}, not {mode!r}", param="mode")
-        self._check_exchangeable()
         try:
             path, num_bytes = await trio.to_thread.run_sync(_locate, model, abandon_on_cancel=True)
         except ModelLoadError as error:
@@ -114,7 +114,6 @@ class Control:
         self, path: str, mode: str, version: str | None = None, *, num_bytes: int = 0
     ) -> None:
         """:meth:`update_weights` from the so many bytes that have been found at ``path``."""
-        self._check_exchangeable()
         weights = self._scheduler.weights
         assert weights is not None, "it is the engine process that is asked"
         try:
@@ -125,16 +124,18 @@ class Control:
             raise InvalidRequest(
                 f"the weights stay as they are: {error.reason}", param="model"
             ) from error
+        finally:
+            if self._batcher is not None:
+                self._batcher.resume(HOLDER)
         self.weight_version = checksum if version is None else version
         _log.info("weights exchanged", path=path, version=self.weight_version)
-
-    def _check_exchangeable(self) -> None:
-        if self._batcher is not None:
-            raise InvalidRequest("the weights of an encoder aren't exchanged", param="model")
 
     async def _clear(self, mode: str, holder: str) -> None:
         """Pause in the name of ``holder`` so that no request has KV of the old weights."""
         quiet = self._quiet
+        if self._batcher is not None:
+            await self._clear_batcher(self._batcher, mode, holder)
+            return
         if mode == "wait" and not self._scheduler.paused:
             await quiet.pause_when_done(holder)
             return
@@ -142,6 +143,18 @@ class Control:
             self.abort("", prefix=True)
         # In somebody else's pause nobody finishes, so that waiting for it would be for ever.
         await quiet.pause(holder, retract=True)
+
+    async def _clear_batcher(self, batcher: Batcher, mode: str, holder: str) -> None:
+        """Pause so that all texts of a request are computed with the same weights.
+
+        Texts that wait behind another pause may be computed with either.
+        """
+        if mode == "abort":
+            batcher.abort_all()
+        if self._scheduler.paused:
+            await batcher.pause(holder)
+        else:
+            await batcher.pause_when_done(holder)
 
     async def release_memory(self) -> None:
         """See :meth:`trioserve.engine.Engine.release_memory`."""

@@ -41,6 +41,7 @@ from trioserve.live.subject import Subject
 from trioserve.metrics import Metrics
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
+from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.open_generations import OpenGenerations
 from trioserve.operated_engine import OperatedEngine
 from trioserve.pooling.batcher import Batcher
@@ -71,7 +72,8 @@ class Engine(PoolingEngine, OperatedEngine):
     metrics: Metrics
     ready: wire.Ready
     """What the first worker said of itself: device, page pool, limits."""
-    generation_defaults: dict[str, Any]
+    generation: GenerationConfig = attrs.field(factory=GenerationConfig)
+    """Defaults of requests, and a limit of their outputs."""
     task: ModelTask = "generate"
     """What the model is for: ``generate``, ``embed`` or ``classify``."""
     _encoding: Encoding | None = None
@@ -131,6 +133,11 @@ class Engine(PoolingEngine, OperatedEngine):
         self.sessions = Sessions(
             self._scheduler.holds, config.max_sessions, self.generate, self._open.end
         )
+
+    @property
+    def generation_defaults(self) -> dict[str, float | int]:
+        """Sampling parameters of requests that name none."""
+        return self.generation.sampling
 
     @property
     def newest_requests(self) -> Iterator[Request]:
@@ -202,6 +209,7 @@ class Engine(PoolingEngine, OperatedEngine):
         timeout: float | None = None,
         arrived: float | None = None,
         cache_salt: str = "",
+        tenant: str = "",
         retention: Retention | None = None,
         adapter: str = "",
         prefix_ids: Seq[int] = (),
@@ -221,8 +229,10 @@ class Engine(PoolingEngine, OperatedEngine):
             priority: smaller runs sooner under the priority policy.
             timeout: seconds after which the block is cancelled and ``DeadlineExceeded`` raised
                 (default: the option ``default_timeout``); infinity for never.
-            arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
+            arrived: when the request came, on trio's clock: ``timeout`` and the measured times
+                count from then (default: now).
             cache_salt: share cached prefixes only with requests of the same salt.
+            tenant: the name under which the request's share of the queue counts (default: none).
             retention: how much its KV is worth in the prefix cache once it has ended.
             adapter: the name of a loaded adapter (default: the model as it is).
             prefix_ids: tokens that come before those of the prompt.
@@ -251,6 +261,7 @@ class Engine(PoolingEngine, OperatedEngine):
             arrived,
             request_id=request_id or "",
             cache_salt=cache_salt,
+            tenant=tenant,
             adapter=adapter,
             traceparent=traceparent,
             tracestate=tracestate,
@@ -266,11 +277,13 @@ class Engine(PoolingEngine, OperatedEngine):
             id=request_id or f"req-{uuid.uuid4().hex}",
             priority=priority,
             cache_salt=cache_salt,
+            tenant=tenant,
             retention=retention,
             adapter=number,
             prefix_ids=prefix_ids,
             traceparent=traceparent,
             tracestate=tracestate,
+            arrived=arrived,
         )
         return self._open.opened(request, Deadline.of(timeout, arrived, self.config))
 
@@ -284,6 +297,7 @@ class Engine(PoolingEngine, OperatedEngine):
         timeout: float | None = None,
         arrived: float | None = None,
         cache_salt: str = "",
+        tenant: str = "",
         retention: Retention | None = None,
         adapter: str = "",
         traceparent: str = "",
@@ -300,6 +314,7 @@ class Engine(PoolingEngine, OperatedEngine):
             timeout=timeout,
             arrived=arrived,
             cache_salt=cache_salt,
+            tenant=tenant,
             retention=retention,
             adapter=adapter,
             traceparent=traceparent,
@@ -352,6 +367,7 @@ class Engine(PoolingEngine, OperatedEngine):
         scheduler = self._scheduler.statistics()
         if self._batcher is not None:
             scheduler = self._batcher.counted_in(scheduler)
+        switch = self._scheduler.switch
         return EngineStatistics(
             scheduler=scheduler,
             num_tokenizing=self._entrance.num_entering,
@@ -359,6 +375,7 @@ class Engine(PoolingEngine, OperatedEngine):
             stream_bytes=self._requests.stream_budget.waiting,
             worker_restarts=self._worker_restarts(),
             num_sessions=len(self.sessions),
+            memory_released=switch is not None and not switch.is_on,
         )
 
     def check_integrity(self) -> None:
@@ -385,8 +402,11 @@ class Engine(PoolingEngine, OperatedEngine):
         """Wait until :meth:`drain` is called."""
         await self._draining.wait()
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "") -> None:
         """Refuse now what :meth:`generate` would refuse later, whatever it is asked for.
+
+        Args:
+            tenant: the one that will ask.
 
         Raises:
             QueueFull: too much waits.
@@ -395,7 +415,7 @@ class Engine(PoolingEngine, OperatedEngine):
             EngineError: it is closed.
         """
         self._check_open()
-        self._entrance.check_room()
+        self._entrance.check_room(tenant)
 
     def abort_all(self, error: RequestAborted) -> None:
         """End every open request with ``error``, whatever its stage; never blocks.
@@ -428,6 +448,7 @@ class Engine(PoolingEngine, OperatedEngine):
             asked.params,
             id=asked.id,
             cache_salt=asked.cache_salt,
+            tenant=asked.tenant,
             adapter=self._adapter_number(asked.adapter),
             traceparent=asked.traceparent,
             tracestate=asked.tracestate,

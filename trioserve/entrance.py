@@ -5,13 +5,15 @@ on its way there: a request counts with the fewest tokens that its prompt can ha
 tokenized, and with its true number from then on. If that turns out to be too much, it is refused
 then. A request that finds nobody before it is never refused, however large it is.
 
-Each output of a request counts, with the whole prompt, as the scheduler counts it. Beside the
-queue, the texts of all prompts that are held are bounded together.
+Each output of a request counts, with the whole prompt, as the scheduler counts it. A tenant's
+requests may take half of the room in the queue that other tenants leave. Beside the queue, the
+texts of all prompts that are held are bounded together.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from typing import Protocol
 
@@ -20,9 +22,17 @@ import trio
 
 from trioserve.errors import QueueFull
 from trioserve.request import Request
+from trioserve.tenants import TenantCounts, excess
 from trioserve.text.prompt_size import characters_of
 
-__all__ = ["DEFAULT_MAX_TOKENS", "Departures", "Entrance", "Line", "seconds_until_room"]
+__all__ = [
+    "DEFAULT_MAX_TOKENS",
+    "Departures",
+    "Entrance",
+    "Line",
+    "check_share",
+    "seconds_until_room",
+]
 
 DEFAULT_MAX_TOKENS = 2 << 20
 MAX_CHARACTERS = 256 << 20
@@ -47,6 +57,9 @@ class Line(Protocol):
     def num_waiting_tokens(self) -> int:
         """Their tokens, prompt and output so far."""
 
+    def waiting_of(self, tenant: str) -> tuple[int, int]:
+        """Return how many sequences of ``tenant`` wait for a slot, and their tokens."""
+
 
 def seconds_until_room(num_to_leave: float, num_left: int, seconds: float) -> int:
     """When to try again, in whole seconds from 1 to 60.
@@ -59,6 +72,36 @@ def seconds_until_room(num_to_leave: float, num_left: int, seconds: float) -> in
     # If nobody has left, the first one is expected right now.
     estimate = math.ceil(num_to_leave * seconds / max(num_left, 1))
     return min(max(estimate, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
+
+def check_share(
+    own: tuple[int, int],
+    new: tuple[int, int],
+    waiting: tuple[int, int],
+    limits: tuple[int, int],
+    recently: tuple[int, float],
+) -> None:
+    """Refuse what exceeds a tenant's share of the queue.
+
+    Args:
+        own: The sequences of the tenant that wait, and their tokens.
+        new: Those that it asks for in addition.
+        waiting: Those of all tenants.
+        limits: The bounds of the queue.
+        recently: What :meth:`Departures.note` has returned.
+
+    Raises:
+        QueueFull: they exceed it.
+    """
+    past, past_tokens = map(excess, own, new, map(operator.sub, waiting, own), limits)
+    if past > 0 or past_tokens > 0:
+        option = "--max-num-queued-reqs" if past > 0 else "--max-num-queued-tokens"
+        to_leave = max(past, past_tokens * own[0] / max(own[1], 1))
+        raise QueueFull(
+            f"{own[0]} requests with this key are waiting, with {own[1]} tokens; a key may take "
+            f"half of the room in the queue that other keys leave ({option})",
+            retry_after=seconds_until_room(min(to_leave, own[0]), *recently),
+        )
 
 
 class Departures:
@@ -98,6 +141,9 @@ class Entrance:
     num_entering_tokens: int = 0
     num_characters: int = 0
     """Of the prompts of all requests that are open, wherever they are."""
+    _entering_of_tenants: TenantCounts = attrs.field(factory=TenantCounts)
+    _held_of_tenants: TenantCounts = attrs.field(factory=TenantCounts)
+    """Requests that are open, and the characters of their prompts."""
     _tokens: dict[Request, int] = attrs.field(factory=dict)
     """Of each request on its way, those that it counts with."""
     _characters: dict[Request, int] = attrs.field(factory=dict)
@@ -118,10 +164,16 @@ class Entrance:
                 f"the prompts of open requests have {self.num_characters} characters, and this one "
                 f"has {characters}; at most {MAX_CHARACTERS} are held"
             )
-        self._check(num_sequences, num_tokens, now)
-        self.num_entering += num_sequences
-        self.num_entering_tokens += num_tokens
+        own = self._held_of_tenants.of(request.tenant)[1]
+        if excess(own, characters, self.num_characters - own, MAX_CHARACTERS) > 0:
+            raise QueueFull(
+                f"the prompts of this key's open requests have {own} characters, and this one has "
+                f"{characters}; a key may have half of those that other keys leave"
+            )
+        self._check(request.tenant, num_sequences, num_tokens, now)
+        self._count(request, 1, num_tokens)
         self.num_characters += characters
+        self._held_of_tenants.add(request.tenant, 1, characters)
         self._tokens[request] = num_tokens
         self._characters[request] = characters
         request.on_tokenized = lambda: self._on_tokenized(request)
@@ -129,22 +181,32 @@ class Entrance:
         # in line.
         request.on_admitted = lambda: self._on_admitted(request)
 
-    def check_room(self) -> None:
-        """Refuse whoever asks, if there is no room for the smallest request.
+    def check_room(self, tenant: str = "") -> None:
+        """Refuse a request of ``tenant`` if there is no room for the smallest.
 
         Raises:
             QueueFull: there is none.
         """
-        self._check(1, 1, trio.current_time())
+        self._check(tenant, 1, 1, trio.current_time())
 
     def forget(self, request: Request) -> None:
         """``request`` is over."""
-        self.num_characters -= self._characters.pop(request)
+        characters = self._characters.pop(request)
+        self.num_characters -= characters
+        self._held_of_tenants.add(request.tenant, -1, -characters)
 
     def check_integrity(self) -> None:
         """Assert that the counts are those of the requests that it knows."""
         assert self.num_entering == sum(len(request.sequences) for request in self._tokens)
         assert self.num_entering_tokens == sum(self._tokens.values())
+        tenants = TenantCounts()
+        for request, tokens in self._tokens.items():
+            tenants.add(request.tenant, len(request.sequences), tokens)
+        assert self._entering_of_tenants == tenants
+        held = TenantCounts()
+        for request, characters in self._characters.items():
+            held.add(request.tenant, 1, characters)
+        assert self._held_of_tenants == held
         assert self.num_characters == sum(self._characters.values())
         assert self._tokens.keys() <= self._characters.keys()
 
@@ -156,24 +218,28 @@ class Entrance:
         """
         num_sequences = len(request.sequences)
         num_tokens = len(request.prompt_ids) * num_sequences
-        self.num_entering_tokens -= self._tokens[request]
+        self._count(request, -1, -self._tokens[request])
         self._tokens[request] = 0
-        self.num_entering -= num_sequences
         try:
-            self._check(num_sequences, num_tokens, trio.current_time())
+            self._check(request.tenant, num_sequences, num_tokens, trio.current_time())
+            self._tokens[request] = num_tokens
         finally:
-            self.num_entering += num_sequences
-        self.num_entering_tokens += num_tokens
-        self._tokens[request] = num_tokens
+            self._count(request, 1, self._tokens[request])
 
     def _on_admitted(self, request: Request) -> None:
         """``request`` is in line now, or was rejected."""
-        self.num_entering_tokens -= self._tokens.pop(request)
-        self.num_entering -= len(request.sequences)
+        self._count(request, -1, -self._tokens.pop(request))
         if request.rejection is None:
             self._num_entered += len(request.sequences)
 
-    def _check(self, num_sequences: int, num_tokens: int, now: float) -> None:
+    def _count(self, request: Request, sign: int, num_tokens: int) -> None:
+        """Count the sequences of ``request``, with so many tokens, once more or less."""
+        num_sequences = sign * len(request.sequences)
+        self.num_entering += num_sequences
+        self.num_entering_tokens += num_tokens
+        self._entering_of_tenants.add(request.tenant, num_sequences, num_tokens)
+
+    def _check(self, tenant: str, num_sequences: int, num_tokens: int, now: float) -> None:
         waiting = self.num_entering + self.line.num_waiting
         tokens = self.num_entering_tokens + self.line.num_waiting_tokens
         recently = self._departures.note(self._num_entered - self.line.num_waiting, now)
@@ -193,3 +259,11 @@ class Entrance:
                 f"{num_tokens}; the limit is {self.max_tokens} (--max-num-queued-tokens)",
                 retry_after=seconds_until_room(to_leave, *recently),
             )
+        own = map(operator.add, self._entering_of_tenants.of(tenant), self.line.waiting_of(tenant))
+        check_share(
+            tuple(own),
+            (num_sequences, num_tokens),
+            (waiting, tokens),
+            (self.max_requests, self.max_tokens),
+            recently,
+        )

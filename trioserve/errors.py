@@ -5,6 +5,8 @@ The HTTP status of each is decided in one place, :mod:`trioserve.http.errors`.
 
 from __future__ import annotations
 
+from trioserve.log_output import escaped
+
 __all__ = [
     "AdapterNotFound",
     "ContextTooLong",
@@ -47,7 +49,7 @@ class InvalidRequest(TrioserveError, ValueError):
 
 
 class AdapterNotFound(InvalidRequest):
-    """The request names an adapter that isn't loaded, or isn't any more."""
+    """The request names an adapter that isn't loaded (any more), or a folder that isn't there."""
 
     def __init__(self, message: str, *, param: str | None = "adapter") -> None:
         super().__init__(message, param=param, code="model_not_found")
@@ -86,11 +88,7 @@ def printable(text: str) -> str:
     """``text`` from somewhere else as one line that does nothing to a terminal."""
     if len(text) > 2 * _MAX_HALF_MESSAGE:
         text = f"{text[:_MAX_HALF_MESSAGE]} … {text[-_MAX_HALF_MESSAGE:]}"
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() else ascii(character)[1:-1] for character in text
-    )
+    return escaped(text)
 
 
 class SessionLimit(TrioserveError):

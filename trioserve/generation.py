@@ -55,10 +55,16 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] | None
 
     @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of its tokens' log-probabilities; None where they weren't asked for."""
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+    @property
     def mean_logprob(self) -> float:
         """The mean log-probability of its tokens, which must have been asked for."""
         assert self.logprobs is not None
-        return sum(entry.logprob for entry in self.logprobs) / max(len(self.logprobs), 1)
+        assert self.cumulative_logprob is not None
+        return self.cumulative_logprob / max(len(self.logprobs), 1)
 
 
 @attrs.frozen
@@ -95,6 +101,11 @@ class Completion:
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
         """The first output's log-probabilities."""
         return self.outputs[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the first output's log-probabilities; None where they weren't asked for."""
+        return self.outputs[0].cumulative_logprob
 
 
 @attrs.define(eq=False)

@@ -7,7 +7,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator
 
-__all__ = ["importing", "rare_collections", "settle"]
+__all__ = ["give_back", "importing", "rare_collections", "settle"]
 
 _COLLECT_AFTER = 50_000
 """By how many objects the process has to have grown before cycles are looked for among them."""
@@ -26,6 +26,13 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+def give_back() -> None:
+    """Give free memory back to the system, which the C library would keep for the process."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
 def settle() -> None:
     """Free what loading has left over, and have the collector never look at the rest again.
 
@@ -33,9 +40,7 @@ def settle() -> None:
     its model's files doesn't.
     """
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
+    give_back()
     gc.freeze()
 
 

@@ -31,20 +31,34 @@ class _Kept:
 
 
 @attrs.define(eq=False)
+class _Shelf:
+    """The responses of one owner, in the order in which they were kept."""
+
+    by_id: dict[str, _Kept] = attrs.field(factory=dict)
+    num_bytes: int = 0
+    """Of all that are held, those that can't be named among them."""
+
+
+@attrs.define(eq=False)
 class KeptResponses:
     """The responses of a server. Each belongs to an owner, to whom alone it is there.
 
-    Past a limit, those that were kept first go first.
+    Past a limit, the owner that holds the most loses its oldest response. So an owner that holds no
+    more than an equal part of the limit loses nothing to the others.
     """
 
     max_responses: int = MAX_RESPONSES
     max_bytes: int = MAX_BYTES
-    num_bytes: int = attrs.field(default=0, init=False)
-    """Of all that are held, those that can't be named among them."""
-    _by_name: dict[tuple[str | None, str], _Kept] = attrs.field(factory=dict, init=False)
+    _shelves: dict[str | None, _Shelf] = attrs.field(factory=dict, init=False)
+    """Without empty ones."""
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return sum(len(shelf.by_id) for shelf in self._shelves.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all responses that are held."""
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
 
     def keep(self, owner: str | None, id: str, data: bytes, previous: str | None) -> bool:
         """Keep a response, in the place of one of the same id.
@@ -53,7 +67,7 @@ class KeptResponses:
             whether it is kept: it isn't if it goes on from a response that is no longer there, or
             makes its conversation too large.
         """
-        before = None if previous is None else self._by_name.get((owner, previous))
+        before = None if previous is None else self._find(owner, previous)
         if before is None and previous is not None:
             return False
         size = len(data) + (0 if before is None else before.num_bytes)
@@ -62,16 +76,19 @@ class KeptResponses:
         if before is not None:
             before.holders += 1
         self.drop(owner, id)
-        self._by_name[owner, id] = _Kept(data, before, size)
-        self.num_bytes += len(data)
-        while len(self) > self.max_responses or self.num_bytes > self.max_bytes:
-            self._release(self._by_name.pop(next(iter(self._by_name))))
+        shelf = self._shelves.setdefault(owner, _Shelf())
+        shelf.by_id[id] = _Kept(data, before, size)
+        shelf.num_bytes += len(data)
+        while len(self) > self.max_responses:
+            self._drop_oldest(max(self._shelves.items(), key=lambda item: len(item[1].by_id)))
+        while self.num_bytes > self.max_bytes:
+            self._drop_oldest(max(self._shelves.items(), key=lambda item: item[1].num_bytes))
         return True
 
     def conversation(self, owner: str | None, id: str) -> list[bytes]:
         """A response behind all that it goes on from, in their order; empty if there is none."""
         found: list[bytes] = []
-        kept = self._by_name.get((owner, id))
+        kept = self._find(owner, id)
         while kept is not None:
             found.append(kept.data)
             kept = kept.previous
@@ -79,32 +96,47 @@ class KeptResponses:
 
     def drop(self, owner: str | None, id: str) -> bool:
         """Forget a response; whether there was one."""
-        kept = self._by_name.pop((owner, id), None)
-        self._release(kept)
-        return kept is not None
-
-    def _release(self, kept: _Kept | None) -> None:
-        """One holder less."""
+        shelf = self._shelves.get(owner)
+        if shelf is None or id not in shelf.by_id:
+            return False
+        kept: _Kept | None = shelf.by_id.pop(id)
         while kept is not None:
             kept.holders -= 1
             if kept.holders:
-                return
-            self.num_bytes -= len(kept.data)
+                break
+            shelf.num_bytes -= len(kept.data)
             kept = kept.previous
+        if not shelf.by_id and not shelf.num_bytes:
+            del self._shelves[owner]
+        return True
+
+    def _find(self, owner: str | None, id: str) -> _Kept | None:
+        shelf = self._shelves.get(owner)
+        return None if shelf is None else shelf.by_id.get(id)
+
+    def _drop_oldest(self, item: tuple[str | None, _Shelf]) -> None:
+        owner, shelf = item
+        self.drop(owner, next(iter(shelf.by_id)))
 
     def check_integrity(self) -> None:
         """Assert that all bytes are counted, and that the limits hold."""
-        held: dict[_Kept, int] = {}
-        for kept in self._by_name.values():
-            held[kept] = held.get(kept, 0) + 1
-        stack = list(held)
-        while stack:
-            before = stack.pop().previous
-            if before is not None:
-                if before not in held:
-                    stack.append(before)
-                held[before] = held.get(before, 0) + 1
-        assert all(kept.holders == count for kept, count in held.items())
-        assert self.num_bytes == sum(len(kept.data) for kept in held)
+        for shelf in self._shelves.values():
+            _check_shelf(shelf)
         assert self.num_bytes <= self.max_bytes
         assert len(self) <= self.max_responses
+
+
+def _check_shelf(shelf: _Shelf) -> None:
+    assert shelf.by_id
+    held: dict[_Kept, int] = {}
+    for kept in shelf.by_id.values():
+        held[kept] = held.get(kept, 0) + 1
+    stack = list(held)
+    while stack:
+        before = stack.pop().previous
+        if before is not None:
+            if before not in held:
+                stack.append(before)
+            held[before] = held.get(before, 0) + 1
+    assert all(kept.holders == count for kept, count in held.items())
+    assert shelf.num_bytes == sum(len(kept.data) for kept in held)

@@ -16,7 +16,18 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from trioserve.errors import InvalidRequest
 from trioserve.grammar import Grammar
 
-__all__ = ["GAP", "HEADER", "TEXT", "TokenOf", "head", "json_rule", "lark_of", "literal", "nested"]
+__all__ = [
+    "GAP",
+    "HEADER",
+    "TEXT",
+    "TokenOf",
+    "head",
+    "json_rule",
+    "lark_of",
+    "literal",
+    "nested",
+    "spelled",
+]
 
 HEADER = "%llguidance {}\n"
 """Without it a grammar without a hint of Lark may be taken for GBNF."""
@@ -42,6 +53,21 @@ def literal(text: str, token_of: TokenOf) -> str:
     spelled = json.dumps(text, ensure_ascii=False)
     id = token_of(text)
     return spelled if id is None else f"(<[{id}]> | {spelled})"
+
+
+_MARK = re.compile(r"(<[^<>\s]{1,64}>|\[[A-Z_]{1,64}\])")
+"""What tokens of their own are spelled like."""
+
+
+def spelled(text: str, token_of: TokenOf) -> list[str]:
+    """Return what matches ``text``, part by part: marks in it may be tokens of their own."""
+    parts: list[str] = []
+    for piece in _MARK.split(text):
+        if piece and _MARK.fullmatch(piece) and token_of(piece) is not None:
+            parts.append(literal(piece, token_of))
+        elif piece:
+            parts.append(json.dumps(piece, ensure_ascii=False))
+    return parts
 
 
 def head(text: str, token_of: TokenOf, *, name: str = "head") -> str:

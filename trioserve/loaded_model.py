@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 import trio
 
 from trioserve.config import EngineConfig
+from trioserve.config.override import parse_override
 from trioserve.errors import ModelLoadError
+from trioserve.logs import get_logger
 from trioserve.model_files import (
     EncoderFiles,
     ModelFiles,
@@ -21,16 +23,19 @@ from trioserve.model_files import (
 )
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
+from trioserve.model_files.generation_config import GenerationConfig, read_generation_file
 from trioserve.options import flag_name
 from trioserve.pooling.inputs import TextEncoder
-from trioserve.sampling import SamplingParams
+from trioserve.sampling import GENERATION_CONFIG_FIELDS
+from trioserve.text.absent_tokenizer import AbsentTokenizer
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.encoder_tokenizer import EncoderTokenizer
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["LoadedModel", "in_thread"]
+__all__ = ["LoadedModel", "chosen_generation_config", "in_thread"]
 
 _T = TypeVar("_T")
+_log = get_logger("trioserve.engine")
 
 
 @attrs.frozen(kw_only=True)
@@ -40,12 +45,17 @@ class LoadedModel:
     name: str
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
-    generation_defaults: dict[str, Any]
+    generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     task: ModelTask = "generate"
     encoder: TextEncoder | None = None
     """What turns texts into ids for an encoder."""
     embedding: DecoderEmbedding | None = None
     """How a decoder embeds texts, if it was trained for that."""
+
+    def log_defaults(self) -> None:
+        """Log what requests get that name no sampling parameters, unless there are no defaults."""
+        if self.generation.shown():
+            _log.info("defaults of requests", **self.generation.shown())
 
     @classmethod
     async def read(cls, config: EngineConfig, path: Path) -> LoadedModel:
@@ -69,6 +79,8 @@ class LoadedModel:
         for option in ("tokenizer", "chat_template"):
             if getattr(config, option) is not None:
                 raise ModelLoadError(f"{flag_name(option)} isn't for an encoder: leave it out")
+        if config.skip_tokenizer_init:
+            raise ModelLoadError("--skip-tokenizer-init isn't for an encoder: leave it out")
         if config.serves_adapters:
             raise ModelLoadError("an encoder has no adapters: leave out --enable-lora")
         backend = files.load_tokenizer()
@@ -77,7 +89,6 @@ class LoadedModel:
             name=files.name if Path(config.model).exists() else config.model,
             tokenizer=Tokenizer(backend),
             eos_token_ids=(),
-            generation_defaults={},
             task=files.config.task,
             encoder=TextEncoder(
                 files.config,
@@ -93,22 +104,48 @@ class LoadedModel:
         Raises:
             ModelLoadError: one of them can't be read.
         """
-        sampling_fields = {field.name for field in attrs.fields(SamplingParams)}
         return cls(
             name=files.name if Path(config.model).exists() else config.model,
             tokenizer=_load_tokenizer(config, files),
             eos_token_ids=files.config.eos_token_ids,
-            generation_defaults={
-                name: value
-                for name, value in files.generation_defaults.items()
-                if name in sampling_fields
-            },
+            generation=chosen_generation_config(files.generation, config),
             task="generate" if files.embedding is None else "embed",
             embedding=files.embedding,
         )
 
 
+def chosen_generation_config(own: GenerationConfig, config: EngineConfig) -> GenerationConfig:
+    """Return the defaults that the options ask for; ``own`` are the model's.
+
+    The rules are vLLM's: ``max_new_tokens`` in the model's own file is a default, and in a file or
+    an override that the operator names it is a limit for all requests, too.
+
+    Raises:
+        ModelLoadError: the file that ``generation_config`` names is missing or damaged.
+    """
+    source, given = config.generation_config, parse_override(config.override_generation_config)
+    most = given.get("max_new_tokens")
+    if source == "auto":
+        chosen = own
+    elif source == "vllm":
+        chosen = GenerationConfig()
+    else:
+        chosen = read_generation_file(Path(source).expanduser())
+        most = given.get("max_new_tokens", chosen.max_tokens)
+    default = config.max_tokens_default or given.get("max_new_tokens", chosen.max_tokens)
+    if most is not None:
+        default = min(default or most, most)
+    sampling = {
+        name: value
+        for name, value in (chosen.sampling | given).items()
+        if name in GENERATION_CONFIG_FIELDS and value is not None
+    }
+    return GenerationConfig(sampling=sampling, max_tokens=default, most_tokens=most)
+
+
 def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
+    if config.skip_tokenizer_init:
+        return AbsentTokenizer(files.config.vocab_size)
     if config.tokenizer is None:
         backend = files.load_tokenizer()
     else:

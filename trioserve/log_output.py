@@ -10,7 +10,7 @@ import select
 import sys
 from typing import TextIO
 
-__all__ = ["WORKER_LOG", "StderrHandler"]
+__all__ = ["WORKER_LOG", "StderrHandler", "escaped"]
 
 WORKER_LOG = "_TRIOSERVE_WORKER_LOG"
 """The environment variable that tells a worker how to log: the format, a colon, the level."""
@@ -19,6 +19,24 @@ PATIENCE = 0.05
 """Seconds that a line waits for whoever reads stderr. The server waits, too, and the worker."""
 PIECE = 1000
 """Characters that a pipe takes at once if it takes any: at most 4 bytes each, of 4096."""
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """Return ``text`` with an escape for each character that can't be printed.
+
+    Such a character could move the cursor of a terminal, hide what comes before it or turn its
+    order around: control and format characters, line ends, surrogates, unassigned ones.
+
+    Args:
+        text: From a client, a model, a file or another server.
+        keep: Characters to leave as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in keep else ascii(character)[1:-1]
+        for character in text
+    )
 
 
 class StderrHandler(logging.Handler):

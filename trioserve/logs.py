@@ -15,15 +15,12 @@ from typing import Any, cast
 
 import structlog
 
-from trioserve.log_output import WORKER_LOG, StderrHandler
+from trioserve.log_output import WORKER_LOG, StderrHandler, escaped
 
 __all__ = ["ASKED_FOR", "get_logger", "setup_logging"]
 
 ASKED_FOR = "trioserve.dump"
 """The logger of what somebody asked to see: it is logged whatever the level is."""
-
-# A client's text must not move the cursor of whoever reads the log at a terminal.
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 
 Renderer = Callable[[Any, str, dict[str, Any]], str]
 
@@ -89,8 +86,10 @@ def _console_renderer() -> Renderer:
     )
 
     def render(_: Any, level: str, event: dict[str, Any]) -> str:
+        # An exception becomes text first, so that what its message quotes is escaped, too.
+        event = dict(structlog.processors.format_exc_info(None, level, event))
         shown = {
-            key: value.translate(_CONTROLS) if isinstance(value, str) else value
+            key: escaped(value, keep="\n\t") if isinstance(value, str) else value
             for key, value in event.items()
         }
         # A dump is ours, and many lines; in other texts a line's end might be a client's.

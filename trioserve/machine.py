@@ -9,15 +9,32 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 
-__all__ = ["CPU_FEATURES", "Machine", "cache_folder", "compiler_command", "compiler_version"]
+__all__ = [
+    "COMPILER_ADVICE",
+    "CPU_FEATURES",
+    "KERNEL_FEATURES",
+    "PIP_INSTALL",
+    "Machine",
+    "cache_folder",
+    "compiler_command",
+    "compiler_version",
+    "extra_advice",
+]
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 """The instruction sets, as /proc/cpuinfo spells them, that make a difference to a model."""
+KERNEL_FEATURES = ("avx512f", "avx512_bf16", "avx512_vnni")
+"""The instruction sets that the compiled kernels of a CPU are written in."""
+COMPILER_ADVICE = "install g++ (`apt install g++`, `dnf install gcc-c++`), or name one in CXX"
+"""How to get a C++ compiler."""
+PIP_INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
+"""What installs a package into this process's own environment, which need not be on the PATH."""
 
 _NO_LIMIT = 1 << 60
 """The first control groups write a number near 2**63 where there is no limit."""
@@ -52,6 +69,11 @@ class Machine:
         """Those of :data:`CPU_FEATURES` that the processor has."""
         flags = self._table("proc/cpuinfo").get("flags", "").split()
         return [name for name in CPU_FEATURES if name in flags]
+
+    def obstacle_to_kernels(self) -> str | None:
+        """Say which of :data:`KERNEL_FEATURES` the processor lacks; None if it has them all."""
+        missing = [name for name in KERNEL_FEATURES if name not in self.cpu_features()]
+        return f"the processor has no {', '.join(missing)}" if missing else None
 
     def cpu_identity(self) -> tuple[str, ...]:
         """What distinguishes processors that a compiler makes different programs for."""
@@ -111,6 +133,11 @@ class Machine:
             return path.read_text(errors="replace").strip()
         except OSError:
             return None
+
+
+def extra_advice(extra: str) -> str:
+    """Return how to get the packages of one of the project's extras into this environment."""
+    return f"{PIP_INSTALL} '.[{extra}]' in a clone of trioserve"
 
 
 def cache_folder(name: str) -> Path:

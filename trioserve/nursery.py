@@ -110,6 +110,7 @@ async def _open_worker(
         config, loaded, scheduler, metrics, supervisor, asks_idle_worker=True
     ) as engine:
         log_loaded(loaded.name, engine.ready)
+        loaded.log_defaults()
         yield engine
 
 
@@ -149,7 +150,7 @@ def open_scheduler(
 
 
 def log_loaded(name: str, ready: wire.Ready) -> None:
-    """Log what a worker has loaded."""
+    """Log what a worker has loaded, and why it is slow, if it is."""
     _log.info(
         "model loaded",
         model=name,
@@ -160,6 +161,8 @@ def log_loaded(name: str, ready: wire.Ready) -> None:
         kv_cache_tokens=ready.num_pages * ready.page_size,
         **({"host_tokens": ready.num_host_pages * ready.page_size} if ready.num_host_pages else {}),
     )
+    if ready.warning:
+        _log.warning(ready.warning)
 
 
 def start_message(
@@ -315,19 +318,21 @@ async def run_tasks(
         tasks.start_soon(backend.run, backend_inbox, to_detokenizer)
         tasks.start_soon(detokenizer.run, detokenizer_inbox)
         ready = await open_backend(tasks)
+        model.tokenizer.bound(ready.max_model_len)
         engine = Engine(
             config=config,
             model_name=model.name,
             tokenizer=model.tokenizer,
             metrics=metrics,
             ready=ready,
-            generation_defaults=model.generation_defaults,
+            generation=model.generation,
             task=model.task,
             encoding=encoding,
             embedding=model.embedding or DecoderEmbedding(),
             requests=RequestMaker(
                 config=config,
                 tokenizer=model.tokenizer,
+                generation=model.generation,
                 max_model_len=ready.max_model_len,
                 vocab_size=ready.vocab_size,
                 eos_token_ids=model.eos_token_ids,

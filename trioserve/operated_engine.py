@@ -144,6 +144,7 @@ class OperatedEngine:
             path: a folder with PEFT's adapter_config.json and adapter_model.safetensors.
 
         Raises:
+            AdapterNotFound: there is no such folder.
             InvalidRequest: the files can't be served, and why; or the name is taken, or adapters
                 aren't served (``enable_lora``).
             WorkerLost: the worker was lost while it loaded it.

@@ -7,10 +7,10 @@ line and ``TRIOSERVE_MAX_NUM_SEQS`` in the environment.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import attrs
@@ -20,6 +20,7 @@ from trioserve.errors import InvalidRequest
 __all__ = [
     "PREFIX",
     "Option",
+    "closest",
     "environment_name",
     "flag_name",
     "option",
@@ -33,8 +34,43 @@ PREFIX = "TRIOSERVE_"
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _VALUE_NAMES = {str: "TEXT", int: "N", float: "X", bool: ""}
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZES = {
+    **_UNITS,
+    **{unit[0]: size for unit, size in _UNITS.items()},
+    **{"KB": 10**3, "MB": 10**6, "GB": 10**9},
+    **{"k": 10**3, "m": 10**6, "g": 10**9},
+}
+"""Units of sizes that are understood. A capital letter alone is a power of 1024, and a small one a
+power of 1000, as in vLLM."""
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_SIZES)})")
+_MOST_SLIPS = 2
+"""Letters in which a name may differ from the one that was meant."""
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True}
 _BOOLEANS |= {"0": False, "false": False, "no": False, "off": False}
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the one of ``known`` that ``name`` may be a slip of; None if none is close."""
+    spelled = name.replace("_", "-").lower()
+    slips, meant = min(
+        ((_slips(spelled, each.replace("_", "-").lower()), each) for each in known),
+        default=(math.inf, None),
+    )
+    num_letters = sum(map(str.isalnum, name))
+    return meant if slips <= min(_MOST_SLIPS, num_letters // 2) else None
+
+
+def _slips(a: str, b: str) -> int:
+    """Return the letters to insert, remove and replace that make ``b`` of ``a``."""
+    row = list(range(len(b) + 1))
+    for number, letter in enumerate(a, 1):
+        before, row[0] = row[0], number
+        for place, other in enumerate(b, 1):
+            before, row[place] = (
+                row[place],
+                min(row[place] + 1, row[place - 1] + 1, before + (letter != other)),
+            )
+    return row[-1]
 
 
 def flag_name(name: str) -> str:
@@ -69,7 +105,7 @@ class Option:
     above: float | None = None
     """Like ``low``, but the value must be above it."""
     in_bytes: bool = False
-    """Whether the text may have a unit, as in ``64MiB``."""
+    """Whether the text may have a unit, as in ``64MiB`` or ``2G``."""
     form: tuple[str, str] | None = None
     """A regular expression that the whole text matches, and what that means in words."""
     secret: bool = False
@@ -112,7 +148,7 @@ class Option:
             return self.form[1]
         if self.repeatable and self.kind is str:
             return "text that isn't empty"
-        kind = "a number of bytes" if self.in_bytes else _KINDS[self.kind]
+        kind = "a number of bytes, such as 512MiB or 2G," if self.in_bytes else _KINDS[self.kind]
         if self.above is not None:
             return f"{kind} above {self.above:g}" + (
                 f" and at most {self.high:g}" if self.high is not None else ""
@@ -142,8 +178,8 @@ class Option:
         try:
             if self.kind is bool:
                 return _BOOLEANS[text.strip().lower()]
-            if self.in_bytes and text[-3:] in _UNITS:
-                return int(text[:-3]) * _UNITS[text[-3:]]
+            if self.in_bytes and (size := _SIZE.fullmatch(text.strip())):
+                return int(Decimal(size[1]) * _SIZES[size[2]])
             return self.kind(text)
         except (KeyError, ValueError):
             raise self._refusal(text) from None
@@ -275,8 +311,5 @@ def unknown_variables(
         for name in sorted(environment)
         if name.startswith(PREFIX) and name not in map(environment_name, known_names)
     ]
-    meant = [name.upper() for name in known_names]
-    return [
-        (PREFIX + name, next((PREFIX + m for m in difflib.get_close_matches(name, meant, 1)), None))
-        for name in unknown
-    ]
+    known = [environment_name(name) for name in known_names]
+    return [(PREFIX + name, closest(PREFIX + name, known)) for name in unknown]

@@ -5,6 +5,10 @@ Whether a grammar can be compiled, and what the server's own logits processors t
 ``prepare`` call has answered: it then goes on to the scheduler, or is refused. Requests with
 neither pass at once, and overtake those that wait.
 
+Calls are few at a time, and shared fairly: tenants, such as API keys, take turns
+(:mod:`~trioserve.fair_turns`), none has all of them, and one is kept for what is short. A tenant's
+open questions are bounded as well.
+
 Equal requests ask once: they join a question that is open, and answers are remembered. A refusal is
 as good for any worker, all have the same model. That all is fine is forgotten when another worker
 comes: it would be true still, but the new worker hasn't compiled the grammar, and what isn't
@@ -44,13 +48,20 @@ from trioserve.errors import (
     WorkerLost,
     WorkerSentAway,
 )
+from trioserve.fair_turns import FairTurns
 from trioserve.request import Request
 from trioserve.sampling import SamplingParams
+from trioserve.tenants import excess
 
 __all__ = ["Preparation", "PreparingWorker"]
 
-MAX_CALLS = 2
+MAX_CALLS = 3
 """Calls under way at a time: the others' time to answer doesn't run while they wait their turn."""
+MAX_CALLS_OF_TENANT = 2
+MAX_LONG_CALLS = 2
+"""Calls under way about long grammars or arguments."""
+LONG_BYTES = 2048
+"""What is longer counts as long. Short ones may take long, too, but most don't."""
 MAX_QUESTIONS = 256
 """Different ones that are open at a time. Each may take seconds, and what waits for them counts
 among the queued: so they can't fill the queue for requests that have nothing to prepare."""
@@ -58,8 +69,8 @@ MAX_CALL_SECONDS = 60.0
 """For how long a call that nobody waits for keeps its turn, should no answer ever come."""
 RETRY_SECONDS = 5.0
 MAX_VERDICTS = 512
-MAX_VERDICT_BYTES = 2 << 20
-"""Of what was asked. The worker keeps twice as many grammars, of twice the length."""
+MAX_VERDICT_BYTES = 128 << 20
+"""Of what the worker has compiled. It keeps twice as many grammars, of twice the bytes."""
 MAX_EXTRA_ARGS_BYTES = 256 << 10
 """As MessagePack: the worker is sent them with every output."""
 MAX_EXTRA_ARGS_DEPTH = 64
@@ -92,6 +103,8 @@ class _Question:
     key: bytes
     num_bytes: int
     arguments: dict[str, Any]
+    tenant: str
+    """Of the request that came first."""
     waiting: dict[Request, None] = attrs.field(factory=dict)
     """In the order of their arrival."""
     nursery: trio.Nursery | None = None
@@ -99,7 +112,10 @@ class _Question:
 
     @property
     def param(self) -> str:
-        return "extra_args" if self.arguments["grammar"] is None else "grammar"
+        for name in ("grammar", "extra_args"):
+            if self.arguments[name]:
+                return name
+        return "logits_processors"
 
 
 @attrs.define(eq=False)
@@ -107,8 +123,9 @@ class _Call:
     """A call to the worker under way, or its outcome: a verdict or an error, once it is done."""
 
     question: _Question
-    turns: list[trio.CapacityLimiter]
-    """Those that it has a place of, until it is done."""
+    is_suspect: bool
+    """Whether the worker was lost while it was asked the same before."""
+    has_turn: bool = False
     done: trio.Event = attrs.field(factory=trio.Event)
     verdict: _Verdict | None = None
     error: Exception | None = None
@@ -148,7 +165,9 @@ class Preparation:
         self._verdict_bytes = 0
         self._calls: dict[bytes, _Call] = {}
         """Those under way, whether somebody waits for them or not."""
-        self._turns = trio.CapacityLimiter(MAX_CALLS)
+        self._turns = FairTurns(
+            MAX_CALLS, most_each=MAX_CALLS_OF_TENANT, most_dear=MAX_LONG_CALLS, dear=LONG_BYTES
+        )
         self._suspects_turn = trio.CapacityLimiter(1)
         self._nursery: trio.Nursery | None = None
         """Of the calls, while the task runs."""
@@ -175,7 +194,7 @@ class Preparation:
     ) -> None:
         """Let ``request`` through, reject it, or let it wait for an answer."""
         try:
-            question = _question_of(request.params)
+            question = _question_of(request.params, request.tenant)
         except InvalidRequest as error:
             request.reject(error)
             return
@@ -184,20 +203,25 @@ class Preparation:
             await _hand_on(request, verdict.refusal if verdict else None, submit)
         elif (asked := self._open.get(question.key)) is not None:
             self._join(asked, request)
-        elif len(self._open) >= MAX_QUESTIONS:
-            request.reject(
-                QueueFull(
-                    f"{len(self._open)} different grammars or extra_args are being prepared or "
-                    "wait for it; that is the limit",
-                    retry_after=RETRY_SECONDS,
-                )
-            )
+        elif (reason := self._no_room_for(request.tenant)) is not None:
+            request.reject(QueueFull(reason, retry_after=RETRY_SECONDS))
         else:
             self._open[question.key] = question
             self._join(question, request)
             nursery.start_soon(self._settle, question, submit)
             # Tasks that start in one turn begin in any order.
             await trio.lowlevel.checkpoint()
+
+    def _no_room_for(self, tenant: str) -> str | None:
+        """Return why one more question of ``tenant`` is too many, None if it isn't."""
+        number = len(self._open)
+        what = "different grammars or extra_args are being prepared or wait for it"
+        if number >= MAX_QUESTIONS:
+            return f"{number} {what}; that is the limit"
+        own = sum(each.tenant == tenant for each in self._open.values()) if tenant else 0
+        if excess(own, 1, number - own, MAX_QUESTIONS) > 0:
+            return f"{own} {what} of this API key; that is its share"
+        return None
 
     def _remembered(self, key: bytes) -> _Verdict | None:
         verdict = self._verdicts.get(key)
@@ -250,14 +274,14 @@ class Preparation:
 
     async def _answer(self, question: _Question) -> Exception | None:
         """Ask until a worker answers; the error that the answer is, if it is one."""
-        num_lost, turns = 0, [self._turns]
+        num_lost = 0
         while num_lost <= MAX_WORKERS_LOST:
             try:
-                return await self._ask(question, turns)
+                return await self._ask(question, is_suspect=num_lost > 0)
             except WorkerSentAway:
                 pass  # It has done nothing wrong, and comes back.
             except WorkerLost:
-                num_lost, turns = num_lost + 1, [self._suspects_turn, self._turns]
+                num_lost += 1
             except EngineError as error:
                 return error
         return EngineError(
@@ -265,16 +289,14 @@ class Preparation:
             f"{question.param}"
         )
 
-    async def _ask(
-        self, question: _Question, turns: list[trio.CapacityLimiter]
-    ) -> InvalidRequest | None:
+    async def _ask(self, question: _Question, *, is_suspect: bool) -> InvalidRequest | None:
         """Ask once, or wait for the same call of somebody before who doesn't wait any more.
 
         Raises:
             WorkerLost: the worker was lost before it answered.
             EngineError: it can't answer.
         """
-        call = self._calls.get(question.key) or await self._start(question, turns)
+        call = self._calls.get(question.key) or await self._start(question, is_suspect)
         with trio.move_on_after(self._timeout):
             await call.done.wait()
         if call.error is not None:
@@ -288,13 +310,14 @@ class Preparation:
             question.param,
         )
 
-    async def _start(self, question: _Question, turns: list[trio.CapacityLimiter]) -> _Call:
+    async def _start(self, question: _Question, is_suspect: bool) -> _Call:
         """Begin a call when it is its turn and there is a worker; it then goes on by itself."""
-        call = _Call(question, [])
+        if is_suspect:
+            await self._suspects_turn.acquire_on_behalf_of(question)
+        call = _Call(question, is_suspect)
         try:
-            for turn in turns:
-                await turn.acquire_on_behalf_of(call)
-                call.turns.append(turn)
+            await self._turns.acquire(call, question.tenant, question.num_bytes)
+            call.has_turn = True
             await self._worker.wait_attached()
         except BaseException:
             self._end(call)
@@ -311,7 +334,8 @@ class Preparation:
         try:
             with patience:
                 answer = await self._worker.call("prepare", question.arguments)
-                call.verdict = _Verdict(_read(answer), number, question.num_bytes)
+                refusal, num_bytes = _read(answer)
+                call.verdict = _Verdict(refusal, number, max(num_bytes, question.num_bytes))
         except (EngineError, WorkerLost) as error:
             call.error = error
         finally:
@@ -330,8 +354,10 @@ class Preparation:
             await self._worker.call("ping")
 
     def _end(self, call: _Call) -> None:
-        for turn in call.turns:
-            turn.release_on_behalf_of(call)
+        if call.has_turn:
+            self._turns.release(call)
+        if call.is_suspect:
+            self._suspects_turn.release_on_behalf_of(call.question)
         call.done.set()
 
     def _remember(self, question: _Question, verdict: _Verdict) -> None:
@@ -349,14 +375,14 @@ class Preparation:
             self._observe_grammar(grammar[0], outcome, seconds)
 
 
-def _question_of(params: SamplingParams) -> _Question | None:
+def _question_of(params: SamplingParams, tenant: str) -> _Question | None:
     """What the worker has to be asked about ``params``, if anything.
 
     Raises:
         InvalidRequest: they can't be sent to it.
     """
     grammar, extra_args = params.grammar, params.extra_args
-    if grammar is None and not extra_args:
+    if grammar is None and not extra_args and not params.logits_processors:
         return None
     encoded = []
     as_list = None if grammar is None else [grammar.kind, grammar.text]
@@ -375,9 +401,12 @@ def _question_of(params: SamplingParams) -> _Question | None:
     if _nests_deeper(plain, MAX_EXTRA_ARGS_DEPTH):
         message = f"extra_args may have {MAX_EXTRA_ARGS_DEPTH} maps and lists in one another"
         raise _refusal(message, "extra_args")
-    whole = b"".join(encoded)
+    processors = list(params.logits_processors)
+    whole = b"".join([*encoded, msgspec.msgpack.encode(processors)])
     arguments = {"grammar": as_list, "extra_args": extra_args}
-    return _Question(hashlib.sha256(whole).digest(), len(whole), arguments)
+    if processors:
+        arguments["logits_processors"] = processors
+    return _Question(hashlib.sha256(whole).digest(), len(whole), arguments, tenant)
 
 
 def _nests_deeper(value: Any, most: int) -> bool:
@@ -390,17 +419,19 @@ def _nests_deeper(value: Any, most: int) -> bool:
     return any(isinstance(each, (dict, list)) for each in level)
 
 
-def _read(answer: Any) -> InvalidRequest | None:
-    """The refusal that an answer is, None if all is fine.
+def _read(answer: Any) -> tuple[InvalidRequest | None, int]:
+    """The refusal that an answer is, None if all is fine, and the bytes that are compiled.
 
     Raises:
         EngineError: it is no answer.
     """
     match answer:
         case None:
-            return None
+            return None, 0
+        case int(num_bytes):
+            return None, num_bytes
         case {"error": str(message), "param": str(param)}:
-            return _refusal(message, param)
+            return _refusal(message, param), 0
     raise EngineError(f"prepare: the worker answered {answer!r}")
 
 

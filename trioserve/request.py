@@ -197,7 +197,9 @@ class Request:
     priority: int = 0
     """Smaller runs sooner under the priority policy."""
     cache_salt: str = ""
-    """Requests share cached prefixes only with those of the same salt."""
+    """A digest of the caller's; requests share cached prefixes only with those of the same salt."""
+    tenant: str = ""
+    """The name under which its share of the queue counts; empty for none."""
     retention: Retention | None = None
     """How much its pages are worth once it has ended."""
     adapter: int = NO_ADAPTER
@@ -208,6 +210,8 @@ class Request:
     """What goes with ``traceparent``."""
     max_prompt_tokens: int | None = None
     """Cut a longer prompt to this many tokens, on the side that the parameters name."""
+    default_max_tokens: int | None = None
+    """Output tokens where the parameters name no ``max_tokens``; None for as many as fit."""
     fewest_tokens: int = 0
     """A number of tokens that the prompt has at least, known before it is tokenized."""
     prefix_ids: tuple[int, ...] = ()

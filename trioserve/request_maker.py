@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence as Seq
 
@@ -9,8 +10,16 @@ import attrs
 import trio
 
 from trioserve.adapters import NO_ADAPTER
-from trioserve.admission import check_params, check_prompt, max_prompt_tokens, sampler_params
+from trioserve.admission import (
+    check_params,
+    check_prompt,
+    check_without_text,
+    limit_output,
+    max_prompt_tokens,
+    sampler_params,
+)
 from trioserve.config import EngineConfig
+from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.request import Prompt, Request, Sequence, Times, TokensPrompt
 from trioserve.retention import Retention
 from trioserve.sampling import SamplerParams, SamplingParams
@@ -27,6 +36,7 @@ class RequestMaker:
     Args:
         config: has limits.
         tokenizer: the model's.
+        generation: how long outputs may be.
         max_model_len: longest sequence in tokens.
         vocab_size: of the model.
         eos_token_ids: the tokens that end a sequence by themselves.
@@ -36,6 +46,7 @@ class RequestMaker:
 
     config: EngineConfig
     tokenizer: Tokenizer
+    generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -50,11 +61,13 @@ class RequestMaker:
         id: str,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
         retention: Retention | None = None,
         adapter: int = NO_ADAPTER,
         prefix_ids: Seq[int] = (),
         traceparent: str = "",
         tracestate: str = "",
+        arrived: float | None = None,
     ) -> Request:
         """A request with a sequence for each output, which nobody knows of yet.
 
@@ -64,7 +77,11 @@ class RequestMaker:
             InvalidRequest: a parameter can't be served, or an id isn't the model's.
             ContextTooLong: the prompt is certain to be longer than the model's context.
         """
+        now = trio.current_time()
         check_params(params, self.config, vocab_size=self.vocab_size)
+        if not self.tokenizer.has_text:
+            check_without_text(params)
+        params = limit_output(params, self.generation.most_tokens)
         keep = max_prompt_tokens(params, self.max_model_len)
         fewest_tokens = self._fewest_tokens(prompt, keep)
         if prefix_ids:
@@ -74,14 +91,16 @@ class RequestMaker:
             prompt=prompt,
             params=params,
             stream=Stream(self.stream_budget),
-            times=Times(arrived=trio.current_time()),
+            times=Times(arrived=now if arrived is None else min(arrived, now)),
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=_digest(self._scoped(cache_salt, tenant)),
+            tenant=tenant,
             retention=retention,
             adapter=adapter,
             traceparent=traceparent,
             tracestate=tracestate,
             max_prompt_tokens=keep,
+            default_max_tokens=self.generation.max_tokens,
             fewest_tokens=fewest_tokens,
             prefix_ids=tuple(prefix_ids),
         )
@@ -93,6 +112,11 @@ class RequestMaker:
         ]
         return request
 
+    def _scoped(self, salt: str, tenant: str) -> str:
+        """Return the salt whose requests share cached prefixes with this tenant's of ``salt``."""
+        by_tenant = tenant and self.config.prefix_cache_scope == "key"
+        return f"{tenant}\0{salt}" if by_tenant else salt
+
     def _fewest_tokens(self, prompt: Prompt, keep: int | None = None) -> int:
         """What :func:`check_prompt` says of it."""
         return check_prompt(
@@ -102,6 +126,14 @@ class RequestMaker:
             vocab_size=self.vocab_size,
             keep=keep,
         )
+
+
+def _digest(salt: str) -> str:
+    """Return what stands for ``salt`` in the prefix cache, which keeps it longer than a request."""
+    if not salt:
+        return ""
+    data = salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _with_index(sampler: SamplerParams, index: int) -> SamplerParams:

@@ -49,6 +49,7 @@ import attrs
 
 from trioserve.checks import (
     as_bias,
+    as_id_set,
     as_ids,
     as_strings,
     boolean,
@@ -58,8 +59,9 @@ from trioserve.checks import (
     refuse,
 )
 from trioserve.grammar import Grammar
+from trioserve.token_ids import as_column, has_id
 
-__all__ = ["MAX_SEED", "SamplerParams", "SamplingParams"]
+__all__ = ["MAX_SEED", "NAN_LOGITS", "NO_TOKEN", "SamplerParams", "SamplingParams"]
 
 MAX_SEED = 2**63 - 1
 MAX_SEQUENCES = 128
@@ -69,6 +71,13 @@ MAX_STRING_CHARACTERS = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_EXTRA_ARGS = 64
+MAX_PROCESSORS = 16
+
+NO_TOKEN = -1
+"""Number in place of a token where all logits are -inf. What a request masks is, so it may be NaN
+that was masked."""
+NAN_LOGITS = -2
+"""Number in place of a token where logits that aren't masked hold NaN."""
 
 _optional = attrs.validators.optional
 
@@ -86,7 +95,7 @@ def _as_bad_words(value: Any) -> tuple[str, ...]:
 
 
 def _as_stop_token_ids(value: Any) -> tuple[int, ...]:
-    return as_ids("stop_token_ids", value)
+    return as_id_set("stop_token_ids", value)
 
 
 def _as_logprob_token_ids(value: Any) -> tuple[int, ...]:
@@ -94,7 +103,7 @@ def _as_logprob_token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _as_allowed_token_ids(value: Any) -> tuple[int, ...] | None:
-    return None if value is None else as_ids("allowed_token_ids", value)
+    return None if value is None else as_id_set("allowed_token_ids", value)
 
 
 def _as_map(value: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -108,6 +117,15 @@ def _as_map(value: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(value)
 
 
+def _as_processors(value: Any) -> tuple[str, ...]:
+    names = as_strings("logits_processors", value, most=MAX_PROCESSORS, longest=1024)
+    for name in names:
+        module, colon, class_name = name.partition(":")
+        if not (module and colon and class_name):
+            raise refuse("logits_processors", name, "classes as module:Class")
+    return names
+
+
 def _check_grammar(_: object, __: object, value: Grammar | None) -> None:
     if value is not None and not isinstance(value, Grammar):
         raise refuse("grammar", value, "a trioserve.Grammar")
@@ -119,6 +137,10 @@ def _truncation(_: object, attribute: attrs.Attribute[int], value: int) -> None:
     )
     if value == 0:
         raise refuse(attribute.name, value, "at least 1, or -1 for the model's context")
+
+
+GENERATION_CONFIG_FIELDS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+"""Sampling parameters that a generation_config.json may hold, under these names."""
 
 
 @attrs.frozen(kw_only=True)
@@ -137,7 +159,8 @@ class SamplingParams:
     max_tokens: int | None = attrs.field(
         default=None, validator=_optional(integer(0, "an integer of at least 0"))
     )
-    """0 computes the prompt and nothing more: for its log-probabilities, or to have it cached."""
+    """Output tokens at most; None for the engine's default. 0 computes the prompt and nothing more:
+    for its log-probabilities, or to have it cached."""
     min_tokens: int = attrs.field(default=0, validator=integer(0, "an integer of at least 0"))
     temperature: float = attrs.field(
         default=1.0, validator=number(0.0, 100.0, "a number from 0 to 100")
@@ -175,6 +198,8 @@ class SamplingParams:
     spaces_between_special_tokens: bool = attrs.field(default=True, validator=boolean)
     """Leave the spaces that a word-level tokenizer puts between special tokens too; others put none
     there, whatever this says."""
+    detokenize: bool = attrs.field(default=True, validator=boolean)
+    """Whether the output has text; without it, there are token ids alone."""
     logprobs: int | None = attrs.field(
         default=None, validator=_optional(integer(0, "an integer of at least 0"))
     )
@@ -204,7 +229,10 @@ class SamplingParams:
     """Words whose last token is never drawn behind the others."""
     grammar: Grammar | None = attrs.field(default=None, validator=_check_grammar)
     extra_args: dict[str, Any] = attrs.field(factory=dict, converter=_as_map)
-    """Parameters for the server's own logits processors, by name."""
+    """Parameters for logits processors, by name."""
+    logits_processors: tuple[str, ...] = attrs.field(default=(), converter=_as_processors)
+    """Classes ``module:Class`` that change this request's logits beside the server's own. The
+    worker imports them; no HTTP request can name one."""
     truncate_prompt_tokens: int | None = attrs.field(default=None, validator=_optional(_truncation))
     """Keep this many tokens of a longer prompt; -1 for as many as the model's context leaves."""
     truncation_side: str = "left"
@@ -220,6 +248,9 @@ class SamplingParams:
         if self.grammar is not None and self.min_tokens:
             # The grammar may allow nothing but the end before as many tokens are there.
             raise refuse("min_tokens", self.min_tokens, "0 where the output follows a grammar")
+        for name in ("stop", "stop_regex"):
+            if getattr(self, name) and not self.detokenize:
+                raise refuse(name, list(getattr(self, name)), "left out without detokenize")
         if self.truncation_side not in ("left", "right"):
             raise refuse("truncation_side", self.truncation_side, '"left" or "right"')
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
@@ -238,7 +269,8 @@ class SamplingParams:
 class SamplerParams:
     """What the worker needs of a :class:`SamplingParams`, with nothing left to be looked up.
 
-    ``stop_ids`` already holds the model's end-of-sequence ids unless they are ignored. ``seed`` is
+    ``stop_ids`` already holds the model's end-of-sequence ids unless they are ignored; it and
+    ``allowed_token_ids`` are columns of :mod:`trioserve.token_ids`. ``seed`` is
     in 0 to 2**64 - 1. ``logprobs`` and ``prompt_logprobs`` are -1 for none; an empty
     ``allowed_token_ids`` allows all; each of ``bad_words`` is a list of token ids.
     ``sequence_index`` enters the random counter.
@@ -253,19 +285,20 @@ class SamplerParams:
     presence_penalty: float = 0.0
     min_tokens: int = 0
     logit_bias: dict[int, float] = attrs.field(factory=dict)
-    stop_ids: list[int] = attrs.field(factory=list)
+    stop_ids: bytes = attrs.field(default=b"", converter=as_column)
     seed: int = 0
     sequence_index: int = 0
     logprobs: int = -1
     prompt_logprobs: int = -1
     logprob_token_ids: list[int] = attrs.field(factory=list)
-    allowed_token_ids: list[int] = attrs.field(factory=list)
+    allowed_token_ids: bytes = attrs.field(default=b"", converter=as_column)
     bad_words: list[list[int]] = attrs.field(factory=list)
     grammar: Grammar | None = None
     extra_args: dict[str, Any] = attrs.field(factory=dict)
+    logits_processors: list[str] = attrs.field(factory=list)
     pooling: str = ""
     """What the prompt's hidden states become: ``last`` or ``mean``; empty for nothing."""
 
     def is_stop(self, token: int, num_output: int) -> bool:
         """Whether ``token``, the ``num_output``-th of the output (from 1), ends the sequence."""
-        return num_output >= max(self.min_tokens, 1) and token in self.stop_ids
+        return num_output >= max(self.min_tokens, 1) and has_id(self.stop_ids, token)

@@ -37,6 +37,7 @@ from trioserve.generation import Completion, GenerationStream, PromptLike, compl
 from trioserve.request import Request
 from trioserve.sampling import SamplingParams
 from trioserve.scheduler.holds import Holds
+from trioserve.tenants import excess
 from trioserve.turns import Turn, Turns
 
 __all__ = ["MAX_CAPACITY", "SESSION_PRIORITY", "Continuation", "Session", "Sessions"]
@@ -60,6 +61,8 @@ class Session:
     """Seconds without a turn after which it is closed; infinity for never."""
     owner: str | None
     """Whose it is: nobody else finds it."""
+    tenant: str
+    """The name under which its share of all sessions counts; empty for none."""
     goes_on: bool
     """Whether a turn that names no other one goes on from the last."""
     _name: str
@@ -323,7 +326,8 @@ class Sessions:
         self.end = end
         self._holds = holds
         self._max_sessions = max_sessions
-        self._open: dict[str, Session] = {}
+        self._open: dict[tuple[str | None, str], Session] = {}
+        """By owner and id."""
         self._num_opened = 0
         self.start_task: Callable[[Callable[[], Any]], None] | None = None
         """Starts a task that lives as long as the engine."""
@@ -348,6 +352,7 @@ class Sessions:
         capacity: int = MAX_CAPACITY,
         timeout: float = math.inf,
         owner: str | None = None,
+        tenant: str = "",
         goes_on: bool = True,
     ) -> Session:
         """A new session, until it is closed: :meth:`trioserve.Engine.open_session` is a block.
@@ -357,6 +362,7 @@ class Sessions:
             capacity: see there.
             timeout: see there.
             owner: who is to find it.
+            tenant: The name under which its share of all sessions counts; empty for none.
             goes_on: see :class:`Session`.
 
         Raises:
@@ -379,16 +385,22 @@ class Sessions:
             )
         if not timeout > 0:
             raise InvalidRequest(f"timeout must be positive, got {timeout}", param="timeout")
-        if id in self._open:
+        if (owner, id) in self._open:
             raise InvalidRequest(f"there is a session {id!r} already", param="session_id")
         if len(self._open) >= self._max_sessions:
             raise SessionLimit(
                 f"{len(self._open)} sessions are open; that is the limit (--max-sessions)"
             )
+        own = sum(each.tenant == tenant for each in self._open.values()) if tenant else 0
+        if excess(own, 1, len(self._open) - own, self._max_sessions) > 0:
+            raise SessionLimit(
+                f"{own} sessions of this key are open; a key may have half of those that other "
+                "keys leave (--max-sessions)"
+            )
         self._num_opened += 1
         name = f"session {self._num_opened}"
-        session = Session(id, capacity, timeout, owner, goes_on, name, self)
-        self._open[id] = session
+        session = Session(id, capacity, timeout, owner, tenant, goes_on, name, self)
+        self._open[owner, id] = session
         session.touch()
         if timeout < math.inf and not self._has_task and self.start_task is not None:
             self._has_task = True
@@ -405,8 +417,8 @@ class Sessions:
         Raises:
             InvalidRequest: there is none, or it is somebody else's.
         """
-        session = self._open.get(id)
-        if session is None or session.owner != owner:
+        session = self._open.get((owner, id))
+        if session is None:
             raise InvalidRequest(
                 f"there is no session {id!r}; it may have been closed, or timed out",
                 param="session_id",
@@ -433,7 +445,7 @@ class Sessions:
 
     def on_closed(self, session: Session) -> None:
         """``session`` is closed."""
-        del self._open[session.id]
+        del self._open[session.owner, session.id]
 
     def check_integrity(self) -> None:
         """Assert what is always true, of each session and of what is held for all of them."""

@@ -27,10 +27,11 @@ from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.errors import WorkerLost
 from trioserve.groups import sole_exception
-from trioserve.loaded_model import LoadedModel
+from trioserve.loaded_model import LoadedModel, chosen_generation_config
 from trioserve.metrics import Metrics
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
+from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.nursery import run_engine
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.scheduler import Scheduler
@@ -96,7 +97,9 @@ async def open_fake_engine(
         name="fake",
         tokenizer=Tokenizer(tokenizer or byte_tokenizer(), ChatTemplate(FAKE_CHAT_TEMPLATE)),
         eos_token_ids=eos_token_ids,
-        generation_defaults=generation_defaults or {},
+        generation=chosen_generation_config(
+            GenerationConfig(sampling=generation_defaults or {}), config
+        ),
     )
     metrics = Metrics(model.name, config.metrics_prefix)
     scheduler = Scheduler(config, metrics)
@@ -156,7 +159,6 @@ def fake_encoder_model(shape: EncoderConfig) -> LoadedModel:
         name="fake",
         tokenizer=Tokenizer(backend),
         eos_token_ids=(),
-        generation_defaults={},
         task=shape.task,
         encoder=TextEncoder(shape, EncoderTokenizer(backend, shape), shape.max_length),
     )

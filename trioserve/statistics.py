@@ -15,7 +15,8 @@ class EngineStatistics:
 
     ``num_tokenizing`` outputs are asked for by requests that are not yet in the queue;
     ``num_streams`` scopes are open; ``stream_bytes`` of output wait for slow readers;
-    ``num_sessions`` are open; ``front_end_restarts`` front ends were replaced, where there are any.
+    ``num_sessions`` are open; ``front_end_restarts`` front ends were replaced, where there are any;
+    ``memory_released`` says that the worker is away with its memory.
     """
 
     scheduler: SchedulerStatistics
@@ -25,6 +26,7 @@ class EngineStatistics:
     worker_restarts: int
     num_sessions: int = 0
     front_end_restarts: int = 0
+    memory_released: bool = False
 
     def summary(self) -> str:
         """The numbers in a few lines, for people."""

@@ -4,7 +4,7 @@ The names of a span's attributes are vLLM's, which are OpenTelemetry's for gener
 those exist. Spans leave by OTLP over HTTP in a thread of the SDK's own, in batches. A collector
 that can't be reached is told of in the log, and its spans are dropped; no request waits for it.
 
-The SDK is an extra, ``trioserve[otel]``, and is imported only where spans are asked for. What else
+The SDK is an extra, ``otel``, and is imported only where spans are asked for. What else
 it can be told (headers, certificates, sampling, the service's name) are its standard environment
 variables.
 """
@@ -23,6 +23,7 @@ import trio
 
 from trioserve.errors import InvalidRequest
 from trioserve.logs import get_logger
+from trioserve.machine import extra_advice
 from trioserve.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -209,11 +210,10 @@ async def open_tracing(endpoint: str | None) -> AsyncIterator[Tracing]:
     except ImportError as error:
         if endpoint:
             raise InvalidRequest(
-                "--otlp-traces-endpoint needs OpenTelemetry's SDK: "
-                'python -m pip install "trioserve[otel]"',
+                f"--otlp-traces-endpoint needs OpenTelemetry's SDK: {extra_advice('otel')}",
                 param="otlp_traces_endpoint",
             ) from error
-        _log.warning("no spans", needs="trioserve[otel]", because=f"{ENDPOINT_VARIABLE} is set")
+        _log.warning("no spans", needs=extra_advice("otel"), because=f"{ENDPOINT_VARIABLE} is set")
         yield Tracing()
         return
     hurried = False

@@ -188,6 +188,8 @@ class Ready:
     """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
     pid: int = 0
     """Of its process, which whoever has started that fills in."""
+    warning: str = ""
+    """Why the model computes slower than it could on another machine, and what to do; one line."""
 
 
 @attrs.frozen(kw_only=True)

@@ -130,7 +130,9 @@ async def serving(
         argv=lambda port: [
             *(*prefix, sys.executable, "-m", "trioserve", "serve", model),
             *("--port", str(port), "--served-model-name", _NAME),
-            *("--log-format", "json", "--log-level", "warning", *options),
+            *("--log-format", "json", "--log-level", "warning"),
+            # Outputs are compared with what the parameters of the requests alone give.
+            *("--generation-config", "vllm", *options),
         ],
         fields={"model": _NAME, "stream_options": {"include_usage": True}},
         versions=own_versions(),

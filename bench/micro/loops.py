@@ -23,6 +23,7 @@ from trioserve.http.completions.writer import CompletionWriter, Wanted
 from trioserve.http.connection import Connection
 from trioserve.http.connections import Connections
 from trioserve.http.settings import ServerSettings
+from trioserve.http.unsent import UnsentBudget
 from trioserve.stream import Chunk, Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.worker.link import NngLink
@@ -68,7 +69,7 @@ async def stream_fan_out(rows: int) -> AsyncIterator[Prepared]:
 @contextlib.asynccontextmanager
 async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
     """As many connections: an event made of a chunk, and written to the connection's socket."""
-    settings = ServerSettings()
+    settings, budget = ServerSettings(), UnsentBudget(1 << 40)
     connections, writers, clients = [], [], []
     everybody, wanted = Connections(), Wanted(tokenizer=Tokenizer(tokenizer(), None))
     # Neither is called: nothing is read from these connections.
@@ -78,7 +79,7 @@ async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
         theirs.setblocking(False)
         clients.append(theirs)
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-        connections.append(Connection(app, settings, context, stream, everybody))
+        connections.append(Connection(app, settings, context, stream, everybody, budget))
         writers.append(_writer(wanted))
 
     async def before() -> None:

@@ -1,7 +1,4 @@
-"""Directives whose tables are made of the routes and their classes.
-
-``api-endpoints`` lists the endpoints, ``api-fields`` the fields of requests, ``api-answers`` those
-of answers.
+"""Tables that are made of the routes and their classes: endpoints, fields of requests and answers.
 
 Nothing in them is written by hand: a field's meaning is what its class says of it, and whether it
 is served, accepted without influence or refused is what decoding a request goes by.
@@ -18,10 +15,7 @@ from typing import Annotated, Any, Literal
 
 import attrs
 import msgspec
-from docutils import nodes
 from peers import peers_of
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 from trioserve.http.dialects import error_body
 from trioserve.http.openai.schemas import GenerationRequest
@@ -245,35 +239,3 @@ def _tables(fields: Sequence[Field], class_names: tuple[str, ...]) -> Iterator[s
 
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-class Endpoints(SphinxDirective):
-    """``api-endpoints``; it has no arguments."""
-
-    def run(self) -> list[nodes.Node]:
-        """The nodes of the table."""
-        return self.parse_text_to_nodes("\n".join(endpoint_lines()))
-
-
-class Answers(SphinxDirective):
-    """``api-answers``; it has no arguments."""
-
-    def run(self) -> list[nodes.Node]:
-        """The nodes of the sections."""
-        return self.parse_text_to_nodes("\n".join(answer_lines()), allow_section_headings=True)
-
-
-class Fields(SphinxDirective):
-    """``api-fields``; it has no arguments."""
-
-    def run(self) -> list[nodes.Node]:
-        """The nodes of the sections."""
-        return self.parse_text_to_nodes("\n".join(field_lines()), allow_section_headings=True)
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the directives with Sphinx."""
-    app.add_directive("api-answers", Answers)
-    app.add_directive("api-endpoints", Endpoints)
-    app.add_directive("api-fields", Fields)
-    return {"parallel_read_safe": True}

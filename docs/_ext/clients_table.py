@@ -1,4 +1,4 @@
-"""The directive ``clients-table``: the clients that are tested, in pinned versions."""
+"""A table of the clients that are tested, in pinned versions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-from docutils import nodes
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).parent.parent.parent
 OWN = "constraints.txt"
@@ -50,19 +46,3 @@ def table_lines() -> Iterator[str]:
     yield "| --- | --- | --- | --- |"
     for package, place, file, dialects in CLIENTS:
         yield f"| `{package}` | {version_of(package, file)} | {place} | {dialects} |"
-
-
-class ClientsTable(SphinxDirective):
-    """``clients-table``; it has no arguments."""
-
-    def run(self) -> list[nodes.Node]:
-        """The nodes of the table."""
-        for file in (OWN, PYTHON, NODE):
-            self.env.note_dependency(str(ROOT / file))
-        return self.parse_text_to_nodes("\n".join(table_lines()))
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the directive with Sphinx."""
-    app.add_directive("clients-table", ClientsTable)
-    return {"parallel_read_safe": True}

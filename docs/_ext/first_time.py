@@ -1,4 +1,4 @@
-"""The directive ``first-time-table``: how long the tutorial took on a clean machine.
+"""A table of the tutorial: how long the tutorial took on a clean machine.
 
 Made from the newest record of ``python -m bench.first_time`` in ``bench/results``.
 """
@@ -9,10 +9,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from docutils import nodes
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -36,19 +32,10 @@ def table_lines(record: dict[str, Any]) -> Iterator[str]:
     )
 
 
-class FirstTimeTable(SphinxDirective):
-    """``first-time-table``; it has no arguments."""
-
-    def run(self) -> list[nodes.Node]:
-        """The nodes of the table, or of a line that says how to make it."""
-        path = newest_record()
-        if path is None:
-            return self.parse_text_to_nodes("`python -m bench.first_time` measures it.")
-        self.env.note_dependency(str(path))
-        return self.parse_text_to_nodes("\n".join(table_lines(json.loads(path.read_text()))))
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the directive with Sphinx."""
-    app.add_directive("first-time-table", FirstTimeTable)
-    return {"parallel_read_safe": True}
+def newest_lines() -> Iterator[str]:
+    """Yield the newest record's lines, or one that says how to make a record."""
+    path = newest_record()
+    if path is None:
+        yield "`python -m bench.first_time` measures it."
+    else:
+        yield from table_lines(json.loads(path.read_text()))

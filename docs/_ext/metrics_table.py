@@ -1,4 +1,4 @@
-"""The directives ``metrics-table`` and ``dashboard-table``: what is measured, read at build time.
+"""Tables of the metrics and of the dashboard's panels.
 
 The first is made from :mod:`trioserve.metrics`, the second from the Grafana dashboard itself.
 """
@@ -9,10 +9,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from docutils import nodes
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 from trioserve.metrics.definition import COMMON_LABELS, Definition
 from trioserve.metrics.definitions import DEFINITIONS, GROUPS
@@ -47,27 +43,3 @@ def dashboard_lines() -> Iterator[str]:
     for panel in dashboard["panels"]:
         if panel["type"] != "row":
             yield f"| {panel['title']} | {panel['description']} |"
-
-
-class MetricsTable(SphinxDirective):
-    """``metrics-table``; it has no arguments."""
-
-    def run(self) -> list[nodes.Node]:
-        """The nodes of the tables."""
-        return self.parse_text_to_nodes("\n".join(metrics_lines()), allow_section_headings=True)
-
-
-class DashboardTable(SphinxDirective):
-    """``dashboard-table``; it has no arguments."""
-
-    def run(self) -> list[nodes.Node]:
-        """The nodes of the table."""
-        self.env.note_dependency(str(DASHBOARD))
-        return self.parse_text_to_nodes("\n".join(dashboard_lines()))
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the directives with Sphinx."""
-    app.add_directive("metrics-table", MetricsTable)
-    app.add_directive("dashboard-table", DashboardTable)
-    return {"parallel_read_safe": True}

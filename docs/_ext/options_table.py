@@ -1,12 +1,8 @@
-"""The directive ``options-table``: every option of :mod:`trioserve.config`, read at build time."""
+"""A table of every option of :mod:`trioserve.config`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from docutils import nodes
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
 from trioserve.options import Option, options_of
@@ -40,17 +36,3 @@ def _meaning(option: Option) -> str:
     ):
         return text
     return f"{text} {option.wanted[0].upper()}{option.wanted[1:]}."
-
-
-class OptionsTable(SphinxDirective):
-    """``options-table``; it has no arguments."""
-
-    def run(self) -> list[nodes.Node]:
-        """The nodes of the tables."""
-        return self.parse_text_to_nodes("\n".join(table_lines()), allow_section_headings=True)
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the directive with Sphinx."""
-    app.add_directive("options-table", OptionsTable)
-    return {"parallel_read_safe": True}

@@ -2,7 +2,8 @@
 
 OpenAI's, Anthropic's and Ollama's are those of their references; vLLM's and SGLang's were read from
 their sources of July and August 2026, together with those that vLLM had before (``guided_json`` and
-others). Of TensorRT-LLM there is what its requests have and no other server's do.
+others). Of TensorRT-LLM and LMDeploy there is what
+their requests have and no other server's do.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ _NAMES = {
             "tools top_k top_logprobs top_p use_audio_in_video user"
         ),
         "TensorRT-LLM": "kv_cache_retention_config",
+        "LMDeploy": "enable_thinking",
     },
     "CompletionRequest": {
         "OpenAI": (
@@ -139,6 +141,12 @@ _NAMES = {
         "OpenAI": "include include_obfuscation starting_after stream",
         "vLLM": "starting_after stream",
     },
+    "InputTokensRequest": {
+        "OpenAI": (
+            "conversation input instructions model parallel_tool_calls personality "
+            "previous_response_id reasoning text tool_choice tools truncation"
+        ),
+    },
     "InputItemsQuery": {"OpenAI": "after include limit order"},
     "GenerateRequest": {
         "SGLang": (
@@ -152,8 +160,9 @@ _NAMES = {
             "return_hidden_states return_indexer_topk return_logprob return_prompt_token_ids "
             "return_routed_experts return_sampling_mask return_text_in_logprobs rid "
             "routed_dp_rank routed_experts_start_len routing_key sampling_params session_id "
-            "session_params stream text token_ids_logprob top_logprobs_num use_audio_in_video "
-            "video_data video_max_dynamic_patch"
+            "return_normalized_logprob session_params stream stream_output text "
+            "token_ids_logprob top_logprobs_num use_audio_in_video video_data "
+            "video_max_dynamic_patch"
         ),
         "TensorRT-LLM": "kv_cache_retention_config",
     },
@@ -197,6 +206,7 @@ _NAMES = {
     "OllamaMessage": {
         "Ollama": "content images role thinking tool_call_id tool_calls tool_name",
     },
+    "OllamaEmbeddingsRequest": {"Ollama": "keep_alive model options prompt"},
     "OllamaEmbedRequest": {"Ollama": "dimensions input keep_alive model options truncate"},
     "ShowRequest": {"Ollama": "model name options system template verbose"},
     "TokenizeRequest": {
@@ -304,7 +314,7 @@ _NAMES = {
 def peers_of(class_names: tuple[str, ...], field: str) -> list[str]:
     """The servers whose requests, of one of the classes, have ``field``."""
     found = []
-    for server in ("OpenAI", "vLLM", "SGLang", "TensorRT-LLM", "Anthropic", "Ollama"):
+    for server in ("OpenAI", "vLLM", "SGLang", "TensorRT-LLM", "LMDeploy", "Anthropic", "Ollama"):
         names = (_NAMES.get(name, {}).get(server, "") for name in class_names)
         if any(field in text.split() for text in names):
             found.append(server)

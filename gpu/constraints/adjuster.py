@@ -21,9 +21,11 @@ from gpu.constraints.lazy_grammars import Grammars
 from gpu.constraints.processors import Processors
 from gpu.constraints.refusals import GrammarError, one_line
 from gpu.slots import PlanError, Slot
+from trioserve.errors import ModelLoadError
 from trioserve.grammar import Grammar
 from trioserve.logits_processors import ProcessorRow
 from trioserve.sampling import SamplerParams
+from trioserve.wire import ints
 
 if TYPE_CHECKING:
     import llguidance
@@ -62,8 +64,8 @@ class _Constrained:
 
     always: Mask | None
     """What is allowed whatever the tokens, None for all."""
-    words: list[list[int]]
-    """Bad words of at least two tokens."""
+    words: dict[int, list[list[int]]]
+    """Bad words of at least two tokens, by the last but one."""
     matching: _Matching | None
     processed: bool
 
@@ -104,17 +106,24 @@ class Constraints:
         return llguidance.LLExecutor(self._num_threads)
 
     def prepare(
-        self, grammar: Grammar | None, extra_args: Mapping[str, Any]
-    ) -> dict[str, str] | None:
+        self,
+        grammar: Grammar | None,
+        extra_args: Mapping[str, Any],
+        processors: Sequence[str] = (),
+    ) -> dict[str, str] | int:
         """Whether a request with these can be served: compiles the one and checks the others.
 
-        For any thread. Returns None, or what is wrong (``error``) with which of them (``param``).
+        For any thread. Returns the bytes that the grammar takes, or what is wrong (``error``) with
+        which of them (``param``).
         """
         try:
-            taken = self._processors.check(extra_args)
+            self._processors.bring(processors)
+            taken = self._processors.check(extra_args, processors)
+        except ModelLoadError as error:
+            return {"error": str(error), "param": "logits_processors"}
         except ValueError as error:
             return {"error": str(error), "param": "extra_args"}
-        not_taken = self._processors.not_taken(extra_args)
+        not_taken = self._processors.not_taken(extra_args, processors)
         if extra_args and not taken:
             not_taken = sorted(extra_args)
         if not_taken:
@@ -125,10 +134,10 @@ class Constraints:
             }
         if grammar is not None:
             try:
-                self._grammars.prepare(grammar)
+                return self._grammars.prepare(grammar)
             except GrammarError as error:
                 return {"error": f"grammar: {error}", "param": "grammar"}
-        return None
+        return 0
 
     def open(self, slot: Slot) -> None:
         """See :meth:`gpu.adjustments.Adjuster.open`.
@@ -140,9 +149,11 @@ class Constraints:
         self._open.pop(slot.number, None)
         constrained = _Constrained(
             always=self._always(params),
-            words=[word for word in params.bad_words if len(word) > 1],
+            words=_by_last_but_one(params.bad_words),
             matching=self._matching(slot),
-            processed=self._processors.open(slot.number, params.extra_args),
+            processed=self._processors.open(
+                slot.number, params.extra_args, params.logits_processors
+            ),
         )
         if constrained.masks or constrained.processed:
             self._open[slot.number] = constrained
@@ -213,9 +224,10 @@ class Constraints:
             if constrained.always is not None:
                 masks[row] &= constrained.always
             output = slot.tokens[slot.prompt_length :]
-            for word in constrained.words:
-                if _ends_with(output, word[:-1]):
-                    _forbid(masks[row], word[-1])
+            if constrained.words and len(output):
+                for word in constrained.words.get(int(output[-1]), ()):
+                    if _ends_with(output, word[:-1]):
+                        _forbid(masks[row], word[-1])
         return masks
 
     def _mask_by_grammars(
@@ -241,11 +253,10 @@ class Constraints:
 
     def _always(self, params: SamplerParams) -> Mask | None:
         banned = [word[0] for word in params.bad_words if len(word) == 1]
-        if not params.allowed_token_ids and not banned:
-            return None
-        mask = np.full(self._num_words, 0 if params.allowed_token_ids else -1, dtype=np.int32)
-        ids = np.array(params.allowed_token_ids, dtype=np.int64)
-        np.bitwise_or.at(mask.view(np.uint32), ids // 32, np.uint32(1) << (ids % 32).astype("u4"))
+        if not banned:
+            allowed = params.allowed_token_ids
+            return _allowing(allowed, self._num_words) if allowed else None
+        mask = _allowing(params.allowed_token_ids, self._num_words).copy()
         for token in banned:
             _forbid(mask, token)
         return mask
@@ -258,6 +269,28 @@ class Constraints:
             return _Matching(self._grammars.matcher(grammar))
         except GrammarError as error:
             raise PlanError(f"the grammar of slot {slot.number}: {error}", slot.number) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _allowing(column: bytes, num_words: int) -> Mask:
+    """Return the mask of the ids in ``column``, or of all for an empty one. It isn't to be changed.
+
+    The outputs of a request have the same.
+    """
+    if not column:
+        return np.full(num_words, -1, dtype=np.int32)
+    allowed = np.zeros(num_words * 32, dtype=np.bool_)
+    allowed[ints(column)] = True
+    return np.packbits(allowed, bitorder="little").view("<i4")
+
+
+def _by_last_but_one(words: list[list[int]]) -> dict[int, list[list[int]]]:
+    """Return the ``words`` of at least two tokens: a draw looks at those alone that may end."""
+    found: dict[int, list[list[int]]] = {}
+    for word in words:
+        if len(word) > 1:
+            found.setdefault(word[-2], []).append(word)
+    return found
 
 
 def _ends_with(output: npt.NDArray[np.int32], tokens: list[int]) -> bool:

@@ -12,6 +12,7 @@ a :class:`Verdict` for each. It ends when its standard input does.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import resource
 import subprocess
@@ -26,19 +27,24 @@ from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguida
 from gpu.constraints.refusals import GrammarError
 from trioserve.grammar import Grammar
 
-__all__ = ["GrammarTrial", "Verdict", "main"]
+__all__ = ["GrammarTrial", "Verdict", "estimated_bytes", "main"]
 
 MAX_SECONDS = 5
 MAX_MEMORY = 1 << 30
+
+_LEAST_BYTES = 1 << 15
+_BYTES_PER_CHARACTER = 300
+"""Of a schema with many properties."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 @attrs.frozen
 class Verdict:
-    """A grammar in llguidance's form, or why it is refused."""
+    """A grammar in llguidance's form and the bytes that it takes compiled, or why it is refused."""
 
     text: str = ""
+    num_bytes: int = 0
     error: str = ""
 
 
@@ -63,8 +69,8 @@ class GrammarTrial:
         self._max_memory = max_memory
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, grammar: Grammar) -> str:
-        """Try out ``grammar``; returns it in llguidance's form.
+    def run(self, grammar: Grammar) -> Verdict:
+        """Try out ``grammar``; returns a verdict without an error.
 
         Raises:
             GrammarError: it can't be compiled, or not within the limits.
@@ -79,7 +85,7 @@ class GrammarTrial:
             ) from error
         if verdict.error:
             raise GrammarError(verdict.error)
-        return verdict.text
+        return verdict
 
     def kill(self) -> None:
         """End the child, if there is one, whatever another thread waits for."""
@@ -139,13 +145,47 @@ def main() -> None:
             return
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + max_seconds))
+        before = allocated()
         try:
             text = to_llguidance(grammar, tokenizer)
-            compile_text(text, tokenizer)
+            compiled = compile_text(text, tokenizer)
         except GrammarError as error:
             _write(target, Verdict(error=str(error)))
         else:
-            _write(target, Verdict(text=text))
+            num_bytes = max(allocated() - before, 0) or estimated_bytes(grammar)
+            del compiled
+            _write(target, Verdict(text, num_bytes))
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc's ``mallinfo2`` tells."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
+            *("uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+# Looked up once: no request opens a library. It isn't there without glibc.
+_mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _mallinfo is not None:
+    _mallinfo.restype = _Mallinfo
+
+
+def allocated() -> int:
+    """Return the bytes that this process has allocated, llguidance's included; 0 without glibc."""
+    if _mallinfo is None:
+        return 0
+    found = _mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
+def estimated_bytes(grammar: Grammar) -> int:
+    """Return about how many bytes a grammar takes compiled, where that can't be measured."""
+    return _LEAST_BYTES + _BYTES_PER_CHARACTER * len(grammar.text)
 
 
 def _limit(kind: int, value: int) -> None:

@@ -16,9 +16,11 @@ import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
 from gpu.constraints.refusals import GrammarError, one_line
-from trioserve.errors import ModelLoadError
+from trioserve.errors import InvalidRequest, ModelLoadError
 from trioserve.grammar import Grammar
 from trioserve.model_files import ModelFiles, load_tokenizer_from
+from trioserve.model_files.native import panics_raised
+from trioserve.structural_format import format_lark
 
 __all__ = ["GrammarVocabulary", "compile_text", "to_llguidance"]
 
@@ -68,9 +70,10 @@ class GrammarVocabulary:
             GrammarError: llguidance can't read the tokenizer.
         """
         try:
-            return llguidance.LLTokenizer(
-                self.tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos_ids)
-            )
+            with panics_raised():
+                return llguidance.LLTokenizer(
+                    self.tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos_ids)
+                )
         except Exception as error:  # of what is in Rust, anything may come
             raise GrammarError(
                 "grammars need the bytes of tokens, which the model's tokenizer doesn't tell: "
@@ -164,7 +167,7 @@ def _structural_tag(text: str, tokenizer: llguidance.LLTokenizer) -> str:
     if not isinstance(value, dict):
         raise GrammarError("a structural tag is a JSON object with structures and triggers")
     if "format" in value:
-        raise GrammarError('the form with "format" is not served: give structures and triggers')
+        return _by_format(value["format"], tokenizer)
     triggers = _strings(value, "triggers")
     structures = value.get("structures")
     if not isinstance(structures, list) or not structures:
@@ -181,6 +184,20 @@ def _structural_tag(text: str, tokenizer: llguidance.LLTokenizer) -> str:
     return llguidance.LLMatcher.grammar_from_lark(
         llguidance.StructTag.to_grammar(tags, assume_special=special)
     )
+
+
+def _by_format(format: Any, tokenizer: llguidance.LLTokenizer) -> str:
+    def token_of(text: str) -> int | None:
+        if not _is_special(text, tokenizer):
+            return None
+        (id,) = tokenizer.tokenize_str(text, parse_special=True)
+        return id
+
+    try:
+        lark = format_lark(format, token_of)
+    except InvalidRequest as error:
+        raise GrammarError(one_line(str(error).removeprefix("grammar: "))) from error
+    return llguidance.LLMatcher.grammar_from_lark(lark)
 
 
 def _strings(value: dict[str, Any], name: str) -> list[str]:

@@ -26,12 +26,16 @@ __all__ = ["Grammars", "LazyGrammars"]
 class Grammars(Protocol):
     """What constraints want of :class:`gpu.constraints.grammar_cache.GrammarCache`."""
 
-    def prepare(self, grammar: Grammar) -> None:
+    def prepare(self, grammar: Grammar) -> int:
         """Try ``grammar`` out and compile it. For any thread; may take seconds.
+
+        Returns:
+            The bytes that it takes.
 
         Raises:
             GrammarError: it isn't served.
         """
+        ...
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         """A matcher of its own for a sequence that has no output yet.
@@ -54,9 +58,9 @@ class LazyGrammars:
         self._lock = threading.Lock()
         self._cache: GrammarCache | None = None
 
-    def prepare(self, grammar: Grammar) -> None:
+    def prepare(self, grammar: Grammar) -> int:
         """See :meth:`Grammars.prepare`."""
-        self._loaded().prepare(grammar)
+        return self._loaded().prepare(grammar)
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         """See :meth:`Grammars.matcher`."""

@@ -6,7 +6,8 @@ See :mod:`trioserve.logits_processors` for what they are.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
@@ -18,12 +19,12 @@ from trioserve.logits_processors import LogitsProcessor, ProcessorContext, Proce
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NamedProcessor", "Processors", "load_processors"]
+__all__ = ["NamedProcessor", "Processors", "load_processor", "load_processors"]
 
 _METHODS = ("check", "open", "close", "apply")
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class NamedProcessor:
     """A processor and the ``module:Class`` that it comes from."""
 
@@ -37,84 +38,137 @@ def load_processors(names: Sequence[str], context: ProcessorContext) -> list[Nam
     Raises:
         ModelLoadError: one can't be made, or lacks a method.
     """
-    return [NamedProcessor(name, _load(name, context)) for name in names]
+    return [load_processor(name, context) for name in names]
+
+
+def load_processor(
+    name: str, context: ProcessorContext, option: str = "--logits-processors"
+) -> NamedProcessor:
+    """Import and make one; ``option`` is what named it.
+
+    Raises:
+        ModelLoadError: it can't be made, or lacks a method.
+    """
+    try:
+        return NamedProcessor(name, _load(name, context))
+    except _NotLoaded as error:
+        raise ModelLoadError(f"{option} {name}: {error}") from error
+
+
+class _NotLoaded(Exception):
+    """Why a processor can't be loaded."""
 
 
 def _load(name: str, context: ProcessorContext) -> LogitsProcessor:
     module_name, _, class_name = name.partition(":")
     if not module_name or not class_name:
-        raise ModelLoadError(f"--logits-processors {name}: write it as module:Class")
+        raise _NotLoaded("write it as module:Class")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise what it likes
-        raise ModelLoadError(
-            f"--logits-processors {name}: the module can't be imported: {described(error)}; "
+        raise _NotLoaded(
+            f"the module can't be imported: {described(error)}; "
             "it must be installed, or in a folder that PYTHONPATH names"
         ) from error
     made = getattr(module, class_name, None)
     if not isinstance(made, type):
-        raise ModelLoadError(f"--logits-processors {name}: {module_name} has no class {class_name}")
+        raise _NotLoaded(f"{module_name} has no class {class_name}")
     missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
     if missing:
-        raise ModelLoadError(
-            f"--logits-processors {name}: the class has no method {' and no '.join(missing)}"
-        )
+        raise _NotLoaded(f"the class has no method {' and no '.join(missing)}")
     try:
         processor = made(context)
     except Exception as error:
-        raise ModelLoadError(
-            f"--logits-processors {name}: it can't be made: {described(error)}"
-        ) from error
+        raise _NotLoaded(f"it can't be made: {described(error)}") from error
     parameters = getattr(processor, "parameters", None)
     if not (
         isinstance(parameters, Collection)
         and not isinstance(parameters, str)
         and all(isinstance(parameter, str) for parameter in parameters)
     ):
-        raise ModelLoadError(
-            f"--logits-processors {name}: its parameters must be the names of those it takes, such "
+        raise _NotLoaded(
+            f"its parameters must be the names of those it takes, such "
             f'as parameters = ("word",); got {parameters!r}'
         )
     return cast(LogitsProcessor, processor)
 
 
+def _not_here(name: str) -> NamedProcessor:
+    raise ModelLoadError(f"logits_processors {name}: this worker loads none for a request")
+
+
 class Processors:
-    """The processors of a worker, and which of them see which slot."""
+    """The processors of a worker, and which of them see which slot.
 
-    def __init__(self, processors: Sequence[NamedProcessor] = ()) -> None:
-        self._processors = list(processors)
-        self._slots: list[set[int]] = [set() for _ in processors]
+    Args:
+        processors: the server's own, which see every request that they want to see.
+        load: makes those that single requests name; it raises ModelLoadError.
+    """
 
-    def check(self, args: Mapping[str, Any]) -> bool:
-        """Whether a processor is to see a request with these arguments. For any thread.
+    def __init__(
+        self,
+        processors: Sequence[NamedProcessor] = (),
+        load: Callable[[str], NamedProcessor] = _not_here,
+    ) -> None:
+        self._own = tuple(processors)
+        self._load = load
+        self._named = {each.name: each for each in self._own}
+        self._slots: dict[NamedProcessor, set[int]] = {each: set() for each in self._own}
+        self._loading = threading.Lock()
+
+    def bring(self, names: Sequence[str]) -> None:
+        """Load those that a request names, unless they are there. For any thread.
 
         Raises:
-            ValueError: one of them says that an argument is wrong.
+            ModelLoadError: one can't be loaded.
+        """
+        with self._loading:
+            for name in names:
+                if name not in self._named:
+                    loaded = self._load(name)
+                    # A copy: the step's thread may be going through the old one.
+                    self._slots = {**self._slots, loaded: set()}
+                    self._named[name] = loaded
+
+    def check(self, args: Mapping[str, Any], names: Sequence[str] = ()) -> bool:
+        """Return whether a processor is to see a request with these arguments. For any thread.
+
+        Raises:
+            ValueError: one of them says that an argument is wrong, or one that the request names
+                doesn't want to see it.
         """
         # All of them are asked, since each may have something against the arguments.
-        answers = [bool(each.processor.check(args)) for each in self._processors]
-        return any(answers)
+        answers = [bool(each.processor.check(args)) for each in self._own]
+        for name in names:
+            if not self._named[name].processor.check(args):
+                raise ValueError(f"the logits processor {name} takes no part with these extra_args")
+        return any(answers) or bool(names)
 
-    def not_taken(self, args: Mapping[str, Any]) -> list[str]:
+    def not_taken(self, args: Mapping[str, Any], names: Sequence[str] = ()) -> list[str]:
         """The names among ``args`` that no processor takes."""
-        taken = {name for each in self._processors for name in each.processor.parameters}
+        asked = (*self._own, *(self._named[name] for name in names))
+        taken = {name for each in asked for name in each.processor.parameters}
         return sorted(args.keys() - taken)
 
-    def open(self, slot: int, args: Mapping[str, Any]) -> bool:
+    def open(self, slot: int, args: Mapping[str, Any], names: Sequence[str] = ()) -> bool:
         """A sequence has got ``slot``; returns whether a processor sees it.
 
         Raises:
-            PlanError: a processor failed; it names the slot.
+            PlanError: a processor failed, or can't be loaded; it names the slot.
         """
         self.close(slot)
-        for each, slots in zip(self._processors, self._slots, strict=True):
+        try:
+            self.bring(names)  # A new worker is told of sequences that another has prepared.
+        except ModelLoadError as error:
+            raise PlanError(str(error), slot) from error
+        for each in dict.fromkeys((*self._own, *(self._named[name] for name in names))):
             try:
                 if each.processor.check(args):
                     each.processor.open(slot, args)
-                    slots.add(slot)
+                    self._slots[each].add(slot)
             except Exception as error:
                 raise _failure(each, error, slot) from error
-        return any(slot in slots for slots in self._slots)
+        return any(slot in slots for slots in self._slots.values())
 
     def close(self, slot: int) -> None:
         """The sequence in ``slot`` has left; there may have been none.
@@ -122,7 +176,7 @@ class Processors:
         Raises:
             PlanError: a processor failed; it names the slot.
         """
-        for each, slots in zip(self._processors, self._slots, strict=True):
+        for each, slots in self._slots.items():
             if slot in slots:
                 slots.discard(slot)
                 try:
@@ -136,7 +190,7 @@ class Processors:
         Raises:
             PlanError: a processor failed; it names the slot if it had only that one to look at.
         """
-        for each, slots in zip(self._processors, self._slots, strict=True):
+        for each, slots in self._slots.items():
             seen = [row for row in rows if row.slot in slots]
             if not seen:
                 continue

@@ -3,6 +3,9 @@
 The library's name holds a digest of all that went into it: the sources, the options, the compiler
 and the processor, since it is compiled for the very instructions that this processor has. So it is
 never out of date. It appears whole, by renaming, and any number of processes may share the folder.
+
+A library that is loaded is code that runs. So one is taken from the folder only where no other user
+of the machine could have put it there (:mod:`gpu.private_files`).
 """
 
 from __future__ import annotations
@@ -19,13 +22,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from trioserve.machine import Machine, cache_folder, compiler_command, compiler_version
+from gpu.private_files import check_private, make_private_folder
+from trioserve.machine import (
+    COMPILER_ADVICE,
+    Machine,
+    cache_folder,
+    compiler_command,
+    compiler_version,
+)
 
 __all__ = ["OPTIONS", "SOURCES", "BuildError", "OnProgress", "build", "built", "default_folder"]
 
 SOURCES = Path(__file__).parent / "csrc"
-NEEDED = ("avx512f", "avx512_bf16", "avx512_vnni")
-"""The instructions that the kernels are written in."""
 OPTIONS = (
     *("-std=c++20", "-O3", "-march=native", "-pthread", "-fPIC", "-fno-semantic-interposition"),
     # A sum is what the source says, in every variant of a function that a compiler makes of it:
@@ -61,8 +69,8 @@ def build(
 ) -> Path:
     """The library of all ``*.cpp`` in ``sources``: found in ``folder``, or compiled and kept there.
 
-    Where the folder can't be written, the library lies in a temporary folder, and its caller may
-    delete it once it is loaded: see :func:`is_temporary`.
+    Where the folder can't be written, or others can write to it, the library lies in a temporary
+    folder, and its caller may delete it once it is loaded: see :func:`is_temporary`.
 
     Raises:
         BuildError: the processor lacks instructions, there is no compiler, or it failed.
@@ -73,7 +81,7 @@ def build(
         found = _find(folder, stem)
         if found is not None:
             return found
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         with _lock(folder, stem):
             # Somebody else may have built it meanwhile.
             return _find(folder, stem) or _build(folder, stem, sources, on_progress)
@@ -88,6 +96,7 @@ def build(
 def _build_temporarily(stem: str, sources: Path, on_progress: OnProgress | None) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     try:
+        check_private(temporary)
         return _build(temporary, stem, sources, on_progress)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -114,12 +123,12 @@ def is_temporary(library: Path) -> bool:
 
 def _stem(sources: Path, machine: Machine) -> str:
     """The name of the library of ``sources`` for this machine, without its ending."""
-    missing = [name for name in NEEDED if name not in machine.cpu_features()]
-    if missing:
-        raise BuildError(f"the processor has no {', '.join(missing)}")
+    obstacle = machine.obstacle_to_kernels()
+    if obstacle is not None:
+        raise BuildError(obstacle)
     compiler = compiler_version()
     if compiler is None:
-        raise BuildError("there is no C++ compiler: install g++, or name one in CXX")
+        raise BuildError(f"there is no C++ compiler: {COMPILER_ADVICE}")
     digest = hashlib.sha256(repr((compiler, OPTIONS, machine.cpu_identity())).encode())
     for path in sorted([*sources.glob("*.cpp"), *sources.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -130,11 +139,12 @@ def _find(folder: Path, stem: str) -> Path | None:
     """A library that is there and whole."""
     library = folder / f"{stem}.so"
     try:
+        check_private(library)
         noted = (folder / f"{stem}.sha256").read_text()
         if hashlib.sha256(library.read_bytes()).hexdigest() == noted:
             return library
     except (OSError, ValueError):
-        pass  # never built here, or damaged
+        pass  # never built here, damaged, or such that others could have put it there
     return None
 
 
@@ -149,6 +159,8 @@ def _build(folder: Path, stem: str, sources: Path, on_progress: OnProgress | Non
         _run(["-shared", "-pthread", "-Wl,-z,defs", *map(str, objects), "-o", str(linked)])
         note = Path(work) / "note"
         note.write_text(hashlib.sha256(linked.read_bytes()).hexdigest())
+        linked.chmod(0o755)
+        note.chmod(0o644)
         linked.replace(library)
         # The note is last: what reads it finds its library.
         note.replace(folder / f"{stem}.sha256")

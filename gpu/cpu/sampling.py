@@ -23,6 +23,7 @@ from gpu.draws import SamplerRow, TopLogprobs
 from gpu.executor import Drawn
 from trioserve.errors import ModelLoadError
 from trioserve.sampling import SamplerParams
+from trioserve.wire import ints
 
 __all__ = ["CompiledSampler"]
 
@@ -192,7 +193,7 @@ def _add_change(row: SamplerRow, changes: list[_Change], kept: list[npt.NDArray[
         change.biased, change.biases = biased.ctypes.data, biases.ctypes.data
         change.num_biased = len(biased)
     if masks:
-        masked = np.array(p.stop_ids, dtype=np.int32)
+        masked = ints(p.stop_ids)
         kept.append(masked)
         change.masked, change.num_masked = masked.ctypes.data, len(masked)
     changes.append(change)

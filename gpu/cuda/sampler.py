@@ -26,6 +26,7 @@ from gpu.kernels.sampling import (
 from gpu.sampler import LOWEST_TEMPERATURE
 from gpu.upload import staged, upload
 from trioserve.sampling import SamplerParams
+from trioserve.wire import ints
 
 __all__ = ["DeviceSampler", "SamplerOutputs", "scratch_bytes", "top_lists"]
 
@@ -38,7 +39,7 @@ class SamplerOutputs:
     """What the last step drew, for up to ``max_rows`` rows; the same memory in each step."""
 
     tokens: torch.Tensor
-    """[max_rows] int32; -1 where the logits hold NaN or leave no token to draw."""
+    """[max_rows] int32; negative where the logits hold NaN or leave no token to draw."""
     logprobs: torch.Tensor
     """[max_rows] float32, the drawn token's; NaN where not asked for."""
     top_ids: torch.Tensor
@@ -142,8 +143,9 @@ class DeviceSampler:
         bias = sorted((id, value) for id, value in params.logit_bias.items() if self._knows(id))
         bias_ids = upload(np.array([id for id, _ in bias], dtype=np.int32), self._device)
         bias_values = upload(np.array([value for _, value in bias], dtype=np.float64), self._device)
-        stop = sorted({id for id in params.stop_ids if self._knows(id)})
-        stop_ids = upload(np.array(stop, dtype=np.int32), self._device)
+        stop = ints(params.stop_ids)
+        stop = stop[(stop >= 0) & (stop < self.vocab_size)]
+        stop_ids = upload(stop, self._device)
         record = np.zeros(1, dtype=SLOT_RECORD)
         record["repetition_penalty"] = params.repetition_penalty
         record["inverse_repetition_penalty"] = 1 / params.repetition_penalty

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from gpu.kernels import FOLDER, KernelSource
+from gpu.private_files import make_private_folder
 
 __all__ = ["BuildError", "BuildWarning", "build_emulator", "build_kernel"]
 
@@ -164,7 +165,7 @@ def _compiler() -> str:
 def _folder() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     folder = base / "trioserve" / "emulation"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,13 +14,15 @@ import torch
 from gpu.devices import choose_device
 from gpu.encoder.loading import load_encoder
 from gpu.encoder.model import Encoder
+from gpu.exchange import ModelWeights
 from gpu.executor import NO_COPIES, Copies, Submission
 from gpu.loaded import Serving, choose_num_threads, of_weights
 from gpu.runner import Runner
 from gpu.slots import PlanError, Row, Slot, SlotTable
+from gpu.weights.replacement import encoder_weights_for
 from trioserve.errors import ModelLoadError
 from trioserve.machine import Machine
-from trioserve.model_files import EncoderConfig, open_encoder
+from trioserve.model_files import EncoderConfig, EncoderFiles, open_encoder
 from trioserve.wire import Ready, Start, from_floats, ints
 
 __all__ = ["load_encoder_to_serve"]
@@ -42,13 +45,16 @@ def load_encoder_to_serve(start: Start, on_progress: Callable[[str, int, int], N
     kind = device.partition(":")[0]
     dtype = _choose_dtype(start.dtype, kind)
     files = open_encoder(Path(start.model))
+    if start.weights:
+        files = encoder_weights_for(files, Path(start.weights))
     max_length = _choose_max_length(start.max_model_len, files.config)
     threads = choose_num_threads(start.num_threads)
     if kind == "cpu":
         torch.set_num_threads(threads)
-    encoder = load_encoder(files, getattr(torch, dtype), device, of_weights(on_progress))
+    load = functools.partial(load_encoder, dtype=getattr(torch, dtype), device=device)
+    encode = _Encode(load(files, progress=of_weights(on_progress)), load)
     on_progress("warm-up", 0, 1)
-    encoder.run([np.zeros(1, dtype=np.int32)], [np.zeros(1, dtype=np.int32)])
+    encode.warm_up()
     on_progress("warm-up", 1, 1)
     ready = Ready(
         model_checksum=files.checksum(),
@@ -72,10 +78,10 @@ def load_encoder_to_serve(start: Start, on_progress: Callable[[str, int, int], N
     runner = Runner(_NoSteps(), slots, max_num_batched_tokens=ready.max_num_batched_tokens)
     return Serving(
         runner=runner,
-        weights=None,
+        weights=ModelWeights(functools.partial(encoder_weights_for, files), encode.read_weights),
         constraints=None,
         ready=ready,
-        calls={"encode": _Encode(encoder)},
+        calls={"encode": encode},
     )
 
 
@@ -110,7 +116,7 @@ def _choose_max_length(asked: int, config: EncoderConfig) -> int:
     return asked or config.max_length
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class _Encode:
     """The call ``encode``.
 
@@ -119,6 +125,23 @@ class _Encode:
     """
 
     _encoder: Encoder
+    _load: Callable[..., Encoder]
+
+    def warm_up(self) -> None:
+        """Run the shortest text there is."""
+        self._encoder.run([np.zeros(1, dtype=np.int32)], [np.zeros(1, dtype=np.int32)])
+
+    def read_weights(self, files: EncoderFiles) -> Callable[[], None]:
+        """Read other weights beside those that serve; what is returned puts them in place."""
+        try:
+            encoder = self._load(files, progress=lambda *_: None)
+        except torch.OutOfMemoryError as error:
+            raise ModelLoadError("the device has no memory for other weights beside") from error
+
+        def swap() -> None:
+            self._encoder = encoder
+
+        return swap
 
     def __call__(self, arguments: Any) -> bytes:
         ends = np.cumsum(ints(arguments["lengths"]))[:-1]

@@ -3,7 +3,7 @@
 A cubin's name holds a digest of all that went into it: the kernel's text, its headers, the
 options and macros, the compiler and the target. So a file is never out of date and never
 overwritten by another; a file that is damaged is built again. Files appear whole, by renaming, and
-any number of processes may share a folder.
+any number of processes may share a folder. What others could have put there isn't used.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import attrs
 
 from gpu.kernels import KernelSource, nvrtc
 from gpu.kernels.nvrtc import Build, KernelBuildError, Usage
+from gpu.private_files import check_private, make_private_folder
 from trioserve.machine import Machine, cache_folder
 
 __all__ = ["CubinCache", "Outcome", "build_all", "default_folder", "default_jobs"]
@@ -70,12 +71,14 @@ class CubinCache:
 
     def _read(self, stem: str) -> Build | None:
         try:
+            check_private(self.folder / f"{stem}.cubin")
+            check_private(self.folder / f"{stem}.json")
             note = json.loads((self.folder / f"{stem}.json").read_bytes())
             cubin = (self.folder / f"{stem}.cubin").read_bytes()
             if hashlib.sha256(cubin).hexdigest() == note["sha256"]:
                 return Build(cubin=cubin, usage=Usage(**note["usage"]))
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # never built here, or damaged
+            pass  # never built here, damaged, or such that others could have put it there
         return None
 
     def _write(self, stem: str, unit: nvrtc.Unit, build: Build) -> None:
@@ -86,7 +89,7 @@ class CubinCache:
             "sha256": hashlib.sha256(build.cubin).hexdigest(),
             "usage": attrs.asdict(build.usage),
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self.folder)
         # The note is last: what reads it finds its cubin.
         _write_whole(self.folder / f"{stem}.cubin", build.cubin)
         _write_whole(self.folder / f"{stem}.json", json.dumps(note, indent=1).encode())

@@ -75,6 +75,8 @@ DEVICE double reciprocal(double x) {
   return y * (2.0 - x * y);
 }
 
+constexpr int NO_TOKEN = -1;  // in place of a token, as trioserve.sampling has them
+constexpr int NAN_LOGITS = -2;
 constexpr double NEVER = 0x1p1023;  // not infinite: a candidate of weight 0 may not win
 
 // After the ranks of all tokens whose weight is at least min_p, from 0 to 1.
@@ -189,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) draw_tokens(const P
   RowReport report{0, peak.logit, greedy ? 1.f : record.temperature, 0.f, 0};
   if (!(peak.logit > -INFINITY_F)) {  // or NaN
     if (threadIdx.x == 0) {
-      p.tokens[row] = -1;
+      p.tokens[row] = peak.logit == -INFINITY_F ? NO_TOKEN : NAN_LOGITS;
       p.logprobs[row] = __uint_as_float(NAN_BITS);
       p.reports[row] = report;
     }

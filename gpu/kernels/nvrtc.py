@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 
 from gpu.kernels import FOLDER, KernelSource
+from trioserve.machine import extra_advice
 
 __all__ = [
     "Build",
@@ -213,7 +214,7 @@ def _nvrtc() -> Any:
     try:
         return importlib.import_module("cupy_backends.cuda.libs.nvrtc")
     except ImportError as error:
-        advice = "pip install 'trioserve[cuda13]', or [cuda12] for an older driver"
+        advice = f"{extra_advice('cuda13')}, or [cuda12] for an older driver"
         raise KernelBuildError(f"CUDA kernels are built with CuPy: {advice}") from error
 
 

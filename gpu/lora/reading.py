@@ -16,7 +16,7 @@ import attrs
 from gpu.lora.config import LoraConfig
 from gpu.lora.products import PRODUCTS
 from gpu.weights import BFLOAT16, FLOAT16, FLOAT32, Numbers, expected_tensors
-from gpu.weights.reading import read_bytes
+from gpu.weights.reading import check_finite, read_bytes
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig
 from trioserve.model_files.jsonfile import read_file
@@ -171,6 +171,7 @@ def _read(
                 digest(name.encode())
                 digest(raw.data)
                 tensor = raw.view(_DTYPES[shard.dtypes[name]]).reshape(shard.shapes[name])
+                check_finite(shard.path, name, tensor)
                 as_read = BFLOAT16 if tensor.dtype == BFLOAT16 else FLOAT32
                 yield key, tensor.astype(as_read, copy=False)
     except OSError as error:

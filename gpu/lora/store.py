@@ -50,7 +50,8 @@ class AdapterStore(Mapping[int, T]):
                 it had when it was loaded before, empty for the first time.
 
         Returns:
-            its ``checksum`` and ``rank``, or the ``error`` that a person can act on.
+            its ``checksum`` and ``rank``, or the ``error`` that a person can act on, with
+            ``missing`` where there is no such folder.
         """
         number, path, checksum = (arguments[name] for name in ("number", "path", "checksum"))
         try:
@@ -61,7 +62,7 @@ class AdapterStore(Mapping[int, T]):
                     "load it anew"
                 )
         except ModelLoadError as error:
-            return {"error": str(error)}
+            return {"error": str(error), "missing": not Path(path).exists()}
         self.put(number, adapter)
         return {"checksum": adapter.checksum, "rank": adapter.rank}
 

@@ -23,7 +23,7 @@ from gpu.transformers_models.packing import noting_products, pack
 from gpu.transformers_models.probing import probe_layers, refusal
 from gpu.transformers_models.reading import read_model, version
 from trioserve.errors import ModelLoadError
-from trioserve.machine import Machine
+from trioserve.machine import Machine, extra_advice
 from trioserve.model_files import ModelFiles, TransformersConfig
 from trioserve.wire import Start
 
@@ -100,7 +100,7 @@ def _require_library(architecture: str) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ModelLoadError(
             f"{architecture} is served through transformers, which isn't installed: "
-            "pip install 'trioserve[transformers]'"
+            + extra_advice("transformers")
         )
     from transformers.utils import logging
 

@@ -13,9 +13,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from gpu.weights.blocks import BFLOAT16, Numbers
 from trioserve.errors import ModelLoadError
 
-__all__ = ["read_bytes"]
+__all__ = ["check_finite", "read_bytes"]
+
+_PIECE = 1 << 18
+"""Numbers that are looked at together: so many stay in a processor's cache."""
+_EXPONENT = 0x7F80
+"""The bits of a bfloat16 that are all set in infinities and in what is no number."""
 
 
 def read_bytes(path: Path, file: FileIO, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -34,3 +40,22 @@ def read_bytes(path: Path, file: FileIO, offset: int, num_bytes: int) -> npt.NDA
             raise ModelLoadError(f"{path} was cut short while it was read: fetch it again")
         room = room[count:]
     return raw
+
+
+def check_finite(path: Path, name: str, tensor: Numbers) -> None:
+    """Refuse the tensor ``name`` of the file at ``path`` if a number in it isn't finite.
+
+    Raises:
+        ModelLoadError: one isn't.
+    """
+    flat = tensor.reshape(-1)
+    for start in range(0, len(flat), _PIECE):
+        piece = flat[start : start + _PIECE]
+        if piece.dtype == BFLOAT16:
+            is_finite = not ((piece.view(np.uint16) & _EXPONENT) == _EXPONENT).any()
+        else:
+            is_finite = bool(np.isfinite(piece).all())
+        if not is_finite:
+            raise ModelLoadError(
+                f"{path}: tensor {name} holds infinities or NaN: nothing can be computed with it"
+            )

@@ -9,9 +9,16 @@ from typing import Any
 import attrs
 
 from trioserve.errors import ModelLoadError
-from trioserve.model_files import ModelConfig, ModelFiles, TransformersConfig, open_model
+from trioserve.model_files import (
+    EncoderFiles,
+    ModelConfig,
+    ModelFiles,
+    TransformersConfig,
+    open_encoder,
+    open_model,
+)
 
-__all__ = ["weights_for"]
+__all__ = ["encoder_weights_for", "weights_for"]
 
 _FREE = frozenset({"dtype", "bos_token_id", "eos_token_ids", "has_head"})
 """What a configuration may say otherwise: it concerns neither the computation nor the KV cache."""
@@ -34,16 +41,34 @@ def weights_for(files: ModelFiles, path: Path) -> ModelFiles:
             raise ModelLoadError(
                 f"{path} is a single file, and transformers reads whole folders: give one of those"
             )
-        return attrs.evolve(files, path=path, format="safetensors", gguf_header=None)
+        return attrs.evolve(
+            files, path=path, format="safetensors", gguf_header=None, only_finite=True
+        )
     served = files.config
     computed = "native" if isinstance(served, ModelConfig) else "transformers"
     other = open_model(path, computed)
-    differences = _differences(_shape(served), _shape(other.config))
+    _refuse_others(path, _shape(served), _shape(other.config))
+    return attrs.evolve(other, only_finite=True)
+
+
+def encoder_weights_for(files: EncoderFiles, path: Path) -> EncoderFiles:
+    """Return the files in the folder ``path``, to be read as weights of the encoder of ``files``.
+
+    Raises:
+        ModelLoadError: there is nothing to be read, or it is another model's; the message names
+            what differs.
+    """
+    other = open_encoder(path)
+    _refuse_others(path, attrs.asdict(files.config), attrs.asdict(other.config))
+    return other
+
+
+def _refuse_others(path: Path, served: dict[str, Any], found: dict[str, Any]) -> None:
+    differences = _differences(served, found)
     if differences:
         raise ModelLoadError(
             f"{path} is no checkpoint of the model that is served: {', '.join(differences)}"
         )
-    return other
 
 
 def _shape(config: ModelConfig | TransformersConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Numbers, Weight
 from gpu.weights.expected import check_tensors, expected_tensors
 from gpu.weights.experts import split_experts, with_common_name
-from gpu.weights.reading import read_bytes
+from gpu.weights.reading import check_finite, read_bytes
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.model_files.shards import Shard, read_shards
@@ -38,7 +38,15 @@ def load(
         name = with_common_name(name)
         return None if _is_left_out(name, config) else name
 
-    return load_folder(files.path, expected, name_of, config.family, dtype, progress)
+    return load_folder(
+        files.path,
+        expected,
+        name_of,
+        config.family,
+        dtype,
+        progress,
+        only_finite=files.only_finite,
+    )
 
 
 def load_folder(
@@ -48,6 +56,8 @@ def load_folder(
     family: str,
     dtype: np.dtype[Any] | None,
     progress: Callable[[int, int], None],
+    *,
+    only_finite: bool = False,
 ) -> Iterator[tuple[str, Numbers]]:
     """Yield ``(name, numbers)`` for each of the ``expected`` tensors, in the order of the files.
 
@@ -59,10 +69,11 @@ def load_folder(
         family: of the model, for errors.
         dtype: as for :func:`gpu.weights.read_weights`.
         progress: as there.
+        only_finite: Whether infinities and NaN are refused.
 
     Raises:
         ModelLoadError: the files are damaged, or have other tensors than the model, which is found
-            before the first is yielded.
+            before the first is yielded; or a number isn't finite.
     """
     shards = read_shards(folder)
     names: dict[str, list[str]] = {}
@@ -91,6 +102,8 @@ def load_folder(
                         offset = shard.offsets[stored] + index * num_bytes
                         raw = read_bytes(shard.path, file, offset, num_bytes)
                         tensor = raw.view(_DTYPES[shard.dtypes[stored]]).reshape(found[name])
+                        if only_finite:
+                            check_finite(shard.path, name, tensor)
                         tensor = tensor.astype(dtype or _unrounded(tensor.dtype), copy=False)
                         done += num_bytes
                         yield name, tensor

@@ -120,6 +120,16 @@ def test_an_admin_controls_and_others_look(console: Console) -> None:
     console.server.wait_until_idle()
 
 
+def test_no_admin_key_is_asked_for_where_the_server_has_none(console: Console) -> None:
+    console.context.route("**/is_paused", lambda route: route.fulfill(status=403))
+    page = console.open("engine")
+    expect(page.get_by_text("Read-only: the server has no admin key.")).to_be_visible()
+    expect(page.get_by_role("button", name="Enter the admin key")).to_have_count(0)
+    page.keyboard.press("k")
+    expect(page.locator("#api-key")).to_be_visible()
+    expect(page.locator("#admin-key")).to_be_hidden()
+
+
 def test_a_killed_worker_is_seen_and_the_answer_goes_on(console: Console) -> None:
     page = console.open("both")
     complete(page)

@@ -141,7 +141,7 @@ def test_the_keyboard_is_enough(console: Console) -> None:
 
     # Who wants no single keys switches them off.
     page.keyboard.press("?")
-    page.get_by_label("Single keys").uncheck()
+    page.get_by_label("Shortcuts of a single key").uncheck()
     page.keyboard.press("Escape")
     page.keyboard.press("e")
     page.keyboard.press("t")

@@ -224,6 +224,55 @@ def test_a_refusal_names_the_field_and_what_it_may_be(console: Console) -> None:
     expect(field).not_to_have_attribute("aria-invalid", "true")
 
 
+def test_a_refused_message_is_taken_back(console: Console) -> None:
+    page = console.open()
+    setting(page, "max_tokens", "2")
+    ask(page, "First")
+    wait_for_the_end(page)
+    setting(page, "top_p", "1.5")
+    ask(page, "Hello")
+    expect(page.locator(".answer .notice").last).to_contain_text("top_p")
+    expect(page.locator("#message")).to_have_value("Hello")
+    setting(page, "top_p", "")
+    body = sent(page, "/v1/chat/completions", lambda: ask(page, "Hello again"))
+    contents = [message["content"] for message in body["messages"]]
+    assert (contents[0], contents[2:]) == ("First", ["Hello again"])
+    wait_for_the_end(page)
+    assert page.locator(".turn").count() == 4
+
+
+def test_a_worker_that_restarts_is_told(console: Console) -> None:
+    page = console.open()
+    unwell = json.dumps({"status": "no_worker"})
+    page.route("**/health", lambda route: route.fulfill(status=503, body=unwell))
+    page.route("**/v1/chat/completions", lambda route: None)  # It never answers.
+    ask(page, "Hello")
+    expect(page.locator(".answer [role=status]")).to_contain_text("worker is being restarted")
+    page.unroute("**/health")
+    expect(page.locator(".answer [role=status]")).to_be_empty()
+    page.click("#stop")
+    expect(page.locator(".answer-status")).to_contain_text("stopped")
+
+
+def test_improbable_tokens_are_underlined_on_demand(console: Console) -> None:
+    page = console.open()
+    chunk = {"choices": [{"delta": {"content": "odd"}, "logprobs": {"content": [
+        {"token": "odd", "logprob": -9, "top_logprobs": []}
+    ]}}]}  # fmt: skip
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=body),
+    )
+    ask(page, "Hello")
+    wait_for_the_end(page)
+    token = page.locator(".token")
+    page.mouse.move(0, 0)
+    expect(token).to_have_css("box-shadow", "none")
+    page.get_by_label("Underline improbable tokens").check()
+    expect(token).not_to_have_css("box-shadow", "none")
+
+
 def test_what_the_model_writes_stays_text(console: Console) -> None:
     text = "<img src=x onerror=alert(1)><script>alert(2)</script>&lt;b&gt;"
     page = console.open()

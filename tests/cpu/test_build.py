@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import stat
 import subprocess
@@ -12,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from gpu import private_files
 from gpu.cpu import build as building
 from gpu.cpu.build import BuildError, build, is_temporary
 from gpu.cpu.library import load_library
+from gpu.private_files import NotPrivateError, check_private, make_private_folder
 from tests.tiny_models import make_tiny
 from trioserve.machine import Machine, compiler_version
 
@@ -74,6 +78,97 @@ def test_a_damaged_library_is_built_again(sources: Path, machine: Machine, tmp_p
     library.write_bytes(library.read_bytes()[:-100])
     assert build(sources=sources, folder=tmp_path, machine=machine) == library
     assert call(library) == 7
+
+
+def plant(library: Path) -> None:
+    """Put another library in the place of ``library``, and its digest beside it."""
+    planted = library.with_name("planted.cpp")
+    planted.write_text('extern "C" int one() { return 13; }\n')
+    subprocess.run(["g++", "-shared", "-fPIC", planted, "-o", library], check=True)
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()
+    library.with_suffix(".sha256").write_text(digest)
+
+
+@pytest.mark.parametrize("opened", ["file", "folder", "parent"])
+@pytest.mark.parametrize("mode", [0o777, 0o757])
+def test_a_planted_library_is_not_loaded(
+    opened: str,
+    mode: int,
+    sources: Path,
+    machine: Machine,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "cache" / "cpu"
+    library = build(sources=sources, folder=folder, machine=machine)
+    plant(library)
+    found = {"file": library, "folder": folder, "parent": folder.parent}[opened]
+    found.chmod(mode)
+    again = build(sources=sources, folder=folder, machine=machine)
+    assert call(again) == 7
+    if opened == "file":
+        assert again == library
+        assert not library.stat().st_mode & 0o022
+    else:
+        assert is_temporary(again)
+        assert f"other users can write to {found} (chmod go-w" in caplog.text
+
+
+def test_a_planted_folder_of_another_user_is_not_used(
+    sources: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache"
+    library = build(sources=sources, folder=folder, machine=machine)
+    plant(library)
+    if os.geteuid() == 0:
+        os.chown(folder, 4242, 4242)
+    else:
+        owner = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(NotPrivateError, match=r"belongs to another user \(id \d+\)"):
+        check_private(library)
+    if os.geteuid() == 0:
+        again = build(sources=sources, folder=folder, machine=machine)
+        assert is_temporary(again)
+        assert call(again) == 7
+
+
+class TestPrivateFiles:
+    def test_links_are_followed_step_by_step(self, tmp_path: Path) -> None:
+        private, open_folder = tmp_path / "private", tmp_path / "open"
+        private.mkdir(mode=0o700)
+        open_folder.mkdir()
+        (private / "file").write_text("")
+        (open_folder / "link").symlink_to("../private/file")
+        (private / "way").symlink_to(open_folder / "link")
+        check_private(private / "way")
+        open_folder.chmod(0o777)
+        check_private(private / "file")
+        with pytest.raises(NotPrivateError, match=f"write to {open_folder} "):
+            check_private(private / "way")
+
+    def test_links_in_a_circle(self, tmp_path: Path) -> None:
+        (tmp_path / "a").symlink_to("b")
+        (tmp_path / "b").symlink_to("a")
+        with pytest.raises(OSError, match="symbolic links"):
+            check_private(tmp_path / "a")
+
+    def test_a_folder_like_tmp(self, tmp_path: Path) -> None:
+        shared = tmp_path / "shared"
+        shared.mkdir()
+        shared.chmod(0o1777)
+        make_private_folder(shared / "own" / "deep")
+        check_private(shared / "own" / "deep")
+        with pytest.raises(NotPrivateError):
+            check_private(shared)
+
+    def test_a_group_of_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(private_files, "_is_own_group", lambda group: False)
+        tmp_path.chmod(0o770)
+        with pytest.raises(NotPrivateError):
+            check_private(tmp_path)
+        monkeypatch.setattr(private_files, "_is_own_group", lambda group: True)
+        check_private(tmp_path)
 
 
 def test_a_change_of_source_or_processor_makes_another(

@@ -40,9 +40,11 @@ def quantized(tiny: Path) -> Path:
     return write_gguf(tiny, tiny / "tiny.gguf", quantization="Q4_0")
 
 
-def load_tiny(path: Path, **options: Any) -> Loaded:
+def load_tiny(path: Path, *, chosen: str | None = None, **options: Any) -> Loaded:
+    """Load; ``chosen`` is what was asked for where ``dtype`` is what came of that."""
     start = start_message(EngineConfig(str(path), **options), path)
     start = attrs.evolve(start, max_model_len=512, max_num_batched_tokens=64)
+    start = attrs.evolve(start, dtype=chosen or start.dtype)
     stages: list[str] = []
     loaded = load_on_cpu(
         start,
@@ -124,9 +126,32 @@ def test_without_a_compiler_torch_computes(
         Machine, "cpu_features", lambda _: ["avx512f", "avx512_bf16", "avx512_vnni"]
     )
     for path in (tiny, quantized):
-        assert "torch (there is no C++ compiler: install g++" in load_tiny(path).computing
+        loaded = load_tiny(path)
+        assert "torch (there is no C++ compiler: install g++" in loaded.computing
+        assert "2 to 4 times as fast: there is no C++ compiler" in loaded.warning
+        assert "apt install g++" in loaded.warning
     with pytest.raises(ModelLoadError, match=r"int8 can't be had: there is no C\+\+ compiler"):
         load_tiny(tiny, quantization="int8")
+
+
+def test_a_processor_without_the_instructions_is_told_of_and_no_compiler_asked_for(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(Machine, "cpu_features", lambda _: ["avx512f"])
+    loaded = load_tiny(tiny, dtype="float32", chosen="auto")
+    assert loaded.warning.endswith("as fast: the processor has no avx512_bf16, avx512_vnni")
+    assert "g++" not in loaded.warning
+
+
+def test_what_was_asked_for_is_warned_of_nowhere(tiny: Path) -> None:
+    assert load_tiny(tiny, dtype="float32").warning == ""
+
+
+@needs_kernels
+def test_compiled_kernels_are_warned_of_nowhere(tiny: Path) -> None:
+    assert load_tiny(tiny).warning == ""
 
 
 def test_a_kv_cache_in_8_bits_is_refused(tiny: Path) -> None:

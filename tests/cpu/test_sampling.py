@@ -21,7 +21,7 @@ from gpu.cpu.torch_model import TorchSampler
 from gpu.draws import SamplerRow
 from gpu.executor import Drawn
 from gpu.sampler import Sampler
-from trioserve.sampling import SamplerParams
+from trioserve.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
 
 VOCAB = 5003
 """A prime: the last block, the last vector and the last word of a mask are not full."""
@@ -104,6 +104,24 @@ def assert_same(one: Drawn, other: Drawn) -> None:
                 logprobs[order], other_logprobs[other_order], rtol=1e-5, atol=1e-5
             )
         np.testing.assert_allclose(logprobs, other_logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_a_token_say_why(library: ctypes.CDLL, temperature: float) -> None:
+    logits = logits_of("sharp", 5)
+    logits[0, VOCAB - 1] = np.nan
+    logits[1] = -np.inf
+    logits[2, :] = np.nan
+    logits[4, 7] = np.inf
+    rows = [SamplerRow(SamplerParams(temperature=temperature), [], 0)] * 5
+    words = np.full((5, -(-VOCAB // 32)), -1, dtype=np.int32)
+    words[3] = 0
+    adjustment = Adjustment(None, words)
+    expected = torch_sampler().sample(logits.copy(), rows, adjustment)
+    assert_same(
+        CompiledSampler(library, VOCAB, 2).sample(logits.copy(), rows, adjustment), expected
+    )
+    assert expected.tokens.tolist() == [NAN_LOGITS, NO_TOKEN, NAN_LOGITS, NO_TOKEN, 7]
 
 
 @pytest.mark.parametrize("kind", ["sharp", "flat", "tied"])

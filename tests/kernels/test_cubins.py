@@ -244,7 +244,7 @@ def test_without_cupy_the_error_says_what_to_install(
     nvrtc.version.cache_clear()
     nvrtc.compiler.cache_clear()
     monkeypatch.setattr("gpu.kernels.nvrtc.importlib.import_module", missing)
-    with pytest.raises(KernelBuildError, match=r"pip install 'trioserve\[cuda13\]'"):
+    with pytest.raises(KernelBuildError, match=r"pip install '\.\[cuda13\]'"):
         nvrtc.unit(source, "sm_90")
 
 

@@ -24,6 +24,7 @@ from tests.device_draws import (
     reference_draw,
     row,
 )
+from trioserve.sampling import NAN_LOGITS, NO_TOKEN
 
 HISTORY = [3, 3, 5, 7, 1, 5, 5, 9, 5]
 PROMPT = 4
@@ -270,9 +271,9 @@ def test_rows_that_leave_no_token(loader: KernelLoader, temperature: float) -> N
     stop = {"min_tokens": 9, "stop_ids": [8]}
     rows = [row(**fields)] * 3 + [row(**fields, **stop)]
     drawn = device_draw(loader, logits, rows)
-    assert drawn.tokens.tolist()[:2] == [-1, -1]
+    assert drawn.tokens.tolist()[:2] == [NAN_LOGITS, NO_TOKEN]
     assert drawn.tokens[2] >= 0
-    assert drawn.tokens[3] == -1
+    assert drawn.tokens[3] == NO_TOKEN
     assert np.isnan(drawn.logprobs[[0, 1, 3]]).all()
     assert [len(ids) for ids, _ in drawn.top] == [0, 0, 2, 0]
     # Nothing is appended for a row without a token.

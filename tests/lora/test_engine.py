@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import trio
 
-from tests.engines import assert_idle, open_tiny_engine
+from tests.engines import assert_idle, open_tiny_engine, worker_of
 from tests.lora.adapters import make_adapter, merge
 from tests.tiny_models import make_tiny
 from trioserve import (
@@ -144,10 +143,7 @@ async def test_a_new_worker_gets_all_adapters_again(
             nonlocal restarts
             while engine.statistics().scheduler.num_running < len(NAMES):
                 await trio.sleep(0.001)
-            (worker,) = [
-                each for each in psutil.Process().children() if "--connect" in each.cmdline()
-            ]
-            worker.kill()
+            (await worker_of(engine)).kill()
             restarts += 1
 
         async with trio.open_nursery() as nursery:
@@ -211,6 +207,8 @@ async def test_what_can_t_be_loaded(setting: Setting, tmp_path: Path) -> None:
         assert engine.adapters == ()
         with pytest.raises(AdapterNotFound):
             await engine.unload_adapter("none")
+        with pytest.raises(AdapterNotFound, match="is missing"):
+            await engine.load_adapter("none", tmp_path / "none")
         await engine.load_adapter("low", setting.adapters["low"])
         await assert_idle(engine)
     async with open_tiny_engine(setting.model) as engine:

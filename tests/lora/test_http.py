@@ -52,8 +52,9 @@ async def test_models_are_listed_with_their_parents() -> None:
             ("pirate", "base"),
             ("poet", "base"),
         ]
-        assert (await get(client, "/v1/models/poet"))["root"] == "fake"
-        assert "/adapters" not in json.dumps(cards)  # the server's folders are nobody's business
+        roots = [card["root"] for card in cards]
+        assert roots == ["fake", "fake", "/adapters/pirate", "/adapters/poet"]
+        assert (await get(client, "/v1/models/poet"))["root"] == "/adapters/poet"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,8 @@ async def test_load_and_unload(prefix: str) -> None:
         status, answer = await control("load", lora_name="b", lora_path="/adapters/bad")
         assert (status, answer["error"]["param"]) == (400, "lora_path")
         assert answer["error"]["message"].startswith("lora_path: /adapters/bad is bad")
+        status, answer = await control("load", lora_name="b", lora_path="/adapters/missing")
+        assert (status, answer["error"]["param"]) == (404, "lora_path")
         status, answer = await control("load", lora_name="b", lora_path="/a", load_inplace=True)
         assert (status, answer["error"]["code"]) == (400, "unsupported_parameter")
         status, answer = await control("unload", lora_name="b")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -16,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpu.lora.reading import read_adapter
+from gpu.weights.reading import check_finite
 from tests.lora.adapters import ALL_PARTS, make_adapter
 from tests.tiny_models import make_tiny
 from trioserve.errors import ModelLoadError
-from trioserve.model_files import ModelConfig, open_model
+from trioserve.model_files import ModelConfig, open_model, shards
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 _OF_EXPERT = Q.replace("self_attn.q_proj", "mlp.experts.3.up_proj")
@@ -140,6 +142,42 @@ def test_tensors_that_aren_t_served(
     change_tensors(adapter, change)
     message = refusal(adapter, config)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_a_tensor_that_is_not_finite(
+    adapter: Path, config: ModelConfig, dtype: Any, number: float
+) -> None:
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors[Q] = tensors[Q].astype(dtype)
+        tensors[Q][-1, -1] = number
+
+    change_tensors(adapter, spoil)
+    assert f"tensor {Q} holds infinities or NaN" in refusal(adapter, config)
+
+
+def test_the_largest_number_of_a_bfloat16_is_finite(tmp_path: Path) -> None:
+    tensor = np.full((3, 100_001), ml_dtypes.finfo(ml_dtypes.bfloat16).max, ml_dtypes.bfloat16)
+    check_finite(tmp_path, "name", tensor)
+    tensor[2, 100_000] = np.nan
+    with pytest.raises(ModelLoadError, match="tensor name holds"):
+        check_finite(tmp_path, "name", tensor)
+
+
+def test_a_header_of_very_many_tensors_is_not_parsed(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = '"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    header = ("{" + ",".join(entry % i for i in range(400_000)) + "}").encode()
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    monkeypatch.setattr(shards, "parse_object", None)
+    with pytest.raises(ModelLoadError, match="a header of about 3199999 values; at most 1048576"):
+        shards.read_shard(weights)
+    weights.write_bytes((33 << 20).to_bytes(8, "little") + header)
+    with pytest.raises(ModelLoadError, match="no safetensors header of up to 33554432 bytes"):
+        shards.read_shard(weights)
 
 
 def test_files_that_are_missing_or_damaged(adapter: Path, config: ModelConfig) -> None:

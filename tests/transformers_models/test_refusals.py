@@ -26,6 +26,7 @@ from tests.tiny_models import make_tiny
 from tests.transformers_models.models import FAMILIES, UNSERVED, make_other
 from trioserve import EngineConfig
 from trioserve.errors import ModelLoadError
+from trioserve.machine import extra_advice
 from trioserve.model_files import TransformersConfig, open_model
 from trioserve.nursery import start_message
 
@@ -90,7 +91,7 @@ def test_without_transformers(neox: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
     )
-    assert refusal(neox).endswith("isn't installed: pip install 'trioserve[transformers]'")
+    assert refusal(neox).endswith("isn't installed: " + extra_advice("transformers"))
 
 
 def test_a_class_that_transformers_does_not_have(changed: Callable[..., Path]) -> None:

@@ -33,6 +33,7 @@ from trioserve.load.target import AnyTarget
 from trioserve.load.texts import CountedTexts, Texts
 from trioserve.load.traces import TraceRow
 from trioserve.load.work import Conversation
+from trioserve.log_output import escaped
 from trioserve.nursery import open_engine
 from trioserve.options import options_of
 from trioserve.wire import MockSteps
@@ -74,7 +75,7 @@ def run_bench(
         results.write()
     if len(results.measured) > 1:
         with writing():
-            print(summary_text(results.measured), flush=True)
+            print(escaped(summary_text(results.measured), keep="\n\t"), flush=True)
     return _exit_code(results.measured)
 
 
@@ -167,7 +168,7 @@ async def _one(options: BenchOptions, subject: _Subject, point: Point) -> Measur
     except BaseExceptionGroup as group:
         raise sole_exception(group) from group
     with writing():
-        print(figures_text(measured[0]) + "\n", flush=True)
+        print(escaped(figures_text(measured[0]), keep="\n\t") + "\n", flush=True)
     return measured[0]
 
 

@@ -272,13 +272,13 @@ class BenchOptions(RemoteOptions):
     )
     plots: str | None = option(
         None,
-        "write plots into this folder as PNG; needs trioserve[bench]",
+        "write plots into this folder as PNG; needs the extra bench",
         group="results",
         metavar="FOLDER",
     )
     html: str | None = option(
         None,
-        "write figures and plots as one page; needs trioserve[bench]",
+        "write figures and plots as one page; needs the extra bench",
         group="results",
         metavar="FILE",
     )

@@ -15,6 +15,8 @@ from trioserve.cli.usage import UsageError
 from trioserve.errors import TrioserveError
 from trioserve.load.measure import Measured
 from trioserve.load.report import as_json
+from trioserve.log_output import escaped
+from trioserve.machine import extra_advice
 
 __all__ = ["Results", "check_outputs", "note"]
 
@@ -32,7 +34,7 @@ def check_outputs(options: BenchOptions) -> None:
         _check_folder("--plots", Path(options.plots).absolute())
     for flag, given in (("--plots", options.plots), ("--html", options.html)):
         if given is not None and importlib.util.find_spec("matplotlib") is None:
-            raise UsageError(f"{flag} needs matplotlib: pip install 'trioserve[bench]'")
+            raise UsageError(f"{flag} needs matplotlib: {extra_advice('bench')}")
 
 
 def _check_file(flag: str, file: Path) -> None:
@@ -120,4 +122,4 @@ def _unwritten(path: Path, error: OSError) -> TrioserveError:
 
 def note(line: str) -> None:
     """Tell something that belongs to no figures: on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    print(escaped(line, keep="\n\t"), file=sys.stderr, flush=True)

@@ -37,6 +37,7 @@ from trioserve.cli.usage import UsageError
 from trioserve.config import EngineConfig
 from trioserve.errors import TrioserveError
 from trioserve.heap import importing
+from trioserve.log_output import escaped
 from trioserve.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 # and a wrong option answer at once.
 
 __all__ = ["main", "run"]
+
+_KEPT = "\n\t"
 
 
 def run() -> None:
@@ -69,14 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a wrong command line exits with 2."""
     arguments = parse(argv)
     for line in strangers(os.environ):
-        print(f"trioserve: {line}", file=sys.stderr)
+        print(f"trioserve: {escaped(line)}", file=sys.stderr)
     try:
         return _run_command(arguments)
     except UsageError as error:
-        print(f"trioserve {arguments.command}: {error}", file=sys.stderr)
+        print(f"trioserve {arguments.command}: {escaped(str(error), _KEPT)}", file=sys.stderr)
         return 2
     except TrioserveError as error:
-        print(f"trioserve: {error}", file=sys.stderr)
+        print(f"trioserve: {escaped(str(error), _KEPT)}", file=sys.stderr)
         if isinstance(error, OutputError):
             discard_output()
         return 1

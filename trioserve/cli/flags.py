@@ -5,7 +5,6 @@ A flag wins over its environment variable, and that over the default.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from trioserve.config import EngineConfig, ServerConfig
 from trioserve.errors import InvalidRequest
 from trioserve.options import (
     Option,
+    closest,
     environment_name,
     options_from_environment,
     options_of,
@@ -134,10 +134,10 @@ def embedded_config(options: BenchOptions, environment: Mapping[str, str]) -> En
         written, _, value = text.partition("=")
         name = written.replace("-", "_")
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            meant = closest(name, known)
             raise UsageError(
                 f"--engine-option: the engine has no option {written}"
-                + (f"; did you mean {close[0].replace('_', '-')}?" if close else "")
+                + (f"; did you mean {meant.replace('_', '-')}?" if meant else "")
             )
         try:
             given[name] = known[name].from_variable(value)

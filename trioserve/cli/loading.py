@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import attrs
 import rich.console
@@ -15,6 +16,10 @@ __all__ = ["LoadingReport"]
 
 _log = get_logger("trioserve.cli.loading")
 
+EVERY = 5.0
+"""Seconds between two lines about one stage."""
+_TITLES = {"kernels": "compiling kernels, once on this machine", "weights": "reading weights"}
+
 
 @attrs.define(eq=False)
 class LoadingReport:
@@ -26,6 +31,8 @@ class LoadingReport:
     _bars: rich.progress.Progress | None = None
     _tasks: dict[str, rich.progress.TaskID] = attrs.field(factory=dict)
     _stage: str | None = None
+    _told_at: float = 0.0
+    """When the last line was logged."""
 
     def __enter__(self) -> LoadingReport:
         if sys.stderr.isatty():
@@ -51,13 +58,23 @@ class LoadingReport:
     def __call__(self, progress: wire.Progress) -> None:
         """Show ``progress``. Never blocks for longer than a write to stderr."""
         if self._bars is None:
-            if progress.stage != self._stage:
-                _log.info("loading", stage=progress.stage)
-            self._stage = progress.stage
+            self._log_line(progress)
             return
         if progress.stage not in self._tasks:
-            self._tasks[progress.stage] = self._bars.add_task(progress.stage)
+            title = _TITLES.get(progress.stage, progress.stage)
+            self._tasks[progress.stage] = self._bars.add_task(title)
         # A total of 0 is a stage whose length isn't known: the bar only moves.
         self._bars.update(
             self._tasks[progress.stage], completed=progress.done, total=progress.total or None
         )
+
+    def _log_line(self, progress: wire.Progress) -> None:
+        """Log a stage when it begins, and how much of it is done every few seconds."""
+        now = time.monotonic()
+        if progress.stage != self._stage:
+            _log.info("loading", stage=progress.stage)
+        elif now - self._told_at >= EVERY:
+            _log.info("loading", stage=progress.stage, done=progress.done, total=progress.total)
+        else:
+            return
+        self._stage, self._told_at = progress.stage, now

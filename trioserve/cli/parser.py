@@ -6,7 +6,6 @@ The flags are made from :mod:`trioserve.config` and its like, so an option is de
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ import attrs
 
 from trioserve import __version__
 from trioserve.cli.bench_options import BENCH_GROUPS, BenchOptions
+from trioserve.cli.equivalents import explained, told, without_foreign
 from trioserve.cli.mock import add_mock_flag
 from trioserve.cli.remote_options import DEFAULT_URL, RemoteOptions
 from trioserve.cli.top.options import TOP_GROUPS, TopOptions
@@ -24,6 +24,8 @@ from trioserve.options import Option, options_of
 __all__ = ["DEFAULT_MODEL", "SAMPLING_OPTIONS", "build_parsers", "parse"]
 
 DEFAULT_MODEL = "smollm2-135m"
+
+_COMMANDS_WITH_MODELS = ("serve", "chat", "generate")
 
 _MODEL_HELP = (
     "a known name (smollm2-135m), a folder, a GGUF file or a Hugging Face Hub id "
@@ -51,7 +53,7 @@ def _sampling_option(name: str, kind: type, help: str, **more: Any) -> Option:
 
 
 SAMPLING_OPTIONS = (
-    _sampling_option("max_tokens", int, "most tokens to generate (default: as many as fit)"),
+    _sampling_option("max_tokens", int, "most tokens to generate (default: --max-tokens-default)"),
     _sampling_option("min_tokens", int, "fewest tokens to generate"),
     _sampling_option("temperature", float, "0 always takes the most probable token"),
     _sampling_option("top_k", int, "sample from the N most probable tokens"),
@@ -67,16 +69,22 @@ SAMPLING_OPTIONS = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and names the flag that was perhaps meant."""
+    """A parser that says what is wrong in short, and what does the same as unknown options."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        end = "see" if message.endswith("\n") else "; see"
+        self.exit(2, f"{self.prog}: {message}{end} {self.prog} --help\n")
 
-    def refuse_unknown(self, arguments: Sequence[str]) -> NoReturn:
-        unknown = arguments[0].partition("=")[0]
+    def without_foreign(self, arguments: Sequence[str], *, has_tables: bool) -> list[str]:
+        """Return the arguments without options that change nothing; exit with others'."""
         flags = [flag for action in self._actions for flag in action.option_strings]
-        close = difflib.get_close_matches(unknown, flags, n=1)
-        self.error(f"unknown: {unknown}" + (f"; did you mean {close[0]}?" if close else ""))
+        left, foreign = without_foreign(arguments, flags, has_tables=has_tables)
+        unknown = [each for each in foreign if not each.is_taken]
+        if unknown:
+            self.error(explained(unknown, flags, has_tables=has_tables))
+        for each in foreign:
+            print(f"{self.prog}: {told(each)}", file=sys.stderr)
+        return left
 
 
 def _add_option(group: argparse._ArgumentGroup, option: Option, *, lists: bool = False) -> None:
@@ -212,7 +220,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"no command in {' '.join(given)!r}")
     # Intermixed, so that MODEL and PROMPT may stand before, between and after the flags.
     command = commands[given[0]]
-    arguments, unknown = command.parse_known_intermixed_args(given[1:])
+    words = command.without_foreign(given[1:], has_tables=given[0] in _COMMANDS_WITH_MODELS)
+    arguments, unknown = command.parse_known_intermixed_args(words)
     if unknown:
-        command.refuse_unknown(unknown)
+        command.error(f"unknown: {' '.join(unknown)}")
     return arguments

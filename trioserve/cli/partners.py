@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 import msgspec
 
-from trioserve.load.answer import Choice, Delta, Usage, decode_event, error_text
+from trioserve.load.answer import (
+    DECODING_ERRORS,
+    Choice,
+    Delta,
+    Usage,
+    decode_event,
+    error_text,
+)
 from trioserve.load.remote import Events, Remote, RemoteError
 from trioserve.request import ChatPrompt
 from trioserve.sampling import SamplingParams
@@ -134,7 +141,7 @@ async def find_server(remote: Remote, base_path: str, model: str | None) -> Serv
     remote.check(answer)
     try:
         cards = msgspec.json.decode(answer.body, type=_Cards).data
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODING_ERRORS as error:
         raise RemoteError(f"{remote.url} gives no list of models: {error}") from error
     for card in cards:
         if model in (None, card.id):
@@ -183,7 +190,7 @@ class _ServerReply:
                 break
             try:
                 told = decode_event(event.data)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except DECODING_ERRORS as error:
                 raise RemoteError(f"the server's reply isn't understood: {error}") from error
             if told.error is not None:
                 raise RemoteError(error_text(told.error))

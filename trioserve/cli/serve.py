@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import trio
 from trioserve import wire
 from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
+from trioserve.cli.welcome import welcome
 from trioserve.config import ServerConfig
 from trioserve.groups import sole_exception
 from trioserve.heap import rare_collections
@@ -48,6 +50,9 @@ class _Process:
         self.report.close()
         with writing():
             print(f"Serving {_model_name(self.config)} at {', '.join(value)}", flush=True)
+            # What reads a pipe looks for the line above.
+            if sys.stdout.isatty():
+                print("\n".join(welcome(self.config, value[0])), flush=True)
 
     async def watch(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
         """Drain at the first signal; at the second, or before there is anything to drain, end."""

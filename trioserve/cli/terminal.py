@@ -18,12 +18,18 @@ import trio
 
 from trioserve.cli.history import History
 from trioserve.cli.output import writing
+from trioserve.log_output import escaped
 
 __all__ = ["PROMPT", "Terminal"]
 
 PROMPT = "> "
-_CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
-"""What a model may not do to a terminal: move its cursor, ring its bell, change its title."""
+_CONTROLS = dict.fromkeys(
+    code
+    for code in [*range(32), *range(127, 160), *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+    if chr(code) not in "\n\t"
+)
+"""What a model may not do to a terminal: move its cursor, ring its bell, change its title, turn the
+order of its characters around. Other format characters belong to texts in some languages."""
 _PLAIN_PASTE = "\x1b[?2004l"
 """Tells a terminal not to mark what is pasted any more, as readline has it do at the prompt."""
 
@@ -93,7 +99,7 @@ class Terminal:
 
     def note(self, line: str) -> None:
         """Tell the person something that isn't output."""
-        print(line, file=self._stderr, flush=True)
+        print(escaped(line, keep="\n\t"), file=self._stderr, flush=True)
 
     def ask_again(self) -> None:
         """Put the prompt, and what has been typed at it, on a new line."""

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from trioserve.adapters import named_paths
+from trioserve.config.override import parse_override
 from trioserve.errors import InvalidRequest
 from trioserve.options import option
 
@@ -21,6 +22,7 @@ SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
 CAPACITY_POLICIES = ("max_utilization", "guaranteed_no_evict")
 LOGPROBS_MODES = ("raw", "processed")
 KV_CACHE_DTYPES = ("auto", "fp8")
+PREFIX_CACHE_SCOPES = ("server", "key")
 
 
 @attrs.frozen(kw_only=True)
@@ -64,6 +66,12 @@ class EngineConfig:
         choices=QUANTIZATIONS,
         group="model",
     )
+    skip_tokenizer_init: bool = option(
+        False,
+        "load no tokenizer: prompts are token ids, and outputs have no text",
+        group="model",
+        kind=bool,
+    )
     device: str = option("auto", "where the worker computes", choices=DEVICES, group="model")
     max_model_len: int | None = option(
         None,
@@ -77,6 +85,28 @@ class EngineConfig:
         "seed of requests that bring none (default: fresh entropy for each request)",
         group="model",
         kind=int,
+    )
+    generation_config: str = option(
+        "auto",
+        "source of the sampling defaults: auto is the model's own generation_config.json, vllm is "
+        "none, a folder is the file in it, whose max_new_tokens is a limit for all requests",
+        group="model",
+        metavar="auto|vllm|PATH",
+    )
+    override_generation_config: str | None = option(
+        None,
+        "JSON object of defaults that replace those of the generation config, as in "
+        '{"temperature": 0.5}; its max_new_tokens is a limit for all requests',
+        group="model",
+        metavar="JSON",
+    )
+    max_tokens_default: int | None = option(
+        None,
+        "output tokens of a request that names no max_tokens, as far as they fit; a request may "
+        "name more (default: max_new_tokens of the generation config, else as many as fit)",
+        group="model",
+        kind=int,
+        low=1,
     )
     logprobs_mode: str = option(
         "raw",
@@ -117,11 +147,14 @@ class EngineConfig:
     lora_modules: tuple[str, ...] = option(
         (),
         "adapter to load at the start, from a folder as PEFT writes it, and the name that requests "
-        "give it; may be given several times",
+        "give it, or vLLM's JSON object with name and path; may be given several times",
         group="adapters",
         metavar="NAME=PATH",
         repeatable=True,
-        form=(r"[^=]+=.+", "a name and a folder, as in mine=/adapters/mine"),
+        form=(
+            r"[^={]+=.+|\{.+\}",
+            "a name and a folder, as in mine=/adapters/mine, or JSON with name and path",
+        ),
     )
     max_loras: int = option(
         8,
@@ -137,8 +170,7 @@ class EngineConfig:
     max_cpu_loras: int | None = option(
         None,
         "most adapters in the worker's memory; of more that are loaded, those not used for the "
-        "longest time are read again when they are wanted (default: 32, or max_loras where that "
-        "is more)",
+        "longest time are read again when they are wanted (default: 32; never below max_loras)",
         group="adapters",
         kind=int,
         low=1,
@@ -248,6 +280,13 @@ class EngineConfig:
         group="memory",
         kind=bool,
     )
+    prefix_cache_scope: str = option(
+        "server",
+        "which requests share that KV: all of the server, or, where there are several API keys, "
+        "those of a key",
+        choices=PREFIX_CACHE_SCOPES,
+        group="memory",
+    )
     max_sessions: int = option(
         256,
         "sessions that may be open, with the turns that they remember",
@@ -266,7 +305,8 @@ class EngineConfig:
     )
     max_total_stream_bytes: int = option(
         256 << 20,
-        "output that may wait for all slow readers together",
+        "output that may wait for all slow readers together, and bytes of answers that all "
+        "connections together may leave unread",
         group="memory",
         kind=int,
         low=1024,
@@ -331,7 +371,7 @@ class EngineConfig:
     otlp_traces_endpoint: str | None = option(
         None,
         "where a span of each request is sent, by OpenTelemetry's protocol over HTTP; "
-        "needs trioserve[otel] (default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)",
+        "needs the extra otel (default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)",
         group="log",
         metavar="URL",
         form=(r"https?://[^\s/]\S*", "a URL that begins with http:// or https://"),
@@ -339,16 +379,11 @@ class EngineConfig:
 
     def __attrs_post_init__(self) -> None:
         named_paths(self.lora_modules)
+        parse_override(self.override_generation_config)
         if self.kv_offloading_bytes is not None and not self.enable_prefix_caching:
             raise InvalidRequest(
                 "kv_offloading_bytes needs a prefix cache (--enable-prefix-caching)",
                 param="kv_offloading_bytes",
-            )
-        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise InvalidRequest(
-                f"max_cpu_loras must be at least max_loras ({self.max_loras}); "
-                f"got {self.max_cpu_loras}",
-                param="max_cpu_loras",
             )
 
     @property

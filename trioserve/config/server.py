@@ -11,7 +11,9 @@ from trioserve.options import option
 
 __all__ = ["ServerConfig"]
 
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "json")
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "hermes", "llama3", "mistral", "qwen3_coder", "glm45", "json"),
+)
 REASONING_PARSERS = ("auto", "none", "think")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "console", "json")
@@ -79,6 +81,16 @@ class ServerConfig:
         repeatable=True,
         secret=True,
     )
+    priority_api_key: tuple[str, ...] = option(
+        (),
+        "further key, whose requests may name a priority and a priority of their KV; where there "
+        "is one, requests of other keys that do are answered with 403, but for admin keys; may be "
+        "given several times",
+        group="http",
+        metavar="KEY",
+        repeatable=True,
+        secret=True,
+    )
     max_requests_per_key: int | None = option(
         None,
         "most requests of one API key that may be open at a time; the answer past it is 429 "
@@ -97,6 +109,19 @@ class ServerConfig:
         form=(
             r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s,*]+",
             "an origin, such as https://example.org, without a path, or * for any",
+        ),
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "host name to answer to without an API key, *.NAME for all names below one, or * for any; "
+        "may be given several times (default: IP addresses, localhost, the name listened on; "
+        "beyond loopback, also names without a dot and of private networks)",
+        group="http",
+        metavar="HOST",
+        repeatable=True,
+        form=(
+            r"\*|(\*\.)?\w([\w.-]*\w)?\.?",
+            "a host's name without a port, such as llm.example.org, *.example.org, or * for any",
         ),
     )
     ssl_certfile: str | None = option(
@@ -125,7 +150,10 @@ class ServerConfig:
         metavar="PATH",
     )
     root_path: str = option(
-        "", "path prefix that a proxy in front takes off", group="http", metavar="PATH"
+        "",
+        "path prefix of a proxy in front; requests are served with it and without it",
+        group="http",
+        metavar="PATH",
     )
     console: bool = option(
         True,
@@ -147,6 +175,12 @@ class ServerConfig:
         group="http",
         kind=int,
         low=1,
+    )
+    ignore_unknown_fields: bool = option(
+        False,
+        "ignore fields of requests that aren't served, and log each name once, in place of 400",
+        group="http",
+        kind=bool,
     )
     request_timeout: float = option(
         60.0,
@@ -194,6 +228,10 @@ class ServerConfig:
     )
 
     def __attrs_post_init__(self) -> None:
+        if self.priority_api_key and not self.api_key:
+            raise InvalidRequest(
+                "priority_api_key needs keys for all others (--api-key)", param="priority_api_key"
+            )
         if self.max_requests_per_key is not None and not self.api_key:
             raise InvalidRequest(
                 "max_requests_per_key needs keys to count by (--api-key)",

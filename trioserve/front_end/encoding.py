@@ -23,8 +23,8 @@ def remote_encoding(model: LoadedModel, asks: Asks) -> Encoding | None:
     if model.encoder is None:
         return None
 
-    async def compute(columns: Columns) -> Floats:
-        answer = await asks.ask("encode", columns.message())
+    async def compute(columns: Columns, tenant: str) -> Floats:
+        answer = await asks.ask("encode", [columns.message(), tenant])
         return vectors_of(answer, len(columns))
 
     return Encoding(encoder=model.encoder, compute=compute)

@@ -246,11 +246,12 @@ class Host:
         name, given = arguments
         return await self._scheduler.call(name, given)
 
-    async def _encode(self, message: Any) -> bytes:
+    async def _encode(self, arguments: Any) -> bytes:
+        message, tenant = arguments
         if self._batcher is None:
             raise InvalidRequest("the model is no encoder")
         self._check_pause()
-        return wire.from_floats(await self._batcher.compute(Columns.from_message(message)))
+        return wire.from_floats(await self._batcher.compute(Columns.from_message(message), tenant))
 
     async def _state(self, _: Any) -> EngineState:
         return EngineState(
@@ -376,6 +377,7 @@ class Host:
             worker_restarts=self._supervisor.restarts,
             num_sessions=len(self.sessions),
             front_end_restarts=self.front_end_restarts,
+            memory_released=self._control.memory_released,
         )
 
     def check_integrity(self) -> None:

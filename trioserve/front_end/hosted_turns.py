@@ -48,9 +48,9 @@ class HostedTurns:
         }
 
     async def _open_session(self, arguments: Any) -> str:
-        id, capacity, timeout, owner, goes_on = arguments
+        id, capacity, timeout, owner, tenant, goes_on = arguments
         session = self._sessions.open(
-            id, capacity=capacity, timeout=timeout, owner=owner, goes_on=goes_on
+            id, capacity=capacity, timeout=timeout, owner=owner, tenant=tenant, goes_on=goes_on
         )
         return session.id
 

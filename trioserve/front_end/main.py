@@ -123,6 +123,8 @@ class _FrontEnd:
         """Serve until drained; how many requests were cut off."""
         config = start.config
         model = await LoadedModel.read(config.engine, Path(start.path))
+        if start.index == 0:
+            model.log_defaults()
         others = [each for each in self._descriptors if each not in start.sockets]
         names = config.served_model_name or (model.name,)
         metrics = Metrics(names[0], config.engine.metrics_prefix)

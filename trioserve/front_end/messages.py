@@ -142,8 +142,10 @@ class Submit(_Message):
     arrived: float
     priority: int
     cache_salt: str
+    tenant: str
     retention: Retention | None
     adapter: int
+    default_max_tokens: int | None
 
 
 class Abort(_Message):

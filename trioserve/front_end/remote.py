@@ -200,8 +200,10 @@ class RemoteScheduler:
                     arrived=self._clock.shared(request.times.arrived),
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    tenant=request.tenant,
                     retention=request.retention,
                     adapter=request.adapter,
+                    default_max_tokens=request.default_max_tokens,
                 )
             )
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -363,6 +365,10 @@ class RemoteScheduler:
     def num_waiting_tokens(self) -> int:
         """Their tokens, prompt and output so far."""
         return self._line[1]
+
+    def waiting_of(self, tenant: str) -> tuple[int, int]:
+        """Return zeros: the engine process counts the tenants, and refuses what exceeds a share."""
+        return 0, 0
 
     def statistics(self) -> SchedulerStatistics:
         """The counts of the moment of :meth:`look`."""

@@ -197,10 +197,17 @@ class SharedServer:
             self._remote.tell(LeaveWatch(number))
 
     async def open_session(
-        self, id: str | None, *, capacity: int, timeout: float, owner: str | None, goes_on: bool
+        self,
+        id: str | None,
+        *,
+        capacity: int,
+        timeout: float,
+        owner: str | None,
+        tenant: str,
+        goes_on: bool,
     ) -> str:
         """As :meth:`trioserve.sessions.Sessions.open`; the id of the session."""
-        arguments = [id, capacity, timeout, owner, goes_on]
+        arguments = [id, capacity, timeout, owner, tenant, goes_on]
         opened: str = await self._remote.asks.ask("open_session", arguments)
         return opened
 

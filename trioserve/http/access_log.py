@@ -5,6 +5,7 @@ What was asked and answered is in it only where the server was told to log that,
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 from collections.abc import Sequence
@@ -49,8 +50,9 @@ class AccessRecord:
 
     ``reason`` is the finish reason of a generation (several, with commas between them, where its
     outputs ended differently), or why the request ended early. ``client`` is the address that it
-    came from, ``key`` the name of the API key that it brought. ``traceparent`` and ``tracestate``
-    are the caller's trace context.
+    came from, ``key`` the name of the API key that it brought, ``tenant`` the name under which its
+    shares count, ``may_set_priority`` whether it is one that may name a priority. ``traceparent``
+    and ``tracestate`` are the caller's trace context.
     """
 
     method: str
@@ -58,6 +60,8 @@ class AccessRecord:
     request_id: str
     client: str | None = None
     key: str | None = None
+    tenant: str = ""
+    may_set_priority: bool = True
     traceparent: str = ""
     tracestate: str = ""
     started: float = attrs.field(factory=trio.current_time)
@@ -77,6 +81,7 @@ class AccessRecord:
     _num_outputs: int = 0
     _queue_time: float | None = None
     _first_token: float | None = None
+    _first_sent: float | None = None
 
     def note_jobs(self, jobs: Sequence[Job], *, with_contents: bool) -> None:
         """Keep how many outputs are to come, and the prompts if they may be logged."""
@@ -108,6 +113,11 @@ class AccessRecord:
             (each.first_token for each in self.times if each.first_token is not None),
             default=None,
         )
+
+    def note_sent(self) -> None:
+        """Keep when output was sent first."""
+        if self._first_sent is None:
+            self._first_sent = trio.current_time()
 
     def note_texts(self, items: Sequence[Item], *, with_contents: bool) -> None:
         """Keep how many texts are computed as a whole, and what they say if that may be logged."""
@@ -167,7 +177,18 @@ class AccessRecord:
             fields["queue_ms"] = _milliseconds(self._queue_time)
         if self._first_token is not None:
             fields["first_token_ms"] = _milliseconds(self._first_token - self.started)
+            if self._first_sent is not None:
+                fields["first_sent_ms"] = _milliseconds(self._first_sent - self.started)
+            if (rate := self._tokens_per_second()) is not None:
+                fields["tokens_per_second"] = round(rate, 1)
         return fields
+
+    def _tokens_per_second(self) -> float | None:
+        """Return the pace of all outputs together behind their first tokens, where it is known."""
+        last = max((each.last_token or -math.inf for each in self.times), default=-math.inf)
+        if self.usage is None or self._first_token is None or last <= self._first_token:
+            return None
+        return max(self.usage.completion_tokens - self._num_outputs, 0) / (last - self._first_token)
 
 
 def _milliseconds(seconds: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import quart
 import trio
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 from quart.wrappers.base import BaseRequestWebsocket
 from quart_trio import QuartTrio
 from werkzeug.exceptions import BadRequest, MethodNotAllowed
@@ -19,16 +20,24 @@ from werkzeug.routing import MapAdapter
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
 from trioserve.errors import QueueFull
-from trioserve.http.asgi import HTTPConnection, Request, WebSocketConnection, error_response
+from trioserve.http.asgi import (
+    HTTPConnection,
+    Request,
+    WebSocketConnection,
+    error_response,
+    without_prefix,
+)
 from trioserve.http.auth import OPEN_PATHS, Keys, authorization_of
 from trioserve.http.bodies import BodyRoom
 from trioserve.http.chat.endpoint import ChatEndpoints
 from trioserve.http.chat.preparation import ChatPreparation
 from trioserve.http.completions.endpoint import CompletionEndpoints
 from trioserve.http.console.endpoint import ConsoleEndpoints
+from trioserve.http.console.redirects import console_redirect
 from trioserve.http.control.endpoint import ControlEndpoints
 from trioserve.http.cors import CrossOrigin
 from trioserve.http.feeds.endpoint import FeedEndpoints
+from trioserve.http.hosts import AllowedHosts
 from trioserve.http.messages.endpoint import MessageEndpoints
 from trioserve.http.native.endpoint import NativeEndpoints
 from trioserve.http.ollama.endpoint import OllamaEndpoints
@@ -61,6 +70,14 @@ class App(QuartTrio):
     engine: Engine
     cross_origin: CrossOrigin
     body_room: BodyRoom
+    root_path: str
+    """What paths may begin with beside those of the routes."""
+
+    async def __call__(
+        self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        """Serve one connection of ASGI's."""
+        await super().__call__(without_prefix(scope, self.root_path), receive, send)
 
     def create_url_adapter(self, request: BaseRequestWebsocket | None) -> MapAdapter | None:
         """What finds the route of ``request``."""
@@ -100,13 +117,20 @@ def create_app(
     )
     app = App("trioserve", static_folder=None)
     app.engine = engine
+    app.root_path = config.root_path.rstrip("/")
     app.cross_origin = CrossOrigin(config.allowed_origins)
     app.body_room = BodyRoom.for_bodies_of(config.max_body_size)
     app.config["RESPONSE_TIMEOUT"] = None
     app.config["BODY_TIMEOUT"] = config.request_timeout
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
-    keys = Keys(config.api_key, config.admin_api_key, max_requests=config.max_requests_per_key)
+    keys = Keys(
+        config.api_key,
+        config.admin_api_key,
+        priority_keys=config.priority_api_key,
+        max_requests=config.max_requests_per_key,
+    )
+    hosts = AllowedHosts(config.allowed_hosts, config.host)
     routes = served_routes(config)
     _add_routes(app, service, keys, routes)
     app.register_error_handler(Exception, _on_error)
@@ -124,18 +148,35 @@ def create_app(
         rule = request.url_rule
         if rule is not None:
             request.record.route = rule.rule
-        preflight = _preflight(request, app.cross_origin)
+        answer = _preflight(request, app.cross_origin)
+        if answer is None and config.console:
+            answer = console_redirect(request)
         is_open = request.path in OPEN_PATHS or (rule is not None and rule.rule in OPEN_PATHS)
-        if preflight is None and not is_open:
+        if answer is None and not is_open:
             control = rule is not None and rule.rule in control_rules
             caller = keys.caller(authorization_of(request.headers), control=control)
+            if caller is None:
+                _check_host(request, hosts)
             request.record.key = None if caller is None else caller.name
+            request.record.tenant = keys.tenant(caller)
+            request.record.may_set_priority = keys.may_set_priority(caller)
             request.at_end.enter_context(await whole.seat(keys, caller))
             if rule is not None and rule.rule in generating_rules:
-                await admission.check()
-        return preflight
+                await admission.check(request.record.tenant)
+        return answer
 
     return app
+
+
+def _check_host(request: Request, hosts: AllowedHosts) -> None:
+    """Refuse a request that a web page may have sent to a name of its own.
+
+    Raises:
+        HostNotAllowed: its host isn't the server's.
+    """
+    server = request.scope.get("server")
+    if server is not None and request.scheme != "https":
+        hosts.check(request.headers.get("Host", ""), server[0])
 
 
 class _Admission:
@@ -149,8 +190,8 @@ class _Admission:
         self._engine = engine
         self._turn = trio.Lock()
 
-    async def check(self) -> None:
-        """Go on if there is room.
+    async def check(self, tenant: str) -> None:
+        """Go on if there is room for a request of ``tenant``.
 
         Raises:
             QueueFull: there is none.
@@ -158,11 +199,11 @@ class _Admission:
             EngineError: it is closed.
         """
         try:
-            self._engine.check_room()
+            self._engine.check_room(tenant)
         except QueueFull:
             async with self._turn:
                 await trio.sleep(_REFUSAL_PAUSE)
-                self._engine.check_room()
+                self._engine.check_room(tenant)
 
 
 def _preflight(request: Request, cross_origin: CrossOrigin) -> quart.Response | None:
@@ -194,7 +235,7 @@ def _add_routes(app: App, service: Service, keys: Keys, routes: Sequence[Route])
         NativeEndpoints(service),
         OllamaEndpoints(service, chats),
         OllamaModelEndpoints(service, chats.format),
-        ResponseEndpoints(service, chats),
+        ResponseEndpoints(service, chats, tokens),
         SessionEndpoints(service),
         AdminEndpoints(service),
         ScoreEndpoints(service),

@@ -19,6 +19,7 @@ from hypercorn.typing import (
     ASGISendCallable,
     ASGISendEvent,
     HTTPScope,
+    Scope,
     WebsocketScope,
 )
 from quart.utils import encode_headers
@@ -30,7 +31,7 @@ from trioserve.errors import InvalidRequest
 from trioserve.http.access_log import AccessRecord, request_id_from
 from trioserve.http.bodies import Body
 from trioserve.http.dialects import error_body, id_headers
-from trioserve.http.direct import WriteNow, body_message, writer_for
+from trioserve.http.direct import WriteNow, body_message, takes_views, writer_for
 from trioserve.http.errors import ErrorReply, describe_error
 from trioserve.http.sse import Events
 from trioserve.logs import get_logger
@@ -44,6 +45,7 @@ __all__ = [
     "Request",
     "WebSocketConnection",
     "error_response",
+    "without_prefix",
 ]
 
 CONNECTION_STATE = "trioserve.connection"
@@ -100,6 +102,8 @@ class HTTPConnection(TrioASGIHTTPConnection):
         origin = _header(self.scope, b"origin") or None
         cross_origin = self.app.cross_origin.response_headers(origin)
 
+        views = takes_views(send)
+
         async def noting_send(message: ASGISendEvent) -> None:
             if message["type"] == "http.response.start":
                 self.record.status = message["status"]
@@ -107,7 +111,9 @@ class HTTPConnection(TrioASGIHTTPConnection):
             elif message["type"] == "http.response.body" and not message.get("more_body"):
                 # Before it is sent: hypercorn reports the end as a disconnect, even to us.
                 self.record.completed = True
-            await send(message)
+            await send(message if views else _of_bytes(message))
+            if message["type"] == "http.response.body" and message.get("body"):
+                self.record.note_sent()
 
         try:
             with contextlib.ExitStack() as self.at_end:
@@ -121,7 +127,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
         request.record = self.record
         request.at_end = self.at_end
         request.body.room = self.app.body_room
-        self.at_end.callback(request.body.clear)
+        self.at_end.callback(request.body.release)
         return request
 
     # A Ctrl-C in a program that handles no signals is for its main task, not for whoever runs.
@@ -245,6 +251,19 @@ class WebSocketConnection(TrioASGIWebsocketConnection):
             record.write(self.app.engine.metrics)
 
 
+def without_prefix(scope: Scope, prefix: str) -> Scope:
+    """Return ``scope`` with the path behind ``prefix``, which a proxy may have left in place.
+
+    ``prefix`` doesn't end in a slash. A path that doesn't begin with it stays as it is.
+    """
+    if not prefix or scope["type"] == "lifespan":
+        return scope
+    path = scope["path"]
+    if path != prefix and not path.startswith(f"{prefix}/"):
+        return scope
+    return cast("Scope", {**scope, "path": path[len(prefix) :] or "/"})
+
+
 def _open_record(scope: HTTPScope | WebsocketScope, method: str) -> AccessRecord:
     client = scope.get("client")
     return AccessRecord(
@@ -255,6 +274,12 @@ def _open_record(scope: HTTPScope | WebsocketScope, method: str) -> AccessRecord
         traceparent=_header(scope, b"traceparent"),
         tracestate=_header(scope, b"tracestate"),
     )
+
+
+def _of_bytes(message: ASGISendEvent) -> ASGISendEvent:
+    """Return ``message`` with a copy of its body, if that is a view."""
+    body = cast(Any, message).get("body")
+    return cast(Any, {**message, "body": bytes(body)}) if isinstance(body, memoryview) else message
 
 
 def _header(scope: HTTPScope | WebsocketScope, name: bytes) -> str:

@@ -35,7 +35,9 @@ class Caller:
     """
 
     name: str
-    admin: bool
+    admin: bool = False
+    has_priority: bool = False
+    """Whether the key is one of those whose requests may name a priority."""
 
 
 class Keys:
@@ -47,6 +49,8 @@ class Keys:
     Args:
         keys: for all routes but those that control the server; nobody needs one if there is none.
         admin_keys: for all routes, and in any number of requests.
+        priority_keys: further ``keys``; where there are some, requests of the others have no
+            priority but the usual one.
         max_requests: requests of one key that may be open at a time (default: any number).
     """
 
@@ -55,15 +59,23 @@ class Keys:
         keys: Sequence[str],
         admin_keys: Sequence[str] = (),
         *,
+        priority_keys: Sequence[str] = (),
         max_requests: int | None = None,
     ) -> None:
         self._is_open = not keys
+        self._num_keys = len({*keys, *priority_keys})
+        self._has_priority_keys = bool(priority_keys)
         self._has_admins = bool(admin_keys)
         self._max_requests = max_requests
-        self._callers = [
-            *((_digest(key), Caller(f"key-{i}", False)) for i, key in enumerate(keys, 1)),
-            *((_digest(key), Caller(f"admin-{i}", True)) for i, key in enumerate(admin_keys, 1)),
+        callers = [
+            *((key, Caller(f"key-{i}")) for i, key in enumerate(keys, 1)),
+            *(
+                (key, Caller(f"priority-{i}", has_priority=True))
+                for i, key in enumerate(priority_keys, 1)
+            ),
+            *((key, Caller(f"admin-{i}", admin=True)) for i, key in enumerate(admin_keys, 1)),
         ]
+        self._callers = [(_digest(key), caller) for key, caller in callers]
         self._num_open: Counter[Caller] = Counter()
 
     def caller(self, authorization: str | None, *, control: bool = False) -> Caller | None:
@@ -87,7 +99,7 @@ class Keys:
             raise Unauthorized(f"{kind} is needed here: send Authorization: Bearer <key>")
         given = hashlib.sha256(token.strip().encode("latin-1", "replace")).digest()
         matches = [hmac.compare_digest(given, digest) for digest, _ in self._callers]
-        # Of a key that is given as both, the admin is the later one.
+        # A key that is given as several has the rights of the last.
         found = [caller for (_, caller), is_it in zip(self._callers, matches, strict=True) if is_it]
         if not found or (control and not found[-1].admin):
             raise Unauthorized(f"the key is not valid here, where {kind} is needed")
@@ -99,6 +111,17 @@ class Keys:
             return self.caller(authorization, control=True) is not None
         except (Forbidden, Unauthorized):
             return False
+
+    def tenant(self, caller: Caller | None) -> str:
+        """Return the name under which the shares of ``caller`` count; empty where it has none.
+
+        Keys share what the server has if there are several. An administrator has no share.
+        """
+        return "" if caller is None or caller.admin or self._num_keys < 2 else caller.name
+
+    def may_set_priority(self, caller: Caller | None) -> bool:
+        """Return whether requests of ``caller`` may name a priority."""
+        return not self._has_priority_keys or caller is None or caller.admin or caller.has_priority
 
     def limits(self, caller: Caller) -> bool:
         """Whether only so many requests of ``caller`` may be open at a time."""

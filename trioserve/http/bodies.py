@@ -1,4 +1,4 @@
-"""The bodies of requests while they come in: all of them together have a limit, too.
+"""The bodies of requests until they have been parsed: all of them together have a limit, too.
 
 One body has ``max_body_size``. Many clients who send large ones slowly would hold that much each.
 """
@@ -32,7 +32,7 @@ class BodyRoom:
 
 
 class Body(TrioBody):
-    """A body that takes its part of the room until it has been read, or its request has ended."""
+    """A body that takes its part of the room until it has been parsed, or its request has ended."""
 
     room: BodyRoom
 
@@ -45,7 +45,7 @@ class Body(TrioBody):
             return
         if self.room.held + len(data) > self.room.size:
             self._refused = True
-            self.clear()
+            self.release()
             self.set_complete()
             return
         self.room.held += len(data)
@@ -63,8 +63,8 @@ class Body(TrioBody):
             raise QueueFull("too many bodies of requests are being received")
         return body
 
-    def clear(self) -> None:
+    def release(self) -> None:
         """Forget what came, and give its room back."""
-        super().clear()
+        self.clear()
         self.room.held -= self._held
         self._held = 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trioserve.errors import InvalidRequest
 from trioserve.generation import GenerationStream
+from trioserve.http.structure import count_outside_texts
 from trioserve.http.threads import num_in_entries
 from trioserve.request import TokensPrompt
 from trioserve.scheduler.limits import MAX_PROMPT_LOGPROBS
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_ANSWER_LOGPROBS",
-    "MAX_LISTS",
+    "MAX_FIELDS",
     "MAX_VALUES",
     "AnswerSize",
     "check_batch",
@@ -30,13 +31,11 @@ __all__ = [
     "check_prompt_logprobs",
 ]
 
-MAX_LISTS = 1 << 18
-"""Objects and lists in a body. Making and looking through as many takes a tenth of a second, in
-which nobody else is served. Brackets within texts count as well."""
+MAX_FIELDS = 1 << 17
+"""Objects, lists and fields of objects in a body. Reading as many takes a tenth of a second, in
+which no other request is served."""
 MAX_VALUES = 2 << 20
-"""Values in a body: token ids, above all. Commas within texts count as well."""
-_SMALL_BODY = 1 << 20
-"""Bytes that can't hold so much that it takes long."""
+"""Items of lists and fields of objects in a body: token ids, above all."""
 MAX_ANSWER_LOGPROBS = 2 << 20
 """Log-probabilities in an answer that is sent as a whole: about 100 bytes each in its JSON."""
 
@@ -45,29 +44,36 @@ def check_body(body: bytes) -> None:
     """Refuse a body that would take long to read, before it is read.
 
     Raises:
-        InvalidRequest: it holds too many lists, objects or values.
+        InvalidRequest: it holds too many lists, objects, fields or values.
     """
-    if len(body) <= _SMALL_BODY:
+    _check_separators(body, b"{[:", MAX_FIELDS, "objects, lists and fields")
+    _check_separators(body, b",", MAX_VALUES, "values")
+
+
+def _check_separators(body: bytes, separators: bytes, most: int, what: str) -> None:
+    """Refuse a body with more than ``most`` of ``separators`` outside of its texts."""
+    if len(body) <= most or sum(body.count(each) for each in separators) <= most:
         return
-    num_lists = body.count(b"{") + body.count(b"[")
-    if num_lists > MAX_LISTS:
-        raise InvalidRequest(
-            f"the body holds {num_lists} objects and lists; at most {MAX_LISTS} are read"
-        )
-    num_values = body.count(b",")
-    if num_values > MAX_VALUES:
-        raise InvalidRequest(f"the body holds {num_values} values; at most {MAX_VALUES} are read")
+    number = count_outside_texts(body, separators)
+    if number > most:
+        raise InvalidRequest(f"the body holds {number} {what}; at most {most} are read")
 
 
-def check_batch(jobs: Sequence[Job], engine: Engine) -> None:
+def check_batch(jobs: Sequence[Job], engine: Engine, *, is_shared: bool = False) -> None:
     """Refuse a batch that could never be queued, because it wouldn't fit an empty queue.
+
+    Args:
+        jobs: The batch.
+        engine: The one that is to generate it.
+        is_shared: Whether it may take only half of the queue, because other keys have a share, too.
 
     Raises:
         InvalidRequest: it has too many outputs or tokens; ``param`` is the engine's name.
     """
     if len(jobs) == 1:
         return
-    limit = engine.config.max_num_queued_reqs
+    shares = 2 if is_shared else 1
+    limit = engine.config.max_num_queued_reqs // shares
     outputs = sum(job.params.n for job in jobs)
     if outputs > limit:
         raise InvalidRequest(
@@ -80,10 +86,11 @@ def check_batch(jobs: Sequence[Job], engine: Engine) -> None:
         for job in jobs
         if isinstance(job.prompt, TokensPrompt) and job.params.truncate_prompt_tokens is None
     )
-    if tokens > engine.max_num_queued_tokens:
+    max_tokens = engine.max_num_queued_tokens // shares
+    if tokens > max_tokens:
         raise InvalidRequest(
             f"prompt has {tokens} tokens in {outputs} outputs' prompts; at most "
-            f"{engine.max_num_queued_tokens} can wait (--max-num-queued-tokens)",
+            f"{max_tokens} can wait (--max-num-queued-tokens)",
             param="prompt",
         )
 

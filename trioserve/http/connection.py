@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -32,23 +34,19 @@ from hypercorn.utils import parse_socket_addr
 
 from trioserve.http.asgi import CONNECTION_STATE
 from trioserve.http.connections import Connections
+from trioserve.http.handshakes import LINGER, HandshakeStream, refuse_without_tls
+from trioserve.http.holdings import address_of
 from trioserve.http.http1 import HeadBegun
 from trioserve.http.protocol import Protocol
 from trioserve.http.settings import ServerSettings
+from trioserve.http.unsent import UnsentBudget
 from trioserve.logs import get_logger
 
 __all__ = ["Connection"]
 
-LINGER = 2.0
-"""Seconds for which a client that is still sending is listened to after our last word, so that its
-own sending doesn't make its system throw our answer away."""
 _SEND_SLICE = 1 << 16
 """Bytes that are to be taken within ``send_timeout``: a slow reader who does read isn't cut off."""
-_NO_TLS = (
-    b"HTTP/1.1 400 \r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
-    b"This is a port for TLS: use https://\n"
-)
-
+_NO_LINGER = struct.pack("ii", 1, 0)
 _log = get_logger("trioserve.http")
 
 
@@ -106,22 +104,34 @@ class Connection:
         context: WorkerContext,
         stream: trio.SocketStream,
         connections: Connections,
+        budget: UnsentBudget,
     ) -> None:
         self.stalled = False
+        self.address = ""
+        """The client's, as its holdings are counted."""
+        with contextlib.suppress(OSError):  # The client may have left already.
+            sock = stream.socket
+            self.address = address_of(parse_socket_addr(sock.family, sock.getpeername()))
         self._app = app
         self._settings = settings
         self._context = context
         self._socket = stream.socket
-        self._stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] = stream
+        self._stream: trio.SocketStream | trio.SSLStream[HandshakeStream] = stream
         if settings.tls is not None:
-            self._stream = trio.SSLStream(stream, settings.tls, server_side=True)
+            below = HandshakeStream(stream, connections.handshakes)
+            self._stream = trio.SSLStream(below, settings.tls, server_side=True)
         self._connections = connections
+        self._budget = budget
+        self._servers_turn: set[int] = set()
+        """Requests that the server has to go on with, by stream."""
+        self._num_unsent = 0
+        """Sends that haven't ended, because the client leaves them unread."""
         self._protocol: Protocol | None = None
         self._tasks: TaskGroup | None = None
         self._send_lock = trio.Lock()
         self._num_in_turn = 0 if settings.tls is None else 1
         """Sends that wait or may wait, in whose way no other may get. With TLS, all do."""
-        self._unsent = b""
+        self._unsent: bytes | memoryview = b""
         """What a write that didn't wait has left over; it leaves before anything else."""
         self._descriptor = self._socket.fileno()
         self._closing = False
@@ -144,7 +154,15 @@ class Connection:
             _log.warning("a connection was dropped", exc_info=error)
         finally:
             self._connections.remove(descriptor, self)
+            self._budget.remove(self)
+            if self._protocol is not None:
+                self._protocol.drop_unsent()
             self._close_socket()
+
+    @property
+    def descriptor(self) -> int:
+        """The socket's, negative once it is closed."""
+        return self._descriptor
 
     def close(self) -> None:
         """End a connection that serves nothing, in an orderly way, as soon as its reader runs."""
@@ -156,6 +174,17 @@ class Connection:
         self._reading.cancel()
         self._close_socket()
 
+    def reset(self) -> None:
+        """End the connection at once, and drop what the system would still send."""
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.abort()
+
+    def cut_off(self) -> None:
+        """End the connection, whose client leaves too much unread."""
+        self.stalled = True
+        self.reset()
+
     async def _set_up_tls(self) -> bool:
         """Shake hands, if there is TLS; False if that failed."""
         if not isinstance(self._stream, trio.SSLStream):
@@ -163,19 +192,14 @@ class Connection:
         try:
             with self._reading:
                 await self._stream.do_handshake()
+                self._stream.transport_stream.note_done()
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            await self._note_no_tls(error.__cause__ or error)
+            await refuse_without_tls(self._socket, error.__cause__ or error)
             return False
         if self._reading.cancelled_caught:
             return False
         self._reading = trio.CancelScope(deadline=self._after(self._settings.request_timeout))
         return True
-
-    async def _note_no_tls(self, error: BaseException) -> None:
-        _log.info("a client couldn't set up TLS", reason=getattr(error, "reason", str(error)))
-        if getattr(error, "reason", None) == "HTTP_REQUEST":
-            with contextlib.suppress(OSError), trio.move_on_after(LINGER):
-                await self._socket.send(_NO_TLS)
 
     async def _serve(self) -> None:
         try:
@@ -193,6 +217,7 @@ class Connection:
                 server,
                 self._do,
                 self,
+                self._budget,
                 alpn=tls.selected_alpn_protocol() if tls is not None else None,
             )
             await self._protocol.initiate()
@@ -230,6 +255,9 @@ class Connection:
 
     def _note_idle(self, idle: bool) -> None:
         self._connections.note_idle(self, idle)
+        if idle:
+            self._servers_turn.clear()
+            self._note_waiting()
         if not idle:
             self._read_until(math.inf)
         elif self._context.terminated.is_set():
@@ -259,11 +287,24 @@ class Connection:
         if unsent := self._write(data):
             assert self._tasks is not None
             self._unsent = unsent
-            self._num_in_turn += 1
+            self._begin_turn(len(unsent))
             self._tasks.spawn(self._send_in_turn, b"")
         return True
 
-    async def send(self, data: bytes) -> None:
+    def note_turn(self, stream_id: int, *, is_servers: bool) -> None:
+        """Note whether the server has to go on with a request, or its client has to."""
+        if is_servers:
+            self._servers_turn.add(stream_id)
+        else:
+            self._servers_turn.discard(stream_id)
+        self._note_waiting()
+
+    def _note_waiting(self) -> None:
+        if self._descriptor >= 0:
+            waits = not self._servers_turn or self._num_unsent > 0
+            self._connections.note_waiting(self, waits)
+
+    async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``, or give the connection up.
 
         A few hundred bytes nearly always fit into the system's buffer, and then a write that
@@ -273,39 +314,55 @@ class Connection:
         if not self._num_in_turn:
             data = self._write(data)
         if data:
-            self._num_in_turn += 1
+            self._begin_turn(len(data))
             await self._send_in_turn(data)
 
-    def _write(self, data: bytes) -> bytes:
+    def _begin_turn(self, size: int) -> None:
+        """Count a send that may wait, of ``size`` bytes."""
+        self._num_in_turn += 1
+        self._num_unsent += 1
+        self._note_waiting()
+        self._budget.add(self, size)
+
+    def _write(self, data: bytes | memoryview) -> bytes | memoryview:
         """Send as much of ``data`` as the system takes; what is left."""
         try:
             sent = os.write(self._descriptor, data)
         except OSError:  # Full, or broken: sending that waits will see which.
             return data
-        return b"" if sent == len(data) else data[sent:]
+        return b"" if sent == len(data) else memoryview(data)[sent:]
 
-    async def _send_in_turn(self, data: bytes) -> None:
+    async def _send_in_turn(self, data: bytes | memoryview) -> None:
         """Send all of ``data`` after what others are sending, or give the connection up.
 
         Shielded, because a part of it may have been sent, and half a frame would break what others
         send on the connection. Bounded, because a client that doesn't read must not hold anything
-        up. The caller has counted it in ``_num_in_turn``.
+        up. The caller has begun the turn.
         """
         try:
             with trio.CancelScope(shield=True) as scope:
                 # Who waits in line waits for sends that are bounded themselves.
                 async with self._send_lock:
-                    data, self._unsent = self._unsent + data, b""
-                    for start in range(0, len(data), _SEND_SLICE):
+                    parts, self._unsent = (memoryview(self._unsent), memoryview(data)), b""
+                    for part in (
+                        each[start : start + _SEND_SLICE]
+                        for each in parts
+                        for start in range(0, len(each), _SEND_SLICE)
+                    ):
                         scope.deadline = self._after(self._settings.send_timeout)
-                        await self._stream.send_all(data[start : start + _SEND_SLICE])
+                        await self._stream.send_all(part)
+                        self._budget.remove(self, len(part))
                     return
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         finally:
             self._num_in_turn -= 1
-        self.stalled = self.stalled or scope.cancelled_caught
-        self.abort()
+            self._num_unsent -= 1
+            self._note_waiting()
+        if scope.cancelled_caught:
+            self.cut_off()
+        else:
+            self.abort()
         assert self._protocol is not None
         await self._protocol.handle(Closed())
 

@@ -1,4 +1,4 @@
-"""All connections of a server: how many there may be, which serve nothing, and who has hung up."""
+"""All connections of a server: how many there may be, which make room, and which have hung up."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import trio
+
+from trioserve.http.handshakes import HANDSHAKES_TOGETHER
+from trioserve.http.holdings import Holdings
 
 if TYPE_CHECKING:
     from trioserve.http.connection import Connection
@@ -67,9 +70,13 @@ class Connections:
         self._open: dict[int, Connection] = {}
         """By file descriptor, which the system may give to the next as soon as one is closed."""
         self._idle: dict[Connection, None] = {}
-        """Those that serve nothing, the one that does for longest first."""
+        """The connections that serve nothing."""
+        self._waiting: Holdings[Connection] = Holdings()
+        """The connections that wait for their clients, which may be ended to make room."""
         self._epoll = select.epoll() if sys.platform == "linux" else None
         self._removed = trio.Event()
+        self.handshakes = trio.Semaphore(HANDSHAKES_TOGETHER)
+        """Held by a TLS handshake while it waits for its turn."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -78,6 +85,7 @@ class Connections:
         """Watch a connection, by its socket's descriptor. It serves nothing yet."""
         self._open[descriptor] = connection
         self._idle[connection] = None
+        self._waiting.add(connection.address, connection, 1)
         if self._epoll is not None:
             self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
 
@@ -87,11 +95,21 @@ class Connections:
         if idle:
             self._idle[connection] = None
 
+    def note_waiting(self, connection: Connection, waiting: bool) -> None:
+        """Note whether a connection waits for its client alone.
+
+        The client has nothing to ask, hasn't sent all of a request, or leaves an answer unread.
+        """
+        self._waiting.remove(connection)
+        if waiting:
+            self._waiting.add(connection.address, connection, 1)
+
     def remove(self, descriptor: int, connection: Connection) -> None:
         """Forget a connection. Its socket, closed or not, leaves the epoll when it is closed."""
         if self._open.get(descriptor) is connection:
             del self._open[descriptor]
         self._idle.pop(connection, None)
+        self._waiting.remove(connection)
         self._removed.set()
         self._removed = trio.Event()
 
@@ -101,13 +119,22 @@ class Connections:
         return self._limit - len(self._open)
 
     async def make_room(self) -> None:
-        """Wait until there is room for one more; whoever serves nothing for longest has to go."""
-        while len(self._open) >= self._limit:
-            for connection in self._idle:
-                connection.abort()
-                del self._idle[connection]
-                break
+        """Block until there is room for one more connection.
+
+        The address with the most connections that wait for their clients loses the oldest of them.
+        """
+        while len(self._open) >= self._limit and not self.evict():
             await self._removed.wait()
+
+    def evict(self) -> bool:
+        """End a connection that waits for its client, and so make room; False if there is none."""
+        connection = self._waiting.first_to_go()
+        if connection is None:
+            return False
+        descriptor = connection.descriptor
+        connection.reset()
+        self.remove(descriptor, connection)
+        return True
 
     def close_idle(self) -> None:
         """Close the connections that serve nothing."""
@@ -178,12 +205,17 @@ class BoundedListener(trio.abc.Listener[trio.SocketStream]):
         return trio.SocketStream(trio.socket.from_stdlib_socket(self._taken.popleft()))
 
     def _take_more(self) -> None:
-        """Accept whoever waits, as far as there is room."""
+        """Accept the clients that wait, as far as there is room or can be made."""
         with socket.socket(fileno=os.dup(self._listener.socket.fileno())) as listener:
-            while len(self._taken) < min(MOST_TOGETHER, self._connections.num_free - 1):
+            waiting = select.poll()
+            waiting.register(listener, select.POLLIN)
+            while len(self._taken) < MOST_TOGETHER and waiting.poll(0):
+                has_room = self._connections.num_free - 1 > len(self._taken)
+                if not has_room and not self._connections.evict():
+                    return
                 try:
                     accepted, _ = listener.accept()
-                except OSError:  # nobody, or it goes wrong again where it is seen to
+                except OSError:  # None is left, or it goes wrong again where it is seen to.
                     return
                 accepted.setblocking(False)
                 self._taken.append(accepted)

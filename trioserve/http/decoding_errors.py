@@ -12,11 +12,13 @@ import msgspec
 
 from trioserve.errors import InvalidRequest
 
-__all__ = ["MAX_REREAD_BYTES", "as_invalid_request"]
+__all__ = ["MAX_REREAD_BYTES", "alternatives", "as_invalid_request"]
 
 MAX_REREAD_BYTES = 1 << 20
 """Largest body that is read a second time, which takes Python some 50 ms."""
 _MAX_SHOWN_CHARACTERS = 60
+_MAX_MESSAGE_CHARACTERS = 2000
+"""A message of msgspec's that is longer quotes what the client wrote: its middle is left out."""
 
 _ERROR_PATTERN = re.compile(
     r"(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?", re.DOTALL
@@ -36,6 +38,9 @@ def as_invalid_request(message: str, type_: Any, body: bytes) -> InvalidRequest:
         type_: what ``body`` was to be; the values that would have been right are looked up in it.
         body: what was decoded; the value that was wrong is looked up in it.
     """
+    if len(message) > _MAX_MESSAGE_CHARACTERS:
+        half = _MAX_MESSAGE_CHARACTERS // 2
+        message = f"{message[:half]}…{message[-half:]}"
     match = _ERROR_PATTERN.fullmatch(message)
     assert match is not None
     text, path = match["text"], (match["path"] or "").lstrip(".")
@@ -47,15 +52,14 @@ def as_invalid_request(message: str, type_: Any, body: bytes) -> InvalidRequest:
                 f"{param} is not a field of this request", param=param, code="unknown_parameter"
             )
         return InvalidRequest(f"{param} is missing", param=param, code="missing_required_parameter")
-    wrong = text.replace("`", "").replace(" | ", " or ")
-    wrong = wrong[:1].lower() + wrong[1:]
+    wrong = _plain(text)
     if not path:
         return InvalidRequest(f"the body is not a request: {wrong}")
     path, inside, _ = path.partition(_INSIDE_A_MAP)
     if match["key"]:
-        wrong += " as a key"
+        wrong = _wrong_entry(type_, path, body) or f"{wrong} as a key"
     elif inside:
-        wrong += " as each value"
+        wrong = _wrong_entry(type_, path, body) or f"{wrong} as each value"
     elif wrong.startswith("invalid "):
         wrong += _choices(type_, path)
     else:
@@ -63,12 +67,27 @@ def as_invalid_request(message: str, type_: Any, body: bytes) -> InvalidRequest:
     return InvalidRequest(f"{path}: {wrong}", param=path, code="invalid_value")
 
 
+def _plain(text: str) -> str:
+    """Return msgspec's words for a wrong value without their marks."""
+    plain = text.replace("`", "").replace(" | ", " or ")
+    return plain[:1].lower() + plain[1:]
+
+
 def _choices(type_: Any, path: str) -> str:
     """What the field may be, for the end of a message that says what it may not be."""
+    reached, values = _reached(type_, path)
+    for each in reached:
+        if typing.get_origin(each) is typing.Literal:
+            values += typing.get_args(each)
+    return f", expected one of {', '.join(map(str, values))}" if values else ""
+
+
+def _reached(type_: Any, path: str) -> tuple[list[Any], list[Any]]:
+    """Return the types that a field may have, and the tags of structs where it is their tag."""
     reached: list[Any] = [type_]
     values: list[Any] = []
     for name, index in _STEP_PATTERN.findall(path):
-        holders = [each for held in reached for each in _alternatives(held)]
+        holders = [each for held in reached for each in alternatives(held)]
         reached = []
         for holder in holders:
             if index and typing.get_origin(holder) is list:
@@ -79,10 +98,7 @@ def _choices(type_: Any, path: str) -> str:
                 else:
                     hints = _hints(holder)
                     reached += [hints[name]] if name in hints else []
-    for each in (each for held in reached for each in _alternatives(held)):
-        if typing.get_origin(each) is typing.Literal:
-            values += typing.get_args(each)
-    return f", expected one of {', '.join(map(str, values))}" if values else ""
+    return [each for held in reached for each in alternatives(held)], values
 
 
 @functools.cache
@@ -91,13 +107,13 @@ def _hints(holder: type[msgspec.Struct]) -> dict[str, Any]:
     return typing.get_type_hints(holder, include_extras=True)
 
 
-def _alternatives(annotation: Any) -> list[Any]:
-    """The types that ``annotation`` is one of, without what is said about them."""
+def alternatives(annotation: Any) -> list[Any]:
+    """Return the types that ``annotation`` is one of, without what is said about them."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
-        return _alternatives(annotation.__origin__)
+        return alternatives(annotation.__origin__)
     if origin in (types.UnionType, typing.Union):
-        return [each for held in typing.get_args(annotation) for each in _alternatives(held)]
+        return [each for held in typing.get_args(annotation) for each in alternatives(held)]
     return [annotation]
 
 
@@ -105,17 +121,65 @@ def _given(wrong: str, path: str, body: bytes) -> str:
     """What the field was, for the end of a message that says what it must be and no more."""
     if not wrong.startswith("expected ") or ", got " in wrong or len(body) > MAX_REREAD_BYTES:
         return ""
-    # What comes behind the wrong value has not been looked at: it may be no JSON, or have the same
-    # key once more, with another kind of value.
     try:
-        value: Any = msgspec.json.decode(body)
-        for name, index in _STEP_PATTERN.findall(path):
-            value = value[name] if name else value[int(index)]
+        value = _value_at(path, body)
         if " of length " in wrong:
             return f", got {len(value)}"
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+    except (LookupError, TypeError):
         return ""
+    return f", got {_shown(value)}"
+
+
+def _wrong_entry(type_: Any, path: str, body: bytes) -> str:
+    """Return what is wrong with the first wrong entry of a map, or nothing if it isn't found."""
+    maps = [each for each in _reached(type_, path)[0] if typing.get_origin(each) is dict]
+    if len(maps) != 1 or len(body) > MAX_REREAD_BYTES:
+        return ""
+    key_type, value_type = typing.get_args(maps[0])
+    try:
+        entries = _value_at(path, body).items()
+    except (LookupError, TypeError, AttributeError):
+        return ""
+    for key, value in entries:
+        if wrong := _conversion_error(key, key_type):
+            return f"{wrong} as a key, got {_shown(key)}"
+        if wrong := _conversion_error(value, value_type):
+            given = "" if ", got " in wrong else f", got {_shown(value)}"
+            return f"{wrong} for the key {_shown(key)}{given}"
+    return ""
+
+
+def _conversion_error(value: Any, type_: Any) -> str:
+    try:
+        msgspec.convert(value, type_)
+    except msgspec.ValidationError as error:
+        match = _ERROR_PATTERN.fullmatch(str(error))
+        assert match is not None
+        return _plain(match["text"])
+    return ""
+
+
+def _value_at(path: str, body: bytes) -> Any:
+    """Return the field that ``path`` names.
+
+    What comes behind a wrong value has not been looked at before: it may be no JSON, or have the
+    same key once more, with another kind of value.
+
+    Raises:
+        LookupError: there is no such field, or no JSON.
+        TypeError: something on the way is of another kind.
+    """
+    try:
+        value: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LookupError(path) from error
+    for name, index in _STEP_PATTERN.findall(path):
+        value = value[name] if name else value[int(index)]
+    return value
+
+
+def _shown(value: Any) -> str:
     shown = msgspec.json.encode(value).decode()
     if len(shown) > _MAX_SHOWN_CHARACTERS:
         shown = shown[:_MAX_SHOWN_CHARACTERS] + "…"
-    return f", got {shown}"
+    return shown

@@ -9,12 +9,14 @@ to a reader that is slow, the piece goes the usual way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+from hypercorn.protocol.events import Body
 from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
-from hypercorn.typing import ASGISendCallable, HTTPResponseBodyEvent
+from hypercorn.typing import ASGISendCallable, ASGISendEvent, HTTPResponseBodyEvent
+from hypercorn.utils import suppress_body
 
-__all__ = ["DirectStream", "Output", "WriteNow", "body_message", "writer_for"]
+__all__ = ["DirectStream", "Output", "WriteNow", "body_message", "takes_views", "writer_for"]
 
 WriteNow = Callable[[bytes], bool]
 """Sends a piece of a body, of which more follow. False if nothing was sent, and ASGI's message is
@@ -34,8 +36,14 @@ class Output(Protocol):
         What doesn't leave at once leaves by itself.
         """
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes | memoryview) -> None:
         """Send ``data`` after what others are sending; returns when it has left."""
+
+    def note_turn(self, stream_id: int, *, is_servers: bool) -> None:
+        """Note whether the server has to go on with a request, or its client has to.
+
+        It is the client's turn while a request isn't whole, and while an answer isn't read.
+        """
 
 
 def body_message(data: bytes, *, more: bool = True) -> HTTPResponseBodyEvent:
@@ -54,11 +62,26 @@ class DirectStream(HTTPStream):
         super().__init__(*arguments)
         self._write_piece = write_piece
 
+    async def app_send(self, message: ASGISendEvent | None) -> None:
+        """Pass a message on; a body of shared bytes stays a view of them."""
+        if message is not None and message["type"] == "http.response.body":
+            body = cast(Any, message).get("body")
+            if isinstance(body, memoryview) and self.state is ASGIHTTPState.RESPONSE:
+                if not suppress_body(self.scope["method"], int(self.response["status"])):
+                    await self.send(Body(stream_id=self.stream_id, data=cast(bytes, body)))
+                message = body_message(b"", more=message["more_body"])
+        await super().app_send(message)
+
     def write_now(self, data: bytes) -> bool:
         """See :data:`WriteNow`."""
         if self.closed or self.state is not ASGIHTTPState.RESPONSE or not data:
             return False
         return self._write_piece(self.stream_id, data)
+
+
+def takes_views(send: ASGISendCallable) -> bool:
+    """Return whether the body of a message may be a view of bytes, which ASGI doesn't say."""
+    return isinstance(getattr(send, "__self__", None), DirectStream)
 
 
 def writer_for(send: ASGISendCallable) -> WriteNow | None:

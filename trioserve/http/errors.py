@@ -39,6 +39,7 @@ __all__ = [
     "ErrorReply",
     "ErrorResponse",
     "Forbidden",
+    "HostNotAllowed",
     "KeyLimit",
     "ModelNotFound",
     "ResponseNotFound",
@@ -69,6 +70,10 @@ class Unauthorized(TrioserveError):
 
 class Forbidden(TrioserveError):
     """Nobody may do this here, with whatever key."""
+
+
+class HostNotAllowed(TrioserveError):
+    """The request has no key and is for a host that isn't this server's."""
 
 
 class KeyLimit(TrioserveError):
@@ -128,6 +133,7 @@ _KINDS: dict[type[Exception], _Kind] = {
     InvalidRequest: _Kind(400, "invalid_request_error"),
     Unauthorized: _Kind(401, "authentication_error", "invalid_api_key"),
     Forbidden: _Kind(403, "permission_error", "forbidden"),
+    HostNotAllowed: _Kind(403, "permission_error", "host_not_allowed"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
     ResponseNotFound: _Kind(404, "invalid_request_error"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
@@ -157,7 +163,8 @@ _HTTP_ERRORS = {
 ERROR_STATUSES = {
     400: "The request can't be served as it stands; `param` names the field",
     401: "There is no key, or a wrong one",
-    403: "The route controls the server, which has no `--admin-api-key`",
+    403: "The route controls the server, which has no `--admin-api-key`, or there are no keys and "
+    "the request's `Host` isn't one of the server's (`--allowed-hosts`)",
     404: "The model or the path isn't served, or the response isn't kept",
     405: "The path doesn't take this method",
     408: "The body didn't come in time",

@@ -14,7 +14,7 @@ import msgspec
 from trioserve.checks import MAX_LOGIT_BIAS
 from trioserve.http import schemas
 from trioserve.http.retention import KvCacheRetentionConfig
-from trioserve.http.schemas import Count, Seconds, about
+from trioserve.http.schemas import Count, Salt, Seconds, about
 from trioserve.sampling import MAX_EXTRA_ARGS, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
 __all__ = [
@@ -119,7 +119,10 @@ SkipSpecialTokens = Annotated[
 
 ReasoningEffort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
-    about("For the chat template; refused where that doesn't look at it."),
+    about(
+        "For the chat template; refused where that doesn't look at it. `none` is also served by a "
+        "model that never reasons and by a template that can turn reasoning off."
+    ),
 ]
 ChatTemplateArguments = Annotated[
     dict[str, Any] | None, about("More arguments for the chat template, such as `enable_thinking`.")
@@ -133,7 +136,7 @@ Priority = Annotated[
     about("Smaller numbers run sooner; it needs `--scheduling-policy priority`."),
 ]
 CacheSalt = Annotated[
-    str | None, about("Cached prompts are shared among requests of the same salt only.")
+    Salt | None, about("Cached prompts are shared among requests of the same salt only.")
 ]
 ExtraKey = Annotated[str | None, about("SGLang's name of `cache_salt`.")]
 KvCacheRetention = Annotated[

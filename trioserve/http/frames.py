@@ -21,9 +21,12 @@ _WINDOWS_PER_DATA_FRAME = 4
 """Window updates that a client may send for each piece of a body that it was sent."""
 _PREFACE_SIZE = len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 _HEADER_SIZE = 9
-_DATA, _HEADERS, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 8, 9
+_DATA, _HEADERS, _SETTINGS, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 4, 8, 9
+_MAX_SETTINGS_SIZE = 6 * 64
+"""Bytes of a settings frame, 6 for each setting. HTTP/2 has a dozen settings."""
 _END_STREAM = 0x1
 _END_HEADERS = 0x4
+_PADDED = 0x8
 
 
 class FrameRefused(Exception):
@@ -87,13 +90,15 @@ class FrameMeter:
         self._to_skip = length
         if length > MAX_FRAME_SIZE:
             raise FrameRefused(ErrorCodes.FRAME_SIZE_ERROR, "a frame is too long")
+        if kind == _SETTINGS and length > _MAX_SETTINGS_SIZE:
+            raise FrameRefused(ErrorCodes.ENHANCE_YOUR_CALM, "too many settings")
         if kind in (_HEADERS, _CONTINUATION):
             self._note_head(kind, flags, length, now)
         elif kind == _WINDOW_UPDATE:
             self._window_updates -= 1
             if self._window_updates < 0:
                 raise FrameRefused(ErrorCodes.ENHANCE_YOUR_CALM, "too many window updates")
-        elif kind != _DATA or not (length or flags & _END_STREAM):
+        elif kind != _DATA or flags & _PADDED or not (length or flags & _END_STREAM):
             self.charge(now)
 
     def _note_head(self, kind: int, flags: int, length: int, now: float) -> None:

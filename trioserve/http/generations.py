@@ -41,6 +41,7 @@ class Job:
     arrived: float | None = None
     """The moment on trio's clock from which ``timeout`` counts; None for when it is entered."""
     cache_salt: str = ""
+    tenant: str = ""
     retention: Retention | None = None
     adapter: str = ""
     """The name of its adapter, empty for none."""
@@ -146,6 +147,7 @@ def _generate(engine: Engine, job: Job) -> contextlib.AbstractAsyncContextManage
         timeout=job.timeout,
         arrived=job.arrived,
         cache_salt=job.cache_salt,
+        tenant=job.tenant,
         retention=job.retention,
         adapter=job.adapter,
         traceparent=job.traceparent,

@@ -108,6 +108,9 @@ class HTTP1(H11Protocol):
             self._check_request(event)
             await self.send(Updated(idle=False))
             await self._create_stream(event)
+        elif isinstance(event, h11.EndOfMessage) and self.stream is not None:
+            self._output.note_turn(STREAM_ID, is_servers=True)
+            await self.stream.handle(EndBody(stream_id=STREAM_ID))
         elif event is h11.PAUSED:
             # One request at a time: the next is read when this one has been answered.
             await self.can_read.clear()
@@ -119,8 +122,6 @@ class HTTP1(H11Protocol):
             return False  # Answered already; what still comes of the body goes nowhere.
         elif isinstance(event, h11.Data):
             await self.stream.handle(Body(stream_id=STREAM_ID, data=event.data))
-        elif isinstance(event, h11.EndOfMessage):
-            await self.stream.handle(EndBody(stream_id=STREAM_ID))
         return True
 
     def _check_head(self, data: bytes) -> None:
@@ -186,15 +187,15 @@ class HTTP1(H11Protocol):
         if isinstance(event, h11.EndOfMessage):
             self._in_chunks = False
         try:
-            data = self.connection.send(event)
+            pieces = self.connection.send_with_data_passthrough(event) or []
         except h11.LocalProtocolError:
             self._in_chunks = False
             if self.connection.their_state is not h11.ERROR:
                 raise
             return
         if isinstance(event, h11.Response):
-            self._in_chunks = not self._is_head_request and _CHUNKED in data.lower()
-        await self._output.send(data)
+            self._in_chunks = not self._is_head_request and _CHUNKED in b"".join(pieces).lower()
+        await self._output.send(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def _write_piece(self, _: int, data: bytes) -> bool:
         """Send a piece of the body as a chunk, which h11 would frame in the same way."""

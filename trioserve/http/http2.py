@@ -10,6 +10,8 @@ that is of no use is cut off (:mod:`trioserve.http.frames`).
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +27,13 @@ from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BufferCompleteError, H2Prot
 from hypercorn.trio.worker_context import EventWrapper
 from hypercorn.utils import filter_pseudo_headers
 
+from trioserve.http.client_settings import ClientSettings
 from trioserve.http.direct import DirectStream, Output
 from trioserve.http.frames import FrameMeter, FrameRefused
+from trioserve.http.holdings import address_of
 from trioserve.http.http1 import path_of
 from trioserve.http.settings import ServerSettings
+from trioserve.http.unsent import UnsentBudget
 from trioserve.logs import get_logger
 
 __all__ = ["HTTP2"]
@@ -37,6 +42,8 @@ _READ_SLICE = 1 << 13
 """Bytes that are parsed at once: many small frames in them take 20 ms."""
 _SEND_SLICE = 1 << 16
 """Bytes that are to be taken within ``send_timeout``, as over HTTP/1.1."""
+_USEFUL_SIZE = 64
+"""Bytes of a part of an answer for which a client's window updates aren't held against it."""
 _METHOD_CHARACTERS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_")
 
 _log = get_logger("trioserve.http")
@@ -47,12 +54,29 @@ class _StalledStreamError(Exception):
 
 
 class _BoundedBuffer(StreamBuffer):
-    """What waits on one HTTP/2 stream. Both waits end with an error when too little moves."""
+    """The bytes that wait on one HTTP/2 stream, by reference.
 
-    def __init__(self, stall_timeout: float, on_sent: Callable[[], None]) -> None:
+    Both waits end with an error when too little moves, or when the answer is cut off for others.
+    """
+
+    def __init__(
+        self,
+        stall_timeout: float,
+        budget: UnsentBudget,
+        address: str,
+        *,
+        on_sent: Callable[[], None],
+        on_change: Callable[[], None],
+    ) -> None:
         super().__init__(EventWrapper)
+        self.address = address
         self._stall_timeout = stall_timeout
+        self._budget = budget
         self._on_sent = on_sent
+        self._on_change = on_change
+        self._parts: deque[memoryview] = deque()
+        self._size = 0
+        self._is_cut_off = False
         self._moved = trio.Event()
 
     @property
@@ -60,38 +84,81 @@ class _BoundedBuffer(StreamBuffer):
         """Whether nothing more is to be added."""
         return self._complete
 
+    @property
+    def complete(self) -> bool:
+        """Whether all has been sent."""
+        return self._complete and not self._size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits, and more may be sent."""
+        return not self._size and not self._is_cut_off
+
+    def cut_off(self) -> None:
+        """Drop what waits; the task that writes the answer gets an error."""
+        self._is_cut_off = True
+        self.drop()
+
     async def push(self, data: bytes) -> None:
         await self._wait_below(BUFFER_HIGH_WATER)
         if self._complete:
             raise BufferCompleteError
-        self.buffer.extend(data)
-        await self._is_empty.clear()
+        self._parts.append(memoryview(data))
+        self._size += len(data)
+        self._on_change()
+        self._budget.add(self, len(data))
+        self._check()
 
     async def drain(self) -> None:
         await self._wait_below(1)
 
     async def pop(self, max_length: int) -> bytes:
-        data = await super().pop(max_length)
-        if data:
-            self._on_sent()
+        pieces = []
+        left = max_length
+        while left and self._parts:
+            part = self._parts.popleft()
+            pieces.append(part[:left])
+            if len(part) > left:
+                self._parts.appendleft(part[left:])
+            left -= len(pieces[-1])
+        if pieces:
+            self._size -= max_length - left
+            self._budget.remove(self, max_length - left)
+            if max_length - left >= _USEFUL_SIZE or not self._parts:
+                self._on_sent()
             self._signal()
-        return data
+        return b"".join(pieces)
 
     async def close(self) -> None:
-        await super().close()
+        self._complete = True
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self._parts.clear()
+        self._size = 0
+        self._budget.remove(self)
         self._signal()
 
     def _signal(self) -> None:
+        if not self._size:
+            self._on_change()
         self._moved.set()
         self._moved = trio.Event()
 
+    def _check(self) -> None:
+        if self._is_cut_off:
+            raise _StalledStreamError
+
     async def _wait_below(self, size: int) -> None:
         """Wait until fewer than ``size`` bytes wait; closing the buffer empties it."""
-        while len(self.buffer) >= size:
-            target = max(size, len(self.buffer) - _SEND_SLICE)
+        self._check()
+        while self._size >= size:
+            target = max(size, self._size - _SEND_SLICE)
             with trio.move_on_after(self._stall_timeout) as scope:
-                while len(self.buffer) >= target:
+                while self._size >= target:
                     await self._moved.wait()
+            self._check()
             if scope.cancelled_caught:
                 raise _StalledStreamError
 
@@ -110,12 +177,14 @@ class HTTP2(H2Protocol):
 
     config: ServerSettings
 
-    def __init__(self, *arguments: Any, output: Output) -> None:
+    def __init__(self, *arguments: Any, output: Output, budget: UnsentBudget) -> None:
         super().__init__(*arguments)
         self._output = output
+        self._budget = budget
         self._meter = FrameMeter()
         self._still_sending: dict[int, None] = {}
         """Streams whose clients haven't ended them, answered or not."""
+        self.connection.remote_settings = ClientSettings(client=True)
         codes = h2.settings.SettingCodes
         self.connection.local_settings = _LocalSettings(
             client=False,
@@ -147,6 +216,12 @@ class HTTP2(H2Protocol):
             self.connection.close_connection()
             await self._flush()
 
+    def drop_unsent(self) -> None:
+        """Forget the bytes that wait on streams."""
+        for buffer in self.stream_buffers.values():
+            if isinstance(buffer, _BoundedBuffer):
+                buffer.drop()
+
     async def _cut_off(self, error: FrameRefused) -> None:
         client = self.client[0] if self.client else None
         _log.warning("an HTTP/2 client was cut off", reason=str(error), client=client)
@@ -168,6 +243,7 @@ class HTTP2(H2Protocol):
             else:
                 if isinstance(event, h2.events.StreamEnded | h2.events.StreamReset):
                     self._still_sending.pop(event.stream_id, None)
+                    self._note_turn(event.stream_id)
                 if isinstance(event, h2.events.StreamReset) and not event.remote_reset:
                     self._meter.charge(trio.current_time())  # For something that was wrong on it.
                 await super()._handle_events([event])
@@ -209,7 +285,11 @@ class HTTP2(H2Protocol):
             write_piece=self._write_piece,
         )
         self.stream_buffers[stream_id] = _BoundedBuffer(
-            self.config.send_timeout, self._meter.note_data_sent
+            self.config.send_timeout,
+            self._budget,
+            address_of(self.client),
+            on_sent=self._meter.note_data_sent,
+            on_change=functools.partial(self._note_turn, stream_id),
         )
         self.priority.insert_stream(stream_id)
         self.priority.block(stream_id)
@@ -231,7 +311,9 @@ class HTTP2(H2Protocol):
         What is larger, or has to wait, goes through the stream's buffer.
         """
         buffer = self.stream_buffers.get(stream_id)
-        if buffer is None or buffer.buffer or self.closed or not self._output.ready:
+        if not isinstance(buffer, _BoundedBuffer) or not buffer.is_empty:
+            return False
+        if self.closed or not self._output.ready:
             return False
         try:
             self.connection.send_data(stream_id, data)
@@ -240,6 +322,17 @@ class HTTP2(H2Protocol):
         self._meter.note_data_sent()
         self._output.send_now(self.connection.data_to_send())
         return True
+
+    def _note_turn(self, stream_id: int) -> None:
+        """Tell the connection whether the server has to go on with a stream."""
+        buffer = self.stream_buffers.get(stream_id)
+        unread = isinstance(buffer, _BoundedBuffer) and not buffer.is_empty
+        is_open = stream_id in self.streams and stream_id not in self._still_sending
+        self._output.note_turn(stream_id, is_servers=is_open and not unread)
+
+    async def _close_stream(self, stream_id: int) -> None:
+        await super()._close_stream(stream_id)
+        self._note_turn(stream_id)
 
     async def _flush(self) -> None:
         if data := self.connection.data_to_send():

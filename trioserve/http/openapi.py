@@ -14,6 +14,7 @@ import trioserve
 from trioserve.http.auth import OPEN_PATHS
 from trioserve.http.dialects import error_body
 from trioserve.http.errors import ERROR_STATUSES
+from trioserve.http.field_bounds import MAX_SHORT_CHARACTERS, bounds_of
 from trioserve.http.route import Route
 from trioserve.http.schemas import (
     TOKEN_ID_FORMAT,
@@ -79,6 +80,12 @@ def build_document(
     for cls in struct_classes(types):
         _add_exclusive(components[cls.__name__], exclusive_fields(cls))
         _add_usual_types(components, cls)
+    for cls in struct_classes(
+        [type_ for route in routes for type_ in (route.request, route.query)]
+    ):
+        for field in bounds_of(cls):
+            if field.short:
+                _add_length(components[cls.__name__]["properties"][field.encoded_name])
     if vocab_size is not None:
         _bound_token_ids(components, vocab_size - 1)
     references = _References(list(zip(types, schemas, strict=True)))
@@ -121,6 +128,15 @@ def _types(routes: Sequence[Route]) -> list[Any]:
     return types
 
 
+def _add_length(schema: dict[str, Any]) -> None:
+    """Tell how long the strings in a field may be, where its type doesn't say it."""
+    if schema.get("type") == "string" and "enum" not in schema:
+        schema.setdefault("maxLength", MAX_SHORT_CHARACTERS)
+    for inner in (*schema.get("anyOf", ()), schema.get("items")):
+        if isinstance(inner, dict):
+            _add_length(inner)
+
+
 def _bound_token_ids(value: Any, largest: int) -> None:
     """Tell the largest token id, wherever there may be one in a schema."""
     if isinstance(value, dict):
@@ -155,7 +171,10 @@ def _add_usual_types(components: dict[str, Any], cls: type[msgspec.Struct]) -> N
         _drop_discriminators(components[cls.__name__]["properties"][name])
         for item in struct_classes([typing.get_type_hints(cls)[name]]):
             if item.__struct_config__.tag == type_:
-                components[item.__name__]["required"].remove(item.__struct_config__.tag_field)
+                # Another class may have a list of the same items.
+                required = components[item.__name__]["required"]
+                if item.__struct_config__.tag_field in required:
+                    required.remove(item.__struct_config__.tag_field)
 
 
 def _drop_discriminators(value: Any) -> None:

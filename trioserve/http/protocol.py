@@ -16,6 +16,7 @@ from trioserve.http.direct import Output
 from trioserve.http.http1 import HTTP1
 from trioserve.http.http2 import HTTP2
 from trioserve.http.settings import ServerSettings
+from trioserve.http.unsent import UnsentBudget
 
 __all__ = ["Protocol"]
 
@@ -34,6 +35,7 @@ class Protocol:
         server: tuple[str, int] | None,
         do: Callable[[Event], Awaitable[None]],
         output: Output,
+        budget: UnsentBudget,
         *,
         alpn: str | None,
     ) -> None:
@@ -42,8 +44,13 @@ class Protocol:
             *(client, server, do),
         )
         self._output = output
-        kind = HTTP2 if alpn == "h2" else HTTP1
-        self.protocol: HTTP1 | HTTP2 = kind(*self._arguments, output=output)
+        self._budget = budget
+        self.protocol: HTTP1 | HTTP2 = (
+            self._http2() if alpn == "h2" else HTTP1(*self._arguments, output=output)
+        )
+
+    def _http2(self) -> HTTP2:
+        return HTTP2(*self._arguments, output=self._output, budget=self._budget)
 
     async def initiate(self) -> None:
         """Say what the server says first."""
@@ -54,13 +61,18 @@ class Protocol:
         try:
             await self.protocol.handle(event)
         except H2ProtocolAssumedError as error:
-            self.protocol = HTTP2(*self._arguments, output=self._output)
+            self.protocol = self._http2()
             await self.protocol.initiate()
             await self.protocol.handle(RawData(error.data))
 
     async def end(self, *, timed_out: bool) -> None:
         """Say goodbye: nothing more is read, and no request is being served."""
         await self.protocol.end(timed_out=timed_out)
+
+    def drop_unsent(self) -> None:
+        """Forget the bytes that can't be sent any more. The connection's tasks have ended."""
+        if isinstance(self.protocol, HTTP2):
+            self.protocol.drop_unsent()
 
     @property
     def client_has_finished(self) -> bool:

@@ -26,7 +26,10 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop: fields.Stop = None
     stop_regex: Annotated[
         fields.StopStrings | None,
-        about("Regular expressions that end the output where one matches; an empty one is none."),
+        about(
+            "Regular expressions that end the output where one matches, without look-around and "
+            "back references; an empty one is none."
+        ),
     ] = None
     stop_token_ids: Annotated[
         list[TokenId] | None, about("Tokens that end the output, beside the model's own.")

@@ -2,15 +2,16 @@
 
 A request class lists every field it knows. A field that is understood but not served yet is there
 too, marked with :func:`only` and the values that ask for nothing; any other value is refused by
-name, and so is a field that the class doesn't list. Nothing a client sends is silently ignored.
+name, and so is a field that the class doesn't list. Nothing a client sends is silently ignored. An
+operator may have fields ignored with a line in the log: :mod:`trioserve.http.ignored_fields`.
 """
 
 from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, cast
 
 import attrs
 import msgspec
@@ -19,9 +20,12 @@ from trioserve.errors import InvalidRequest
 from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.bounds import check_body
 from trioserve.http.decoding_errors import MAX_REREAD_BYTES, as_invalid_request
+from trioserve.http.field_bounds import Text, bounds_of, check_fields
+from trioserve.http.ignored_fields import MAX_IGNORED, IgnoredFields, without_field
 from trioserve.sampling import MAX_SEED, MAX_SEQUENCES
 
 __all__ = [
+    "ROUTES_NOT_REPORTED",
     "TOKEN_ID_FORMAT",
     "Count",
     "Exclusive",
@@ -29,8 +33,10 @@ __all__ = [
     "Identifier",
     "NumOutputs",
     "Priority",
+    "Salt",
     "Seconds",
     "Seed",
+    "Text",
     "TokenId",
     "about",
     "exclusive_fields",
@@ -46,6 +52,9 @@ __all__ = [
 
 _INT32_MAX = 2**31 - 1
 
+ROUTES_NOT_REPORTED = "the experts that computed a token aren't reported"
+"""Why a request can't ask for the routes of a mixture of experts."""
+
 TOKEN_ID_FORMAT = "token-id"
 """Marks token ids in a schema: the largest one depends on the model that is served."""
 
@@ -56,10 +65,14 @@ TokenId = Annotated[
 ]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Salt = Annotated[str, msgspec.Meta(min_length=1)]
+"""A cache salt, never empty: an empty one would share cached prompts with unsalted requests."""
 NumOutputs = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)]
 GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_SEED)]
 Priority = Annotated[int, msgspec.Meta(ge=-_INT32_MAX, le=_INT32_MAX)]
+_IGNORABLE = ("unknown_parameter", "unsupported_parameter")
+"""Codes of errors about fields that may be ignored."""
 _WHOLE_FLOAT = ", got `float`"
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
@@ -136,7 +149,9 @@ def one_worker() -> msgspec.Meta:
 
 def hint() -> msgspec.Meta:
     """Marks a field whose every value is fine, because it asks nothing of the output."""
-    return msgspec.Meta(description="Accepted; it has no influence on the output.")
+    return msgspec.Meta(
+        description="Accepted; it has no influence on the output.", extra={"ignored": True}
+    )
 
 
 def one_or_several(given: Sequence[int | list[int]], name: str) -> tuple[list[list[int]], bool]:
@@ -145,20 +160,54 @@ def one_or_several(given: Sequence[int | list[int]], name: str) -> tuple[list[li
     Raises:
         InvalidRequest: ``given`` mixes the two.
     """
-    ids = [item for item in given if isinstance(item, int)]
-    lists = [item for item in given if isinstance(item, list)]
-    if ids and lists:
+    kinds = set(map(type, given))
+    if kinds == {list}:
+        return cast(list[list[int]], list(given)), True
+    if list in kinds:
         raise InvalidRequest(f"{name} is a list of token ids, or a list of such lists", param=name)
-    return (lists, True) if lists else ([ids], False)
+    return [cast(list[int], list(given))], False
 
 
-def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
+def parse_body(
+    request_type: type[RequestType], body: bytes, ignored: IgnoredFields | None = None
+) -> RequestType:
     """The request in ``body``, a JSON object.
+
+    Args:
+        request_type: its class.
+        body: what was sent.
+        ignored: takes the names of fields that aren't served, where these are ignored.
 
     Raises:
         InvalidRequest: it isn't one; ``param`` names the field where there is one to name.
     """
     check_body(body)
+    try:
+        return _parse_strictly(request_type, body)
+    except InvalidRequest as error:
+        if ignored is None or error.code not in _IGNORABLE or len(body) > MAX_REREAD_BYTES:
+            raise
+        return _parse_ignoring(request_type, msgspec.json.decode(body), error, ignored)
+
+
+def _parse_ignoring(
+    request_type: type[RequestType], value: Any, error: InvalidRequest, ignored: IgnoredFields
+) -> RequestType:
+    """Read a request without the field that ``error`` is about, and further ones."""
+    for _ in range(MAX_IGNORED):
+        if error.param is None or not without_field(value, error.param):
+            break
+        ignored.note(error.param)
+        try:
+            return _parse_strictly(request_type, msgspec.json.encode(value))
+        except InvalidRequest as next_error:
+            if next_error.code not in _IGNORABLE:
+                raise
+            error = next_error
+    raise error
+
+
+def _parse_strictly(request_type: type[RequestType], body: bytes) -> RequestType:
     try:
         request = _decode(request_type, body)
     except msgspec.ValidationError as error:
@@ -168,6 +217,8 @@ def parse_body(request_type: type[RequestType], body: bytes) -> RequestType:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     _check_values(request, "")
+    for name in _ignored_fields(request_type):
+        setattr(request, name, None)  # It isn't kept for as long as the request is open.
     return request
 
 
@@ -245,7 +296,7 @@ def _decoder(request_type: type[RequestType]) -> msgspec.json.Decoder[RequestTyp
 
 
 def _check_values(value: msgspec.Struct, path: str) -> None:
-    """Refuse what excludes each other or isn't served, in a request and the classes that it holds.
+    """Refuse what excludes each other, isn't served or has no room, in a request and what it holds.
 
     Only an object that is all of a field, or an item of a field's list, is looked into.
     """
@@ -260,15 +311,15 @@ def _check_values(value: msgspec.Struct, path: str) -> None:
                 type(value).__struct_fields__.index(name)
             ]
             raise _not_served(path + encoded, unserved)
+    check_fields(value, path)
     for name in _holding_fields(type(value)):
         held = getattr(value, name)
         if isinstance(held, msgspec.Struct):
             _check_values(held, f"{path}{name}.")
         elif isinstance(held, list):
             for index, item in enumerate(held):
-                if not isinstance(item, msgspec.Struct):
-                    break
-                _check_values(item, f"{path}{name}[{index}].")
+                if isinstance(item, msgspec.Struct) and _is_checked(type(item)):
+                    _check_values(item, f"{path}{name}[{index}].")
 
 
 def _check_exclusive(value: Any, group: Exclusive, path: str) -> None:
@@ -282,15 +333,35 @@ def _check_exclusive(value: Any, group: Exclusive, path: str) -> None:
 
 
 @functools.cache
+def _is_checked(type_: type[msgspec.Struct]) -> bool:
+    """Return whether there is anything to check in objects of that class."""
+    return bool(
+        exclusive_fields(type_)
+        or _unserved_fields(type_)
+        or bounds_of(type_)
+        or _holding_fields(type_)
+    )
+
+
+@functools.cache
 def _unserved_fields(request_type: type[msgspec.Struct]) -> list[tuple[str, dict[str, Any]]]:
     """Every field marked with :func:`only`, and what it was marked with."""
+    return [(name, extra) for name, extra in _marks(request_type) if "only" in extra]
+
+
+@functools.cache
+def _ignored_fields(request_type: type[msgspec.Struct]) -> list[str]:
+    """Return the fields marked with :func:`hint`."""
+    return [name for name, extra in _marks(request_type) if "ignored" in extra]
+
+
+def _marks(request_type: type[msgspec.Struct]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the fields of a class that are marked, and what they are marked with."""
     hints = typing.get_type_hints(request_type, include_extras=True)
-    return [
-        (name, meta.extra)
-        for name, annotation in hints.items()
-        for meta in getattr(annotation, "__metadata__", ())
-        if isinstance(meta, msgspec.Meta) and meta.extra and "only" in meta.extra
-    ]
+    for name, annotation in hints.items():
+        for meta in getattr(annotation, "__metadata__", ()):
+            if isinstance(meta, msgspec.Meta) and meta.extra:
+                yield name, meta.extra
 
 
 @functools.cache

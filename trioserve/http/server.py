@@ -39,6 +39,7 @@ from trioserve.http.connections import (
 )
 from trioserve.http.listeners import Listening, open_listening, removing_socket_file
 from trioserve.http.settings import ServerSettings, server_settings
+from trioserve.http.unsent import UnsentBudget
 
 __all__ = ["CANCELLED_GRACE", "FINAL_GRACE", "serve_app"]
 
@@ -154,6 +155,7 @@ class _Server:
         self._listening = listening
         self._context = WorkerContext(None)
         self.connections = Connections(connection_limit())
+        self._budget = UnsentBudget(settings.max_unsent_bytes)
         self._patience = trio.CancelScope()
         """Around all waiting that has no place in a server that was cancelled."""
         self._num_cut = 0
@@ -248,7 +250,9 @@ class _Server:
             await self.connections.wait_none()
 
     async def _serve_connection(self, stream: trio.SocketStream) -> None:
-        connection = Connection(self._app, self._settings, self._context, stream, self.connections)
+        connection = Connection(
+            *(self._app, self._settings, self._context, stream, self.connections, self._budget)
+        )
         try:
             await connection.run()
         except* KeyboardInterrupt as interrupt:

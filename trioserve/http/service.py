@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import attrs
 import msgspec
 import quart
+from quart.wrappers.response import DataBody
 from werkzeug.exceptions import UnsupportedMediaType
 
 from trioserve.config import ServerConfig
@@ -19,16 +20,18 @@ from trioserve.generation import Completion, GenerationStream, completion_of, sa
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.asgi import Request
 from trioserve.http.bounds import AnswerSize, check_batch
-from trioserve.http.errors import ModelNotFound
+from trioserve.http.errors import Forbidden, ModelNotFound
 from trioserve.http.generations import Generations, Job, open_generations, renamed
+from trioserve.http.ignored_fields import IgnoredFields
 from trioserve.http.schemas import parse_body, parse_query
 from trioserve.http.sse import EventStream, Framing, StreamWriter, stream_response
+from trioserve.http.threads import LONG_BODY, run_if_long
 from trioserve.http.whole import Whole
 from trioserve.pooling.inputs import Item
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
 
-__all__ = ["CURLS_TYPE", "Service", "json_response"]
+__all__ = ["CURLS_TYPE", "Service", "json_response", "response_of_view"]
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 
@@ -42,6 +45,15 @@ def json_response(value: Any, status: int = 200) -> quart.Response:
     """``value`` as a JSON response."""
     body = msgspec.json.encode(value)
     return quart.Response(body, status=status, content_type="application/json")
+
+
+def response_of_view(json: memoryview) -> quart.Response:
+    """Return a response whose body is ``json``, which all its readers share."""
+    return quart.Response(
+        DataBody(cast(bytes, json)),
+        headers={"Content-Length": str(len(json))},
+        content_type="application/json",
+    )
 
 
 def _check_media_type(request: quart.Request, *also: str) -> None:
@@ -77,6 +89,28 @@ def _literal(text: str) -> Any:
     return text if isinstance(value, (str, list, dict)) else value
 
 
+async def _parsed(
+    request_type: type[RequestType], body: bytes, ignored: IgnoredFields | None = None
+) -> RequestType:
+    """Return the request in ``body``, whose room is free from then on."""
+
+    def parse() -> RequestType:
+        return parse_body(request_type, body, ignored)
+
+    request = await run_if_long(len(body), parse, most=LONG_BODY)
+    cast(Request, quart.request).body.release()
+    return request
+
+
+def _check_no_priority(jobs: Sequence[Job]) -> None:
+    for name, is_given in (
+        ("priority", any(job.priority for job in jobs)),
+        ("kv_cache_retention_config", any(job.retention for job in jobs)),
+    ):
+        if is_given:
+            raise Forbidden(f"{name} needs a key that may set priorities (--priority-api-key)")
+
+
 @attrs.frozen(kw_only=True)
 class Service:
     """One engine behind HTTP. ``started`` is when that began, in Unix seconds."""
@@ -86,6 +120,14 @@ class Service:
     config: ServerConfig
     model_names: tuple[str, ...]
     started: int = attrs.field(factory=lambda: int(time.time()))
+    _ignored: IgnoredFields | None = attrs.field(
+        init=False,
+        default=attrs.Factory(
+            lambda self: IgnoredFields() if self.config.ignore_unknown_fields else None,
+            takes_self=True,
+        ),
+    )
+    """Fields of requests that were ignored, where those that aren't served are."""
 
     @property
     def record(self) -> AccessRecord:
@@ -102,7 +144,7 @@ class Service:
         """
         _check_media_type(quart.request, *also)
         body: bytes = await quart.request.get_data(False, False, False)
-        return parse_body(request_type, body)
+        return await _parsed(request_type, body, self._ignored)
 
     async def read_if_any(self, request_type: type[RequestType]) -> RequestType:
         """The same for a request all of whose fields may be left out, and so the body itself.
@@ -113,7 +155,7 @@ class Service:
         if not body and "Content-Type" not in quart.request.headers:
             return parse_body(request_type, _query_as_json())
         _check_media_type(quart.request)
-        return parse_body(request_type, body or b"{}")
+        return await _parsed(request_type, body or b"{}")
 
     def read_query(self, query_type: type[RequestType]) -> RequestType:
         """The query of the request being served.
@@ -165,6 +207,10 @@ class Service:
         except InvalidRequest as error:
             raise renamed(error, renames or {}) from error
 
+    def default_max_tokens(self, of_the_api: int) -> int:
+        """Return the output tokens of a request that names none, where its API has a default."""
+        return min(of_the_api, self.engine.generation.max_tokens or of_the_api)
+
     def deadline(self, timeout: float | None) -> Deadline:
         """Until when the request being served may take, which names ``timeout`` or none.
 
@@ -195,9 +241,12 @@ class Service:
 
         Raises:
             InvalidRequest: together they could never be queued.
+            Forbidden: they name a priority, which the key may not.
         """
+        if not self.record.may_set_priority:
+            _check_no_priority(jobs)
         try:
-            check_batch(jobs, self.engine)
+            check_batch(jobs, self.engine, is_shared=bool(self.record.tenant))
         except InvalidRequest as error:
             raise renamed(error, jobs[0].renames) from error
         record = self.record
@@ -206,6 +255,7 @@ class Service:
             attrs.evolve(
                 job,
                 arrived=record.started,
+                tenant=record.tenant,
                 traceparent=record.traceparent,
                 tracestate=record.tracestate,
             )

@@ -29,6 +29,8 @@ class ServerSettings(Config):
     """How long a client has for a handshake, and then for a request's head."""
     max_body_size: int = 32 << 20
     """Bytes of a body past which a client that asks isn't told to go on."""
+    max_unsent_bytes: int = 256 << 20
+    """Bytes of answers that all clients together may leave unread."""
     tls: ssl.SSLContext | None = None
     """With what connections are encrypted, if they are."""
 
@@ -48,6 +50,9 @@ def server_settings(config: ServerConfig, tls: ssl.SSLContext | None = None) -> 
     settings.send_timeout = config.send_timeout
     settings.request_timeout = config.request_timeout
     settings.max_body_size = config.max_body_size
+    # Each of several processes has its part.
+    total = config.engine.max_total_stream_bytes
+    settings.max_unsent_bytes = max(total // config.api_server_count, 1)
     settings.tls = tls
     settings.include_server_header = False
     settings.keep_alive_timeout = 75  # More than the 60 s after which proxies drop an idle one.

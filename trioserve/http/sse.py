@@ -162,6 +162,7 @@ class EventStream(Events):
         self._before_end = before_end
         self._begun: set[tuple[int, int]] = set()
         self._started = False
+        self._has_output = False
         self._ended = False
         self._waiting_since = math.inf
         """Since when the next chunk is waited for; never, while it isn't."""
@@ -201,6 +202,8 @@ class EventStream(Events):
                 return data
         if self._ended:
             raise StopAsyncIteration
+        if self._has_output:  # and it has been sent since
+            self._record.note_sent()
         while True:
             self._waiting_since = trio.current_time()
             try:
@@ -221,6 +224,7 @@ class EventStream(Events):
             else:
                 data = self._writer.chunk(index, chunk)
             if data:
+                self._has_output = True
                 return data
 
     def _send_now(self, chunk: Chunk) -> bool:
@@ -236,6 +240,7 @@ class EventStream(Events):
             assert self.write_now is not None
             if not self.write_now(data):
                 return False
+            self._record.note_sent()
             self._waiting_since = trio.current_time()
         return True
 

@@ -1,4 +1,4 @@
-"""Long work on what the engine gave, in a thread: so that it holds up nobody else's stream."""
+"""Long work on large requests and answers, in a thread: no other stream waits for it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import TypeVar
 
 import trio
 
+from trioserve.errors import InvalidRequest
 from trioserve.generation import Completion
 from trioserve.stream import TokenLogprob
 
-__all__ = ["LONG", "num_in_entries", "num_logprobs", "run_if_long"]
+__all__ = ["LONG", "LONG_BODY", "num_in_entries", "num_logprobs", "run_if_long"]
 
 LONG = 1000
 """Log-probabilities, of which about 100 are put into words in a millisecond."""
+
+LONG_BODY = 64 << 10
+"""Bytes of a body, which take up to about 20 milliseconds to read."""
 
 Result = TypeVar("Result")
 
@@ -36,20 +40,40 @@ def num_in_entries(entries: Iterable[TokenLogprob] | None) -> int:
 _limiter: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("long work")
 
 
-async def run_if_long(weight: int, work: Callable[[], Result]) -> Result:
-    """What ``work`` gives: here if it is short, else from a thread, of which there is one at most.
+async def run_if_long(weight: int, work: Callable[[], Result], *, most: int = LONG) -> Result:
+    """Return what ``work`` gives: here if it is short, else from the one thread for long work.
 
     A second one would only take the event loop's turns away. If this is cancelled, the thread goes
     on by itself, and what it gives is dropped.
 
     Args:
-        weight: about how many log-probabilities there are to go over.
+        weight: about how many log-probabilities there are to go over, or another measure.
+        most: the largest weight of short work.
     """
-    if weight <= LONG:
+    if weight <= most:
         return work()
     try:
         limiter = _limiter.get()
     except LookupError:
         limiter = trio.CapacityLimiter(1)
         _limiter.set(limiter)
-    return await trio.to_thread.run_sync(work, limiter=limiter, abandon_on_cancel=True)
+    done = await trio.to_thread.run_sync(_attempt, work, limiter=limiter, abandon_on_cancel=True)
+    try:
+        if isinstance(done, InvalidRequest):
+            raise done
+        return done
+    finally:
+        del done  # Or its traceback would lead to it.
+
+
+def _attempt(work: Callable[[], Result]) -> Result | InvalidRequest:
+    """Return what ``work`` gives, or why it refuses that.
+
+    An error that trio carries out of a thread is part of a cycle of references, so it would keep
+    everything that its traceback leads to, a body of 32 MiB among it, until the collector comes.
+    """
+    try:
+        return work()
+    except InvalidRequest as error:
+        error.__traceback__ = error.__context__ = None
+        return error

@@ -92,7 +92,14 @@ class Whole(Protocol):
         """Somebody who takes pictures of the server, as :meth:`trioserve.live.Subject.watched`."""
 
     async def open_session(
-        self, id: str | None, *, capacity: int, timeout: float, owner: str | None, goes_on: bool
+        self,
+        id: str | None,
+        *,
+        capacity: int,
+        timeout: float,
+        owner: str | None,
+        tenant: str,
+        goes_on: bool,
     ) -> str:
         """As :meth:`trioserve.sessions.Sessions.open`; the id of the session."""
 
@@ -218,11 +225,18 @@ class OneProcess:
             yield take
 
     async def open_session(
-        self, id: str | None, *, capacity: int, timeout: float, owner: str | None, goes_on: bool
+        self,
+        id: str | None,
+        *,
+        capacity: int,
+        timeout: float,
+        owner: str | None,
+        tenant: str,
+        goes_on: bool,
     ) -> str:
         """As :meth:`trioserve.sessions.Sessions.open`; the id of the session."""
         session = self._engine.sessions.open(
-            id, capacity=capacity, timeout=timeout, owner=owner, goes_on=goes_on
+            id, capacity=capacity, timeout=timeout, owner=owner, tenant=tenant, goes_on=goes_on
         )
         return session.id
 

@@ -28,7 +28,9 @@ class Words:
         self._names = [
             (re.compile(rf"(?<![\w.])(?:{pattern})(?!\w)"), own) for pattern, own in names
         ]
-        self._sampling = {name: self.name(name) for name in attrs.fields_dict(SamplingParams)}
+        # What the engine says of a request speaks of these; the chat template's errors of messages.
+        engine_names = (*attrs.fields_dict(SamplingParams), "messages")
+        self._engine_names = {name: self.name(name) for name in engine_names}
 
     def name(self, theirs: str) -> str:
         """Its own name of a field, which is the same where there is no other."""
@@ -48,7 +50,7 @@ class Words:
     def job(self, job: Job) -> Job:
         """``job``, whose later errors are about its own fields."""
         renames = {name: self.name(theirs) for name, theirs in job.renames.items()}
-        return attrs.evolve(job, renames={**self._sampling, **renames})
+        return attrs.evolve(job, renames={**self._engine_names, **renames})
 
     @contextlib.contextmanager
     def spoken(self) -> Iterator[None]:

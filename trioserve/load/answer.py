@@ -50,8 +50,11 @@ class StreamEvent(msgspec.Struct, gc=False):
     error: Any = None
 
 
+DECODING_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding JSON from elsewhere may raise."""
+
 decode_event = msgspec.json.Decoder(StreamEvent).decode
-"""An event's data, taken apart. Raises msgspec.DecodeError, or UnicodeDecodeError."""
+"""An event's data, taken apart. Raises :data:`DECODING_ERRORS`."""
 
 
 def error_text(error: Any) -> str:

@@ -23,7 +23,7 @@ class Event:
 class EventReader:
     """The events of one body, in the format of the HTML standard; ids and comments are left out."""
 
-    _rest: bytes = b""
+    _rest: bytearray = attrs.field(factory=bytearray)
     _name: str = "message"
     _data: list[bytes] = attrs.field(factory=list)
     _num_bytes: int = 0
@@ -34,7 +34,11 @@ class EventReader:
         Raises:
             InvalidAnswer: one is longer than any that is meant.
         """
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        searched = len(self._rest)
+        self._rest += data
+        end = self._rest.rfind(b"\n", searched)
+        lines = [] if end < 0 else bytes(self._rest[:end]).split(b"\n")
+        del self._rest[: end + 1]
         events = []
         for line in lines:
             event = self._take_line(line.removesuffix(b"\r"))
@@ -53,7 +57,7 @@ class EventReader:
         value = value.removeprefix(b" ")
         if field == b"data":
             self._data.append(value)
-            self._num_bytes += len(value)
+            self._num_bytes += len(line)
         elif field == b"event":
             self._name = value.decode("utf-8", "replace")
         return None

@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from trioserve.errors import TrioserveError, printable
-from trioserve.load.answer import error_text
+from trioserve.load.answer import DECODING_ERRORS, error_text
 from trioserve.load.connect import Connect, reason_of
 from trioserve.load.events import Event, EventReader
 from trioserve.load.response import InvalidAnswer, ResponseReader
@@ -58,7 +58,7 @@ class Answer:
     def refusal(self) -> str:
         """What an answer that is none says for itself, in one line; empty where it says nothing."""
         text = self.body.decode("utf-8", "replace")
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(*DECODING_ERRORS):
             text = error_text(msgspec.json.decode(self.body, type=_ErrorBody).error)
         line = " ".join(text.split())
         return line if len(line) <= _MAX_TOLD else line[:_MAX_TOLD] + "..."

@@ -1,6 +1,6 @@
 """Plots of measurements: latency and throughput against load, distributions, timelines.
 
-matplotlib is an optional dependency (``trioserve[bench]``); only this module imports it.
+matplotlib is an optional dependency (the extra ``bench``); only this module imports it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ _MAX_LINE_BYTES = 4096
 
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [^\r\n]*)?")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r?")
+_LENGTH = re.compile(rb"[0-9]{1,15}")
 _UNTIL_CLOSE = -1
 
 
@@ -111,7 +112,7 @@ class ResponseReader:
             self.ended = True
         elif b"content-length" in self.headers:
             length = self.headers[b"content-length"]
-            if not length.isdigit():
+            if not _LENGTH.fullmatch(length):
                 raise InvalidAnswer(f"no length: {length[:80]!r}")
             self._left = int(length)
             self.ended = self._left == 0

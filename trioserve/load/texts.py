@@ -8,6 +8,8 @@ from typing import Protocol
 import attrs
 import tokenizers
 
+from trioserve.model_files.native import panics_raised
+
 __all__ = ["CountedTexts", "GuessedTexts", "Texts"]
 
 _WORDS = """
@@ -56,7 +58,8 @@ class CountedTexts:
             # A word is at least one token, so this is never too short.
             words = " ".join(chooser.choices(_WORDS, k=tokens + 1))
             ids = self._ids(f"{prefix} {words}" if prefix else words.capitalize())[:size]
-            text = self.tokenizer.decode(ids, skip_special_tokens=False)
+            with panics_raised():
+                text = self.tokenizer.decode(ids, skip_special_tokens=False)
             if text.startswith(prefix) and self.count(text) == size:
                 break
         # A tokenizer whose texts don't come back as they were is rare; then it is nearly as long.
@@ -67,7 +70,8 @@ class CountedTexts:
         return len(self._ids(text))
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        with panics_raised():
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @attrs.frozen

@@ -100,6 +100,12 @@ _REQUESTS = (
     ),
     engine_counter(
         "requests",
+        "corrupted_requests",
+        lambda s: s.scheduler.num_corrupted,
+        "Requests that ended with an error because the model's logits held NaN",
+    ),
+    engine_counter(
+        "requests",
         "num_preemptions",
         lambda s: s.scheduler.num_preemptions,
         "Outputs that lost their pages to others",
@@ -131,6 +137,13 @@ _LATENCY = (
         "request_time_per_output_token_seconds",
         lambda s: s.metrics.time_per_output_token,
         "The mean of that over an output; one observation for each output",
+    ),
+    histogram(
+        "latency",
+        "request_tokens_per_second",
+        lambda s: s.metrics.tokens_per_second,
+        "Tokens of an output behind its first one, over their time; one observation for each "
+        "output of several tokens",
     ),
     histogram(
         "latency",
@@ -207,7 +220,7 @@ _TOKENS = (
         "tokens",
         "iteration_tokens_total",
         lambda s: s.metrics.iteration_tokens,
-        "Tokens computed in one step, of prompts and outputs together",
+        "Tokens of one step: those prefilled and those sampled",
     ),
     histogram(
         "tokens",
@@ -364,10 +377,16 @@ _WORKER = (
     Definition(
         name="engine_sleep_state",
         kind="gauge",
-        help="1 for the state that the engine is in; it is always awake",
+        help="1 for the state that the engine is in: `weights_offloaded` while its memory is "
+        "released; `discard_all` doesn't occur, because weights always come back by themselves",
         group="worker",
         labels=("sleep_state",),
-        read=lambda _: [(("awake",), 1), (("weights_offloaded",), 0), (("discard_all",), 0)],
+        watching=True,
+        read=lambda s: [
+            (("awake",), int(not s.statistics.memory_released)),
+            (("weights_offloaded",), int(s.statistics.memory_released)),
+            (("discard_all",), 0),
+        ],
     ),
     Definition(
         name="grammar_compilations",

@@ -18,6 +18,7 @@ __all__ = [
     "REQUEST_TOKENS",
     "SHORT_SECONDS",
     "STEP_TOKENS",
+    "TOKENS_PER_SECOND",
     "Histogram",
 ]
 
@@ -36,6 +37,7 @@ REQUEST_SECONDS = (
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 LOOP_LAG_SECONDS = (0.0005, *SHORT_SECONDS[:-2])
 STEP_TOKENS = tuple(float(2**power) for power in (0, *range(3, 15)))
+TOKENS_PER_SECOND = tuple(float(unit * 10**power) for power in range(4) for unit in (1, 2, 5))
 REQUEST_TOKENS = tuple(float(unit * 10**power) for power in range(7) for unit in (1, 2, 5))
 NUM_OUTPUTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 

@@ -13,6 +13,7 @@ import attrs
 import trio
 
 from trioserve.logs import get_logger
+from trioserve.metrics.hang_watch import HangWatch
 from trioserve.metrics.histogram import LOOP_LAG_SECONDS, Histogram
 
 __all__ = ["LoopLag", "measure_loop_lag"]
@@ -52,13 +53,18 @@ class LoopLag:
 
 
 async def measure_loop_lag(lag: LoopLag) -> None:
-    """The task: measure ten times a second. For servers: it would keep a virtual clock busy."""
+    """The task: measure ten times a second. For servers: it would keep a virtual clock busy.
+
+    While the loop hangs, a thread says so.
+    """
     last_warning = -math.inf
-    while True:
-        due = trio.current_time() + INTERVAL
-        await trio.sleep_until(due)
-        now = trio.current_time()
-        lag.observe(now - due)
-        if now - due >= WARN_AFTER and now - last_warning >= WARN_INTERVAL:
-            last_warning = now
-            _log.warning("event loop was held up", seconds=round(now - due, 3))
+    with HangWatch() as watch:
+        while True:
+            due = trio.current_time() + INTERVAL
+            await trio.sleep_until(due)
+            watch.beat()
+            now = trio.current_time()
+            lag.observe(now - due)
+            if now - due >= WARN_AFTER and now - last_warning >= WARN_INTERVAL:
+                last_warning = now
+                _log.warning("event loop was held up", seconds=round(now - due, 3))

@@ -23,6 +23,7 @@ from trioserve.metrics.histogram import (
     REQUEST_TOKENS,
     SHORT_SECONDS,
     STEP_TOKENS,
+    TOKENS_PER_SECOND,
     Histogram,
 )
 from trioserve.metrics.loop_lag import LoopLag
@@ -99,6 +100,7 @@ class Metrics:
         self.time_to_first_token: Histogram = Histogram(FIRST_TOKEN_SECONDS)
         self.inter_token_latency: Histogram = Histogram(INTER_TOKEN_SECONDS)
         self.time_per_output_token: Histogram = Histogram(INTER_TOKEN_SECONDS)
+        self.tokens_per_second: Histogram = Histogram(TOKENS_PER_SECOND)
         self.iteration_tokens: Histogram = Histogram(STEP_TOKENS)
         self.e2e_latency: Histogram = Histogram(REQUEST_SECONDS)
         self.queue_time: Histogram = Histogram(REQUEST_SECONDS)
@@ -126,7 +128,7 @@ class Metrics:
         self.connections = connections
 
     def observe_step(self, num_tokens: int) -> None:
-        """A step computed ``num_tokens`` tokens, of prompts and of outputs together."""
+        """Count a step that prefilled and sampled ``num_tokens`` tokens together."""
         self.iteration_tokens.observe(num_tokens)
 
     def observe_tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
@@ -171,6 +173,8 @@ class Metrics:
         first, last = request.times.first_token, sequence.last_token
         if num_tokens > 1 and first is not None and last is not None:
             self.time_per_output_token.observe((last - first) / (num_tokens - 1))
+            if last > first:
+                self.tokens_per_second.observe((num_tokens - 1) / (last - first))
         if ended:
             self._request_ended(request, finish)
 

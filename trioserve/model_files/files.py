@@ -12,9 +12,10 @@ from trioserve.model_files import gguf, huggingface
 from trioserve.model_files.checksum import Checksum
 from trioserve.model_files.config import ModelConfig
 from trioserve.model_files.decoder_embedding import DecoderEmbedding, read_decoder_embedding
+from trioserve.model_files.generation_config import GenerationConfig, read_generation_config
 from trioserve.model_files.gguf_header import GGUFHeader, read_header
 from trioserve.model_files.jsonfile import read_object
-from trioserve.model_files.locate import default_name
+from trioserve.model_files.locate import default_name, known_name
 from trioserve.model_files.shards import shard_paths
 from trioserve.model_files.transformers_config import (
     TransformersConfig,
@@ -28,12 +29,23 @@ if TYPE_CHECKING:
 __all__ = ["ModelFiles", "load_tokenizer_from", "open_model"]
 
 
+KNOWN_GENERATION_CONFIGS = {
+    "smollm2-135m": GenerationConfig(
+        sampling={
+            "temperature": 0.2,
+            "top_p": 0.9,
+        },  # https://hf.co/HuggingFaceTB/SmolLM2-135M-Instruct
+        max_tokens=512,
+    )
+}
+"""Defaults of the known models, whose GGUF files hold none."""
+
+
 @attrs.frozen(kw_only=True)
 class ModelFiles:
     """A model on disk whose configuration has been read and is served.
 
     ``chat_template``, ``bos_token`` and ``eos_token`` are texts, None where the files name none.
-    ``generation_defaults`` holds sampling parameters by their usual names (``temperature`` …).
     """
 
     path: Path
@@ -44,11 +56,14 @@ class ModelFiles:
     chat_template: str | None
     bos_token: str | None
     eos_token: str | None
-    generation_defaults: dict[str, float | int]
+    generation: GenerationConfig
+    """Defaults of requests, as the model's authors recommend them."""
     embedding: DecoderEmbedding | None = None
     """How it embeds texts, if it was trained for that and not to generate."""
     gguf_header: GGUFHeader | None = attrs.field(default=None, repr=False, eq=False)
     """The parsed header of a GGUF file, None for a folder."""
+    only_finite: bool = attrs.field(default=False, eq=False)
+    """Whether a tensor with infinities or NaN is refused while the weights are read."""
 
     @property
     def native(self) -> ModelConfig:
@@ -107,7 +122,7 @@ def open_model(path: Path, implementation: str = "auto") -> ModelFiles:
         chat_template=gguf.read_chat_template(header),
         bos_token=gguf.read_token_text(header, config.bos_token_id),
         eos_token=gguf.read_token_text(header, next(iter(config.eos_token_ids), None)),
-        generation_defaults={},
+        generation=KNOWN_GENERATION_CONFIGS.get(known_name(path) or "", GenerationConfig()),
         gguf_header=header,
     )
 
@@ -132,7 +147,7 @@ def _open_folder(path: Path, implementation: str) -> ModelFiles:
         chat_template=huggingface.read_chat_template(path),
         bos_token=huggingface.read_special_token(path, "bos_token"),
         eos_token=huggingface.read_special_token(path, "eos_token"),
-        generation_defaults=huggingface.read_generation_defaults(path),
+        generation=read_generation_config(path),
         embedding=embedding,
     )
 

@@ -47,6 +47,12 @@ _SCALARS: Final[dict[int, np.dtype[Any]]] = {
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _READ_BUFFER = 1 << 20
+_MAX_HEADER_BYTES = 256 << 20
+"""Ten times what the largest vocabularies take."""
+_MAX_ENTRIES = 1 << 16
+_MAX_TENSORS = 1 << 17
+_MAX_TEXTS = 1 << 22
+"""In one array: the merges of a vocabulary are the most."""
 _MIN_ALIGNMENT, _MAX_ALIGNMENT = 8, 1 << 20
 
 
@@ -170,7 +176,8 @@ class _Reader:
             raise ModelLoadError(
                 f"{self.path} is GGUF version {version}: versions 2 and 3 are read"
             )
-        num_tensors, num_entries = self.u64(), self.u64()
+        num_tensors = self.count("tensors", _MAX_TENSORS)
+        num_entries = self.count("entries", _MAX_ENTRIES)
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
             key = self.text()
@@ -206,8 +213,17 @@ class _Reader:
         (value,) = _U64.unpack(self.raw(8))
         return int(value)
 
+    def count(self, what: str, most: int) -> int:
+        """Read a count, before whose items are read: a sparse file has room for any number."""
+        value = self.u64()
+        if value > most:
+            raise self.damaged(f"it has {value} {what}, and at most {most} are read")
+        return value
+
     def raw(self, size: int) -> bytes:
         self.position += size
+        if self.position > _MAX_HEADER_BYTES:
+            raise self.damaged(f"its header has more than {_MAX_HEADER_BYTES} bytes")
         value = self.file.read(size) if self.position <= self.size else b""
         if len(value) < size:
             raise self.damaged("it ends inside its header")
@@ -228,6 +244,8 @@ class _Reader:
 
     def array(self, kind: int, length: int) -> Any:
         if kind == _STRING:
+            if length > _MAX_TEXTS:
+                raise self.damaged(f"an array of {length} texts; at most {_MAX_TEXTS} are read")
             return [self.text() for _ in range(length)]
         dtype = _SCALARS.get(kind)
         if dtype is None:

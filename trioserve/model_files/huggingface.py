@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trioserve.errors import InvalidRequest, ModelLoadError
+from trioserve.errors import ModelLoadError
 from trioserve.model_files.common_fields import (
     architecture_of,
     dtype_of,
@@ -31,7 +31,7 @@ from trioserve.model_files.jsonfile import read_file, read_object
 from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.model_files.sentence_modules import MODULES
 from trioserve.model_files.shards import read_shards
-from trioserve.sampling import SamplingParams
+from trioserve.model_files.tokenizer_growth import check_growth
 
 if TYPE_CHECKING:
     import tokenizers
@@ -40,7 +40,6 @@ __all__ = [
     "has_family",
     "read_chat_template",
     "read_config",
-    "read_generation_defaults",
     "read_special_token",
     "read_tokenizer",
 ]
@@ -71,6 +70,9 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+_MAX_TOKENIZER_BYTES = 256 << 20
+"""Several times what the largest vocabularies take."""
 
 _ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn")
 
@@ -255,29 +257,6 @@ def _first(ids: tuple[int, ...]) -> int | None:
     return ids[0] if ids else None
 
 
-def read_generation_defaults(folder: Path) -> dict[str, float | int]:
-    """The sampling defaults in generation_config.json; what only sampling uses, if it samples.
-
-    Raises:
-        ModelLoadError: the file is damaged, or has a value that no request may have.
-    """
-    path = folder / "generation_config.json"
-    values = read_object(path, required=False)
-    names = ["repetition_penalty"]
-    if values.get("do_sample") is not False:
-        names += ["temperature", "top_k", "top_p", "min_p"]
-    defaults = {
-        name: values[name]
-        for name in names
-        if isinstance(values.get(name), (int, float)) and not isinstance(values[name], bool)
-    }
-    try:
-        SamplingParams(**defaults)
-    except InvalidRequest as error:
-        raise ModelLoadError(f"{path} can't be right: {error}") from error
-    return defaults
-
-
 def read_chat_template(folder: Path) -> str | None:
     """The default chat template: a file of its own wins over tokenizer_config.json."""
     path = folder / "chat_template.jinja"
@@ -323,8 +302,13 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         raise ModelLoadError(f"{path} is missing: {hint}")
     import tokenizers  # a worker does without, mostly
 
+    if path.stat().st_size > _MAX_TOKENIZER_BYTES:
+        raise ModelLoadError(
+            f"{path} has more than {_MAX_TOKENIZER_BYTES} bytes: it can't be right"
+        )
     data = read_file(path)
     with refused_by_tokenizers(path):
+        check_growth(data)
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
     tokenizer.no_truncation()
     tokenizer.no_padding()

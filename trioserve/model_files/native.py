@@ -1,4 +1,4 @@
-"""What the ``tokenizers`` library raises for a model's files, as errors that one can act on."""
+"""Errors of libraries in Rust, as exceptions that one can catch and act on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,26 @@ from pathlib import Path
 
 from trioserve.errors import ModelLoadError
 
-__all__ = ["refused_by_tokenizers"]
+__all__ = ["Panic", "panics_raised", "refused_by_tokenizers"]
+
+
+class Panic(Exception):
+    """A panic of a library in Rust, such as ``tokenizers`` or ``llguidance``."""
+
+
+@contextlib.contextmanager
+def panics_raised() -> Iterator[None]:
+    """Turn a panic in the block, which is a BaseException of its own, into an ordinary exception.
+
+    Raises:
+        Panic: there was one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise Panic(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -21,12 +40,11 @@ def refused_by_tokenizers(path: Path) -> Iterator[None]:
         ModelLoadError: it did raise something.
     """
     try:
-        yield
+        with panics_raised():
+            yield
     except ModelLoadError:
         raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+    except Exception as error:
         lines = str(error).splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise ModelLoadError(f"{path} is damaged: {reason}; fetch it again") from error

@@ -20,7 +20,10 @@ from trioserve.model_files.jsonfile import parse_object, read_object
 
 __all__ = ["Shard", "read_shard", "read_shards", "shard_paths"]
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 32 << 20
+_MAX_HEADER_VALUES = 1 << 20
+"""JSON values in a header, about: each tensor has eight. The largest models have some hundred
+thousand tensors, in many files."""
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_DIMENSIONS = 8
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
@@ -117,12 +120,22 @@ def read_header_bytes(path: Path) -> bytes:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if not 2 <= length <= _MAX_HEADER_BYTES:
-                raise ModelLoadError(f"{path} is damaged: no safetensors header; fetch it again")
+                raise ModelLoadError(
+                    f"{path} is damaged: no safetensors header of up to {_MAX_HEADER_BYTES} bytes; "
+                    "fetch it again"
+                )
             header = file.read(length)
     except OSError as error:
         raise ModelLoadError(f"{path} can't be read: {error.strerror}") from error
     if len(header) < length:
         raise ModelLoadError(f"{path} is truncated inside its header: fetch it again")
+    # Counted before it is parsed, which takes a thousand times as long.
+    num_values = header.count(b",") + header.count(b":")
+    if num_values > _MAX_HEADER_VALUES:
+        raise ModelLoadError(
+            f"{path} has a header of about {num_values} values; at most {_MAX_HEADER_VALUES} are "
+            "read, enough for 131072 tensors"
+        )
     return header
 
 

@@ -10,7 +10,12 @@ import trio
 
 from trioserve import wire
 from trioserve.config import EngineConfig
-from trioserve.entrance import DEFAULT_MAX_TOKENS, Departures, seconds_until_room
+from trioserve.entrance import (
+    DEFAULT_MAX_TOKENS,
+    Departures,
+    check_share,
+    seconds_until_room,
+)
 from trioserve.errors import EngineError, QueueFull, RequestAborted, WorkerLost
 from trioserve.feed import Feed
 from trioserve.happening import Happenings
@@ -178,8 +183,12 @@ class Batcher:
             idle_us=0,
         )
 
-    async def compute(self, columns: Columns) -> Floats:
+    async def compute(self, columns: Columns, tenant: str = "") -> Floats:
         """The vectors [N, dim] float32 of N texts. Leaving takes out of the queue what waits.
+
+        Args:
+            columns: the texts.
+            tenant: the name under which their share of the queue counts; empty for none.
 
         Raises:
             QueueFull: too much waits already.
@@ -187,9 +196,9 @@ class Batcher:
             EngineError: the worker can't compute one of them.
         """
         now = trio.current_time()
-        self._check_room(len(columns), len(columns.ids), now)
+        self._check_room(len(columns), len(columns.ids), tenant, now)
         ended = trio.Event()
-        job = Job(columns, now, ended.set)
+        job = Job(columns, now, ended.set, tenant)
         self.core.submit(job)
         self._look()
         try:
@@ -203,7 +212,7 @@ class Batcher:
         assert job.vectors is not None
         return job.vectors
 
-    def _check_room(self, count: int, num_tokens: int, now: float) -> None:
+    def _check_room(self, count: int, num_tokens: int, tenant: str, now: float) -> None:
         waiting, tokens = self.core.num_waiting, self.core.num_waiting_tokens
         recently = self._departures.note(self._num_texts, now)
         if waiting == 0:
@@ -225,6 +234,13 @@ class Batcher:
                     min(too_large * waiting / tokens, waiting), *recently
                 ),
             )
+        check_share(
+            self.core.waiting_of_tenants.of(tenant),
+            (count, num_tokens),
+            (waiting, tokens),
+            (self._max_waiting, self._max_waiting_tokens),
+            recently,
+        )
 
     def judge(self, loss: WorkerLost) -> int:
         """Why the worker was lost; see :meth:`PoolingCore.on_worker_lost`."""

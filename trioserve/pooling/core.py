@@ -23,6 +23,7 @@ import numpy.typing as npt
 from trioserve.errors import EngineError, TrioserveError, WorkerLost
 from trioserve.pooling.columns import Columns
 from trioserve.scheduler.gate import Gate
+from trioserve.tenants import TenantCounts
 
 __all__ = ["MAX_UNDER_WAY", "Batch", "Job", "PoolingCore", "Text"]
 
@@ -53,11 +54,13 @@ class Job:
         columns: the texts.
         came: when, in seconds on trio's clock.
         on_end: called when all vectors are there, or ``error`` is.
+        tenant: the name under which its share of the queue counts; empty for none.
     """
 
     columns: Columns
     came: float
     on_end: Callable[[], None]
+    tenant: str = ""
     arrival: int = 0
     """Its place in the order of arrival."""
     first_called: float | None = None
@@ -129,6 +132,8 @@ class PoolingCore:
         self.num_waiting = 0
         """Texts that aren't under way."""
         self.num_waiting_tokens = 0
+        self.waiting_of_tenants = TenantCounts()
+        """Of texts that aren't under way, and of their tokens."""
         self._line: dict[Job, deque[Text]] = {}
         """What waits, by the order of arrival."""
         self._trials: deque[list[Text]] = deque()
@@ -177,6 +182,7 @@ class PoolingCore:
         for text in texts:
             self.num_waiting += sign
             self.num_waiting_tokens += sign * text.num_tokens
+            self.waiting_of_tenants.add(text.job.tenant, sign, sign * text.num_tokens)
 
     # ---- calls
 
@@ -329,6 +335,10 @@ class PoolingCore:
         waiting = list(itertools.chain(*self._line.values(), *self._trials))
         assert self.num_waiting == len(waiting)
         assert self.num_waiting_tokens == sum(text.num_tokens for text in waiting)
+        tenants = TenantCounts()
+        for text in waiting:
+            tenants.add(text.job.tenant, 1, text.num_tokens)
+        assert self.waiting_of_tenants == tenants
         assert all(text.job.is_open for text in waiting)
         assert all(self._line.values())
         assert len(self._under_way) <= MAX_UNDER_WAY

@@ -37,6 +37,7 @@ class AskedPrompt:
     params: SamplingParams
     id: str
     cache_salt: str
+    tenant: str
     adapter: str
     traceparent: str
     tracestate: str
@@ -85,6 +86,7 @@ async def pool_prompts(
             params=params,
             id=sender.id if len(items) == 1 else f"{sender.id}-{index}",
             cache_salt=cache_salt,
+            tenant=sender.tenant,
             adapter=adapter,
             traceparent=sender.traceparent,
             tracestate=sender.tracestate,

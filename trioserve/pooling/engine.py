@@ -30,6 +30,7 @@ class PoolingEngine:
         request_id: str | None = None,
         timeout: float | None = None,
         arrived: float | None = None,
+        tenant: str = "",
         cache_salt: str = "",
         adapter: str = "",
         traceparent: str = "",
@@ -54,6 +55,7 @@ class PoolingEngine:
             timeout: seconds after which :exc:`~trioserve.errors.DeadlineExceeded` is raised
                 (default: the option ``default_timeout``); infinity for never.
             arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
+            tenant: as for :meth:`generate`.
             cache_salt: share cached prefixes only with requests of the same salt.
             adapter: the name of a loaded adapter (default: the model as it is).
             traceparent: as for :meth:`generate`.
@@ -80,6 +82,7 @@ class PoolingEngine:
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,
+                tenant=tenant,
                 traceparent=traceparent,
                 tracestate=tracestate,
             ),
@@ -96,6 +99,7 @@ class PoolingEngine:
         request_id: str | None = None,
         timeout: float | None = None,
         arrived: float | None = None,
+        tenant: str = "",
         traceparent: str = "",
         tracestate: str = "",
     ) -> Scores:
@@ -122,6 +126,7 @@ class PoolingEngine:
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,
+                tenant=tenant,
                 traceparent=traceparent,
                 tracestate=tracestate,
             ),
@@ -139,6 +144,7 @@ class PoolingEngine:
         request_id: str | None = None,
         timeout: float | None = None,
         arrived: float | None = None,
+        tenant: str = "",
         cache_salt: str = "",
         adapter: str = "",
         traceparent: str = "",
@@ -171,6 +177,7 @@ class PoolingEngine:
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,
+                tenant=tenant,
                 traceparent=traceparent,
                 tracestate=tracestate,
             ),
@@ -186,6 +193,7 @@ class PoolingEngine:
         request_id: str | None = None,
         timeout: float | None = None,
         arrived: float | None = None,
+        tenant: str = "",
         traceparent: str = "",
         tracestate: str = "",
     ) -> Classifications:
@@ -200,6 +208,7 @@ class PoolingEngine:
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,
+                tenant=tenant,
                 traceparent=traceparent,
                 tracestate=tracestate,
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import attrs
 import trio
@@ -61,8 +62,10 @@ def _as_item(item: object, param: str) -> Item:
 
 def _as_ids(values: Sequence[object]) -> list[int] | None:
     """``values`` if they are integers, else None."""
-    ids = [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
-    return ids if len(ids) == len(values) else None
+    kinds = set(map(type, values))
+    if not all(issubclass(kind, int) and kind is not bool for kind in kinds):
+        return None
+    return cast(list[int], list(values))
 
 
 def _refusal(param: str) -> InvalidRequest:

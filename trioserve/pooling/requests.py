@@ -42,8 +42,9 @@ __all__ = ["Compute", "Pooling"]
 
 Pair = tuple[str, str]
 Floats = npt.NDArray[np.float32]
-Compute = Callable[[Columns], Awaitable[Floats]]
-"""Has texts computed: :meth:`trioserve.pooling.batcher.Batcher.compute`, here or elsewhere."""
+Compute = Callable[[Columns, str], Awaitable[Floats]]
+"""Has texts of a tenant computed: :meth:`trioserve.pooling.batcher.Batcher.compute`, here or
+elsewhere."""
 
 _PURPOSES: dict[ModelTask, str] = {
     "generate": "generates text (Engine.generate, /v1/chat/completions)",
@@ -199,7 +200,7 @@ class Pooling:
         if self.task != "generate":
             raise self.refusal("score labels by the tokens that may come next")
         prompts = label_prompts(query, items, item_first=item_first)
-        self._check(len(prompts), truncate_prompt_tokens, "items")
+        self._check(len(prompts), truncate_prompt_tokens, "items", sender.tenant)
         params = label_params(label_token_ids, truncate_prompt_tokens)
 
         async def complete(index: int, prompt: Prompt) -> Completion:
@@ -209,6 +210,7 @@ class Pooling:
                     request_id=f"{sender.id}-{index}",
                     timeout=sender.timeout,
                     arrived=sender.arrived,
+                    tenant=sender.tenant,
                     traceparent=sender.traceparent,
                     tracestate=sender.tracestate,
                     cache_salt=cache_salt,
@@ -221,13 +223,18 @@ class Pooling:
 
         return label_scores(await all_together(complete, prompts), softmax=apply_softmax)
 
-    def _check(self, count: int, truncate: int | None, param: str = "input") -> None:
-        """Refuse more than can ever wait, and a length that is none."""
+    def _check(
+        self, count: int, truncate: int | None, param: str = "input", tenant: str = ""
+    ) -> None:
+        """Refuse more than can ever wait, and a length that is none.
+
+        ``tenant`` is given where the texts are requests of their own, which have a share.
+        """
         _check_truncation(truncate)
-        if count > self.config.max_num_queued_reqs:
+        limit = self.config.max_num_queued_reqs // (2 if tenant and count > 1 else 1)
+        if count > limit:
             raise InvalidRequest(
-                f"{param} has {count} texts; at most {self.config.max_num_queued_reqs} can wait "
-                "(--max-num-queued-reqs)",
+                f"{param} has {count} texts; at most {limit} can wait (--max-num-queued-reqs)",
                 param=param,
             )
 
@@ -264,7 +271,7 @@ class Pooling:
     ) -> tuple[Floats, list[int]]:
         """The same of a decoder, pooled as its files say or as asked, of any length."""
         sender.check(cache_salt=cache_salt)
-        self._check(len(items), truncate)
+        self._check(len(items), truncate, tenant=sender.tenant)
         return await pool_prompts(
             items,
             self.pool_prompt,
@@ -293,7 +300,7 @@ class Pooling:
             with self.open.opened(sender.id), deadline.enforced():
                 texts = await self.encoding.encoder.encode(items, truncate)
                 lengths = [len(text.ids) for text in texts]
-                vectors = await self.encoding.compute(Columns.of(texts))
+                vectors = await self.encoding.compute(Columns.of(texts), sender.tenant)
                 reason = "stop"
         except TrioserveError as error:
             reason, failure = "error", error

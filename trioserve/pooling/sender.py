@@ -21,6 +21,7 @@ class Sender:
     request_id: str | None = None
     timeout: float | None = None
     arrived: float | None = None
+    tenant: str = ""
     traceparent: str = ""
     tracestate: str = ""
     id: str = attrs.field(init=False)
@@ -40,6 +41,7 @@ class Sender:
             self.timeout,
             self.arrived,
             request_id=self.request_id or "",
+            tenant=self.tenant,
             traceparent=self.traceparent,
             tracestate=self.tracestate,
             **texts,

@@ -18,6 +18,7 @@ plans), ``residency`` with ``adapters`` (which adapters the worker holds), ``gat
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.holds import Holds
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.quiet import Quiet
+from trioserve.scheduler.recompiling import recompile
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
 from trioserve.scheduler.watchdog import Watchdog
 from trioserve.scheduler.weights import Weights
@@ -188,12 +190,16 @@ class Scheduler:
         self._work.set()
         # Taken before either loop runs: which of them runs first is chance.
         first_plan = self._core.next_number
+        recompiling = functools.partial(
+            recompile, self._core, self._calls.call, wake=self._wake, deliver=self._deliver
+        )
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send, link, self._core)
                 nursery.start_soon(self._receive, link, self._core, first_plan)
                 nursery.start_soon(self._watch)
                 nursery.start_soon(self.adapters.serve)
+                nursery.start_soon(recompiling)
         except BaseExceptionGroup as group:
             error = sole_exception(group)
         finally:
@@ -270,6 +276,7 @@ class Scheduler:
             and core.num_unfinished > 0
             and core.gate.is_open
             and not core.residency.wants_change
+            and not core.uncompiled
         )
         if self._is_stuck and not was_stuck:
             _log.error(
@@ -425,6 +432,10 @@ class Scheduler:
     def num_waiting_tokens(self) -> int:
         """Their tokens, prompt and output so far."""
         return 0 if self._core is None else self._core.num_waiting_tokens
+
+    def waiting_of(self, tenant: str) -> tuple[int, int]:
+        """Return how many sequences of ``tenant`` wait for a slot, and their tokens."""
+        return (0, 0) if self._core is None else self._core.waiting_of_tenants.of(tenant)
 
     @property
     def stalled(self) -> bool:

@@ -9,7 +9,13 @@ import attrs
 import trio
 
 from trioserve.adapters import Adapter, Catalogue
-from trioserve.errors import EngineError, InvalidRequest, ModelLoadError, WorkerLost
+from trioserve.errors import (
+    AdapterNotFound,
+    EngineError,
+    InvalidRequest,
+    ModelLoadError,
+    WorkerLost,
+)
 from trioserve.logs import get_logger
 from trioserve.request import Finish, FinishReason, Request, SequenceOutput
 from trioserve.scheduler.core import SchedulerCore
@@ -174,8 +180,10 @@ class HeldAdapters:
         residency = self._core().residency
         try:
             match await self._call("load_adapter", arguments):
+                case {"error": str(message), "missing": True}:
+                    error: Exception = AdapterNotFound(message, param="path")
                 case {"error": str(message)}:
-                    error: Exception = InvalidRequest(message, param="path")
+                    error = InvalidRequest(message, param="path")
                 case {"checksum": str(checksum), "rank": int(rank)}:
                     residency.on_brought(adapter.number)
                     if not held.checksum:

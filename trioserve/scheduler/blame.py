@@ -155,5 +155,6 @@ class Blame:
         self._begin_trial()
 
     def _begin_trial(self) -> None:
-        suspects = self.suspects
+        # A grammar has to be compiled again first: the trial begins with those that have none.
+        suspects = sorted(self.suspects, key=lambda request: request.params.grammar is not None)
         self._trial = dict.fromkeys(suspects[: (len(suspects) + 1) // 2])

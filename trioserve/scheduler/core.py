@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import attrs
 
 from trioserve import wire
 from trioserve.errors import AdapterNotFound, WorkerLost
+from trioserve.grammar import Grammar
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import Computation, Line, Running, adapter_word
@@ -46,6 +47,7 @@ from trioserve.scheduler.residency import Residency
 from trioserve.scheduler.results import Results
 from trioserve.scheduler.siblings import Siblings
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
+from trioserve.tenants import TenantCounts
 
 __all__ = ["SchedulerCore"]
 
@@ -71,6 +73,8 @@ class SchedulerCore:
         self.in_flight: deque[InFlight] = deque()
         self.residency = Residency(limits.max_cpu_loras, limits.max_loras)
         """Which adapters the worker holds."""
+        self.uncompiled: set[Grammar] = set()
+        """What a new worker has still to compile: sequences that follow one of them wait."""
         self.gate = Gate()
         """What keeps those who could be computed from it."""
         self.counters = self.feeds.counters
@@ -78,6 +82,8 @@ class SchedulerCore:
         """The number of the next plan."""
         self.num_waiting_tokens = 0
         """Prompt and output so far of all who wait for a slot."""
+        self.waiting_of_tenants = TenantCounts()
+        """Of sequences that wait for a slot, and of their tokens."""
         self._observer = observer
         self._intake = Intake(self, observer)
         self.has_worker = True
@@ -117,8 +123,13 @@ class SchedulerCore:
     def _wait(self, computation: Computation) -> None:
         """Put ``computation`` in line, or where it is held."""
         self._move(computation.sequence, State.WAITING)
-        self.num_waiting_tokens += computation.sequence.num_tokens
+        self._count_waiting(computation.sequence, 1)
         self.siblings.enter(computation)
+
+    def _count_waiting(self, sequence: Sequence, sign: int) -> None:
+        num_tokens = sign * sequence.num_tokens
+        self.num_waiting_tokens += num_tokens
+        self.waiting_of_tenants.add(sequence.request.tenant, sign, num_tokens)
 
     def _move(self, sequence: Sequence, state: State) -> None:
         sequence.move_to(state)
@@ -174,9 +185,24 @@ class SchedulerCore:
 
     def _make_way(self) -> None:
         """Whoever isn't on trial waits, and holds nothing that those who are may need."""
+        may_run = self._trial_rule()
         for computation in list(self.running):
-            if not self.recovery.blame.may_run(computation.sequence.request):
+            if not may_run(computation.sequence.request):
                 self._put_off(computation)
+
+    def _trial_rule(self) -> Callable[[Request], bool]:
+        """Return which requests may be computed while there are suspects.
+
+        A trial whose requests all wait for a grammar goes on later: the requests above suspicion
+        are computed meanwhile.
+        """
+        blame = self.recovery.blame
+        if self.uncompiled:
+            suspects = set(blame.suspects)
+            tried = [request for request in blame.on_trial if request in suspects]
+            if all(each.sequences[0].sampler.grammar in self.uncompiled for each in tried):
+                return lambda request: request not in suspects
+        return blame.may_run
 
     def _plan_running(self, draft: Draft) -> None:
         """Give the running their tokens."""
@@ -254,7 +280,12 @@ class SchedulerCore:
         candidates = [each for each in self.waiting if self.gate.lets_in(each.arrival)]
         blame = self.recovery.blame
         if blame.restricts:
-            candidates = [each for each in candidates if blame.may_run(each.sequence.request)]
+            may_run = self._trial_rule()
+            candidates = [each for each in candidates if may_run(each.sequence.request)]
+        if self.uncompiled:
+            candidates = [
+                each for each in candidates if each.sequence.sampler.grammar not in self.uncompiled
+            ]
         adapters = self.residency.begin_pass(self.running_adapters)
         for computation in policy.admission_order(
             self.limits.scheduling_policy,
@@ -288,7 +319,7 @@ class SchedulerCore:
         self.counters.prefix_cache_queries += computation.length
         self.counters.prefix_cache_hits += computation.computed
         self.waiting.remove(computation)
-        self.num_waiting_tokens -= computation.sequence.num_tokens
+        self._count_waiting(computation.sequence, -1)
         self.running.add(computation)
         self._move(computation.sequence, State.PREFILL)
         request = computation.sequence.request
@@ -350,7 +381,7 @@ class SchedulerCore:
         elif sequence.state is State.WAITING:
             line = self.siblings if sequence.compute.is_held else self.waiting
             line.remove(sequence.compute)
-            self.num_waiting_tokens -= sequence.num_tokens
+            self._count_waiting(sequence, -1)
         elif sequence.state is State.PREEMPTED:
             self.preempted.remove(sequence.compute)
         sequence.compute = None
@@ -382,12 +413,13 @@ class SchedulerCore:
         self.in_flight.popleft()
         self.memory.acknowledge(plan.number)
         self.counters.count_step(result, plan.num_tokens, plan.num_decodes, had_work=self._has_work)
-        if self._observer is not None and plan.num_tokens:
-            self._observer.observe_step(plan.num_tokens)
-
+        sampled_before = self.counters.num_tokens_sampled
         for logprobs, piece in results.pieces:
             logprobs.add(piece)
         outputs = self._intake.take(plan, results, now)
+        if self._observer is not None and plan.num_tokens:
+            num_sampled = self.counters.num_tokens_sampled - sampled_before
+            self._observer.observe_step(plan.num_tokens - plan.num_decodes + num_sampled)
         self.recovery.on_step(plan)
         self.rejoin()
         self._has_work = bool(self.running or self.waiting)
@@ -434,6 +466,18 @@ class SchedulerCore:
     def running_adapters(self) -> set[int]:
         """The adapters of those who hold slots, and 0 if any of them has none."""
         return {each.adapter for each in self.running}
+
+    def requests_with(self, grammar: Grammar) -> list[Request]:
+        """Return the requests that are still to be computed and follow ``grammar``."""
+        sequences = (each.sequence for each in self._unfinished())
+        return list(
+            dict.fromkeys(each.request for each in sequences if each.sampler.grammar == grammar)
+        )
+
+    def await_compiling(self) -> None:
+        """Have all sequences with a grammar wait until it is no longer in :attr:`uncompiled`."""
+        grammars = {each.sequence.sampler.grammar for each in self._unfinished()}
+        self.uncompiled = {grammar for grammar in grammars if grammar is not None}
 
     def _unfinished(self) -> Iterator[Computation]:
         lines = (self.waiting, self.siblings, self.running, self.preempted)

@@ -8,10 +8,10 @@ slot. What only some sequences want (log-probabilities, siblings, an end) is don
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
+
+from trioserve.wire import ints
 
 __all__ = ["Bools", "Counts", "Ints"]
 
@@ -48,28 +48,34 @@ class Counts:
         self.last_token = np.full(num_slots, np.nan)
         """When the newest token came, in seconds; NaN before the first one in this slot."""
         self._stops = np.zeros(vocab_size, dtype=np.int32)
-        """For how many open slots each token is a stop id."""
+        """In how many of the sets below each token is."""
+        self._stop_sets: dict[bytes, int] = {}
+        """The open slots' sets of stop ids, and how many slots have each: outputs share theirs."""
 
-    def open(
-        self, slot: int, generation: int, *, limit: int, plain: bool, stop_ids: Sequence[int]
-    ) -> None:
+    def open(self, slot: int, generation: int, *, limit: int, plain: bool, stop_ids: bytes) -> None:
         """A sequence has got ``slot``. Its own counts are for the caller to set."""
         self.generation[slot] = generation
         self.limit[slot] = limit
         self.plain[slot] = plain
         self.decodes[slot] = False
         self.last_token[slot] = np.nan
-        self._count_stops(stop_ids, 1)
+        slots = self._stop_sets.get(stop_ids, 0)
+        self._stop_sets[stop_ids] = slots + 1
+        if not slots:
+            self._stops[self._known(stop_ids)] += 1
 
-    def close(self, slot: int, stop_ids: Sequence[int]) -> None:
+    def close(self, slot: int, stop_ids: bytes) -> None:
         """The sequence has left ``slot``."""
         self.generation[slot] = CLOSED
-        self._count_stops(stop_ids, -1)
+        self._stop_sets[stop_ids] -= 1
+        if not self._stop_sets[stop_ids]:
+            del self._stop_sets[stop_ids]
+            self._stops[self._known(stop_ids)] -= 1
 
-    def _count_stops(self, stop_ids: Sequence[int], change: int) -> None:
-        for token in stop_ids:
-            if 0 <= token < len(self._stops):
-                self._stops[token] += change
+    def _known(self, stop_ids: bytes) -> npt.NDArray[np.int32]:
+        """Return those of the ids that the vocabulary has."""
+        ids = ints(stop_ids)
+        return ids[(ids >= 0) & (ids < len(self._stops))]
 
     def may_stop(self, tokens: Ints) -> Bools:
         """Which of ``tokens``, none of them negative, are stop ids for anybody."""

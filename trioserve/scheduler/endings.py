@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+
 from trioserve.errors import EngineError, InvalidRequest
 from trioserve.request import Finish, FinishReason, Sequence
+from trioserve.sampling import NAN_LOGITS
 
 __all__ = ["ending", "ending_without_token"]
 
@@ -12,31 +15,39 @@ def ending(sequence: Sequence) -> Finish | None:
     """How ``sequence`` ended with the token that it got last, None if it goes on."""
     token, num_output = sequence.output_ids[-1], len(sequence.output_ids)
     if sequence.sampler.is_stop(token, num_output):
-        asked_for = token in sequence.request.params.stop_token_ids
+        asked_for = _has(sequence.request.params.stop_token_ids, token)
         return Finish(FinishReason.STOP, stop_reason=token if asked_for else None)
     return Finish(FinishReason.LENGTH) if num_output == sequence.max_tokens else None
 
 
-def ending_without_token(sequence: Sequence) -> Finish:
+def _has(ids: tuple[int, ...], token: int) -> bool:
+    """Return whether ``token`` is one of ``ids``, which are sorted."""
+    place = bisect.bisect_left(ids, token)
+    return place < len(ids) and ids[place] == token
+
+
+def ending_without_token(sequence: Sequence, token: int) -> Finish:
     """How ``sequence`` and its siblings end where its last row gave no token, or none was wanted.
 
-    What the request masks is to blame, if it masks anything, or else the model's own numbers.
+    ``token`` is what stands in its place. Where that isn't NaN, what the request masks is the
+    reason, if it masks anything, or else the model's own numbers.
     """
     if sequence.max_tokens == 0:
         return Finish(FinishReason.LENGTH)
-    return Finish(FinishReason.ERROR, error=_no_token_error(sequence))
+    return Finish(FinishReason.ERROR, error=_no_token_error(sequence, token))
 
 
-def _no_token_error(sequence: Sequence) -> InvalidRequest | EngineError:
+def _no_token_error(sequence: Sequence, token: int) -> InvalidRequest | EngineError:
     params = sequence.request.params
     masks = {
         "grammar": params.grammar is not None,
         "allowed_token_ids": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
         "extra_args": bool(params.extra_args),
+        "logits_processors": bool(params.logits_processors),
         "min_tokens": params.min_tokens > 0 and bool(sequence.sampler.stop_ids),
     }
     for name, is_used in masks.items():
-        if is_used:
+        if is_used and token != NAN_LOGITS:
             return InvalidRequest("what the request allows leaves no token to draw", param=name)
     return EngineError("the model computed no token for this request: its logits hold NaN")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
+from trioserve.errors import EngineError
 from trioserve.request import SequenceOutput, State
 from trioserve.scheduler.computation import Computation
 from trioserve.scheduler.counts import Bools, Ints
@@ -48,7 +49,8 @@ class Intake:
             elif plan.samples[index] and sequence.state is not State.FINISHED:
                 if token < 0 or sequence.max_tokens == 0:
                     sequence.request.vector = results.vectors.get(computation.slot, b"")
-                    finish = ending_without_token(sequence)
+                    finish = ending_without_token(sequence, token)
+                    self._core.counters.num_corrupted += isinstance(finish.error, EngineError)
                     outputs += self._core.finish_all(sequence.request, finish)
                 else:
                     at = int(results.offsets[index])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from trioserve.request import State
 from trioserve.scheduler.siblings import leader_of
+from trioserve.tenants import TenantCounts
 
 if TYPE_CHECKING:
     from trioserve.scheduler.computation import Computation
@@ -51,6 +52,10 @@ def _check_lines(core: SchedulerCore) -> None:
     waiting = [each.sequence for each in itertools.chain(core.waiting, core.siblings)]
     tokens = sum(sequence.num_tokens for sequence in waiting)
     assert core.num_waiting_tokens == tokens, "waiting tokens are miscounted"
+    tenants = TenantCounts()
+    for sequence in waiting:
+        tenants.add(sequence.request.tenant, 1, sequence.num_tokens)
+    assert core.waiting_of_tenants == tenants, "tenants' sequences are miscounted"
     for computation in core.running:
         assert computation.sequence.state in (State.PREFILL, State.DECODE)
         assert computation.sequence.compute is computation

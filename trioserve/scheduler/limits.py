@@ -60,7 +60,7 @@ class Limits:
             scheduling_policy=config.scheduling_policy,
             capacity_policy=config.capacity_policy,
             max_loras=config.max_loras,
-            max_cpu_loras=config.max_cpu_loras or max(config.max_loras, DEFAULT_CPU_LORAS),
+            max_cpu_loras=max(config.max_cpu_loras or DEFAULT_CPU_LORAS, config.max_loras),
             # On a CPU a token costs as much in a long chunk as in a short one, which is sooner
             # over: bench/long_prompts.py.
             max_prompt_tokens_beside_decodes=max(budget // 6, 1) if on_cpu else budget,
@@ -72,7 +72,7 @@ class Limits:
 
 
 def resolve_max_tokens(limits: Limits, request: Request) -> int:
-    """How many tokens ``request`` may produce: what it asked for, or as many as fit.
+    """How many tokens ``request`` may produce: what it asked for, or its default as far as it fits.
 
     A request for none needs room for one nevertheless: its last row draws a token like any other.
 
@@ -104,7 +104,11 @@ def resolve_max_tokens(limits: Limits, request: Request) -> int:
             f"the KV cache holds {pool} ({limits.num_pages} pages of {limits.page_size})",
             param="max_tokens" if asked else "prompt",
         )
-    return min(limits.max_model_len, pool) - num_prompt if asked is None else asked
+    if asked is not None:
+        return asked
+    fit = min(limits.max_model_len, pool) - num_prompt
+    default = request.default_max_tokens
+    return fit if default is None else min(max(default, request.params.min_tokens), fit)
 
 
 def prompt_logprobs_for(limits: Limits, request: Request) -> PromptLogprobs | None:

@@ -117,6 +117,7 @@ class Recovery:
         assert not core.has_worker
         core.limits = limits
         self._forget_worker()
+        core.await_compiling()
         core.has_worker = True
         self._num_failures = 0
         core.next_number = 1

@@ -10,7 +10,7 @@ from trioserve import wire
 from trioserve.errors import WorkerLost
 from trioserve.logprobs import PromptLogprobs
 from trioserve.request import State
-from trioserve.sampling import SamplingParams
+from trioserve.sampling import NAN_LOGITS, SamplingParams
 from trioserve.scheduler.counts import Ints
 from trioserve.scheduler.draft import InFlight
 from trioserve.stream import TokenLogprob
@@ -53,7 +53,7 @@ class Results:
         tokens = wire.ints(message.tokens).astype(np.int64)
         if len(offsets) != len(plan.slots) + 1 or not _are_offsets(offsets, len(tokens)):
             raise WorkerLost(f"the offsets of result {message.number} fit neither rows nor tokens")
-        if len(tokens) and not (tokens.min() >= -1 and tokens.max() < vocab_size):
+        if len(tokens) and not (tokens.min() >= NAN_LOGITS and tokens.max() < vocab_size):
             raise ValueError("a token is none of the vocabulary")
         given = offsets[1:] - offsets[:-1]
         for index in (given != plan.samples).nonzero()[0].tolist():

@@ -18,7 +18,7 @@ class Observer(Protocol):
     """Is told what happens as it happens; neither blocks nor fails. Times are in seconds."""
 
     def observe_step(self, num_tokens: int) -> None:
-        """A step has computed ``num_tokens`` tokens."""
+        """A step has prefilled and sampled ``num_tokens`` tokens together."""
 
     def observe_tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """``sequence`` got ``num_tokens`` tokens at ``now``; its times are as they were before."""
@@ -42,6 +42,8 @@ class Counters:
     """Those of them that weren't just the newest token of an output."""
     num_tokens_sampled: int = 0
     """Tokens accepted into outputs."""
+    num_corrupted: int = 0
+    """Requests that were ended because their logits held NaN."""
     num_preemptions: int = 0
     """Sequences that had to give up their pages. A worker's death isn't counted."""
     prefix_cache_queries: int = 0

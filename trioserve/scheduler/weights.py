@@ -12,9 +12,10 @@ from trioserve.errors import EngineError, WorkerLost
 from trioserve.scheduler.calls import Call
 from trioserve.scheduler.quiet import Quiet
 
-__all__ = ["Weights"]
+__all__ = ["HOLDER", "Weights"]
 
-_HOLDER = "weights"
+HOLDER = "weights"
+"""The name in which an exchange pauses."""
 _DISCARD_SECONDS = 5.0
 
 
@@ -57,7 +58,7 @@ class Weights:
         async with self._lock:
             try:
                 checksum: str = await self._call("read_weights", path, num_bytes=num_bytes)
-                await clear(_HOLDER)
+                await clear(HOLDER)
                 # It is done or it isn't: nobody may leave before it is known.
                 with trio.CancelScope(shield=True):
                     await self._call("swap_weights", path, num_bytes=num_bytes)
@@ -67,7 +68,7 @@ class Weights:
                 await self._discard()
                 raise
             finally:
-                self._quiet.resume(_HOLDER)
+                self._quiet.resume(HOLDER)
             return checksum
 
     async def _discard(self) -> None:

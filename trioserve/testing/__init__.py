@@ -388,8 +388,8 @@ class FakeWorker:
 
     def _load_adapter(self, arguments: dict[str, Any]) -> dict[str, Any]:
         path, name = arguments["path"], arguments["path"].rpartition("/")[2]
-        if name.startswith("bad"):
-            return {"error": f"{path} is bad"}
+        if name.startswith(("bad", "missing")):
+            return {"error": f"{path} is bad", "missing": name.startswith("missing")}
         assert len(self.adapters) < self.max_cpu_loras, "too many adapters are held"
         self.adapters[arguments["number"]] = path
         return {"checksum": name, "rank": 8}

@@ -24,7 +24,8 @@ __all__ = [
 ]
 
 TokenFunction = Callable[[list[int], SamplerParams], int]
-"""Makes the next token of all the tokens before it and the sequence's parameters; -1 for none."""
+"""Makes the next token of all the tokens before it and the sequence's parameters. ``NO_TOKEN`` or
+``NAN_LOGITS`` of :mod:`trioserve.sampling` is none."""
 
 
 def hashed_token(vocab_size: int) -> TokenFunction:
@@ -38,10 +39,10 @@ def hashed_token(vocab_size: int) -> TokenFunction:
 
 
 def draw(function: TokenFunction, context: list[int], sampler: SamplerParams) -> int:
-    """The token that ``function`` makes, or one of those allowed in its place; -1 for none."""
+    """The token that ``function`` makes, or one of those allowed in its place, if it is one."""
     token = function(context, sampler)
-    allowed = sampler.allowed_token_ids
-    return allowed[token % len(allowed)] if allowed and token >= 0 else token
+    allowed = wire.ints(sampler.allowed_token_ids)
+    return int(allowed[token % len(allowed)]) if len(allowed) and token >= 0 else token
 
 
 def fake_logprob(token: int, rank: int) -> float:

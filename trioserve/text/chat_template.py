@@ -2,77 +2,51 @@
 
 Templates are jinja2, as transformers defines them: the same whitespace rules, the same extra
 functions and tags, the same variables. Tool calls, whose arguments the OpenAI API has as JSON text,
-are handed to them as they print them. They come with models, so they run in jinja2's sandbox
-with a bound on what they may print; an error in one is the request's error, never the server's.
+are handed to them as they print them. They come with models, so they run in jinja2's sandbox, and
+what they take is bounded, here or in a process of its own; an error in one is the request's error,
+never the server's.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
+import attrs
 import jinja2
-import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
-import jinja2.parser
 
 from trioserve.errors import InvalidRequest, ModelLoadError
-from trioserve.request import ChatPrompt
-from trioserve.text.template_sandbox import MAX_CHARACTERS, BoundedEnvironment
+from trioserve.text.template_bounds import BeyondBounds, BoundedEnvironment, measure
+from trioserve.text.template_sandbox import TemplateEnvironment
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "Conversation"]
 
-MAX_RENDERED_CHARACTERS = MAX_CHARACTERS
 _CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "
 """Put at the end of the message to be continued. Its space shows whether the template trims."""
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}``, which marks the assistant's text for training, is only a block here."""
+class Conversation(Protocol):
+    """What is rendered: a :class:`trioserve.request.ChatPrompt`, or its fields in the child."""
 
-    tags = {"generation"}  # noqa: RUF012 (the name and type are jinja2's)
+    @property
+    def messages(self) -> Sequence[Any]:
+        """Maps with a role and a content."""
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+    @property
+    def template_arguments(self) -> Mapping[str, Any]:
+        """Further variables of the template."""
 
+    @property
+    def add_generation_prompt(self) -> bool:
+        """Whether the text ends with the beginning of an answer."""
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes for HTML, which models have not been trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _environment() -> BoundedEnvironment:
-    environment = BoundedEnvironment(
-        filters={"tojson": _to_json},
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+    @property
+    def continue_final_message(self) -> bool:
+        """Whether the text ends within the last message."""
 
 
 class ChatTemplate:
@@ -96,10 +70,10 @@ class ChatTemplate:
         **special_tokens: str | None,
     ) -> None:
         self.source = source
-        self._environment = _environment()
         try:
-            tree = self._environment.parse(source)
-            self._template = self._environment.from_string(self._environment.bounded(source))
+            environment = BoundedEnvironment()  # It computes nothing before it has to.
+            tree = environment.parse(source)
+            bounded = environment.printer(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(
                 f"the chat template is not valid jinja2: line {error.lineno}: {error.message}"
@@ -109,7 +83,8 @@ class ChatTemplate:
             reason = f"{type(error).__name__}: {error}"
             raise ModelLoadError(f"the chat template can't be compiled: {reason}") from error
         tokens = {"bos_token": bos_token, "eos_token": eos_token, **special_tokens}
-        self._tokens = {name: token for name, token in tokens.items() if token is not None}
+        self.tokens = {name: token for name, token in tokens.items() if token is not None}
+        """Special tokens, by the names that the template has for them."""
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         """The names that the template looks at: arguments of other names change nothing.
 
@@ -118,46 +93,74 @@ class ChatTemplate:
         self.takes_parts = _iterates_over_content(tree)
         """Whether the template looks at the parts of a content; else it is given one string."""
 
-    def render(self, prompt: ChatPrompt) -> str:
-        """The text of ``prompt``, special tokens written out (so encode it without adding any).
+        self._bounded = _Renderer(bounded, self.tokens, self.takes_parts)
+
+    @functools.cached_property
+    def _unbounded(self) -> _Renderer:
+        printer = TemplateEnvironment().printer(self.source)
+        return _Renderer(printer, self.tokens, self.takes_parts)
+
+    def render(self, prompt: Conversation) -> str:
+        """Return the text of ``prompt``, special tokens written out (encode it without adding any).
+
+        Time and memory aren't bounded, so a server does this in a process of its own.
 
         Raises:
             InvalidRequest: the messages are malformed, or the template refuses them.
         """
+        return self._unbounded.render(prompt)
+
+    def render_within_bounds(self, prompt: Conversation) -> str:
+        """Return what :meth:`render` does, in microseconds or a few milliseconds.
+
+        Raises:
+            BeyondBounds: it may take longer.
+            InvalidRequest: as for :meth:`render`.
+        """
+        measure({"messages": prompt.messages, **prompt.template_arguments})
+        return self._bounded.render(prompt)
+
+
+@attrs.define(eq=False)
+class _Renderer:
+    """A template in one of the environments."""
+
+    _print: Callable[[dict[str, Any]], str]
+    """Prints the template with the variables given."""
+    _tokens: Mapping[str, str]
+    _takes_parts: bool
+    _arguments_as_text: bool | None = attrs.field(default=None, init=False)
+
+    def render(self, prompt: Conversation) -> str:
+        """See :meth:`ChatTemplate.render`."""
         messages = [self._message(message) for message in prompt.messages]
         if not messages:
             raise _refuse("messages must have at least one message")
+        generation = prompt.add_generation_prompt
         if not prompt.continue_final_message:
-            return self._render(messages, prompt)
-        if prompt.add_generation_prompt:
+            return self._rendered(messages, generation, prompt.template_arguments)
+        if generation:
             raise InvalidRequest(
                 "continue_final_message needs add_generation_prompt to be false",
                 param="continue_final_message",
             )
         final = _mark_end(messages)
-        return _cut_at_mark(self._render(messages, prompt), final)
+        return _cut_at_mark(self._rendered(messages, False, prompt.template_arguments), final)
 
-    def _render(self, messages: list[dict[str, Any]], prompt: ChatPrompt) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], generation: bool, arguments: Mapping[str, Any]
+    ) -> str:
         variables = {
             "tools": None,
             "documents": None,
             **self._tokens,
-            **prompt.template_arguments,
+            **arguments,
             "messages": messages,
-            "add_generation_prompt": prompt.add_generation_prompt,
+            "add_generation_prompt": generation,
         }
-        pieces: list[str] = []
-        length = 0
-        self._environment.begin()
         try:
-            for piece in self._template.generate(**variables):
-                pieces.append(piece)
-                length += len(piece)
-                if length > MAX_RENDERED_CHARACTERS:
-                    raise _refuse(
-                        f"the chat template printed over {MAX_RENDERED_CHARACTERS} characters"
-                    )
-        except InvalidRequest:
+            return self._print(variables)
+        except (BeyondBounds, MemoryError):
             raise
         except jinja2.TemplateError as error:
             raise _refuse(f"the chat template can't print the messages: {error.message}") from error
@@ -166,7 +169,6 @@ class ChatTemplate:
             # whatever Python raises there.
             reason = f"{type(error).__name__}: {error}"
             raise _refuse(f"the chat template can't print the messages: {reason}") from error
-        return "".join(pieces)
 
     def _message(self, message: Any) -> dict[str, Any]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -176,7 +178,7 @@ class ChatTemplate:
             content = ""
         if isinstance(content, (list, tuple)):
             texts = [_part_text(part) for part in content]
-            if self.takes_parts:
+            if self._takes_parts:
                 content = [{"type": "text", "text": text} for text in texts]
             else:
                 content = "\n".join(texts)
@@ -197,24 +199,27 @@ class ChatTemplate:
         if not isinstance(function, Mapping):
             return call
         arguments = function.get("arguments")
-        if self._prints_arguments_as_text:
+        if self._prints_arguments_as_text():
             if isinstance(arguments, Mapping):
                 arguments = json.dumps(arguments, ensure_ascii=False)
         elif arguments is None or isinstance(arguments, str):
             arguments = _object_of(arguments or "")
         return {**call, "function": {**function, "arguments": arguments}}
 
-    @functools.cached_property
     def _prints_arguments_as_text(self) -> bool:
-        """Whether the template puts a call's arguments out as they are, so that they must be text.
+        """Return whether the template prints a call's arguments as they are: they must be text.
 
         Clients send them as JSON, and most templates print them as JSON again or one by one. Tried
         out with a conversation: an object must fail or be printed as Python writes it.
         """
-        as_object, as_text = (
-            self._tried(arguments) for arguments in ({"probe": "x"}, '{"probe": "x"}')
-        )
-        return '{"probe": "x"}' in as_text and ("probe" not in as_object or "'probe'" in as_object)
+        if self._arguments_as_text is None:
+            as_object, as_text = (
+                self._tried(arguments) for arguments in ({"probe": "x"}, '{"probe": "x"}')
+            )
+            self._arguments_as_text = '{"probe": "x"}' in as_text and (
+                "probe" not in as_object or "'probe'" in as_object
+            )
+        return self._arguments_as_text
 
     def _tried(self, arguments: Any) -> str:
         call = {"name": "f", "arguments": arguments}
@@ -228,7 +233,7 @@ class ChatTemplate:
             {"role": "tool", "tool_call_id": "call00001", "name": "f", "content": "x"},
         ]
         try:
-            return self._render(messages, ChatPrompt(messages=()))
+            return self._rendered(messages, True, {})
         except InvalidRequest:
             return ""
 

@@ -33,7 +33,7 @@ from trioserve.errors import EngineError, InvalidRequest, SlowReader
 from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput
 from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
-from trioserve.text.incremental import IncrementalDecoder
+from trioserve.text.incremental import IncrementalDecoder, NoText
 from trioserve.text.stop_regex import RegexStopMatcher, SearchBudget
 from trioserve.text.stop_strings import StopMatcher
 from trioserve.text.tokenizer import Tokenizer
@@ -42,6 +42,8 @@ __all__ = ["Detokenizer", "OutputText"]
 
 _TURN = 256
 """Outputs that are delivered before other tasks get their turn: delivering may be sending."""
+_SEARCHED = 16
+"""The number of ordinary outputs that one with a stop regex counts as; it may take milliseconds."""
 
 
 @attrs.define(eq=False)
@@ -60,13 +62,19 @@ class OutputText:
         """One for each of the request's sequences, with nothing taken yet."""
         params = request.params
         budget = SearchBudget()
+
+        def decoder() -> IncrementalDecoder:
+            if not params.detokenize:
+                return NoText()
+            return tokenizer.incremental_decoder(
+                request.prompt_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+
         return [
             cls(
-                tokenizer.incremental_decoder(
-                    request.prompt_ids,
-                    skip_special_tokens=params.skip_special_tokens,
-                    spaces_between_special_tokens=params.spaces_between_special_tokens,
-                ),
+                decoder(),
                 _matcher_of(params, budget),
                 params.min_tokens,
                 params.include_stop_str_in_output,
@@ -164,9 +172,12 @@ class Detokenizer:
         What goes wrong with one output ends its request with an :class:`EngineError`, not the task.
         """
         async for batch in outputs:
-            for position, output in enumerate(batch):
-                if position and position % _TURN == 0:
+            delivered = 0
+            for output in batch:
+                if delivered >= _TURN:
                     await trio.lowlevel.cancel_shielded_checkpoint()
+                    delivered = 0
+                delivered += _SEARCHED if output.sequence.request.params.stop_regex else 1
                 try:
                     self.deliver(output)
                 except Exception as cause:
@@ -187,7 +198,7 @@ class Detokenizer:
             self._fail(sequence, refusal)
             return
         token_ids, logprobs = output.token_ids[:num_tokens], output.logprobs
-        if logprobs is not None:
+        if logprobs is not None and sequence.request.params.detokenize:
             logprobs = tuple(map(self._tokenizer.with_texts, logprobs[:num_tokens]))
         error = None if finish is None else _error_of(finish)
         chunk: Chunk | None = None

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import tokenizers
 
 from trioserve.errors import InvalidRequest
 from trioserve.model_files.encoder_config import EncoderConfig
+from trioserve.model_files.native import panics_raised
 from trioserve.text.encoding_errors import reason_of
+from trioserve.text.guarded import max_characters, room_to_encode
 
 __all__ = ["EncodedText", "EncoderTokenizer", "longest_first"]
+
+_GROUP_CHARACTERS = 1 << 18
+"""Characters of the texts that are encoded at once; a longer text has a group to itself."""
 
 
 @attrs.frozen
@@ -64,22 +69,40 @@ class EncoderTokenizer:
         Raises:
             InvalidRequest: one of them is to be refused.
         """
+        keep = min(keep or self.max_length, self.max_length)
+        for item in inputs:
+            self._check_length(item)
+        encoded: list[EncodedText] = []
+        for group in _groups(inputs):
+            with room_to_encode(sum(map(_length, group))):
+                encoded += self._encode_together(group, keep)
+        return encoded
+
+    def _encode_together(
+        self, inputs: Sequence[str | tuple[str, str]], keep: int
+    ) -> list[EncodedText]:
         texts: list[str] = []
         for item in inputs:
             texts += [item] if isinstance(item, str) else item
         encodings = iter(self._encodings(texts))
         return [
             self._assemble(
-                next(encodings),
-                None if isinstance(item, str) else next(encodings),
-                min(keep or self.max_length, self.max_length),
+                next(encodings), None if isinstance(item, str) else next(encodings), keep
             )
             for item in inputs
         ]
 
+    def _check_length(self, item: str | tuple[str, str]) -> None:
+        most = max_characters(self.max_length)
+        if _length(item) > most:
+            raise InvalidRequest(
+                f"a text has {_length(item)} characters; at most {most} are encoded"
+            )
+
     def _encodings(self, texts: list[str]) -> list[tokenizers.Encoding]:
         try:
-            return self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            with panics_raised():
+                return self.backend.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:
             if len(texts) == 1:
                 reason = reason_of(texts[0], error)
@@ -105,6 +128,23 @@ class EncoderTokenizer:
             raise InvalidRequest("the text has no tokens")
         type_ids = whole.type_ids if self._marks_pairs else [0] * len(whole.ids)
         return EncodedText(whole.ids, type_ids, sum(lengths) + num_added)
+
+
+def _length(item: str | tuple[str, str]) -> int:
+    return len(item) if isinstance(item, str) else sum(map(len, item))
+
+
+def _groups(
+    inputs: Sequence[str | tuple[str, str]],
+) -> Iterator[Sequence[str | tuple[str, str]]]:
+    start = size = 0
+    for place, item in enumerate(inputs):
+        size += _length(item)
+        if size > _GROUP_CHARACTERS and place > start:
+            yield inputs[start:place]
+            start, size = place, _length(item)
+    if start < len(inputs):
+        yield inputs[start:]
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:

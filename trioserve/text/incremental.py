@@ -43,7 +43,9 @@ from typing import Any, Protocol
 import attrs
 import tokenizers
 
-__all__ = ["ByteDecoder", "IncrementalDecoder", "TokenBytes", "WindowDecoder"]
+from trioserve.model_files.native import panics_raised
+
+__all__ = ["ByteDecoder", "IncrementalDecoder", "NoText", "TokenBytes", "WindowDecoder"]
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_UNFINISHED_BYTES = 3
@@ -81,7 +83,8 @@ class TokenBytes(dict[int, bytes]):
         self._hidden = hidden
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._hidden else self._backend.id_to_token(token_id)
+        with panics_raised():
+            token = None if token_id in self._hidden else self._backend.id_to_token(token_id)
         data = b"" if token is None else self._to_bytes(token)
         self[token_id] = data
         return data
@@ -148,6 +151,18 @@ def _sentencepiece_bytes(token: str) -> bytes:
         except ValueError:
             pass
     return token.replace("\u2581", " ").encode()
+
+
+class NoText:
+    """Makes no text of any token."""
+
+    def push(self, token_id: int) -> str:
+        """Return no text."""
+        return ""
+
+    def flush(self) -> str:
+        """Return no text."""
+        return ""
 
 
 @attrs.define(eq=False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trioserve.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 
-__all__ = ["characters_of", "characters_of_contents"]
+__all__ = ["characters_of", "characters_of_contents", "characters_of_roles"]
 
 _MESSAGE_CHARACTERS = 20
 """What a message weighs besides its own texts: the role and the template's markers."""
@@ -42,6 +42,12 @@ def characters_of_contents(prompt: Prompt) -> int:
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
     return sum(_content_characters(message) for message in prompt.messages)
+
+
+def characters_of_roles(prompt: ChatPrompt) -> int:
+    """The characters of all messages' roles, which may be any strings."""
+    roles = [message.get("role") for message in prompt.messages if isinstance(message, dict)]
+    return sum(len(role) for role in roles if isinstance(role, str))
 
 
 def _content_characters(message: object) -> int:

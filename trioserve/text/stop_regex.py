@@ -1,133 +1,123 @@
 """Finding stop regexes, beside stop strings, in text that comes in pieces. Sans-IO.
 
+The patterns are clients', so an automaton in Python matches them
+(:mod:`~trioserve.text.regex_automaton`): its time is linear in the text, it can't damage memory,
+and it knows after each character where a match may have begun. (RE2 and Rust's engine are linear,
+too, but they search complete texts and don't tell where a match may begin.)
+:mod:`~trioserve.text.regex_syntax` has the syntax.
+
 Which match wins
 ----------------
-After each piece, which is one token's text, every pattern is searched for in all the text so far;
-so the output ends with the earliest token after which one of them matches. Of several matches the
-one that ends first wins, then the longest, then a stop string before a regex. The text is cut where
-it begins, or ends with it if ``include`` is set. What was found is named by the stop string or the
-pattern itself, as SGLang does.
+It is as with stop strings: the first character that completes a match ends the output. If it
+completes several, the longest of them counts, then a stop string before a regex. The text is cut
+where the match begins, or ends with it if ``include`` is set. The match is named by the stop string
+or the pattern itself, as SGLang does. So a ``+`` or ``*`` at the end of a pattern adds nothing.
 
-``$``, ``\\b`` and the like look at the end of the text so far. Patterns are those of the ``regex``
-package without flags, which are Python's and some more; flags may be set within the pattern.
+``$``, ``\\b`` and the like hold at the end of the text so far, which is a token's end, and
+otherwise look at the next character.
 
-As with stop strings, a match that is complete before the matcher is *armed* is text; one that began
-then and is completed later counts.
+A match that is complete before the matcher is *armed* is text, and so is what would only lengthen
+it; a match that began then and is completed later counts.
 
 What may be sent
 ----------------
-``regex`` can say where the text may end within a match (``partial=True``); from there on it is
-held back. That is all but exact: a ``\\b`` or ``$`` at the end of the text counts as it stands.
-So the last ``CONTEXT`` characters before what is held back are searched again, and of a match that
-turns up in what was sent already, that much stays sent.
+All text is sent up to the first place where a match may have begun that can still be completed, and
+no text behind it.
 
 Bounds
 ------
-A pattern comes from a client, and searching may take exponential time, compiling any amount of
-memory. So:
-
-- patterns are short, and their repetitions, which compiling writes out, are few;
-- a match is at most ``MAX_MATCH_CHARACTERS`` long: no more is held back, and a match's beginning is
-  forgotten when more has come since. A pattern sees at least ``CONTEXT`` characters before it;
-- a search ends after ``SEARCH_SECONDS``, and the searches of a request's outputs together after
-  ``SECONDS_AT_FIRST`` and ``SECONDS_PER_PIECE`` for each piece. (Usual ones take about 5 µs each.)
-  Past these the request is refused.
+- Patterns are short, and so they are with their repetitions written out. The automaton of a
+  request is made once; it remembers at most about 1 MiB.
+- A match is at most ``MAX_MATCH_CHARACTERS`` long. No more text is held back. The beginning of a
+  longer one is forgotten, and so are beginnings within it that went the same way.
+- The outputs of a request may together take ``STEPS_AT_FIRST`` and then ``STEPS_PER_PIECE`` for
+  each piece of text. A step takes about half a microsecond; usual patterns take one or two a
+  character. Past these bounds the request is refused.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import time
+import operator
 from collections.abc import Sequence
 
 import attrs
-import regex
 
 from trioserve.errors import InvalidRequest
+from trioserve.text.regex_automaton import Automaton, EmptyMatch, Match, Search
+from trioserve.text.regex_syntax import RegexError, parse
+from trioserve.text.stop_strings import StopMatcher
 
 __all__ = ["RegexStopMatcher", "SearchBudget", "check_stop_regex"]
 
 MAX_PATTERN_CHARACTERS = 1024
-"""Of all patterns of a request together: compiling the worst of them takes 50 ms."""
-MAX_EXPANDED_CHARACTERS = 4096
-"""The same, with repetitions written out."""
+"""Of all patterns of a request together."""
+MAX_EXPANDED_CHARACTERS = 512
+"""The same with repetitions written out, where a set or an assertion counts as one character."""
 MAX_MATCH_CHARACTERS = 4096
-CONTEXT = 128
-SEARCH_SECONDS = 0.02
-SECONDS_AT_FIRST = 0.1
-SECONDS_PER_PIECE = 0.0002
-
-_COUNT = regex.compile(r"(\)?)\s*\{\s*(\d+)")
-_VERBOSE = regex.compile(r"\(\?[a-zA-Z0-9-]*x")
-
-Pattern = regex.Pattern[str]
+STEPS_AT_FIRST = 20_000
+STEPS_PER_PIECE = 100
 
 
 def check_stop_regex(patterns: Sequence[str]) -> None:
     """Check the stop regexes of a request.
 
     Raises:
-        InvalidRequest: one is no regex, matches the empty text, or searches backwards; or they are
-            too large together.
+        InvalidRequest: one is no regex, has what isn't supported, or matches the empty text; or
+            they are too large together.
     """
-    length = sum(map(len, patterns))
-    if length > MAX_PATTERN_CHARACTERS:
-        raise _refuse(
-            f"must have at most {MAX_PATTERN_CHARACTERS} characters together, got {length}"
-        )
-    if sum(map(_expanded_characters, patterns)) > MAX_EXPANDED_CHARACTERS:
-        raise _refuse(
-            f"must have at most {MAX_EXPANDED_CHARACTERS} characters when repetitions are written "
-            "out"
-        )
-    for pattern in patterns:
-        _compile(pattern)
+    if patterns:
+        _automaton(tuple(patterns))
 
 
 def _refuse(reason: str) -> InvalidRequest:
     return InvalidRequest(f"stop_regex {reason}", param="stop_regex")
 
 
-def _expanded_characters(pattern: str) -> int:
-    """At least as many characters as ``pattern`` has when ``x{9}`` is written as nine times x.
-
-    Only what closes with a parenthesis can hold repetitions itself; with the verbose flag that is
-    hard to see.
-    """
-    counts = [(bool(match[1]), int(match[2])) for match in _COUNT.finditer(pattern)]
-    verbose = _VERBOSE.search(pattern) is not None
-    outer = math.prod(max(count, 1) for of_group, count in counts if of_group or verbose)
-    return (len(pattern) + sum(count for _, count in counts)) * outer
-
-
-@functools.lru_cache(maxsize=64)
-def _compile(pattern: str) -> Pattern:
+@functools.lru_cache(maxsize=32)
+def _automaton(patterns: tuple[str, ...]) -> Automaton:
+    length = sum(map(len, patterns))
+    if length > MAX_PATTERN_CHARACTERS:
+        raise _refuse(
+            f"must have at most {MAX_PATTERN_CHARACTERS} characters together, got {length}"
+        )
+    nodes = []
+    for pattern in patterns:
+        try:
+            nodes.append(parse(pattern))
+        except RegexError as error:
+            raise _refuse(f"{pattern!r} is no valid regex: {error}") from error
     try:
-        compiled = regex.compile(pattern, cache_pattern=False)
-    except Exception as error:
-        # Besides regex.error: RecursionError and whatever a pattern brings out of the parser.
-        raise _refuse(f"{pattern!r} is no valid regex: {error}") from error
-    if compiled.flags & regex.REVERSE:
-        raise _refuse(f"{pattern!r} searches backwards, which isn't possible in a stream")
-    try:
-        matches_nothing = compiled.search("", timeout=SEARCH_SECONDS) is not None
-    except TimeoutError:
-        raise _too_slow(pattern) from None
-    if matches_nothing:
-        raise _refuse(f"{pattern!r} matches the empty text, so it would end every output")
-    return compiled
-
-
-def _too_slow(pattern: str) -> InvalidRequest:
-    return _refuse(f"{pattern!r} takes too long to search for")
+        return Automaton(nodes, max_positions=MAX_EXPANDED_CHARACTERS)
+    except EmptyMatch as error:
+        raise _refuse(
+            f"{patterns[error.pattern]!r} matches the empty text, so it would end every output"
+        ) from error
+    except RegexError as error:
+        raise _refuse(
+            f"must have at most {MAX_EXPANDED_CHARACTERS} characters when repetitions are written "
+            "out"
+        ) from error
 
 
 @attrs.define(eq=False)
 class SearchBudget:
-    """Processor time that is left for the searches of a request."""
+    """Steps that are left for the searches of a request."""
 
-    seconds: float = SECONDS_AT_FIRST
+    steps: int = STEPS_AT_FIRST
+
+    def add_piece(self) -> None:
+        """Allow the steps of one more piece of text."""
+        self.steps = min(self.steps + STEPS_PER_PIECE, STEPS_AT_FIRST)
+
+
+@attrs.frozen
+class _Found:
+    """A match: where it begins and ends, and its stop string or pattern."""
+
+    start: int
+    end: int
+    stop: str
 
 
 class RegexStopMatcher:
@@ -149,88 +139,80 @@ class RegexStopMatcher:
         *,
         include: bool = False,
     ) -> None:
-        self._conditions: list[tuple[str, Pattern]] = [
-            *((stop, regex.compile(regex.escape(stop))) for stop in stops),
-            *((pattern, _compile(pattern)) for pattern in patterns),
-        ]
-        self._include = include
-        self._text = ""
-        """Context, then what is held back. Places below are in it."""
-        self._sent = 0
-        self._search_from = 0
-        self._skip = [0] * len(self._conditions)
-        """Before this, each condition's matches were complete too early to count."""
+        self._strings = StopMatcher(stops) if stops else None
+        self._patterns = tuple(patterns)
+        self._search = Search(_automaton(self._patterns))
         self._budget = budget
+        self._include = include
+        self._held = ""
+        self._length = 0
+        """The characters that have come; ``_held`` is the last of them."""
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
         """Take ``text``; give back what may be sent now, and the stop that was found.
 
         Raises:
-            InvalidRequest: a pattern takes too long.
+            InvalidRequest: the patterns take too long.
         """
         if not text:
             return "", None
-        self._text += text
-        self._budget.seconds += SECONDS_PER_PIECE
-        hold_from = len(self._text)
-        found: tuple[int, int, int] | None = None
-        for which in range(len(self._conditions)):
-            match = self._first_match(which, armed=armed)
-            if match is None:
-                continue
-            if match.partial:
-                hold_from = min(hold_from, match.start())
-            else:
-                key = (match.end(), match.start(), which)
-                found = key if found is None else min(found, key)
+        self._budget.add_piece()
+        found = self._find(text, armed=armed)
+        self._held += text
+        self._length += len(text)
         if found is None:
-            return self._release(hold_from), None
-        end, start, which = found
-        return self._text[self._sent : end if self._include else start], self._conditions[which][0]
+            return self._release(), None
+        cut = found.end if self._include else found.start
+        return self._held[: len(self._held) - (self._length - cut)], found.stop
 
     def flush(self) -> str:
         """The text that was held back, which no match can claim any more."""
-        held = self._text[self._sent :]
-        self._sent = len(self._text)
+        held, self._held = self._held, ""
         return held
 
-    def _first_match(self, which: int, *, armed: bool) -> regex.Match[str] | None:
-        """The first match of a condition; without one, where one may have begun (``partial``)."""
-        while True:
-            place = max(self._search_from, self._skip[which])
-            if place > len(self._text):
-                return None
-            match = self._search(which, place)
-            if match is None or match.partial or armed:
-                return match
-            self._skip[which] = match.start() + 1
+    def _find(self, text: str, *, armed: bool) -> _Found | None:
+        """Search in ``text``, which follows the text so far."""
+        search, strings, budget = self._search, self._strings, self._budget
+        for place, character in enumerate(text, self._length):
+            match = search.advance(character, place, armed=armed)
+            stop = None if strings is None else strings.advance(character)
+            if match is not None and match.end == place:
+                return self._found(match)
+            found = [] if match is None else [self._found(match)]
+            if armed and stop is not None:
+                found.insert(0, _Found(place + 1 - len(stop), place + 1, stop))
+            if found:
+                return self._longest(found, text[place + 1 - self._length :])
+            if search.steps > budget.steps:
+                raise _refuse("takes too long to search for")
+        match = search.at_end(self._length + len(text)) if armed else None
+        budget.steps -= search.steps
+        search.steps = 0
+        return None if match is None else self._found(match)
 
-    def _search(self, which: int, place: int) -> regex.Match[str] | None:
-        stop, pattern = self._conditions[which]
-        if self._budget.seconds <= 0:
-            raise _too_slow(stop)
-        limit = min(SEARCH_SECONDS, self._budget.seconds)
-        started = time.thread_time()
-        try:
-            return pattern.search(self._text, place, partial=True, timeout=limit)
-        except TimeoutError:
-            raise _too_slow(stop) from None
-        finally:
-            self._budget.seconds -= time.thread_time() - started
+    def _longest(self, found: list[_Found], behind: str) -> _Found:
+        """Return the longest of ``found`` and of what the text ``behind`` completes there."""
+        end = found[0].end
+        if behind:
+            match = self._search.advance(behind[0], end, armed=True)
+        else:
+            match = self._search.at_end(end)
+        if match is not None and match.end == end:
+            found.append(self._found(match))
+        return min(found, key=operator.attrgetter("start"))
 
-    def _release(self, hold_from: int) -> str:
-        hold_from = max(hold_from, len(self._text) - MAX_MATCH_CHARACTERS)
-        sent, self._sent = self._sent, max(self._sent, hold_from)
+    def _found(self, match: Match) -> _Found:
+        return _Found(match.start, match.end, self._patterns[match.pattern])
+
+    def _release(self) -> str:
+        self._search.forget(self._length - MAX_MATCH_CHARACTERS)
         if self._include:
-            self._sent = len(self._text)
-        sendable = self._text[sent : self._sent]
-        # Twice: what is searched again has something before it as well. So nothing is searched
-        # from the beginning of a text that was cut off, where ``^`` would match.
-        self._forget(max(hold_from - 2 * CONTEXT, 0))
-        self._search_from = max(hold_from - CONTEXT, 0) - max(hold_from - 2 * CONTEXT, 0)
-        return sendable
-
-    def _forget(self, length: int) -> None:
-        self._text = self._text[length:]
-        self._sent -= length
-        self._skip = [max(place - length, 0) for place in self._skip]
+            return self.flush()
+        begun = self._search.earliest
+        kept = max(
+            0 if begun is None else self._length - begun,
+            0 if self._strings is None else self._strings.num_matched,
+        )
+        held = self._held
+        self._held = held[len(held) - kept :]
+        return held[: len(held) - kept]

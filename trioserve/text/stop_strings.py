@@ -59,7 +59,7 @@ class StopMatcher:
     """Passes text on, up to the first stop string in it.
 
     Args:
-        stops: the stop strings, none of them empty.
+        stops: the stop strings, at least one, and none of them empty.
         include: whether the stop string that was found stays in the text.
     """
 
@@ -82,7 +82,7 @@ class StopMatcher:
         if not self._held and self._firsts.isdisjoint(text) and not any(self._matched):
             return text, None
         for position, character in enumerate(text):
-            found = self._advance(character)
+            found = self.advance(character)
             if found is not None and armed:
                 return self._cut(text[: position + 1], found), found
         return self._release(text), None
@@ -92,7 +92,16 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str) -> str | None:
+    @property
+    def num_matched(self) -> int:
+        """How many of the last characters may belong to a stop string that isn't complete."""
+        # A stop string that is complete but didn't count is text; only its overlap is held back.
+        return max(
+            table[matched] if matched == len(stop) else matched
+            for stop, table, matched in zip(self._stops, self._tables, self._matched, strict=True)
+        )
+
+    def advance(self, character: str) -> str | None:
         """Take one character; the longest stop string that it completes."""
         found: str | None = None
         for which, stop in enumerate(self._stops):
@@ -117,11 +126,6 @@ class StopMatcher:
         if self._include:
             return text
         text = self._held + text
-        # A stop string that is complete but didn't count is text; only its overlap is held back.
-        length = max(
-            table[matched] if matched == len(stop) else matched
-            for stop, table, matched in zip(self._stops, self._tables, self._matched, strict=True)
-        )
-        sendable = len(text) - length
+        sendable = len(text) - self.num_matched
         self._held = text[sendable:]
         return text[:sendable]

@@ -7,25 +7,35 @@ encoded on the spot, as many as ``INLINE_CHARACTERS`` allow of those that were t
 short ones beyond that share a thread, and each long prompt has one to itself. Threads belong to
 children of the task: a long prompt holds nobody up. Those that share a thread are encoded as a
 batch, which ``tokenizers`` spreads over the cores (``python -m bench.tokenizing`` measures it).
+
+A chat is rendered where it is encoded, if that takes bounded time and memory. Otherwise a child of
+the task waits until a process has rendered it (:mod:`~trioserve.text.template_processes`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TypeVar
 
 import tokenizers
 import trio
 
 from trioserve.channels import all_waiting, pass_on
-from trioserve.errors import InvalidRequest, QueueFull
+from trioserve.errors import ContextTooLong, EngineError, InvalidRequest, QueueFull
+from trioserve.model_files.native import panics_raised
 from trioserve.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt
 from trioserve.stream import TokenLogprob
+from trioserve.text.bounded_encoder import BoundedEncoder, cut
 from trioserve.text.chat_template import ChatTemplate
-from trioserve.text.encoding_errors import reason_of
+from trioserve.text.guarded import room_to_encode
 from trioserve.text.incremental import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
-from trioserve.text.prompt_size import characters_of, characters_of_contents
+from trioserve.text.prompt_size import (
+    characters_of,
+    characters_of_contents,
+    characters_of_roles,
+)
+from trioserve.text.template_bounds import BeyondBounds
+from trioserve.text.template_processes import TemplateProcesses
 
 __all__ = ["Tokenizer"]
 
@@ -34,11 +44,10 @@ BATCH_CHARACTERS = 100_000
 """About 20 ms on one core: those who wait together have their tokens no later than that."""
 MAX_THREADS = 2
 """Few, because a batch is spread over the cores anyway, and the worker wants them too."""
-_MOST_CHARACTERS_MADE_ONE = 4
 MAX_BAD_WORD_CHARACTERS = 8192
 """They are encoded on the spot, when a request comes in: about 4 ms."""
 
-IdsOrError = list[int] | InvalidRequest
+IdsOrError = list[int] | InvalidRequest | BeyondBounds
 
 
 class Tokenizer:
@@ -46,6 +55,9 @@ class Tokenizer:
 
     Truncation and padding that the tokenizer's file asks for are switched off.
     """
+
+    has_text: bool = True
+    """Whether tokens stand for text that is known here."""
 
     def __init__(
         self,
@@ -66,25 +78,45 @@ class Tokenizer:
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values(), default=-1)
         """One more than the largest id that the tokenizer knows; the model's own may differ."""
-        self._longest_token = max(map(len, vocab), default=1)
+        self._encoder = BoundedEncoder(backend, longest_token=max(map(len, vocab), default=1))
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._bytes = TokenBytes.of(backend)
         self._visible_bytes = None if self._bytes is None else self._bytes.hiding(self.special_ids)
         self._texts: dict[int, str] = {}
+        self._templates = TemplateProcesses()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``: 20 µs for 100 characters, 2 ms for 10,000."""
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+        """The ids of ``text``: 20 µs for 100 characters, 2 ms for 10,000.
+
+        Raises:
+            InvalidRequest: the text can't be encoded, or has more than :attr:`max_characters`.
+        """
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+
+    def bound(self, max_model_len: int) -> None:
+        """Set the most tokens that a prompt may have, once the worker has said it."""
+        self._encoder.max_model_len = max_model_len
+
+    @property
+    def max_characters(self) -> int:
+        """The most characters of a text that is encoded."""
+        return self._encoder.max_characters
 
     def token_of(self, text: str) -> int | None:
         """The id of the token that is spelled ``text``, a special or added one too."""
-        return self.backend.token_to_id(text)
+        with panics_raised():
+            return self.backend.token_to_id(text)
+
+    def name_of(self, id: int) -> str:
+        """The token ``id`` as it stands in the vocabulary, nothing for an unknown one."""
+        with panics_raised():
+            return self.backend.id_to_token(id) or ""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids`` as a whole."""
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        with panics_raised():
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def incremental_decoder(
         self,
@@ -133,7 +165,7 @@ class Tokenizer:
     def prompt_ids(
         self, prompt: Prompt, *, keep: int | None = None, cut_side: str = "left"
     ) -> list[int]:
-        """The ids of a prompt of any kind, on the spot. The task gives the same.
+        """The ids of a prompt, on the spot. The task gives the same.
 
         Args:
             prompt: text, token ids or a chat.
@@ -142,25 +174,34 @@ class Tokenizer:
                 the tokenizer adds stay.
 
         Raises:
+            ContextTooLong: it has more than the model's length in tokens, and is so long that
+                this is found out beforehand.
             InvalidRequest: the prompt is empty or malformed, has ids that the tokenizer doesn't
                 know, or is a chat and there is no template.
+            BeyondBounds: it is a chat that can't be rendered on the spot.
         """
         if isinstance(prompt, TokensPrompt):
             ids = self._checked(prompt)
-            return ids if keep is None else _cut(ids, keep, cut_side)
+            return ids if keep is None else cut(ids, keep, cut_side)
         text, add_special_tokens = self._text(prompt)
+        return self._ids_of(text, add_special_tokens, keep, cut_side, _param(prompt))
+
+    def _ids_of(
+        self, text: str, add_special_tokens: bool, keep: int | None, cut_side: str, param: str
+    ) -> list[int]:
+        """Return the ids of ``text``; see :meth:`prompt_ids`."""
         try:
             if keep is None:
+                self._encoder.check_length(text, param)
                 ids = self.encode(text, add_special_tokens=add_special_tokens)
             else:
-                ids = self._encode_part(text, keep, cut_side, add_special_tokens)
-        except Exception as error:
-            # ``tokenizers`` raises plain Exceptions and TypeErrors, for lone surrogates too.
-            raise InvalidRequest(
-                f"the text can't be encoded: {reason_of(text, error)}", param=_param(prompt)
-            ) from error
+                ids = self._encoder.encode_part(text, keep, cut_side, add_special_tokens)
+        except ContextTooLong:
+            raise
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), param=param) from error
         if not ids:
-            raise InvalidRequest("the prompt has no tokens", param=_param(prompt))
+            raise InvalidRequest("the prompt has no tokens", param=param)
         return ids
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
@@ -186,9 +227,9 @@ class Tokenizer:
             try:
                 plain = self.encode(bare, add_special_tokens=False)
                 spaced = self.encode(f" {bare}", add_special_tokens=False)
-            except Exception as error:
+            except InvalidRequest as error:
                 raise InvalidRequest(
-                    f"a word in bad_words can't be encoded: {reason_of(bare, error)}",
+                    f"a word in bad_words: {error}",
                     param="bad_words",
                 ) from error
             if not plain:
@@ -201,18 +242,32 @@ class Tokenizer:
                 spellings.append(spaced)
         return spellings
 
-    def render(self, prompt: ChatPrompt) -> str:
+    async def render(self, prompt: ChatPrompt) -> str:
         """The text that a chat becomes before it is encoded, special tokens written out.
 
         Raises:
-            InvalidRequest: there is no chat template, or it refuses the messages.
+            InvalidRequest: there is no chat template, it refuses the messages, or it takes too long
+                or too much memory.
+            EngineError: the engine is closed.
         """
+        try:
+            return self._template().render_within_bounds(prompt)
+        except BeyondBounds:
+            return await self._render_beyond(prompt)
+
+    async def _render_beyond(self, prompt: ChatPrompt) -> str:
+        """Render in a process, unless the text would be too long to encode as a whole."""
+        characters = characters_of_contents(prompt) + characters_of_roles(prompt)
+        self._encoder.check_characters(characters, "messages")
+        return await self._templates.render(self._template(), prompt)
+
+    def _template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise InvalidRequest(
                 "the model has no chat template; give it one with --chat-template",
                 param="messages",
             )
-        return self.chat_template.render(prompt)
+        return self.chat_template
 
     def fewest_tokens(self, prompt: Prompt) -> int:
         """A number of tokens that ``prompt`` has at least, known without encoding it.
@@ -222,26 +277,11 @@ class Tokenizer:
         """
         if isinstance(prompt, TokensPrompt):
             return len(prompt.token_ids)
-        return characters_of_contents(prompt) // (_MOST_CHARACTERS_MADE_ONE * self._longest_token)
-
-    def _encode_part(
-        self, text: str, keep: int, cut_side: str, add_special_tokens: bool
-    ) -> list[int]:
-        """The first or last ``keep`` ids of ``text``, as the tokenizer's own truncation gives them.
-
-        No more of the text is encoded than so many tokens can stand for. Usually that is a hundred
-        times as much as they do stand for, so what the cut makes of a word doesn't show.
-        """
-        text = _cut(text, (keep + 1) * _MOST_CHARACTERS_MADE_ONE * self._longest_token, cut_side)
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
-        if not add_special_tokens:
-            return _cut(encoding.ids, keep, cut_side)
-        num_added = self.backend.num_special_tokens_to_add(False)
-        encoding.truncate(max(keep - num_added, 0), direction=cut_side)
-        return self.backend.post_process(encoding).ids[:keep]
+        return characters_of_contents(prompt) // self._encoder.characters_per_token
 
     def _decode_with_special(self, ids: Sequence[int]) -> str:
-        return self.backend.decode(ids, skip_special_tokens=False)
+        with panics_raised():
+            return self.backend.decode(ids, skip_special_tokens=False)
 
     def _checked(self, prompt: TokensPrompt) -> list[int]:
         if not prompt.token_ids:
@@ -257,7 +297,8 @@ class Tokenizer:
         """The text to encode, and whether the tokenizer is to add its special tokens to it."""
         if isinstance(prompt, TextPrompt):
             return prompt.text, prompt.add_special_tokens
-        return self.render(prompt), False  # a template writes them itself
+        # A template writes them itself.
+        return self._template().render_within_bounds(prompt), False
 
     async def run(
         self,
@@ -271,14 +312,21 @@ class Tokenizer:
         dropped.
         """
         limiter = trio.CapacityLimiter(MAX_THREADS)
-        async with submit, trio.open_nursery() as nursery:
-            async for first in requests:
-                waiting = [first, *all_waiting(requests)]
-                here, groups = _sort([request for request in waiting if _start(request)])
-                for group in groups:
-                    nursery.start_soon(self._prepare_in_thread, group, submit, limiter)
-                for request in here:
-                    await _hand_on(request, self._ids_or_error(request), submit)
+        async with submit, trio.open_nursery() as owner:
+            owner.start_soon(self._templates.run)
+            async with trio.open_nursery() as nursery:
+                async for first in requests:
+                    waiting = [first, *all_waiting(requests)]
+                    here, groups = _sort([request for request in waiting if _start(request)])
+                    for group in groups:
+                        nursery.start_soon(self._prepare_in_thread, group, submit, limiter)
+                    for request in here:
+                        result = self._ids_or_error(request)
+                        if isinstance(result, BeyondBounds):
+                            nursery.start_soon(self._prepare_beyond, request, submit, limiter)
+                        else:
+                            await _hand_on(request, result, submit)
+            owner.cancel_scope.cancel()
 
     async def _prepare_in_thread(
         self,
@@ -291,8 +339,39 @@ class Tokenizer:
             results = await trio.to_thread.run_sync(
                 self._all_ids_or_errors, wanted, abandon_on_cancel=True
             )
-        for request, result in zip(wanted, results, strict=True):
-            await _hand_on(request, result, submit)
+        async with trio.open_nursery() as nursery:
+            for request, result in zip(wanted, results, strict=True):
+                if isinstance(result, BeyondBounds):
+                    nursery.start_soon(self._prepare_beyond, request, submit, limiter)
+                else:
+                    await _hand_on(request, result, submit)
+
+    async def _prepare_beyond(
+        self,
+        request: Request,
+        submit: trio.MemorySendChannel[Request],
+        limiter: trio.CapacityLimiter,
+    ) -> None:
+        """Have a chat rendered in a process, and its text encoded in a thread."""
+        keep, side = request.max_prompt_tokens, request.params.truncation_side
+        assert isinstance(request.prompt, ChatPrompt)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_when_ended, request, nursery.cancel_scope)
+            try:
+                if keep is None:
+                    text = await self._render_beyond(request.prompt)
+                else:
+                    text = await self._templates.render(self._template(), request.prompt)
+                ids = await trio.to_thread.run_sync(
+                    lambda: self._ids_of(text, False, keep, side, "messages"),
+                    abandon_on_cancel=True,
+                    limiter=limiter,
+                )
+            except (InvalidRequest, EngineError) as error:
+                request.reject(error)
+            else:
+                await _hand_on(request, ids, submit)
+            nursery.cancel_scope.cancel()
 
     def _all_ids_or_errors(self, requests: Sequence[Request]) -> list[IdsOrError]:
         together = self._ids_of_batch(requests) if len(requests) > 1 else {}
@@ -306,12 +385,14 @@ class Tokenizer:
         texts: dict[bool, dict[Request, str]] = {False: {}, True: {}}
         for request in requests:
             if request.max_prompt_tokens is None and not isinstance(request.prompt, TokensPrompt):
-                with contextlib.suppress(InvalidRequest):
+                with contextlib.suppress(InvalidRequest, BeyondBounds):
                     text, add_special_tokens = self._text(request.prompt)
+                    self._encoder.check_length(text, _param(request.prompt))
                     texts[add_special_tokens][request] = text
         found: dict[Request, list[int]] = {}
         for add_special_tokens, own in texts.items():
-            with contextlib.suppress(Exception):  # It is one text's, and nobody says which.
+            # An error is one text's, and the library doesn't say which.
+            with contextlib.suppress(Exception), room_to_encode(sum(map(len, own.values()))):
                 encodings = self.backend.encode_batch_fast(
                     list(own.values()), add_special_tokens=add_special_tokens
                 )
@@ -323,16 +404,8 @@ class Tokenizer:
         keep, side = request.max_prompt_tokens, request.params.truncation_side
         try:
             return self.prompt_ids(request.prompt, keep=keep, cut_side=side)
-        except InvalidRequest as error:
+        except (InvalidRequest, BeyondBounds) as error:
             return error
-
-
-_Cuttable = TypeVar("_Cuttable", str, list[int])
-
-
-def _cut(whole: _Cuttable, keep: int, side: str) -> _Cuttable:
-    """``keep`` items of ``whole``, cut off on the left or on the right."""
-    return whole[:keep] if side == "right" else whole[max(len(whole) - keep, 0) :]
 
 
 def _param(prompt: Prompt) -> str:
@@ -347,8 +420,15 @@ def _start(request: Request) -> bool:
     return not request.ended
 
 
+async def _cancel_when_ended(request: Request, scope: trio.CancelScope) -> None:
+    await request.admitted.wait()
+    scope.cancel()
+
+
 async def _hand_on(
-    request: Request, result: IdsOrError, submit: trio.MemorySendChannel[Request]
+    request: Request,
+    result: list[int] | InvalidRequest,
+    submit: trio.MemorySendChannel[Request],
 ) -> None:
     if request.ended:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -21,6 +22,14 @@ from trioserve.tool_parsers.json_objects import JsonParser
 from trioserve.tool_parsers.llama3 import Llama3Parser
 from trioserve.tool_parsers.mistral import MistralParser
 from trioserve.tool_parsers.tools import Tool, ToolUse
+from trioserve.tool_parsers.xml import (
+    GLM,
+    QWEN3_CODER,
+    GlmParser,
+    Qwen3CoderParser,
+    TagStyle,
+)
+from trioserve.tool_parsers.xml_writing import grammar_in, writer_in
 
 __all__ = [
     "FAMILIES",
@@ -36,28 +45,36 @@ __all__ = [
 ]
 
 
+Calls = Sequence[tuple[str, str]]
+"""Names and arguments, these as JSON."""
+
+
 @attrs.frozen
 class Family:
     """A way to write tool calls.
 
-    ``grammar`` takes how tools are to be used, the ids of tokens and the template's text.
-    ``arguments`` is what a call's object has them under, ``join`` puts such objects together.
+    ``grammar`` takes how tools are to be used, the ids of tokens and the template's text. ``write``
+    gives an answer with calls. ``placeholder`` is what a model is shown in place of arguments, and
+    ``meaning`` what that is.
     """
 
     name: str
     parser: type[MarkedParser]
     grammar: Callable[[ToolUse, TokenOf, str], str]
-    arguments: str
-    join: Callable[[Sequence[str]], str]
+    write: Callable[[Calls], str]
+    placeholder: str = "ARGUMENTS"
+    meaning: str = "ARGUMENTS is a JSON object"
 
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """An answer with ``calls``: names and arguments, these as JSON."""
-        return self.join(
-            [
-                f'{{"name": {json.dumps(name)}, "{self.arguments}": {arguments}}}'
-                for name, arguments in calls
-            ]
+
+def _objects(key: str, join: Callable[[Sequence[str]], str]) -> Callable[[Calls], str]:
+    """Return what writes each call as an object with its arguments under ``key``."""
+
+    def write(calls: Calls) -> str:
+        return join(
+            [f'{{"name": {json.dumps(name)}, "{key}": {arguments}}}' for name, arguments in calls]
         )
+
+    return write
 
 
 def _tagged(calls: Sequence[str]) -> str:
@@ -72,21 +89,36 @@ def _one_or_array(calls: Sequence[str]) -> str:
     return calls[0] if len(calls) == 1 else _in_array(calls)
 
 
+def _in_tags(name: str, parser: type[MarkedParser], style: TagStyle) -> Family:
+    return Family(
+        name,
+        parser,
+        grammar_in(style),
+        writer_in(style),
+        '{"PARAMETER": "VALUE"}',
+        "each argument is a PARAMETER with its VALUE",
+    )
+
+
 FAMILIES = {
     family.name: family
     for family in (
-        Family("hermes", HermesParser, hermes_grammar, "arguments", _tagged),
-        Family("llama3", Llama3Parser, llama3_grammar, "parameters", "; ".join),
+        Family("hermes", HermesParser, hermes_grammar, _objects("arguments", _tagged)),
+        Family("llama3", Llama3Parser, llama3_grammar, _objects("parameters", "; ".join)),
         Family(
             "mistral",
             MistralParser,
             mistral_grammar,
-            "arguments",
-            lambda calls: "[TOOL_CALLS]" + _in_array(calls),
+            _objects("arguments", lambda calls: "[TOOL_CALLS]" + _in_array(calls)),
         ),
-        Family("json", JsonParser, json_grammar, "arguments", _one_or_array),
+        _in_tags("qwen3_coder", Qwen3CoderParser, QWEN3_CODER),
+        _in_tags("glm45", GlmParser, GLM),
+        Family("json", JsonParser, json_grammar, _objects("arguments", _one_or_array)),
     )
 }
+
+_OTHER_TAG = re.compile(r"<tool_call>(?:\\n|\s)*<\w")
+"""A call that is written in tags of its own, which is no JSON object."""
 
 
 def family_of_template(template: str, *, knows_tools: bool) -> Family | None:
@@ -98,6 +130,12 @@ def family_of_template(template: str, *, knows_tools: bool) -> Family | None:
     """
     if not knows_tools:
         return FAMILIES["json"]
+    if "<function=" in template and "<parameter=" in template:
+        return FAMILIES["qwen3_coder"]
+    if "<arg_key>" in template and "<arg_value>" in template:
+        return FAMILIES["glm45"]
+    if _OTHER_TAG.search(template):
+        return None
     if "<tool_call>" in template:
         return FAMILIES["hermes"]
     if "[TOOL_CALLS]" in template:

@@ -19,6 +19,7 @@ from typing import ClassVar, Protocol
 
 from trioserve.tool_parsers.calls import CallScanner
 from trioserve.tool_parsers.events import ArgumentsDelta, Event, TextDelta, ToolCallStart
+from trioserve.tool_parsers.tools import Tool
 
 __all__ = ["MarkedParser", "ToolParser", "find_marker", "new_call_id"]
 
@@ -84,6 +85,11 @@ class MarkedParser(abc.ABC):
         """White space that becomes text only if text follows, or if there is no call at all."""
         self._has_text = False
         self._events: list[Event] = []
+
+    @classmethod
+    def of(cls, tools: Collection[Tool]) -> MarkedParser:
+        """Return a parser of calls of ``tools``."""
+        return cls([tool.name for tool in tools])
 
     def feed(self, text: str) -> list[Event]:
         """The events of the next piece of the answer."""

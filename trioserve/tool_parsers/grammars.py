@@ -12,7 +12,13 @@ import json
 from trioserve.lark import GAP, HEADER, TEXT, TokenOf, head, json_rule, literal, nested
 from trioserve.tool_parsers.tools import Tool, ToolUse
 
-__all__ = ["hermes_grammar", "json_grammar", "llama3_grammar", "mistral_grammar"]
+__all__ = [
+    "hermes_grammar",
+    "json_grammar",
+    "llama3_grammar",
+    "mistral_grammar",
+    "tagged_grammar",
+]
 
 _TOOL_CALL = "<tool_call>"
 _MARKER = "[TOOL_CALLS]"
@@ -21,16 +27,25 @@ _ANY_OBJECT = {"type": "object"}
 
 def hermes_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
     """``<tool_call>{…}</tool_call>``, several in a row or between texts."""
-    begin, end = literal(_TOOL_CALL, token_of), literal("</tool_call>", token_of)
-    body = f"GAP? object GAP? {end}"
-    rules = HEADER + GAP + _objects(use, "arguments") + f"call: {begin} {body}\n"
+    body = f"GAP? object GAP? {literal('</tool_call>', token_of)}"
+    return tagged_grammar(use, token_of, body, TEXT + _objects(use, "arguments"))
+
+
+def tagged_grammar(use: ToolUse, token_of: TokenOf, body: str, rules: str) -> str:
+    """Calls that begin with ``<tool_call>``, several in a row or between texts.
+
+    Args:
+        body: matches the rest of a call.
+        rules: what ``body`` is made of, and :data:`TEXT`.
+    """
+    rules = f"{HEADER}{GAP}{rules}call: {literal(_TOOL_CALL, token_of)} {body}\n"
     calls = "call (GAP? call)*" if use.parallel else "call"
     if use.required:
         return f"{rules}start: {calls}\n"
     if use.answer is not None:
         return f"{rules}start: {calls} | answer\nanswer: {nested(use.answer)}\n"
     tags = "tag* tail" if use.parallel else "tag | tail"
-    return f"{rules}start: {tags}\ntag: head {body}\ntail: TEXT\n{TEXT}{head(_TOOL_CALL, token_of)}"
+    return f"{rules}start: {tags}\ntag: head {body}\ntail: TEXT\n{head(_TOOL_CALL, token_of)}"
 
 
 def llama3_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:

@@ -58,6 +58,10 @@ SENT_BY_OTHERS = frozenset(
 BOUNDED_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 """Torch's and oneDNN's: each would keep 1,024 compiled products, one for every shape that it meets,
 which prompts of all lengths turn into most of a gigabyte."""
+SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
+"""How long an OpenMP thread of torch's looks for more work before it sleeps: some 50 to 150 µs.
+libgomp's default is a hundred times as long. Beside other work on the same cores, a thread that is
+waited for may have to wait for its core itself, so each operation would take a scheduler's turn."""
 
 _PACKAGES_FOLDER = Path(trioserve.__file__).resolve().parent.parent
 _log = get_logger("trioserve.worker")
@@ -73,6 +77,8 @@ def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
     for ours.
     """
     environment = {**BOUNDED_CACHES, **package_environment()}
+    if "OMP_WAIT_POLICY" not in environment:
+        environment = {**SHORT_SPINS, **environment}
     return [sys.executable, "-P", "-m", "gpu", "--connect", url], environment
 
 

@@ -8,12 +8,12 @@ namespace {
 // One thread's memory.
 struct Workspace {
   alignas(64) bf16 q[kTileRows * 256];
-  alignas(64) float scores[kTileRows * kBlock];
-  alignas(64) bf16 weights[kTileRows * kBlock];
+  alignas(64) float scores[kTileRows * kKeyBlock];
+  alignas(64) bf16 weights[kTileRows * kKeyBlock];
   alignas(64) float sums[kTileRows * 256];
   alignas(64) float part_sums[kTileRows * 256];
-  alignas(64) bf16 keys[kBlock * 256];    // gathered from pages that have no whole groups
-  alignas(64) bf16 values[kBlock * 256];
+  alignas(64) bf16 keys[kKeyBlock * 256];    // gathered from pages that have no whole groups
+  alignas(64) bf16 values[kKeyBlock * 256];
   Softmax softmax[kTileRows], part_softmax[kTileRows];
 };
 
@@ -161,7 +161,7 @@ class Attending {
     std::fill_n(work_.softmax, rows_, Softmax{});
     for (int query = 0; query < split.num_queries; ++query) {
       const int64_t position = queries_[query].position;
-      for (int64_t block = first_key(query, 0) / kBlock; block <= position / kBlock; ++block) {
+      for (int64_t block = first_key(query, 0) / kKeyBlock; block <= position / kKeyBlock; ++block) {
         const int64_t part = part_of(split, block, split.first_query + query);
         merge_rows(query * heads_, heads_, part_softmax_ + part,
                    part_sums_ + part * shape_.head_dim);
@@ -184,7 +184,7 @@ class Attending {
 
   // The part of one block, for all rows of the tile.
   void compute_block(int block, Softmax* softmax, float* sums) {
-    const int64_t base = int64_t{block} * kBlock;
+    const int64_t base = int64_t{block} * kKeyBlock;
     BlockSpans read;
     find_spans(base, read);
     find_groups(block, read);
@@ -194,15 +194,15 @@ class Attending {
         kKeysKernels[piece.turns / 2][(piece.num_rows - 1) * kColumnsAtOnce + columns - 1](
             work_.q + piece.row * shape_.head_dim, shape_.head_dim,
             read.groups + piece.group + group, piece.turn,
-            work_.scores + piece.row * kBlock + piece.key + group * kGroup);
+            work_.scores + piece.row * kKeyBlock + piece.key + group * kGroup);
       }
     });
     const float scale = shape_.scale * kLog2e;
     for (int row = 0; row < rows_; ++row) {
       const int query = row / heads_;
-      softmax[row] = softmax_row(work_.scores + row * kBlock, first_key(query, base),
+      softmax[row] = softmax_row(work_.scores + row * kKeyBlock, first_key(query, base),
                                  end_key(query, base), read.begins[query], read.ends[query], scale,
-                                 work_.weights + row * kBlock);
+                                 work_.weights + row * kKeyBlock);
     }
     for_pieces(read, [&](const Piece& piece) {
       for (int number = 0; number < shape_.head_dim;) {
@@ -212,7 +212,7 @@ class Attending {
         for (int group = 0; group < piece.num_groups + kAhead; ++group)
           groups[group] = read.groups[read.num_groups + piece.group + group] + 2 * number;
         kValuesKernels[piece.turns / 2][(piece.num_rows - 1) * 2 + columns / 2 - 1](
-            work_.weights + piece.row * kBlock + piece.key, groups, piece.num_keys,
+            work_.weights + piece.row * kKeyBlock + piece.key, groups, piece.num_keys,
             shape_.head_dim, piece.continues, piece.turn,
             sums + piece.row * shape_.head_dim + number);
         number += columns * kLanes;
@@ -251,19 +251,19 @@ class Attending {
     return static_cast<int>(std::max<int64_t>(0, oldest - base));
   }
   int end_key(int query, int64_t base) const {
-    return static_cast<int>(std::min<int64_t>(kBlock, queries_[query].position + 1 - base));
+    return static_cast<int>(std::min<int64_t>(kKeyBlock, queries_[query].position + 1 - base));
   }
 
   void find_spans(int64_t base, BlockSpans& read) const {
     const int count = item_.num_queries;
-    const int shared = static_cast<int>(std::clamp<int64_t>(item_.shared - base, 0, kBlock));
+    const int shared = static_cast<int>(std::clamp<int64_t>(item_.shared - base, 0, kKeyBlock));
     read.add(0, count, first_key(0, base), std::min(shared, end_key(count - 1, base)));
     for (int query = count; query-- > 0;)
       read.add(query, 1, std::max(shared, first_key(query, base)), end_key(query, base));
   }
 
   void find_groups(int block, BlockSpans& read) {
-    const int64_t base = int64_t{block} * kBlock;
+    const int64_t base = int64_t{block} * kKeyBlock;
     const bool gathers = shape_.page_size % kGroup != 0;
     for (int i = 0; i < read.num_spans; ++i) {
       const Span& span = read.spans[i];
@@ -288,7 +288,7 @@ class Attending {
     const AttentionQuery& newest = queries_[item_.num_queries - 1];
     const bf16** ahead = read.groups + 2 * read.num_groups;
     for (int i = 0; i < kAhead; ++i) {
-      const int64_t next = base + kBlock + i * kGroup;
+      const int64_t next = base + kKeyBlock + i * kGroup;
       const bool there = !gathers && block + 1 < item_.end_block && next <= newest.position;
       ahead[i] = there ? keys_ + group_offset(newest, next) : ahead[-1];
     }

@@ -52,8 +52,8 @@ class Cutter {
 
   Tile tile(int64_t first, int64_t count, int64_t shared) const {
     const AttentionQuery* queries = queries_ + first;
-    return {first, count, shared, first_key(queries[0]) / kBlock,
-            queries[count - 1].position / kBlock + 1};
+    return {first, count, shared, first_key(queries[0]) / kKeyBlock,
+            queries[count - 1].position / kKeyBlock + 1};
   }
 
   // About proportional to the time that the keys at positions `begin` to `end` - 1 take.
@@ -162,7 +162,7 @@ class Planner {
       return;
     }
     const int64_t items_before = items_;
-    int64_t end = std::min(tile.end_block, (tile.shared + kBlock - 1) / kBlock);
+    int64_t end = std::min(tile.end_block, (tile.shared + kKeyBlock - 1) / kKeyBlock);
     if (cost(tile, end, tile.end_block) <= most_cost_) end = tile.end_block;
     split(tile, tile.first_block, end);
     for (int64_t i = 0; end < tile.end_block && i < tile.num_queries; ++i) {
@@ -194,7 +194,7 @@ class Planner {
   }
 
   int64_t cost(const Tile& tile, int64_t first_block, int64_t end_block) const {
-    return cutter_.cost(tile, first_block * kBlock, end_block * kBlock);
+    return cutter_.cost(tile, first_block * kKeyBlock, end_block * kKeyBlock);
   }
 
   void push(const Tile& tile, int64_t first_block, int64_t end_block, int64_t split) {

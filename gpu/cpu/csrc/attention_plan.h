@@ -10,7 +10,7 @@
 namespace trioserve {
 
 // Keys of one block, and of the groups in which they stand in the cache.
-inline constexpr int kBlock = 256;
+inline constexpr int kKeyBlock = 256;
 inline constexpr int kGroup = 16;
 // Pairs of a query and a head that are computed together: a tile. They share the keys they load.
 inline constexpr int kTileRows = 24;

@@ -18,7 +18,7 @@ namespace trioserve {
 
 // Keys stand in groups of 16, as do values, of head_dim * 16 numbers each. They are fetched ahead of
 // their use by so many groups.
-inline constexpr int kGroups = kBlock / kGroup;
+inline constexpr int kGroups = kKeyBlock / kGroup;
 inline constexpr int kAhead = 4;
 
 // Rows and columns of sums that are computed at once.
@@ -42,7 +42,7 @@ struct Ahead {
 inline void prefetch(const bf16* at) { _mm_prefetch(at, _MM_HINT_T0); }
 
 // scores[r][g * 16 + j] = q[r] * key j of group g. A row of q is head_dim numbers, one of scores
-// kBlock.
+// kKeyBlock.
 template <int kRows, int kColumns, int kTurns>
 void multiply_keys(const bf16* q, int head_dim, const bf16* const* groups, int turn,
                    float* scores) {
@@ -70,11 +70,11 @@ void multiply_keys(const bf16* q, int head_dim, const bf16* const* groups, int t
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
     for (int g = 0; g < kColumns; ++g)
-      _mm512_storeu_ps(scores + r * kBlock + g * kGroup, sums[r][g]);
+      _mm512_storeu_ps(scores + r * kKeyBlock + g * kGroup, sums[r][g]);
 }
 
 // out[r] = weights[r][k] * value k, summed over so many keys, for 16 * kColumns numbers; or if it
-// `continues`, out[r] += that. A row of weights is kBlock numbers, one of `out` head_dim.
+// `continues`, out[r] += that. A row of weights is kKeyBlock numbers, one of `out` head_dim.
 template <int kRows, int kColumns, int kTurns>
 void multiply_values(const bf16* weights, const bf16* const* groups, int num_keys, int head_dim,
                      bool continues, int turn, float* out) {
@@ -99,7 +99,7 @@ void multiply_values(const bf16* weights, const bf16* const* groups, int num_key
     for (int c = 0; c < Fetched::count; ++c) prefetch(later + first_ahead + 2 * kLanes * c);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const __m512bh pair = broadcast_pair(weights + r * kBlock + key);
+      const __m512bh pair = broadcast_pair(weights + r * kKeyBlock + key);
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], pair, pairs[c]);
     }

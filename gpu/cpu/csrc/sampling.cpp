@@ -172,7 +172,8 @@ int64_t draw_row(float* logits, int64_t size, const Draw& draw, RowChanges chang
   const bool is_greedy = !(draw.temperature > 0);
   if (draw.keeps_logits && (is_greedy || !is_finite) && row != logits)
     std::copy_n(row, size, logits);
-  if (std::isnan(peak) || peak == -kInfinity) return -1;
+  if (std::isnan(peak)) return kNanLogits;
+  if (peak == -kInfinity) return kNoToken;
   if (is_greedy) return first_equal(row, size, peak);
   weigh_and_cut(row, size, peak, draw, scratch);
   if (draw.keeps_logits)

@@ -28,8 +28,12 @@ struct Draw {
 // not to be touched from one call to the next.
 int64_t draw_scratch_bytes(int64_t vocab_size);
 
-// tokens[i] = what is drawn from row i of `logits`, [rows, vocab_size]; -1 where they hold NaN or
-// nothing is above -inf. Tokens of logit +inf share all probability. Only a row that keeps its
+// In place of a token: NO_TOKEN and NAN_LOGITS of trioserve.sampling.
+inline constexpr int64_t kNoToken = -1;
+inline constexpr int64_t kNanLogits = -2;
+
+// tokens[i] = what is drawn from row i of `logits`, [rows, vocab_size]; kNanLogits where they hold
+// NaN, kNoToken where nothing is above -inf. Tokens of logit +inf share all probability. Only a row that keeps its
 // logits is changed: it has, afterwards, the logarithms of its final weights.
 void draw_tokens(const Team& team, float* logits, int64_t rows, int64_t vocab_size,
                  const Draw* draws, const Change* changes, const Adjustment& adjustment,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -82,8 +83,11 @@ class Top:
                 number += 1
                 if once and number == 1:
                     continue
+                line = shown.data.decode()
+                if not line.isprintable():
+                    line = json.dumps(json.loads(line))  # in ASCII alone
                 with writing():
-                    print(shown.data.decode(), flush=True)
+                    print(line, flush=True)
                 if once:
                     return
         raise RemoteError(f"{self.remote.url} has ended its feed")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, TypeVar
 
 import attrs
 import msgspec
 import trio
 
+from trioserve.errors import printable
 from trioserve.live.schema import SCHEMA, Hello, Picture
+from trioserve.load.answer import DECODING_ERRORS
 from trioserve.load.events import Event
 from trioserve.load.remote import Events, Refusal, Remote, RemoteError
 
@@ -18,6 +20,11 @@ __all__ = ["Feed", "Shown"]
 
 _SILENCE = 30.0
 """Seconds, beside the interval, after which a server that sends nothing counts as lost."""
+
+_MAX_VALUES = 1 << 18
+_MAX_NUMBER = 1 << 53
+_MAX_DEPTH = 200
+"""Of a picture, whose tree of tasks is drawn level by level."""
 
 Decoded = TypeVar("Decoded")
 
@@ -50,7 +57,9 @@ class Feed:
         path = f"{base_path}/console/live?interval={interval:g}&nodes=0"
         patience = interval + _SILENCE
         try:
-            async with remote.events(path) as events:
+            async with contextlib.AsyncExitStack() as stack:
+                with _patient(patience, remote.url):
+                    events = await stack.enter_async_context(remote.events(path))
                 first = await _next(events, remote.url, patience)
                 if first is None or first.name != "hello":
                     raise RemoteError(f"{remote.url} has no live feed")
@@ -81,16 +90,49 @@ class Feed:
 
 
 async def _next(events: Events, url: str, patience: float) -> Event | None:
-    with trio.move_on_after(patience):
+    with _patient(patience, url):
         return await anext(events, None)
-    raise RemoteError(f"{url} has sent nothing for {patience:g} s")
+
+
+@contextlib.contextmanager
+def _patient(seconds: float, url: str) -> Iterator[None]:
+    try:
+        with trio.fail_after(seconds):
+            yield
+    except trio.TooSlowError as error:
+        raise RemoteError(f"{url} has sent nothing for {seconds:g} s") from error
 
 
 def _decode(data: bytes, kind: type[Decoded], url: str) -> Decoded:
+    """Return what ``data`` says, without a text that could do something to a terminal.
+
+    Raises:
+        RemoteError: it isn't of that kind, or nothing that can be drawn.
+    """
     try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        value = _drawable(msgspec.json.decode(data)) if data.count(b",") <= _MAX_VALUES else None
+        return msgspec.convert(value, kind)
+    except (*DECODING_ERRORS, msgspec.ValidationError) as error:
         # A field that came later than this version, or has gone since.
         raise RemoteError(
             f"{url} sends pictures of another version than {SCHEMA}: {error}"
         ) from error
+
+
+def _drawable(value: Any, depth: int = 0) -> Any:
+    """Return JSON's ``value`` with all texts made printable.
+
+    Raises:
+        msgspec.ValidationError: it is nested too deeply, or a number is too large.
+    """
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, (int, float)) and not -_MAX_NUMBER <= value <= _MAX_NUMBER:
+        raise msgspec.ValidationError("a number is too large")
+    if isinstance(value, (list, dict)) and depth == _MAX_DEPTH:
+        raise msgspec.ValidationError(f"it is nested more than {_MAX_DEPTH} deep")
+    if isinstance(value, list):
+        return [_drawable(each, depth + 1) for each in value]
+    if isinstance(value, dict):
+        return {name: _drawable(each, depth + 1) for name, each in value.items()}
+    return value

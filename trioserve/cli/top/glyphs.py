@@ -46,7 +46,7 @@ def sparkline(
     drawn = (
         " "
         if value is None
-        else glyphs.levels[round(min(value / top, 1.0) * last) if top > 0 else 0]
+        else glyphs.levels[round(max(min(value / top, 1.0), 0.0) * last) if top > 0 else 0]
         for value in shown
     )
     return "".join(drawn).rjust(width)

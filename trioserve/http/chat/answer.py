@@ -61,7 +61,7 @@ class ReaderOptions:
             )
             splitter = ReasoningSplitter(opens_reasoning(tail, self.prompt))
         if self.use is not None and self.format.family is not None:
-            parser = self.format.family.parser(self.use.names)
+            parser = self.format.family.parser.of(self.use.tools)
         return AnswerReader(splitter, parser, self.include_reasoning, self.hidden, self.functions)
 
 

@@ -78,6 +78,8 @@ class ChatEndpoints:
             n=chat.job.params.n,
             role=role,
             echo=echo,
+            eos_token_ids=self._service.engine.eos_token_ids,
+            asked_only=bool(request.logprob_token_ids),
             top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
             token_ids=bool(request.return_token_ids),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.http.schemas import about, hint, only
+from trioserve.http.schemas import Text, about, hint, only
 
 __all__ = [
     "MAX_MESSAGES",
@@ -44,7 +44,7 @@ class TextPart(
 ):
     """A piece of a message's content."""
 
-    text: Annotated[str, about("What is said.")]
+    text: Annotated[Text, about("What is said.")]
 
 
 class RefusalPart(
@@ -52,7 +52,7 @@ class RefusalPart(
 ):
     """A piece of an earlier answer that refused; the template sees it as text."""
 
-    refusal: Annotated[str, about("Why the answer was refused.")]
+    refusal: Annotated[Text, about("Why the answer was refused.")]
 
 
 class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -60,7 +60,7 @@ class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     name: Annotated[FunctionName, about("Which function was called.")]
     arguments: Annotated[
-        str | dict[str, Any] | None,
+        Text | dict[Text, Any] | None,
         about("JSON as text or as it is; the template sees the object, if it is one."),
     ] = None
 
@@ -89,16 +89,16 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
         about("Who speaks: system, user, assistant, tool, or what else the template knows."),
     ]
     content: Annotated[
-        str | Parts | UnsetType | None,
+        Text | Parts | UnsetType | None,
         about("What is said, as a whole or in parts."),
     ] = UNSET
     name: Annotated[str | None, about("Who it is; most templates don't print it.")] = None
-    refusal: Annotated[str | None, about("For the template, if it prints it.")] = None
+    refusal: Annotated[Text | None, about("For the template, if it prints it.")] = None
     reasoning: Annotated[
-        str | None, about("What came before an earlier answer; `reasoning_content` is the same.")
+        Text | None, about("What came before an earlier answer; `reasoning_content` is the same.")
     ] = None
     reasoning_content: Annotated[
-        str | None, about("What came before an earlier answer; templates know this name.")
+        Text | None, about("What came before an earlier answer; templates know this name.")
     ] = None
     tool_calls: Annotated[_Calls | None, about("Earlier tool calls.")] = None
     tool_call_id: Annotated[str | None, about("The call that this message answers.")] = None
@@ -125,7 +125,7 @@ class FunctionDefinition(
     """A function that the model may call."""
 
     name: Annotated[FunctionName, about("How it is called.")]
-    description: Annotated[str | None, about("What it does, for the model.")] = None
+    description: Annotated[Text | None, about("What it does, for the model.")] = None
     parameters: FunctionParameters = None
     strict: Annotated[
         bool | None, about("Arguments have to follow the schema; a grammar sees to it.")

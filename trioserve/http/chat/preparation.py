@@ -21,9 +21,9 @@ from trioserve.http.chat.tools import tool_use
 from trioserve.http.generations import Job, renamed
 from trioserve.http.openai.fields import make_job, sampling_fields
 from trioserve.http.service import Service
-from trioserve.lark import lark_of
 from trioserve.reasoning import CLOSE, after_reasoning
 from trioserve.request import ChatPrompt
+from trioserve.structural_format import any_lark_of
 from trioserve.tool_parsers import ToolUse
 
 __all__ = ["ChatPreparation", "PreparedChat", "chat_sampling"]
@@ -96,7 +96,8 @@ class ChatPreparation:
             await self._constrain(options, fields, renames)
         except InvalidRequest as error:
             raise renamed(error, renames) from error
-        return make_job(self._service, request, options.prompt, id, fields, renames)
+        params = self._service.sampling(fields, renames)
+        return make_job(self._service, request, options.prompt, id, params, renames)
 
     async def _constrain(
         self, options: ReaderOptions, fields: dict[str, Any], renames: dict[str, str]
@@ -111,7 +112,9 @@ class ChatPreparation:
         lark = None
         if given is not None:
             token_of = format.tokenizer.token_of
-            lark = await trio.to_thread.run_sync(lark_of, given, token_of, abandon_on_cancel=True)
+            lark = await trio.to_thread.run_sync(
+                any_lark_of, given, token_of, abandon_on_cancel=True
+            )
         if use is not None:
             if given is None or use.required:
                 renames["grammar"] = "functions" if options.functions else "tools"
@@ -127,10 +130,9 @@ class ChatPreparation:
         fields["grammar"] = Grammar("grammar", lark)
 
     async def _end_of_prompt(self, prompt: ChatPrompt) -> str:
-        template = self.format.tokenizer.chat_template
-        if template is None:
+        if self.format.tokenizer.chat_template is None:
             return ""  # The engine will refuse it.
-        rendered = await trio.to_thread.run_sync(template.render, prompt, abandon_on_cancel=True)
+        rendered = await self.format.tokenizer.render(prompt)
         return rendered[-_END_OF_PROMPT:]
 
 
@@ -147,7 +149,8 @@ def chat_sampling(request: ChatCompletionRequest) -> tuple[dict[str, Any], dict[
         fields["max_tokens"] = request.max_completion_tokens
         renames["max_tokens"] = "max_completion_tokens"
     if request.logprobs:
-        fields["logprobs"] = request.top_logprobs or 0
+        # Tokens that are asked for by id take the place of the most probable ones.
+        fields["logprobs"] = 0 if request.logprob_token_ids else request.top_logprobs or 0
         renames["logprobs"] = "top_logprobs"
     elif request.top_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")

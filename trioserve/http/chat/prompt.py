@@ -13,6 +13,7 @@ from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.legacy import with_tool_calls
 from trioserve.http.chat.messages import ChatMessage, MessageToolCall, TextPart
 from trioserve.http.chat.schemas import ChatCompletionRequest
+from trioserve.http.chat.thinking import SWITCHES, no_effort_arguments
 from trioserve.http.chat.tools import instructions, template_tools
 from trioserve.request import ChatPrompt
 from trioserve.tool_parsers import FAMILIES, ToolUse
@@ -148,23 +149,37 @@ def _template_arguments(request: ChatCompletionRequest, format: ChatFormat) -> d
         param = f"chat_template_kwargs.{name}"
         if name in _OWN_FIELDS:
             raise InvalidRequest(f"{param}: there is a field {name} for it", param=param)
-        _check_variable(name, param, format)
-        arguments[name] = value
-    for name in ("documents", "reasoning_effort"):
-        value = getattr(request, name)
-        if value is not None and value != []:
-            _check_variable(name, name, format)
-            arguments[name] = value
+        _set(arguments, name, value, param, format)
+    if request.enable_thinking is not None:
+        if arguments.get("enable_thinking", request.enable_thinking) != request.enable_thinking:
+            raise InvalidRequest(
+                "enable_thinking and chat_template_kwargs.enable_thinking differ; give one of them",
+                param="enable_thinking",
+            )
+        _set(arguments, "enable_thinking", request.enable_thinking, "enable_thinking", format)
+    if request.documents:
+        _set(arguments, "documents", request.documents, "documents", format)
+    effort = request.reasoning_effort
+    no_effort = no_effort_arguments(format) if effort == "none" else None
+    if no_effort is not None:
+        arguments = {**no_effort, **arguments}
+    elif effort is not None:
+        _set(arguments, "reasoning_effort", effort, "reasoning_effort", format)
     return arguments
 
 
-def _check_variable(name: str, param: str, format: ChatFormat) -> None:
-    if format.template and name not in format.variables:
+def _set(arguments: dict[str, Any], name: str, value: Any, param: str, format: ChatFormat) -> None:
+    """Add a template's argument, unless it turns off reasoning of a model that never reasons."""
+    known = not format.template or name in format.variables
+    if not known and name in SWITCHES and value is False and not format.reasons:
+        return
+    if not known:
         raise InvalidRequest(
             f"{param} isn't served: the model's chat template never looks at {name}",
             param=param,
             code="unsupported_parameter",
         )
+    arguments[name] = value
 
 
 def _add_generation_prompt(request: ChatCompletionRequest) -> bool:

@@ -48,7 +48,8 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
 
     messages: Annotated[Messages, about("The conversation so far.")]
     max_tokens: Annotated[
-        Count | None, about("Tokens of an answer at most; what the model's context leaves if none.")
+        Count | None,
+        about("Tokens of an answer at most; without it the default or as many as fit."),
     ] = None
     max_completion_tokens: Annotated[
         Count | None, about("OpenAI's newer name of `max_tokens`; reasoning counts.")
@@ -80,6 +81,9 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
     ] = None
 
     reasoning_effort: fields.ReasoningEffort = None
+    enable_thinking: Annotated[
+        bool | None, about("The same as `chat_template_kwargs.enable_thinking`.")
+    ] = None
     include_reasoning: Annotated[
         bool | None, about("If false, reasoning is left out of the answer.")
     ] = None
@@ -214,6 +218,9 @@ class ChatChoice(msgspec.Struct):
         int | str | None,
         about("The stop string or stop token that ended it; null for the model's own end."),
     ]
+    matched_stop: Annotated[
+        int | str | None, about("The same, with the model's own end, as SGLang tells it.")
+    ] = None
     token_ids: Annotated[
         list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
     ] = UNSET
@@ -229,12 +236,12 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
     choices: Annotated[list[ChatChoice], about("The answers, `n` of them.")]
     usage: Annotated[UsageReply, about("Tokens that were used.")]
     prompt_logprobs: Annotated[
-        list[dict[str, PromptLogprobReply] | None] | UnsetType,
+        list[dict[str, PromptLogprobReply] | None] | None,
         about("For each token of the prompt, log-probabilities by token id; null for the first."),
-    ] = UNSET
+    ] = None
     prompt_token_ids: Annotated[
-        list[int] | UnsetType, about("The prompt as the model saw it, where it is asked for.")
-    ] = UNSET
+        list[int] | None, about("The prompt as the model saw it, where it is asked for.")
+    ] = None
     prompt_text: Annotated[
         str | UnsetType, about("The prompt as the chat template wrote it, where it is asked for.")
     ] = UNSET
@@ -287,6 +294,10 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: Annotated[
         int | str | UnsetType | None,
         about("The stop string or stop token that ended it; null for the model's own end."),
+    ] = UNSET
+    matched_stop: Annotated[
+        int | str | UnsetType | None,
+        about("The same, with the model's own end, as SGLang tells it."),
     ] = UNSET
     token_ids: Annotated[
         list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")

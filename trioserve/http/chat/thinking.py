@@ -1,4 +1,4 @@
-"""Whether a model is to reason, for dialects that have a field for it: told to its template."""
+"""Whether a model is to reason, as requests say it and as its chat template is told."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 from trioserve.errors import InvalidRequest
 from trioserve.http.chat.format import ChatFormat
 
-__all__ = ["thinking_fields"]
+__all__ = ["SWITCHES", "no_effort_arguments", "thinking_fields"]
 
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 """What templates call the argument that says so."""
 
 
@@ -34,6 +34,18 @@ def thinking_fields(wanted: bool | None, format: ChatFormat, param: str) -> dict
         )
     if wanted is None:
         return {}
-    switches = {name: wanted for name in _SWITCHES if name in format.variables}
+    switches = {name: wanted for name in SWITCHES if name in format.variables}
     fields: dict[str, Any] = {"chat_template_kwargs": switches} if switches else {}
     return fields if wanted else {**fields, "include_reasoning": False}
+
+
+def no_effort_arguments(format: ChatFormat) -> dict[str, Any] | None:
+    """Return what tells a template that ``reasoning_effort`` is ``none``.
+
+    Switches of the template are turned off, too. A model that never reasons needs to be told
+    nothing. None says that the model reasons and can't be told not to.
+    """
+    arguments: dict[str, Any] = {name: False for name in SWITCHES if name in format.variables}
+    if "reasoning_effort" in format.variables:
+        arguments["reasoning_effort"] = "none"
+    return arguments if arguments or not format.reasons else None

@@ -11,7 +11,7 @@ from trioserve.errors import InvalidRequest
 from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.messages import AllowedToolsChoice, ChatTool, ChosenTool
 from trioserve.http.chat.schemas import ChatCompletionRequest
-from trioserve.tool_parsers import Family, Tool, ToolUse
+from trioserve.tool_parsers import FAMILIES, Family, Tool, ToolUse
 
 __all__ = ["instructions", "template_tools", "tool_use"]
 
@@ -38,8 +38,8 @@ def tool_use(request: ChatCompletionRequest, format: ChatFormat) -> ToolUse | No
         raise InvalidRequest("tool_choice asks for a call, but there are no tools", param="tools")
     if format.family is None:
         raise InvalidRequest(
-            "tools isn't served: it isn't known how this model writes calls "
-            '(--tool-call-parser); leave it out or give tool_choice "none"',
+            "tools isn't served: it isn't known how this model writes calls. Start the server with "
+            f'--tool-call-parser and one of {", ".join(FAMILIES)}, or give tool_choice "none"',
             param="tools",
             code="unsupported_parameter",
         )
@@ -63,13 +63,13 @@ def template_tools(tools: list[ChatTool]) -> list[dict[str, Any]]:
 def instructions(tools: list[ChatTool], use: ToolUse, family: Family) -> str:
     """What a model is told of tools whose chat template doesn't."""
     described = [json.dumps(tool["function"], ensure_ascii=False) for tool in template_tools(tools)]
-    call = ("NAME", "ARGUMENTS")
+    call = ("NAME", family.placeholder)
     parts = [
         "You can call functions. Each line describes one as JSON: its name, what it does, and the "
         "schema of its arguments.",
         *described,
         "To call a function, answer with nothing but the following, where NAME is its name and "
-        "ARGUMENTS is a JSON object:",
+        f"{family.meaning}:",
         family.write([call]),
     ]
     if use.parallel:

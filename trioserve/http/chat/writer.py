@@ -25,6 +25,7 @@ from trioserve.http.openai.writer import (
     MIN_LOGPROB,
     OpenAIWriter,
     TextEvent,
+    matched_stop,
     prompt_logprobs_reply,
     token_name,
     usage_reply,
@@ -45,8 +46,11 @@ class WantedChat:
     role: str = "assistant"
     echo: str = ""
     """What the content begins with, before the answer."""
+    eos_token_ids: Sequence[int] = ()
     top_logprobs: int | None = None
     """None for no log-probabilities."""
+    asked_only: bool = False
+    """Whether tokens that were asked for by id are told in place of the most probable ones."""
     prompt_logprobs: int | None = None
     token_ids: bool = False
     prompt_text: bool = False
@@ -64,8 +68,17 @@ class WantedChat:
             return UNSET
         return self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
 
+    def matched_stop(self, end: Output | Chunk) -> int | str | None:
+        """What ended an output, by its last piece or the whole of it."""
+        if end.finish_reason != "stop":
+            return None
+        return matched_stop(end.stop_reason, end.token_ids, self.eos_token_ids)
+
     def _logprob(self, entry: TokenLogprob) -> ChatLogprob:
-        others = {id: logprob for id, logprob, _ in entry.top[: self.top_logprobs]}
+        if self.asked_only:
+            others = {entry.token_id: entry.logprob}
+        else:
+            others = {id: logprob for id, logprob, _ in entry.top[: self.top_logprobs]}
         for id, logprob, _ in entry.asked:
             others.setdefault(id, logprob)
         return ChatLogprob(
@@ -97,7 +110,7 @@ def chat_response(
         model=model,
         choices=[_choice(output, ids, wanted) for output in completion.outputs],
         usage=usage_reply(completion.usage),
-        prompt_token_ids=ids if wanted.token_ids else UNSET,
+        prompt_token_ids=ids if wanted.token_ids else None,
         prompt_text=wanted.text_of(ids),
     )
     if wanted.prompt_logprobs is not None and completion.prompt_logprobs is not None:
@@ -118,6 +131,7 @@ def _choice(output: Output, prompt_ids: Sequence[int], wanted: WantedChat) -> Ch
         logprobs=wanted.logprobs(output.logprobs),
         finish_reason=_finish_reason(output.finish_reason, reader),
         stop_reason=output.stop_reason,
+        matched_stop=wanted.matched_stop(output),
         token_ids=list(output.token_ids) if wanted.token_ids else UNSET,
     )
 
@@ -169,6 +183,7 @@ class ChatWriter(OpenAIWriter):
         if chunk.finish_reason is not None:
             choice.finish_reason = _finish_reason(chunk.finish_reason, reader)
             choice.stop_reason = chunk.stop_reason
+            choice.matched_stop = self.wanted.matched_stop(chunk)
         if self.wanted.token_ids:
             choice.token_ids = list(chunk.token_ids)
         return self._event([choice])

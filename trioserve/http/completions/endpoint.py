@@ -6,7 +6,7 @@ What comes back is put into its words by :mod:`trioserve.http.completions.writer
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import quart
@@ -83,8 +83,11 @@ class CompletionEndpoints:
         base = request_id("cmpl", request, self._service)
         ids = [base] if len(prompts) == 1 else [f"{base}-{i}" for i in range(len(prompts))]
         fields, renames = _sampling(request)
+        if request.max_tokens is None:
+            fields["max_tokens"] = self._service.default_max_tokens(DEFAULT_COMPLETION_TOKENS)
+        params = self._service.sampling(fields, renames)
         return [
-            make_job(self._service, request, prompt, id, fields, renames)
+            make_job(self._service, request, prompt, id, params, renames)
             for prompt, id in zip(prompts, ids, strict=True)
         ]
 
@@ -92,9 +95,7 @@ class CompletionEndpoints:
 def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str]]:
     """The engine's sampling fields, and which of them a completion calls something else."""
     fields, renames = sampling_fields(request)
-    if request.max_tokens is None:
-        fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS
-    fields["logprobs"] = request.logprobs
+    fields["logprobs"] = _num_top(request)
     if request.echo and request.logprobs is not None:
         most = max(request.logprobs, request.prompt_logprobs or 0)
         fields["prompt_logprobs"] = most
@@ -112,6 +113,11 @@ def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str
                     "logprob_token_ids needs logprobs or prompt_logprobs", param="logprob_token_ids"
                 )
     return fields, renames
+
+
+def _num_top(request: CompletionRequest) -> int | None:
+    """Return how many most probable tokens are told; those asked for by id take their place."""
+    return 0 if request.logprobs is not None and request.logprob_token_ids else request.logprobs
 
 
 def _check_best_of(request: CompletionRequest, best_of: int, n: int) -> None:
@@ -132,6 +138,8 @@ def _wanted(request: CompletionRequest, job: Job, service: Service) -> Wanted:
         n=request.n or 1,
         echo=bool(request.echo),
         logprobs=request.logprobs,
+        num_top=_num_top(request) or 0,
+        eos_token_ids=service.engine.eos_token_ids,
         prompt_logprobs=request.prompt_logprobs,
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
@@ -147,8 +155,8 @@ def _prompts(request: CompletionRequest, service: Service) -> list[Prompt]:
     special = True if request.add_special_tokens is None else request.add_special_tokens
     if isinstance(given, str):
         return [TextPrompt(given, add_special_tokens=special)]
-    if given and all(isinstance(item, int) for item in given):
-        return [TokensPrompt(tuple(item for item in given if isinstance(item, int)))]
+    if set(map(type, given)) == {int}:
+        return [TokensPrompt(cast(tuple[int, ...], tuple(given)))]
     service.check_number_of_prompts(len(given), "prompt")
     prompts: list[Prompt] = []
     for index, item in enumerate(given):

@@ -12,13 +12,13 @@ from trioserve.http.openai.schemas import (
     PromptLogprobReply,
     UsageReply,
 )
-from trioserve.http.schemas import Count, NumOutputs, TokenId, about, only
+from trioserve.http.schemas import Count, NumOutputs, Text, TokenId, about, only
 from trioserve.http.sessions.schemas import SessionParams
 
 __all__ = ["CompletionChoice", "CompletionLogprobs", "CompletionRequest", "CompletionResponse"]
 
 _Prompts = Annotated[
-    list[str | TokenId | Annotated[list[TokenId], msgspec.Meta(min_length=1)]],
+    list[Text | TokenId | Annotated[list[TokenId], msgspec.Meta(min_length=1)]],
     msgspec.Meta(
         min_length=1,
         extra_json_schema={
@@ -35,12 +35,15 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     """The body of ``POST /v1/completions``."""
 
     prompt: Annotated[
-        str | _Prompts,
+        Text | _Prompts,
         about("A text or a list of token ids to continue, or a list of such prompts."),
     ]
     max_tokens: Annotated[
         Count | None,
-        about("Most tokens to produce; 16 if it isn't given. 0 only computes the prompt."),
+        about(
+            "Most tokens to produce; without it 16, or the server's default where that is smaller. "
+            "0 only computes the prompt."
+        ),
     ] = None
     session_params: Annotated[
         SessionParams | None, about("Make the request a turn of a session.")
@@ -96,15 +99,19 @@ class CompletionChoice(msgspec.Struct):
         int | str | None,
         about("The stop string or stop token that ended it; null for the model's own end."),
     ]
+    matched_stop: Annotated[
+        int | str | None, about("The same, with the model's own end, as SGLang tells it.")
+    ] = None
     token_ids: Annotated[
         list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
     ] = UNSET
     prompt_logprobs: Annotated[
-        list[dict[str, PromptLogprobReply] | None] | UnsetType,
+        list[dict[str, PromptLogprobReply] | None] | UnsetType | None,
         about("For each token of the prompt, log-probabilities by token id; null for the first."),
     ] = UNSET
     prompt_token_ids: Annotated[
-        list[int] | UnsetType, about("The prompt as the model saw it, where it is asked for.")
+        list[int] | UnsetType | None,
+        about("The prompt as the model saw it, where it is asked for."),
     ] = UNSET
 
 

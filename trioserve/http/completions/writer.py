@@ -20,13 +20,14 @@ from trioserve.http.openai.schemas import UsageReply
 from trioserve.http.openai.writer import (
     OpenAIWriter,
     TextEvent,
+    matched_stop,
     prompt_logprobs_reply,
     says_nothing,
     token_name,
     usage_reply,
 )
 from trioserve.logprobs import PromptLogprobs
-from trioserve.request import Prompt, TextPrompt
+from trioserve.request import Prompt, TextPrompt, TokensPrompt
 from trioserve.stream import Chunk
 from trioserve.text.tokenizer import Tokenizer
 
@@ -40,7 +41,10 @@ class Wanted:
     tokenizer: Tokenizer
     n: int = 1
     echo: bool = False
+    eos_token_ids: Sequence[int] = ()
     logprobs: int | None = None
+    num_top: int = 0
+    """Most probable tokens that are told of an output; ``logprobs`` has those of an echo."""
     prompt_logprobs: int | None = None
     token_ids: bool = False
     tokens_as_ids: bool = False
@@ -56,7 +60,7 @@ class Wanted:
         columns = None
         if self.echo and self.logprobs is not None and prompt_logprobs is not None:
             decoder = self.tokenizer.incremental_decoder(
-                [], skip_special_tokens=self.skip_special_tokens
+                [], skip_special_tokens=self._skips_special(prompt)
             )
             offsets = Offsets(decoder, 0)
             columns = prompt_columns(
@@ -76,13 +80,17 @@ class Wanted:
         """A choice that holds an output, or a piece of it."""
         columns = None
         if self.logprobs is not None and piece.logprobs is not None:
-            columns = output_columns(piece.logprobs, self._name, offsets, self.logprobs)
+            columns = output_columns(piece.logprobs, self._name, offsets, self.num_top)
+        matched = None
+        if piece.finish_reason == "stop":
+            matched = matched_stop(piece.stop_reason, piece.token_ids, self.eos_token_ids)
         return CompletionChoice(
             index,
             piece.text,
             columns,
             piece.finish_reason,
             piece.stop_reason,
+            matched,
             token_ids=list(piece.token_ids) if self.token_ids else UNSET,
         )
 
@@ -103,7 +111,11 @@ class Wanted:
             return ""
         if isinstance(prompt, TextPrompt) and not self.truncated:
             return prompt.text
-        return self.tokenizer.decode(prompt_ids, skip_special_tokens=self.skip_special_tokens)
+        return self.tokenizer.decode(prompt_ids, skip_special_tokens=self._skips_special(prompt))
+
+    def _skips_special(self, prompt: Prompt) -> bool:
+        """Return whether an echo leaves out special tokens, which ids of a client's own keep."""
+        return self.skip_special_tokens and not isinstance(prompt, TokensPrompt)
 
 
 def completion_response(
@@ -139,8 +151,8 @@ def _best(outputs: Sequence[Output], n: int) -> Sequence[Output]:
 def _joined(opening: CompletionChoice, piece: CompletionChoice) -> CompletionChoice:
     """``piece`` with what ``opening`` tells before it."""
     piece.text = opening.text + piece.text
-    piece.prompt_token_ids = opening.prompt_token_ids
-    piece.prompt_logprobs = opening.prompt_logprobs
+    piece.prompt_token_ids = opening.prompt_token_ids or None
+    piece.prompt_logprobs = opening.prompt_logprobs or None
     if opening.logprobs is not None and piece.logprobs is not None:
         piece.logprobs = CompletionLogprobs(
             opening.logprobs.text_offset + piece.logprobs.text_offset,

@@ -234,7 +234,7 @@ class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     load_inplace: Annotated[
         bool | None, only(False, why="unload the one that has the name, first")
     ] = None
-    is_3d_lora_weight: Annotated[Any, only(False, why="no model with experts is served")] = None
+    is_3d_lora_weight: Annotated[Any, only(False, why="adapters of experts aren't served")] = None
     pinned: Annotated[
         bool | None, only(False, why="see --max-cpu-loras, by which all of them may be held")
     ] = None

@@ -12,7 +12,7 @@ import msgspec
 
 from trioserve.http import fields
 from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from trioserve.http.schemas import Count, about, hint, only
+from trioserve.http.schemas import Count, Text, about, hint, only
 from trioserve.sampling import MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
 __all__ = [
@@ -64,7 +64,7 @@ class TextInput(
 ):
     """A piece of what is said."""
 
-    text: Annotated[str, about("What is said.")]
+    text: Annotated[Text, about("What is said.")]
     cache_control: Annotated[Any, hint()] = None
     citations: Annotated[Any, only([], why="there are no documents to cite")] = None
 
@@ -74,7 +74,7 @@ class ThinkingInput(
 ):
     """What came before an earlier answer."""
 
-    thinking: Annotated[str, about("The reasoning, for the chat template.")]
+    thinking: Annotated[Text, about("The reasoning, for the chat template.")]
     signature: Annotated[Any, hint()] = None
 
 
@@ -98,7 +98,7 @@ class ToolResultInput(
 
     tool_use_id: Annotated[str, about("The call that this answers.")]
     content: Annotated[
-        str | Annotated[list[TextInput], msgspec.Meta(max_length=MAX_PARTS)] | None,
+        Text | Annotated[list[TextInput], msgspec.Meta(max_length=MAX_PARTS)] | None,
         about("What it returned, as a whole or in blocks of text."),
     ] = None
     is_error: Annotated[
@@ -118,14 +118,14 @@ class InputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation."""
 
     role: Annotated[Literal["user", "assistant", "system"], about("Who speaks.")]
-    content: Annotated[str | Blocks, about("What is said, as a whole or in blocks.")]
+    content: Annotated[Text | Blocks, about("What is said, as a whole or in blocks.")]
 
 
 class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A tool that the model may call, and the client runs."""
 
     name: Annotated[_ToolName, about("How it is called.")]
-    description: Annotated[str | None, about("What it does, for the model.")] = None
+    description: Annotated[Text | None, about("What it does, for the model.")] = None
     input_schema: Annotated[dict[str, Any], about("The JSON schema of its input.")]
     type: Annotated[
         Literal["custom"] | None, about("There is no other kind: the server runs no tools.")
@@ -235,7 +235,7 @@ class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         about("The conversation so far. An answer goes on with the last message if it is its own."),
     ]
     system: Annotated[
-        str | Annotated[list[TextInput], msgspec.Meta(max_length=MAX_PARTS)] | None,
+        Text | Annotated[list[TextInput], msgspec.Meta(max_length=MAX_PARTS)] | None,
         about("What is said before all messages, as a whole or in blocks."),
     ] = None
     tools: Annotated[

@@ -40,6 +40,8 @@ class NativeEndpoints:
             eos_token_ids=service.engine.eos_token_ids,
             with_text=bool(request.return_text_in_logprobs),
             with_prompt_ids=bool(request.return_prompt_token_ids),
+            with_mean=bool(request.return_normalized_logprob),
+            only_new=bool(request.stream_output),
         )
         if request.stream:
             return service.stream(jobs, writer)

@@ -108,7 +108,7 @@ class _Reader:
             path += f"[{index}]"
         names = {"prompt": _prompt_field(self._request), **_LOGPROB_NAMES, "adapter": "lora_path"}
         names |= {own: f"{path}.{theirs}" for own, theirs in _SAMPLING_NAMES.items()}
-        fields = _fields(sampling, path)
+        fields = _fields(sampling, path, self._service.default_max_tokens(DEFAULT_NEW_TOKENS))
         grammar, name = _grammar(sampling, path)
         if grammar is not None:
             fields["grammar"] = grammar
@@ -133,22 +133,23 @@ class _Reader:
         return None if start is None or start < 0 or not self._wanted[index] else start
 
     def _logprob_fields(self, index: int) -> dict[str, Any]:
-        top, asked, start = self._top[index], self._asked[index], self._starts[index]
+        top, asked = self._top[index], self._asked[index]
+        start = max(self._starts[index] or 0, 0)
+        mean = self._request.return_normalized_logprob
+        prompt_fields = {"prompt_logprobs": top or 0, "prompt_logprobs_start": start}
         if not self._wanted[index]:
-            positive = start is not None and start >= 0
             for name, given in (
                 ("top_logprobs_num", bool(top)),
                 ("token_ids_logprob", bool(asked)),
-                ("logprob_start_len", positive),
             ):
                 if given:
                     raise InvalidRequest(f"{name} needs return_logprob to be true", param=name)
-            return {}
+            return prompt_fields if mean else {}
         fields: dict[str, Any] = {"logprobs": top or 0}
         if asked:
             fields["logprob_token_ids"] = asked
-        if self.start(index) is not None:
-            fields |= {"prompt_logprobs": top or 0, "prompt_logprobs_start": start}
+        if mean or self.start(index) is not None:
+            fields |= prompt_fields
         return fields
 
     def _request_id(self, index: int) -> str:
@@ -201,10 +202,10 @@ def _check_length(values: Sequence[object], count: int, name: str) -> None:
         raise InvalidRequest(f"{name} is a list of {len(values)} for {count} prompts", param=name)
 
 
-def _fields(sampling: NativeSampling, path: str) -> dict[str, Any]:
+def _fields(sampling: NativeSampling, path: str, default_max_tokens: int) -> dict[str, Any]:
     fields = {own: getattr(sampling, theirs) for own, theirs in _SAMPLING_NAMES.items()}
     if sampling.max_new_tokens is None:
-        fields["max_tokens"] = DEFAULT_NEW_TOKENS
+        fields["max_tokens"] = default_max_tokens
     fewest, most = sampling.min_new_tokens or 0, fields["max_tokens"]
     if fewest > most:  # Found here, because the engine would call the other field max_tokens.
         name = f"{path}.min_new_tokens"

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from trioserve.http import fields
 from trioserve.http.sampling_fields import SamplingFields
 from trioserve.http.schemas import (
+    ROUTES_NOT_REPORTED,
     Count,
     Exclusive,
     GrammarText,
@@ -20,6 +21,7 @@ from trioserve.http.schemas import (
     NumOutputs,
     Priority,
     Seconds,
+    Text,
     TokenId,
     about,
     hint,
@@ -46,8 +48,11 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
     max_new_tokens: Annotated[
         Count | None,
-        about("Most tokens to produce; 128 if it isn't given. 0 only computes the prompt."),
-    ] = DEFAULT_NEW_TOKENS
+        about(
+            "Most tokens to produce; without it 128, or the server's default where that is "
+            "smaller. 0 only computes the prompt."
+        ),
+    ] = None
     min_new_tokens: fields.MinTokens = None
     n: Annotated[
         NumOutputs | None,
@@ -111,7 +116,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     EXCLUSIVE: ClassVar = (Exclusive(("text", "input_ids"), required=True),)
 
     text: Annotated[
-        str | Annotated[list[str], msgspec.Meta(min_length=1)] | None,
+        Text | Annotated[list[Text], msgspec.Meta(min_length=1)] | None,
         about("The prompt, or a list of prompts; it or `input_ids` has to be given."),
     ] = None
     input_ids: Annotated[
@@ -124,6 +129,10 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: Annotated[
         bool | None,
         about("Answer with events, each with the whole output of one prompt so far."),
+    ] = None
+    stream_output: Annotated[
+        bool | None,
+        about("With `stream`: each event holds only what is new, and the input is told once."),
     ] = None
     rid: Annotated[
         Identifier | list[Identifier] | None,
@@ -139,7 +148,15 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         | None,
         about(
             "The prompt's position from which log-probabilities are reported, too; the token there "
-            "comes without one. -1, as if it isn't given: those of the output only."
+            "comes without one. -1, as if it isn't given: those of the output only. Without "
+            "`return_logprob` it says nothing."
+        ),
+    ] = None
+    return_normalized_logprob: Annotated[
+        bool | None,
+        about(
+            "Report the mean log-probability of the prompt's tokens behind position "
+            "`logprob_start_len`, 0 if it isn't given."
         ),
     ] = None
     top_logprobs_num: Annotated[
@@ -212,8 +229,8 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         only(why="it is code, and nothing of a client's is executed; see --logits-processors"),
     ] = None
     return_hidden_states: Annotated[Any, only(False, why="hidden states stay in the worker")] = None
-    return_routed_experts: Annotated[Any, only(False, why="no model with experts is served")] = None
-    routed_experts_start_len: Annotated[Any, only(0, why="no model with experts is served")] = None
+    return_routed_experts: Annotated[Any, only(False, why=ROUTES_NOT_REPORTED)] = None
+    routed_experts_start_len: Annotated[Any, only(0, why=ROUTES_NOT_REPORTED)] = None
     return_indexer_topk: Annotated[
         Any, only(False, why="no model with sparse attention is served")
     ] = None
@@ -269,11 +286,18 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     completion_tokens: Annotated[int, about("Tokens of this output.")]
     cached_tokens: Annotated[int, about("Tokens of the prompt that were in the prefix cache.")]
     e2e_latency: Annotated[float, about("Seconds since the request arrived.")]
+    response_sent_to_client_ts: Annotated[
+        float | UnsetType, about("When the whole output was sent, in Unix seconds.")
+    ] = UNSET
     input_token_logprobs: Annotated[
         list[NativeLogprob] | UnsetType, about("The prompt's tokens, from `logprob_start_len` on.")
     ] = UNSET
     output_token_logprobs: Annotated[
         list[NativeLogprob] | UnsetType, about("The output's tokens.")
+    ] = UNSET
+    normalized_prompt_logprob: Annotated[
+        float | UnsetType | None,
+        about("The mean log-probability of the prompt's tokens, where it is asked for."),
     ] = UNSET
     input_top_logprobs: Annotated[
         list[NativeLogprobs] | UnsetType,
@@ -294,7 +318,7 @@ class MetaInfo(msgspec.Struct, kw_only=True):
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """The output so far; an event of a stream holds all of it again.
+    """The output so far; an event of a stream holds all of it again, unless `stream_output` is set.
 
     ``index`` numbers the outputs of a list: that of the prompt times ``n``, plus the output's own.
     ``prompt_token_ids`` comes with the whole output only.

@@ -17,7 +17,7 @@ from trioserve.http.native.schemas import (
     NativeFinish,
     NativeLogprob,
 )
-from trioserve.http.openai.writer import MIN_LOGPROB
+from trioserve.http.openai.writer import MIN_LOGPROB, matched_stop
 from trioserve.http.sse import event
 from trioserve.logprobs import PromptLogprobs
 from trioserve.stream import Chunk, TokenLogprob
@@ -66,16 +66,24 @@ class _Logprobs:
     tokens: _JsonList = attrs.field(factory=_JsonList)
     top: _JsonList = attrs.field(factory=_JsonList)
     asked: _JsonList = attrs.field(factory=_JsonList)
+    mean: float | None = None
+    """The mean log-probability, of a prompt's tokens."""
 
 
 @attrs.define(eq=False)
 class _SoFar:
-    """One output up to now."""
+    """One output up to now, or what of it hasn't been told where events hold only that."""
 
     text: _JsonText = attrs.field(factory=_JsonText)
     token_ids: list[int] = attrs.field(factory=list)
     encoded_ids: _JsonList = attrs.field(factory=_JsonList)
     logprobs: _Logprobs = attrs.field(factory=_Logprobs)
+    inputs_told: bool = False
+
+    def forget_told(self) -> None:
+        """Forget what an event has told."""
+        self.text, self.encoded_ids, self.logprobs = _JsonText(), _JsonList(), _Logprobs()
+        self.inputs_told = True
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -90,6 +98,10 @@ class NativeWriter:
     eos_token_ids: Sequence[int]
     with_text: bool
     with_prompt_ids: bool
+    with_mean: bool = False
+    """Whether the mean log-probability of the prompt is told."""
+    only_new: bool = False
+    """Whether an event leaves out what earlier ones have told."""
     _started: float = attrs.field(factory=time.monotonic)
     _so_far: dict[tuple[int, int], _SoFar] = attrs.field(factory=dict)
     _known_inputs: dict[int, _Logprobs] = attrs.field(factory=dict)
@@ -101,7 +113,7 @@ class NativeWriter:
         return b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """The whole so far of the output that ``chunk`` belongs to."""
+        """The whole so far of the output that ``chunk`` belongs to, or what is new of it."""
         so_far = self._so_far.setdefault((index, chunk.index), _SoFar())
         so_far.text.extend(chunk.text)
         so_far.token_ids += chunk.token_ids
@@ -110,7 +122,7 @@ class NativeWriter:
         if not chunk.text and chunk.finish_reason is None and not chunk.logprobs:
             return b""
         stream = self._streams[index]
-        return event(
+        reply = event(
             self._reply(
                 index,
                 chunk.index,
@@ -122,8 +134,12 @@ class NativeWriter:
                 finish=self._finish(chunk.finish_reason, chunk.stop_reason, so_far.token_ids),
                 prompt_ids=stream.prompt_token_ids,
                 inputs=self._inputs(index, stream.prompt_token_ids, stream.prompt_logprobs),
+                with_inputs=not so_far.inputs_told,
             )
         )
+        if self.only_new:
+            so_far.forget_told()
+        return reply
 
     def text(self, chunk: Chunk) -> None:
         """None: an event repeats all that came before."""
@@ -164,6 +180,7 @@ class NativeWriter:
         finish: NativeFinish | None,
         prompt_ids: Sequence[int],
         inputs: _Logprobs,
+        with_inputs: bool = True,
     ) -> GenerateResponse:
         job, several = self.batch.jobs[index], self.batch.num_outputs > 1
         meta = MetaInfo(
@@ -174,6 +191,12 @@ class NativeWriter:
             cached_tokens=usage.cached_tokens,
             e2e_latency=time.monotonic() - self._started,
         )
+        if finish is not None:
+            meta.response_sent_to_client_ts = time.time()
+        if self.with_mean and with_inputs:
+            meta.normalized_prompt_logprob = inputs.mean
+        if not with_inputs:
+            inputs = _Logprobs()
         params = job.params
         if params.logprobs is not None:
             meta.input_token_logprobs = inputs.tokens.encoded()
@@ -202,6 +225,11 @@ class NativeWriter:
         self, index: int, ids: list[int], logprobs: PromptLogprobs | None
     ) -> _Logprobs:
         found = _Logprobs()
+        if self.with_mean and logprobs is not None:
+            first = self.batch.jobs[index].params.prompt_logprobs_start + 1
+            entries = logprobs.entries(ids)[max(first - logprobs.start, 0) :]
+            if entries:
+                found.mean = _bounded(sum(entry.logprob for entry in entries) / len(entries))
         start = self.batch.starts[index]
         if start is not None and logprobs is not None and start < len(ids):
             # There, the first token reported has no log-probability, even where one comes before.
@@ -236,11 +264,8 @@ class NativeWriter:
             return None
         if reason == "length":
             return NativeFinish("length", length=len(token_ids))
-        if stop_reason is None and token_ids and token_ids[-1] in self.eos_token_ids:
-            stop_reason = token_ids[-1]
-        if stop_reason is None:
-            return NativeFinish(reason)
-        return NativeFinish(reason, matched=stop_reason)
+        matched = matched_stop(stop_reason, token_ids, self.eos_token_ids)
+        return NativeFinish(reason) if matched is None else NativeFinish(reason, matched=matched)
 
 
 def _bounded(logprob: float) -> float:

@@ -1,15 +1,20 @@
-"""Ollama's ``/api/chat``, ``/api/generate`` and ``/api/embed``."""
+"""Ollama's ``/api/chat``, ``/api/generate``, ``/api/embed`` and ``/api/embeddings``."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import quart
 import trio
 
+from trioserve.errors import InvalidRequest
 from trioserve.http.chat.answer import ReaderOptions
 from trioserve.http.chat.preparation import ChatPreparation, PreparedChat, chat_sampling
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.chat.writer import WantedChat
+from trioserve.http.generations import renamed
 from trioserve.http.ollama.fields import (
     CHAT_WORDS,
     GENERATE_WORDS,
@@ -20,6 +25,8 @@ from trioserve.http.ollama.fields import (
 )
 from trioserve.http.ollama.schemas import (
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbeddingsResponse,
     OllamaEmbedRequest,
     OllamaEmbedResponse,
     OllamaGenerateRequest,
@@ -31,7 +38,8 @@ from trioserve.http.pooling.asked import Asked
 from trioserve.http.pooling.embeddings import run_if_many
 from trioserve.http.service import CURLS_TYPE, Service, json_response
 from trioserve.http.threads import num_logprobs, run_if_long
-from trioserve.pooling.inputs import as_items
+from trioserve.pooling.inputs import Item, as_items
+from trioserve.pooling.results import Embeddings
 from trioserve.request import ChatPrompt, TextPrompt
 
 __all__ = ["OllamaEndpoints"]
@@ -88,7 +96,8 @@ class OllamaEndpoints:
     def _raw(self, chat: ChatCompletionRequest, prompt: str) -> PreparedChat:
         """The job of a prompt that is the whole text; nothing is told apart in its output."""
         fields, renames = chat_sampling(chat)
-        job = make_job(self._service, chat, TextPrompt(prompt), self._id("cmpl"), fields, renames)
+        params = self._service.sampling(fields, renames)
+        job = make_job(self._service, chat, TextPrompt(prompt), self._id("cmpl"), params, renames)
         return PreparedChat(job, self._all_text)
 
     async def _answer(
@@ -124,22 +133,17 @@ class OllamaEndpoints:
         """``POST /api/embed``."""
         service = self._service
         request = await service.read(OllamaEmbedRequest, CURLS_TYPE)
-        asked = Asked.of(service, "embd", None, None)
         with service.deadline(None).enforced():
             model = served_name(request.model, service)
-            adapter, _ = service.adapter(model, None)
-            items = as_items(request.input)
-            service.check_number_of_prompts(len(items), "input")
-            service.note_texts(items)
-            found = await service.engine.embed(
-                items,
+            truncate = None if request.truncate is False else -1
+            found = await self._embedded(
+                model,
+                as_items(request.input),
+                "input",
                 dimensions=request.dimensions,
                 normalize=True,
-                truncate_prompt_tokens=None if request.truncate is False else -1,
-                adapter=adapter,
-                **asked.options,
+                truncate_prompt_tokens=truncate,
             )
-            service.record.usage = found.usage
             duration = nanoseconds(trio.current_time() - service.record.started)
 
             def answer() -> msgspec.Raw:
@@ -152,3 +156,31 @@ class OllamaEndpoints:
                 return msgspec.Raw(msgspec.json.encode(response))
 
             return json_response(await run_if_many(found.vectors.size, answer))
+
+    async def ollama_embeddings(self) -> quart.Response:
+        """``POST /api/embeddings``."""
+        service = self._service
+        request = await service.read(OllamaEmbeddingsRequest, CURLS_TYPE)
+        with service.deadline(None).enforced():
+            model = served_name(request.model, service)
+            items = as_items(request.prompt, "prompt")
+            try:
+                found = await self._embedded(
+                    model, items, "prompt", normalize=False, truncate_prompt_tokens=-1
+                )
+            except InvalidRequest as error:
+                raise renamed(error, {"input": "prompt"}) from error
+            return json_response(OllamaEmbeddingsResponse(found.vectors[0].tolist()))
+
+    async def _embedded(
+        self, model: str, items: Sequence[Item], field: str, **options: Any
+    ) -> Embeddings:
+        """Return the vectors of ``items``, which are ``field`` of the request, for ``model``."""
+        service = self._service
+        adapter, _ = service.adapter(model, None)
+        service.check_number_of_prompts(len(items), field)
+        service.note_texts(items)
+        asked = Asked.of(service, "embd", None, None)
+        found = await service.engine.embed(items, adapter=adapter, **options, **asked.options)
+        service.record.usage = found.usage
+        return found

@@ -12,6 +12,8 @@ from trioserve.http.ollama.model_schemas import (
 from trioserve.http.ollama.schemas import (
     OllamaChatRequest,
     OllamaChatResponse,
+    OllamaEmbeddingsRequest,
+    OllamaEmbeddingsResponse,
     OllamaEmbedRequest,
     OllamaEmbedResponse,
     OllamaGenerateRequest,
@@ -58,6 +60,17 @@ ROUTES = (
         peers="Ollama",
         request=OllamaEmbedRequest,
         response=OllamaEmbedResponse,
+        errors=(404, *GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/api/embeddings",
+        handler="ollama_embeddings",
+        summary="The embedding of one text, with Ollama's older fields",
+        group="Embeddings and scores",
+        peers="Ollama",
+        request=OllamaEmbeddingsRequest,
+        response=OllamaEmbeddingsResponse,
         errors=(404, *GENERATING),
     ),
     Route(

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from trioserve.http import fields
 from trioserve.http.chat.messages import MAX_MESSAGES, MAX_TOOLS, FunctionName, Tools
 from trioserve.http.chat.schemas import ChatLogprob
-from trioserve.http.schemas import Count, Seed, about, hint, only
+from trioserve.http.schemas import Count, Seed, Text, about, hint, only
 
 __all__ = [
     "OllamaAnswer",
@@ -44,7 +44,7 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     num_predict: Annotated[
         Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None,
-        about("Tokens of the output at most; -1 or -2 for what the model's context leaves."),
+        about("Tokens of the output at most; -1 or -2 for the server's default."),
     ] = None
     temperature: fields.Temperature = None
     top_k: fields.TopK = None
@@ -141,8 +141,8 @@ class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation."""
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], about("Who speaks.")]
-    content: Annotated[str | None, about("What is said.")] = None
-    thinking: Annotated[str | None, about("What came before an earlier answer.")] = None
+    content: Annotated[Text | None, about("What is said.")] = None
+    thinking: Annotated[Text | None, about("What came before an earlier answer.")] = None
     tool_calls: Annotated[
         Annotated[list[OllamaToolCall], msgspec.Meta(max_length=MAX_TOOLS)] | None,
         about("Earlier tool calls."),
@@ -170,10 +170,10 @@ class OllamaGenerateRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=T
     """The body of ``POST /api/generate``."""
 
     prompt: Annotated[
-        str | None,
+        Text | None,
         about("What a user says. Without it, or empty, the model is loaded, which it is already."),
     ] = None
-    system: Annotated[str | None, about("What is said before it.")] = None
+    system: Annotated[Text | None, about("What is said before it.")] = None
     raw: Annotated[
         bool | None, about("If true, the prompt is the whole text, without a chat template.")
     ] = None
@@ -267,7 +267,7 @@ class OllamaEmbedRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
         str | None, about("A name out of `/api/tags`; the first of them if it isn't given.")
     ] = None
     input: Annotated[
-        str | Annotated[list[str], msgspec.Meta(min_length=1)], about("A text, or several.")
+        Text | Annotated[list[Text], msgspec.Meta(min_length=1)], about("A text, or several.")
     ]
     truncate: Annotated[
         bool | None,
@@ -279,6 +279,23 @@ class OllamaEmbedRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     ] = None
     options: Annotated[Any, hint()] = None
     keep_alive: Annotated[Any, hint()] = None
+
+
+class OllamaEmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /api/embeddings``, which ``/api/embed`` has taken the place of."""
+
+    model: Annotated[
+        str | None, about("A name out of `/api/tags`; the first of them if it isn't given.")
+    ] = None
+    prompt: Annotated[Text, about("A text.")]
+    options: Annotated[Any, hint()] = None
+    keep_alive: Annotated[Any, hint()] = None
+
+
+class OllamaEmbeddingsResponse(msgspec.Struct):
+    """The vector of a text."""
+
+    embedding: Annotated[list[float], about("The vector, of whatever length the model gives it.")]
 
 
 class OllamaEmbedResponse(msgspec.Struct, kw_only=True):

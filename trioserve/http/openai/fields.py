@@ -12,6 +12,7 @@ from trioserve.http.retention import retention_of
 from trioserve.http.sampling_fields import SHARED_NAMES
 from trioserve.http.service import Service
 from trioserve.request import Prompt
+from trioserve.sampling import SamplingParams
 
 __all__ = [
     "check_stream_options",
@@ -75,22 +76,22 @@ def make_job(
     request: GenerationRequest,
     prompt: Prompt,
     id: str,
-    fields: dict[str, Any],
+    params: SamplingParams,
     renames: dict[str, str],
 ) -> Job:
     """A job for one prompt of ``request``.
 
     Args:
-        fields: sampling fields by the engine's names.
+        params: how to sample; the prompts of a request share it.
         renames: the engine's names of fields that ``request`` calls something else, to its own.
 
     Raises:
-        InvalidRequest: a field is out of its range; ``param`` is the name it has in ``request``.
+        InvalidRequest: the request names two adapters.
     """
     adapter, field = service.adapter(request.model, request.lora_path)
     return Job(
         prompt=prompt,
-        params=service.sampling(fields, renames),
+        params=params,
         request_id=id,
         priority=request.priority or 0,
         timeout=request.timeout,
@@ -120,4 +121,4 @@ def include_usage(request: GenerationRequest) -> bool:
 def continuous_usage(request: GenerationRequest) -> bool:
     """Whether every event of a stream tells the usage up to then."""
     options = request.stream_options
-    return options is not None and bool(options.continuous_usage_stats)
+    return include_usage(request) and options is not None and bool(options.continuous_usage_stats)

@@ -18,20 +18,23 @@ class ModelEndpoints:
 
     async def models(self) -> quart.Response:
         """``GET /v1/models``."""
-        adapters = [adapter.name for adapter in self._service.engine.adapters]
-        names = (*self._service.model_names, *adapters)
+        names = (*self._service.model_names, *self._adapter_paths())
         return json_response(ModelList([self._card(name) for name in names]))
 
     async def model(self, name: str) -> quart.Response:
         """``GET /v1/models/{name}``."""
         return json_response(self._card(self._service.model(name)))
 
+    def _adapter_paths(self) -> dict[str, str]:
+        return {adapter.name: adapter.path for adapter in self._service.engine.adapters}
+
     def _card(self, name: str) -> ModelCard:
         own_names = self._service.model_names
+        own = name in own_names
         return ModelCard(
             id=name,
             created=self._service.started,
-            root=self._service.engine.model_name,
-            parent=None if name in own_names else own_names[0],
+            root=self._service.engine.model_name if own else self._adapter_paths()[name],
+            parent=None if own else own_names[0],
             max_model_len=self._service.engine.max_model_len,
         )

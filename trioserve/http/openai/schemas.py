@@ -14,11 +14,13 @@ from trioserve.http import fields
 from trioserve.http.openai.structured_schemas import JsonText, ResponseFormat, StructuredOutputs
 from trioserve.http.sampling_fields import SamplingFields
 from trioserve.http.schemas import (
+    ROUTES_NOT_REPORTED,
     Count,
     Exclusive,
     GrammarText,
     Identifier,
     NumOutputs,
+    Text,
     TokenId,
     about,
     hint,
@@ -45,10 +47,6 @@ _BadWord = Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]
 _ExtraArgs = Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)]
 
 
-def _no_experts(*values: Any) -> msgspec.Meta:
-    return only(*values, why="the models that are served have no experts to route to")
-
-
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What a stream carries besides the text."""
 
@@ -56,7 +54,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         bool | None, about("End with an event that holds the usage and no choice.")
     ] = None
     continuous_usage_stats: Annotated[
-        bool | None, about("Tell in every event the usage up to then.")
+        bool | None, about("With `include_usage`, tell in every event the usage up to then.")
     ] = None
     include_obfuscation: Annotated[
         Any, only(False, why="events aren't padded to hide their lengths")
@@ -137,7 +135,7 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         GrammarText | None, about("`structured_outputs.regex` of older versions of vLLM.")
     ] = None
     guided_choice: Annotated[
-        Annotated[list[str], msgspec.Meta(min_length=1)] | None,
+        Annotated[list[Text], msgspec.Meta(min_length=1)] | None,
         about("`structured_outputs.choice` of older versions of vLLM."),
     ] = None
     guided_grammar: Annotated[
@@ -171,7 +169,10 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     ] = None
     logprob_token_ids: Annotated[
         Annotated[list[TokenId], msgspec.Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None,
-        about("Tokens whose log-probabilities are told wherever some are."),
+        about(
+            "Tokens whose log-probabilities are told wherever some are. With the one of the output "
+            "they take the place of its most probable ones; it needs `logprobs`."
+        ),
     ] = None
     return_tokens_as_token_ids: Annotated[
         bool | None, about('Where log-probabilities name tokens, name them as "token_id:123".')
@@ -226,9 +227,9 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     return_cached_tokens_details: Annotated[
         Any, only(False, why="usage tells the number of cached tokens")
     ] = None
-    return_routed_experts: Annotated[Any, _no_experts(False)] = None
-    routed_experts_start_len: Annotated[Any, _no_experts(0)] = None
-    routed_experts_prompt_start: Annotated[Any, _no_experts(0)] = None
+    return_routed_experts: Annotated[Any, only(False, why=ROUTES_NOT_REPORTED)] = None
+    routed_experts_start_len: Annotated[Any, only(0, why=ROUTES_NOT_REPORTED)] = None
+    routed_experts_prompt_start: Annotated[Any, only(0, why=ROUTES_NOT_REPORTED)] = None
     lora_path: Annotated[
         Annotated[str, msgspec.Meta(max_length=512)] | None,
         about("The name of a loaded adapter; `model` may name it, too."),
@@ -276,7 +277,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     object: Annotated[str, about("Always `model`.")] = "model"
     created: Annotated[int, about("When the server began, in Unix seconds.")]
     owned_by: Annotated[str, about("Always `trioserve`.")] = "trioserve"
-    root: Annotated[str, about("The model that has the name.")]
+    root: Annotated[str, about("The model that has the name; of an adapter, its folder.")]
     parent: Annotated[str | None, about("The model that the adapter is for.")] = None
     max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
 

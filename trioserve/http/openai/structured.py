@@ -24,6 +24,7 @@ from trioserve.http.openai.structured_schemas import (
     StructuredOutputs,
     TextFormat,
 )
+from trioserve.structural_format import check_format
 
 __all__ = ["GrammarField", "grammar_field"]
 
@@ -186,16 +187,12 @@ def _tag(name: str, value: JsonText, options: _Options) -> Grammar:
         raise InvalidRequest(
             f"{name}.{wrong}", param=f"{name}.{wrong.param}", code=wrong.code
         ) from None
-    if tag.format is not None:
-        raise InvalidRequest(
-            f"{name}.format isn't served: give structures and triggers",
-            param=f"{name}.format",
-            code="unsupported_parameter",
-        )
     return _structural_tag(name, tag)
 
 
 def _structural_tag(name: str, given: StructuralTagFormat) -> Grammar:
+    if given.format is not None:
+        return _by_format(name, given)
     for field in ("structures", "triggers"):
         if not getattr(given, field):
             raise InvalidRequest(f"{name}.{field} must hold at least one", param=f"{name}.{field}")
@@ -206,6 +203,24 @@ def _structural_tag(name: str, given: StructuralTagFormat) -> Grammar:
     return Grammar(
         "structural_tag", _json_text({"structures": structures, "triggers": given.triggers})
     )
+
+
+def _by_format(name: str, given: StructuralTagFormat) -> Grammar:
+    if given.structures or given.triggers:
+        raise InvalidRequest(
+            f"{name}.format excludes structures and triggers", param=f"{name}.format"
+        )
+    grammar = Grammar("structural_tag", _json_text({"format": given.format}))
+    try:
+        check_format(given.format)
+    except InvalidRequest as error:
+        message = str(error).removeprefix("grammar: ")
+        raise InvalidRequest(f"{name}.{message}", param=f"{name}.format") from error
+    except RecursionError:
+        raise InvalidRequest(
+            f"{name}.format is nested too deeply", param=f"{name}.format"
+        ) from None
+    return grammar
 
 
 _READERS: dict[str, Callable[[str, Any, _Options], Grammar]] = {

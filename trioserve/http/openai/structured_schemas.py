@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
-from trioserve.http.schemas import Exclusive, about, only
+from trioserve.http.schemas import Exclusive, Text, about
 
 __all__ = [
     "JsonObjectFormat",
@@ -41,7 +41,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     name: Annotated[str | None, about("A name for the schema; it isn't shown to the model.")] = None
     description: Annotated[
-        str | None, about("What the schema is for; it isn't shown to the model.")
+        Text | None, about("What the schema is for; it isn't shown to the model.")
     ] = None
     schema: Annotated[dict[str, Any] | None, about("The JSON schema.")] = None
     json_schema: Annotated[dict[str, Any] | None, about("vLLM's other name of `schema`.")] = None
@@ -79,7 +79,13 @@ class StructuralTagFormat(
         Annotated[list[str], msgspec.Meta(min_length=1)] | None,
         about("A text that begins with one of these has to be one of the tags."),
     ] = None
-    format: Annotated[Any, only(why="give structures and triggers")] = None
+    format: Annotated[
+        dict[str, Any] | None,
+        about(
+            "The whole output, piece by piece, in place of these: xgrammar's format, which has "
+            "a `type`."
+        ),
+    ] = None
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
@@ -100,7 +106,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         _Text | None, about("A regular expression that the whole output matches (Rust's syntax).")
     ] = None
     choice: Annotated[
-        Annotated[list[str], msgspec.Meta(min_length=1)] | None,
+        Annotated[list[Text], msgspec.Meta(min_length=1)] | None,
         about("Texts of which the output is one."),
     ] = None
     grammar: Annotated[_Text | None, about("A grammar: Lark (llguidance's dialect) or GBNF.")] = (

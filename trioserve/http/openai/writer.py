@@ -22,6 +22,7 @@ __all__ = [
     "MIN_LOGPROB",
     "OpenAIWriter",
     "TextEvent",
+    "matched_stop",
     "prompt_logprobs_reply",
     "says_nothing",
     "token_name",
@@ -40,6 +41,15 @@ def usage_reply(usage: Usage) -> UsageReply:
         total_tokens=usage.total_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
     )
+
+
+def matched_stop(
+    stop_reason: int | str | None, token_ids: Sequence[int], eos_token_ids: Sequence[int]
+) -> int | str | None:
+    """Return the stop string or token that ended an output, the model's own end among them."""
+    if stop_reason is None and token_ids and token_ids[-1] in eos_token_ids:
+        return token_ids[-1]
+    return stop_reason
 
 
 def token_name(token_id: int, tokenizer: Tokenizer, *, as_id: bool) -> str:

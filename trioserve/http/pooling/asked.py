@@ -22,6 +22,7 @@ class Asked:
     id: str
     timeout: float | None
     arrived: float
+    tenant: str
     traceparent: str
     tracestate: str
     created: int = attrs.field(factory=lambda: int(time.time()))
@@ -41,6 +42,7 @@ class Asked:
             id=f"{kind}-{given or record.request_id}",
             timeout=timeout,
             arrived=record.started,
+            tenant=record.tenant,
             traceparent=record.traceparent,
             tracestate=record.tracestate,
         )
@@ -52,6 +54,7 @@ class Asked:
             "request_id": self.id,
             "timeout": self.timeout,
             "arrived": self.arrived,
+            "tenant": self.tenant,
             "traceparent": self.traceparent,
             "tracestate": self.tracestate,
         }

@@ -11,7 +11,17 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.http import fields
-from trioserve.http.schemas import Exclusive, Identifier, Seconds, TokenId, about, hint, only
+from trioserve.http.schemas import (
+    Exclusive,
+    Identifier,
+    Salt,
+    Seconds,
+    Text,
+    TokenId,
+    about,
+    hint,
+    only,
+)
 from trioserve.sampling import MAX_LOGPROB_TOKEN_IDS
 
 __all__ = [
@@ -36,10 +46,10 @@ __all__ = [
 ]
 
 _Truncation = Annotated[int, msgspec.Meta(ge=-1)]
-_Texts = Annotated[list[str], msgspec.Meta(min_length=1)]
+_Texts = Annotated[list[Text], msgspec.Meta(min_length=1)]
 _Ids = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 _Inputs = Annotated[
-    list[str | TokenId | _Ids],
+    list[Text | TokenId | _Ids],
     msgspec.Meta(
         min_length=1,
         extra_json_schema={
@@ -52,7 +62,7 @@ _Inputs = Annotated[
 ]
 """Texts and lists of ids, or ids."""
 _IdsOrPair = Annotated[
-    list[TokenId | str],
+    list[TokenId | Text],
     msgspec.Meta(
         min_length=1,
         extra_json_schema={
@@ -64,7 +74,7 @@ _IdsOrPair = Annotated[
     ),
 ]
 _InputsOrPairs = Annotated[
-    list[str | TokenId | _IdsOrPair],
+    list[Text | TokenId | _IdsOrPair],
     msgspec.Meta(
         min_length=1,
         extra_json_schema={
@@ -121,7 +131,7 @@ class EmbeddingRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True)
     )
 
     input: Annotated[
-        str | _Inputs,
+        Text | _Inputs,
         about(
             "A text or the token ids of one, or a list of either. Ids are taken as they are, "
             "special tokens included."
@@ -159,7 +169,7 @@ class EmbeddingRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True)
         bool | None, only(True, why="the model was trained with its special tokens")
     ] = None
     cache_salt: Annotated[
-        str | None, about("Share cached prefixes only with requests of the same salt.")
+        Salt | None, about("Share cached prefixes only with requests of the same salt.")
     ] = None
     embed_dtype: Annotated[
         str | None, only("float32", why="vectors are given as they are computed")
@@ -180,6 +190,7 @@ class TextUsage(msgspec.Struct):
 
     prompt_tokens: Annotated[int, about("Tokens of all texts, special ones included.")]
     total_tokens: Annotated[int, about("The same.")]
+    completion_tokens: Annotated[int, about("Always 0: nothing is produced.")] = 0
 
 
 class EmbeddedText(msgspec.Struct, kw_only=True):
@@ -207,7 +218,7 @@ class EncodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     EXCLUSIVE: ClassVar = (Exclusive(("text", "input_ids"), required=True),)
 
     text: Annotated[
-        str | _Texts | None,
+        Text | _Texts | None,
         about("A text, or a list of texts; it or `input_ids` has to be given."),
     ] = None
     input_ids: Annotated[
@@ -280,20 +291,20 @@ class ScoreRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
     )
 
     text_1: Annotated[
-        str | _Texts | None,
+        Text | _Texts | None,
         about("A text that goes with all of `text_2`, or one for each."),
     ] = None
-    text_2: Annotated[str | _Texts | None, about("The other texts of the pairs.")] = None
-    queries: Annotated[str | _Texts | None, about("Another name for `text_1`.")] = None
-    documents: Annotated[str | _Texts | None, about("Another name for `text_2`.")] = None
-    data_1: Annotated[str | _Texts | None, about("Another name for `text_1`.")] = None
-    data_2: Annotated[str | _Texts | None, about("Another name for `text_2`.")] = None
+    text_2: Annotated[Text | _Texts | None, about("The other texts of the pairs.")] = None
+    queries: Annotated[Text | _Texts | None, about("Another name for `text_1`.")] = None
+    documents: Annotated[Text | _Texts | None, about("Another name for `text_2`.")] = None
+    data_1: Annotated[Text | _Texts | None, about("Another name for `text_1`.")] = None
+    data_2: Annotated[Text | _Texts | None, about("Another name for `text_2`.")] = None
     query: Annotated[
-        str | _Ids | None,
+        Text | _Ids | None,
         about("The text or token ids that stand before each item; SGLang's name for `text_1`."),
     ] = None
     items: Annotated[
-        str | Annotated[list[str | _Ids], msgspec.Meta(min_length=1)] | None,
+        Text | Annotated[list[Text | _Ids], msgspec.Meta(min_length=1)] | None,
         about("A text, or a list of texts or lists of token ids; SGLang's name for `text_2`."),
     ] = None
     label_token_ids: Annotated[
@@ -348,15 +359,15 @@ class ScoreResponse(msgspec.Struct, kw_only=True):
 class RerankDocument(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A document in an object, as Jina takes and gives it."""
 
-    text: Annotated[str, about("Its text.")]
+    text: Annotated[Text, about("Its text.")]
 
 
 class RerankRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /rerank``."""
 
-    query: Annotated[str, about("What is looked for.")]
+    query: Annotated[Text, about("What is looked for.")]
     documents: Annotated[
-        Annotated[list[str | RerankDocument], msgspec.Meta(min_length=1)],
+        Annotated[list[Text | RerankDocument], msgspec.Meta(min_length=1)],
         about("The documents: texts, or objects with a `text`."),
     ]
     top_n: Annotated[
@@ -407,7 +418,7 @@ class ClassifyRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
     )
 
     input: Annotated[
-        str | _InputsOrPairs,
+        Text | _InputsOrPairs,
         about(
             "A text or the token ids of one, or a list of either; an item of a list may also be a "
             'pair of texts, `["query", "document"]`.'

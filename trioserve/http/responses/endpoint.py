@@ -33,11 +33,13 @@ from trioserve.http.responses.replies import (
     DeletedResponse,
     FunctionToolReply,
     InputItemList,
+    InputTokensReply,
     ReasoningSettings,
     ResponseReply,
 )
 from trioserve.http.responses.schemas import (
     InputItemsQuery,
+    InputTokensRequest,
     ResponseQuery,
     ResponsesRequest,
     TextOptions,
@@ -50,9 +52,10 @@ from trioserve.http.responses.turns import (
     response_of,
 )
 from trioserve.http.responses.writer import ResponseMaker, ResponseWriter
-from trioserve.http.service import Service, json_response
+from trioserve.http.service import Service, json_response, response_of_view
 from trioserve.http.sse import Framing
 from trioserve.http.threads import num_in_entries, run_if_long
+from trioserve.http.utilities.tokens import TokenEndpoints
 from trioserve.kept_responses import MAX_CONVERSATION_BYTES
 
 __all__ = ["ResponseEndpoints"]
@@ -61,6 +64,11 @@ DEFAULT_LIMIT = 20
 """Items of an input that are listed at a time."""
 _SPARE_DEPTH = 100
 """Levels that a response is told with less deep than it could be."""
+
+
+_PROMPT_FIELDS = (
+    *("input", "instructions", "text", "tools", "tool_choice", "parallel_tool_calls", "reasoning"),
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -79,9 +87,10 @@ class _Asked:
 class ResponseEndpoints:
     """The handlers, over one service."""
 
-    def __init__(self, service: Service, chats: ChatPreparation) -> None:
+    def __init__(self, service: Service, chats: ChatPreparation, tokens: TokenEndpoints) -> None:
         self._service = service
         self._chats = chats
+        self._tokens = tokens
 
     async def create_response(self) -> quart.Response:
         """``POST /v1/responses``."""
@@ -93,11 +102,23 @@ class ResponseEndpoints:
                 return self._streamed(asked, maker)
             return json_response(await self._whole(asked, maker))
 
+    async def response_input_tokens(self) -> quart.Response:
+        """``POST /v1/responses/input_tokens``."""
+        asked = await self._service.read(InputTokensRequest)
+        self._service.model(asked.model)
+        request = ResponsesRequest(
+            **{name: getattr(asked, name) for name in _PROMPT_FIELDS},
+        )
+        history = await self._history(asked.previous_response_id)
+        with WORDS.spoken():
+            ids = await self._tokens.chat_ids(chat_request(request, history))
+        return json_response(InputTokensReply(input_tokens=len(ids)))
+
     async def kept_response(self, response_id: str) -> quart.Response:
         """``GET /v1/responses/{response_id}``."""
         self._service.read_query(ResponseQuery)
         turn = await self._kept(response_id)
-        return quart.Response(response_of(turn), content_type="application/json")
+        return response_of_view(response_of(turn))
 
     async def delete_response(self, response_id: str) -> quart.Response:
         """``DELETE /v1/responses/{response_id}``: those that go on from it stay as they are."""

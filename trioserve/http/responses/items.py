@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from trioserve.http.chat.messages import MAX_PARTS, FunctionName, RefusalPart
-from trioserve.http.schemas import Identifier, about, hint, only
+from trioserve.http.schemas import Identifier, Text, about, hint, only
 
 __all__ = [
     "CallItem",
@@ -41,7 +41,7 @@ class InputText(
 ):
     """A piece of what is said to the model."""
 
-    text: Annotated[str, about("What is said.")]
+    text: Annotated[Text, about("What is said.")]
     prompt_cache_breakpoint: Annotated[Any, hint()] = None
 
 
@@ -55,7 +55,7 @@ class OutputText(
 ):
     """A piece of what the model has said."""
 
-    text: Annotated[str, about("What was said.")]
+    text: Annotated[Text, about("What was said.")]
     annotations: Annotated[Any, hint()] = None
     logprobs: Annotated[Any, hint()] = None
 
@@ -75,7 +75,7 @@ class MessageItem(
     """A message of the conversation. An item without a `type` is one."""
 
     role: Annotated[Literal["user", "assistant", "system", "developer"], about("Who speaks.")]
-    content: Annotated[str | _Content, about("What is said, as a whole or in parts.")]
+    content: Annotated[Text | _Content, about("What is said, as a whole or in parts.")]
     id: _Id = None
     status: _Status = None
     phase: Annotated[Literal["commentary", "final_answer"] | None, hint()] = None
@@ -93,7 +93,7 @@ class CallItem(
 
     call_id: Annotated[Identifier, about("The name that the call's output refers to.")]
     name: Annotated[FunctionName, about("Which function was called.")]
-    arguments: Annotated[str, about("JSON as text.")]
+    arguments: Annotated[Text, about("JSON as text.")]
     id: _Id = None
     status: _Status = None
     caller: _Caller = None
@@ -113,7 +113,7 @@ class CallOutputItem(
 
     call_id: Annotated[Identifier, about("The call that this is the output of.")]
     output: Annotated[
-        str | Annotated[list[InputText], msgspec.Meta(max_length=MAX_PARTS)],
+        Text | Annotated[list[InputText], msgspec.Meta(max_length=MAX_PARTS)],
         about("What it gave, as a whole or in parts."),
     ]
     id: _Id = None
@@ -128,7 +128,7 @@ class ReasoningText(
 ):
     """A piece of reasoning."""
 
-    text: Annotated[str, about("What the model has written, without the marks.")]
+    text: Annotated[Text, about("What the model has written, without the marks.")]
 
 
 class ReasoningItem(

@@ -193,6 +193,13 @@ class InputItemList(msgspec.Struct, kw_only=True):
     has_more: Annotated[bool, about("Whether there are others behind the last one.")]
 
 
+class InputTokensReply(msgspec.Struct, kw_only=True):
+    """How long a prompt is."""
+
+    object: Annotated[str, about("Always `response.input_tokens`.")] = "response.input_tokens"
+    input_tokens: Annotated[int, about("Tokens of the prompt.")]
+
+
 class DeletedResponse(msgspec.Struct, kw_only=True):
     """A response that is no longer kept."""
 

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from trioserve.http.responses.events import ResponseEvent
-from trioserve.http.responses.replies import DeletedResponse, InputItemList, ResponseReply
-from trioserve.http.responses.schemas import InputItemsQuery, ResponseQuery, ResponsesRequest
+from trioserve.http.responses.replies import (
+    DeletedResponse,
+    InputItemList,
+    InputTokensReply,
+    ResponseReply,
+)
+from trioserve.http.responses.schemas import (
+    InputItemsQuery,
+    InputTokensRequest,
+    ResponseQuery,
+    ResponsesRequest,
+)
 from trioserve.http.route import GENERATING, Route
 
 __all__ = ["ROUTES"]
@@ -21,6 +31,17 @@ ROUTES = (
         response=ResponseReply,
         events=ResponseEvent,
         errors=(404, *GENERATING),
+    ),
+    Route(
+        method="POST",
+        rule="/v1/responses/input_tokens",
+        handler="response_input_tokens",
+        summary="How many tokens a response's prompt has",
+        group="Tokens",
+        peers="OpenAI",
+        request=InputTokensRequest,
+        response=InputTokensReply,
+        errors=(400, 404),
     ),
     Route(
         method="GET",

@@ -13,7 +13,7 @@ from trioserve.http import fields
 from trioserve.http.chat.messages import MAX_TOOLS, AllowedMode, FunctionName, FunctionParameters
 from trioserve.http.openai.structured_schemas import JsonObjectFormat, StructuredOutputs, TextFormat
 from trioserve.http.responses.items import InputItems
-from trioserve.http.schemas import Count, Exclusive, Identifier, about, hint, one_worker, only
+from trioserve.http.schemas import Count, Exclusive, Identifier, Text, about, hint, one_worker, only
 
 __all__ = [
     "LOGPROBS",
@@ -51,7 +51,7 @@ class FunctionTool(
     """A function that the model may call; there are no other tools."""
 
     name: Annotated[FunctionName, about("How it is called.")]
-    description: Annotated[str | None, about("What it does, for the model.")] = None
+    description: Annotated[Text | None, about("What it does, for the model.")] = None
     parameters: FunctionParameters = None
     strict: Annotated[
         bool | None,
@@ -93,7 +93,7 @@ class NamedSchemaFormat(
     name: Annotated[str, about("A name for the schema; it isn't shown to the model.")]
     schema: Annotated[dict[str, Any], about("The JSON schema.")]
     description: Annotated[
-        str | None, about("What the schema is for; it isn't shown to the model.")
+        Text | None, about("What the schema is for; it isn't shown to the model.")
     ] = None
     strict: Annotated[
         bool | None, about("The schema is followed strictly, whatever this says.")
@@ -130,6 +130,19 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=
     ] = None
 
 
+_ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | ChosenFunctionTool | AllowedFunctions | None,
+    about(
+        "`none`: tools are left out of the prompt. `auto`: the model decides. `required`, or a "
+        "function: a grammar makes it call one, or this one. `auto` if there are tools."
+    ),
+]
+_Truncation = Annotated[
+    Any, only("disabled", why="nothing is left out of a conversation that is too long")
+]
+_Conversation = Annotated[
+    Any, only(why="there are no conversations beside responses: see previous_response_id")
+]
 _MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
 _MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -141,10 +154,10 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     USUAL_TYPES: ClassVar = {"input": "message"}
 
     input: Annotated[
-        str | InputItems, about("What is said now: the user's words, or messages and other items.")
+        Text | InputItems, about("What is said now: the user's words, or messages and other items.")
     ]
     instructions: Annotated[
-        str | None,
+        Text | None,
         about("A system message before everything else. Later responses don't inherit it."),
     ] = None
     previous_response_id: Annotated[
@@ -196,13 +209,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
         about("Functions that the model may call."),
     ] = None
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | ChosenFunctionTool | AllowedFunctions | None,
-        about(
-            "`none`: tools are left out of the prompt. `auto`: the model decides. `required`, or a "
-            "function: a grammar makes it call one, or this one. `auto` if there are tools."
-        ),
-    ] = None
+    tool_choice: _ToolChoice = None
     parallel_tool_calls: fields.ParallelToolCalls = None
     reasoning: Annotated[ReasoningOptions | None, about("How the model is to reason.")] = None
     chat_template_kwargs: fields.ChatTemplateArguments = None
@@ -226,13 +233,9 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     background: Annotated[
         Any, only(False, why="a response is made while its client waits for it")
     ] = None
-    truncation: Annotated[
-        Any, only("disabled", why="nothing is left out of a conversation that is too long")
-    ] = None
+    truncation: _Truncation = None
     service_tier: Annotated[Any, only("auto", "default", why="there is one tier")] = None
-    conversation: Annotated[
-        Any, only(why="there are no conversations beside responses: see previous_response_id")
-    ] = None
+    conversation: _Conversation = None
     prompt: Annotated[Any, only(why="no prompts are kept: give instructions and input")] = None
     context_management: Annotated[Any, only([], why="conversations aren't compacted")] = None
     moderation: Annotated[Any, only(why="there is no moderation")] = None
@@ -249,6 +252,32 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     ngram_corpus_id: Annotated[Any, only(why="outputs aren't predicted")] = None
     kv_transfer_params: Annotated[Any, one_worker()] = None
     ec_transfer_params: Annotated[Any, one_worker()] = None
+
+
+class InputTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/responses/input_tokens``: what a response's prompt is made of."""
+
+    USUAL_TYPES: ClassVar = {"input": "message"}
+
+    input: Annotated[
+        Text | InputItems, about("What is said now: the user's words, or messages and other items.")
+    ]
+    model: fields.Model = None
+    instructions: Annotated[Text | None, about("A system message before everything else.")] = None
+    previous_response_id: Annotated[
+        Identifier | None, about("The response to go on from, whose input and output count, too.")
+    ] = None
+    text: Annotated[TextOptions | None, about("What the text is to look like.")] = None
+    tools: Annotated[
+        Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        about("Functions that the model may call."),
+    ] = None
+    tool_choice: _ToolChoice = None
+    parallel_tool_calls: fields.ParallelToolCalls = None
+    reasoning: Annotated[ReasoningOptions | None, about("How the model is to reason.")] = None
+    truncation: _Truncation = None
+    conversation: _Conversation = None
+    personality: Annotated[Any, only(why="there are no personalities")] = None
 
 
 class ResponseQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -24,7 +24,6 @@ __all__ = ["encoded_turn", "input_of", "items_of", "listed_items", "response_of"
 
 
 class _Turn(msgspec.Struct):
-    response: msgspec.Raw
     input: list[InputItem]
     output: list[InputItem]
     """What the response says, as the model may be told it later."""
@@ -32,6 +31,8 @@ class _Turn(msgspec.Struct):
     """The items before it, where these aren't kept as turns of their own."""
 
 
+_BETWEEN = b"\n"
+"""Between the response and the rest: JSON on one line holds none."""
 _decode = msgspec.json.Decoder(_Turn).decode
 
 
@@ -40,28 +41,31 @@ def encoded_turn(
 ) -> bytes:
     """The bytes to keep of a response."""
     turn = _Turn(
-        response=msgspec.Raw(msgspec.json.encode(response)),
         input=list(input),
         output=[_as_input(item) for item in response.output],
         history=list(history),
     )
-    return msgspec.json.encode(turn)
+    return msgspec.json.encode(response) + _BETWEEN + msgspec.json.encode(turn)
 
 
-def response_of(turn: bytes) -> bytes:
-    """The response, as JSON."""
-    return bytes(_decode(turn).response)
+def response_of(turn: bytes) -> memoryview:
+    """Return the response as JSON, without a copy."""
+    return memoryview(turn)[: turn.index(_BETWEEN)]
+
+
+def _turn_of(turn: bytes) -> _Turn:
+    return _decode(memoryview(turn)[turn.index(_BETWEEN) + len(_BETWEEN) :])
 
 
 def input_of(turn: bytes) -> list[InputItem]:
     """Its own input."""
-    return _decode(turn).input
+    return _turn_of(turn).input
 
 
 def items_of(turns: Iterable[bytes]) -> list[InputItem]:
     """All items of a conversation, outputs among them, in their order."""
     items: list[InputItem] = []
-    for turn in map(_decode, turns):
+    for turn in map(_turn_of, turns):
         items += [*turn.history, *turn.input, *turn.output]
     return items
 

@@ -33,6 +33,7 @@ class SessionEndpoints:
                 capacity=min(request.capacity_of_str_len, MAX_CAPACITY),
                 timeout=request.timeout or DEFAULT_TIMEOUT,
                 owner=self._service.record.key,
+                tenant=self._service.record.tenant,
                 goes_on=bool(request.streaming),
             )
         except InvalidRequest as error:

@@ -86,6 +86,8 @@ class UtilityEndpoints:
                 served_model_name=list(service.model_names),
                 max_model_len=service.engine.max_model_len,
                 max_total_num_tokens=self._max_total_num_tokens(),
+                default_sampling_params=service.engine.generation.shown(),
+                page_size=ready.page_size,
                 worker=WorkerInfo(
                     device=ready.device,
                     device_name=ready.device_name,

@@ -11,7 +11,7 @@ import msgspec
 
 from trioserve.http import fields
 from trioserve.http.chat.messages import Messages, ToolChoice, Tools
-from trioserve.http.schemas import Exclusive, TokenId, about, only
+from trioserve.http.schemas import Exclusive, Text, TokenId, about, only
 
 __all__ = [
     "CHAT_FIELDS",
@@ -53,7 +53,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         str | None, about("A served model's name; the first one if it isn't given.")
     ] = None
     prompt: Annotated[
-        str | Annotated[list[str], msgspec.Meta(min_length=1)] | None,
+        Text | Annotated[list[Text], msgspec.Meta(min_length=1)] | None,
         about("A text, or a list of texts; it or `messages` has to be given."),
     ] = None
     messages: Annotated[
@@ -217,6 +217,14 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     served_model_name: Annotated[list[str], about("The names that it is served under.")]
     max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
     max_total_num_tokens: Annotated[int, about("Tokens that the KV cache has room for.")]
+    default_sampling_params: Annotated[
+        dict[str, Any],
+        about(
+            "Sampling parameters of requests that name none: those of the generation config, and "
+            "`max_tokens`, where outputs aren't as long as fits."
+        ),
+    ]
+    page_size: Annotated[int, about("Tokens of a page of the KV cache.")]
     worker: Annotated[WorkerInfo, about("What computes.")]
     options: Annotated[dict[str, Any], about("All options by name.")]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import msgspec
 import quart
 import trio
 
@@ -50,7 +49,13 @@ class TokenEndpoints:
         service.model(request.model)
         if isinstance(request.prompt, list):
             service.check_number_of_prompts(len(request.prompt), "prompt")
-        ids, names = await self._run(_weight(request), lambda: _tokenize(request, self._format))
+        texts = await self._texts(request)
+        special = bool(request.add_special_tokens)
+        if request.messages is None:
+            special = request.add_special_tokens is not False
+        ids, names = await self._run(
+            sum(map(len, texts)), lambda: _tokenize(request, texts, special, self._format)
+        )
         listed = isinstance(request.prompt, list)
         counts = [len(each) for each in ids]
         return json_response(
@@ -71,9 +76,18 @@ class TokenEndpoints:
         lists, listed = one_or_several(request.tokens, "tokens")
         if listed:
             service.check_number_of_prompts(len(lists), "tokens")
+        if not tokenizer.has_text:
+            raise InvalidRequest(
+                "tokens: the server has no tokenizer (--skip-tokenizer-init)", param="tokens"
+            )
         _check_ids(lists, tokenizer)
         skip = bool(request.skip_special_tokens)
-        weight = _CHARACTERS_PER_TOKEN * sum(map(len, lists))
+        total, most = sum(map(len, lists)), tokenizer.max_characters
+        if total > most:
+            raise InvalidRequest(
+                f"tokens has {total} ids; at most {most} are decoded at once", param="tokens"
+            )
+        weight = _CHARACTERS_PER_TOKEN * total
         texts = await self._run(
             weight, lambda: [tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
         )
@@ -106,14 +120,31 @@ class TokenEndpoints:
             InvalidRequest: it makes none; ``param`` is a field of it.
         """
 
-        def ids() -> list[int]:
-            text = _render(chat, self._format)
-            return self._format.tokenizer.encode(text, add_special_tokens=False)
+        text = await self._render(chat)
+        return await self._run(
+            len(text), lambda: _encode(self._format.tokenizer, text, "messages", special=False)
+        )
 
-        try:
-            return await self._run(len(msgspec.json.encode(chat)), ids)
-        except RecursionError:
-            raise InvalidRequest("the body is nested too deeply") from None
+    async def _texts(self, request: TokenizeRequest) -> list[str]:
+        """Return the texts to encode."""
+        if request.messages is None:
+            return [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
+        chat = ChatCompletionRequest(
+            messages=request.messages,
+            **{name: getattr(request, name) for name in CHAT_FIELDS},
+        )
+        return [await self._render(chat)]
+
+    async def _render(self, chat: ChatCompletionRequest) -> str:
+        """Return the text of a chat.
+
+        Raises:
+            InvalidRequest: there is no chat template, or it refuses the messages.
+        """
+        format = self._format
+        if format.tokenizer.chat_template is None:
+            raise InvalidRequest("the model has no chat template", param="messages")
+        return await format.tokenizer.render(chat_prompt(chat, format, tool_use(chat, format)))
 
     async def _run(self, weight: int, work: Callable[[], Result]) -> Result:
         """What ``work`` gives, here if it is short (``weight`` in characters), else in a thread."""
@@ -122,46 +153,31 @@ class TokenEndpoints:
         return await trio.to_thread.run_sync(work, limiter=self._limiter, abandon_on_cancel=True)
 
 
-def _weight(request: TokenizeRequest) -> int:
-    """About how many characters there are to render and encode."""
-    if request.messages is not None:
-        return len(msgspec.json.encode(request.messages))
-    texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
-    return sum(map(len, texts))
-
-
 def _tokenize(
-    request: TokenizeRequest, format: ChatFormat
+    request: TokenizeRequest, texts: list[str], special: bool, format: ChatFormat
 ) -> tuple[list[list[int]], list[list[str]] | None]:
     """The ids of each text and, if they are asked for, the tokens as the vocabulary has them."""
-    tokenizer, special = format.tokenizer, request.add_special_tokens
-    if request.messages is not None:
-        chat = ChatCompletionRequest(
-            messages=request.messages,
-            **{name: getattr(request, name) for name in CHAT_FIELDS},
+    tokenizer = format.tokenizer
+    param = "prompt" if request.messages is None else "messages"
+    total = sum(map(len, texts))
+    if total > tokenizer.max_characters:
+        raise InvalidRequest(
+            f"{param} has {total} characters; at most {tokenizer.max_characters} are tokenized "
+            "at once",
+            param=param,
         )
-        texts = [_render(chat, format)]
-        special = bool(special)
-    else:
-        texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
-        special = special is not False
-    ids = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    ids = [_encode(tokenizer, text, param, special=special) for text in texts]
     if not request.return_token_strs:
         return ids, None
-    name = tokenizer.backend.id_to_token
-    return ids, [[name(id) or "" for id in each] for each in ids]
+    return ids, [[*map(tokenizer.name_of, each)] for each in ids]
 
 
-def _render(chat: ChatCompletionRequest, format: ChatFormat) -> str:
-    """The text of a chat.
-
-    Raises:
-        InvalidRequest: there is no chat template, or it refuses the messages.
-    """
-    template = format.tokenizer.chat_template
-    if template is None:
-        raise InvalidRequest("the model has no chat template", param="messages")
-    return template.render(chat_prompt(chat, format, tool_use(chat, format)))
+def _encode(tokenizer: Tokenizer, text: str, param: str, *, special: bool) -> list[int]:
+    """The ids of a text; an error names ``param``."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=special)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), param=param) from error
 
 
 def _check_ids(lists: Sequence[list[int]], tokenizer: Tokenizer) -> None:

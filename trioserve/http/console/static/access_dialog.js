@@ -1,6 +1,6 @@
 /** Where keys are entered. */
 
-import { keys, setKeys } from "./access.js";
+import { keys, serverHasAdminKey, setKeys } from "./access.js";
 import { button, element, write } from "./dom.js";
 
 export class AccessDialog {
@@ -16,7 +16,7 @@ export class AccessDialog {
     const form = element(
       "form",
       { method: "dialog", on: { submit: () => this.#save() } },
-      element("h2", {}, "Keys"),
+      element("h2", {}, "API keys"),
       this.#why,
       this.#api.label,
       this.#admin.label,
@@ -33,7 +33,7 @@ export class AccessDialog {
         button("Cancel", () => this.element.close(), { class: "quiet" }),
       ),
     );
-    this.element = element("dialog", { class: "dialog", id: "access", "aria-label": "Keys" }, form);
+    this.element = element("dialog", { class: "dialog", id: "access", "aria-label": "API keys" }, form);
   }
 
   /** @param {string} why what was refused, if anything was */
@@ -45,6 +45,7 @@ export class AccessDialog {
     this.#why.hidden = !why;
     if (!this.element.open) this.element.showModal();
     this.#api.input.focus();
+    serverHasAdminKey().then((hasOne) => (this.#admin.label.hidden = !hasOne));
   }
 
   #save() {

@@ -24,9 +24,9 @@ const engine = new Engine(document.getElementById("engine"), { askForKey });
 document.body.append(accessDialog.element, help);
 document.getElementById("views").append(...viewLinks());
 document.getElementById("actions").append(
-  button("Keys", () => accessDialog.open(), { class: "quiet", title: "API key and admin key (k)" }),
+  button("API keys", () => accessDialog.open(), { class: "quiet", title: "Enter API keys (k)" }),
   themeButton(),
-  button("?", () => help.showModal(), { class: "quiet", "aria-label": "Keys of the keyboard" }),
+  button("?", () => help.showModal(), { class: "quiet", "aria-label": "Keyboard shortcuts" }),
 );
 
 access.addEventListener("change", () => {

@@ -1,4 +1,4 @@
-/** The keys of the keyboard that do something, and the dialog that lists them. */
+/** Keyboard shortcuts, and the dialog that lists them. */
 
 import { button, element } from "./dom.js";
 
@@ -9,14 +9,14 @@ const STORED = "trioserve.letters-off";
  * into; the others belong to the parts of the page that they name.
  */
 export const SHORTCUTS = [
-  { key: "?", does: "Show these keys", command: "help" },
+  { key: "?", does: "Show these shortcuts", command: "help" },
   { key: "p", does: "Playground", command: "playground" },
   { key: "e", does: "Engine", command: "engine" },
   { key: "b", does: "Both, side by side", command: "both" },
   { key: "/", does: "Write a message or a prompt", command: "write" },
   { key: "m", does: "Chat or completion", command: "mode" },
   { key: "n", does: "New chat", command: "new" },
-  { key: "k", does: "Enter keys", command: "keys" },
+  { key: "k", does: "Enter API keys", command: "keys" },
   { key: "t", does: "Light or dark", command: "theme" },
   { key: "Esc", does: "Stop the answer; close what is open" },
   { key: "Enter", does: "Send the message (Shift + Enter: a new line)" },
@@ -60,10 +60,10 @@ export function helpDialog() {
   });
   const dialog = element(
     "dialog",
-    { class: "dialog", id: "help", "aria-label": "Keys of the keyboard" },
-    element("h2", {}, "Keys of the keyboard"),
+    { class: "dialog", id: "help", "aria-label": "Keyboard shortcuts" },
+    element("h2", {}, "Keyboard shortcuts"),
     element("table", { class: "keys" }, element("tbody", {}, ...rows)),
-    element("label", { class: "check" }, letters, "Single keys, such as p and e, do something"),
+    element("label", { class: "check" }, letters, "Shortcuts of a single key, such as p and e"),
     element(
       "div",
       { class: "row" },

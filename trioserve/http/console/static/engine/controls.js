@@ -1,5 +1,6 @@
 /** What an admin may do: pause and resume, empty the cache, end a request. */
 
+import { serverHasAdminKey } from "../access.js";
 import { announce } from "../announcer.js";
 import { button, element, write } from "../dom.js";
 import { plural } from "../format.js";
@@ -11,17 +12,13 @@ export class Controls {
   #pause = button("Pause", () => this.#togglePause());
   #flush = button("Empty the cache", () => this.#flushCache());
   #said = element("span", { class: "hint", role: "status" });
-  #readOnly;
+  #readOnly = element("span", { class: "hint" });
+  #askForKey;
   #buttons;
 
   /** @param {{askForKey: (why: string) => void}} page */
   constructor({ askForKey }) {
-    this.#readOnly = element(
-      "span",
-      { class: "hint" },
-      "Read-only. ",
-      button("Enter the admin key", () => askForKey(""), { class: "link" }),
-    );
+    this.#askForKey = askForKey;
     this.#buttons = element("span", { class: "row", hidden: true }, this.#pause, this.#flush);
     this.element = element("div", { class: "controls" }, this.#buttons, this.#said, this.#readOnly);
   }
@@ -31,6 +28,13 @@ export class Controls {
     this.areAllowed = areAllowed;
     this.#buttons.hidden = !areAllowed;
     this.#readOnly.hidden = areAllowed;
+    if (!areAllowed) serverHasAdminKey().then((hasOne) => this.#explain(hasOne));
+  }
+
+  #explain(hasAdminKey) {
+    const enter = button("Enter the admin key", () => this.#askForKey(""), { class: "link" });
+    const why = hasAdminKey ? ["Read-only. ", enter] : ["Read-only: the server has no admin key."];
+    this.#readOnly.replaceChildren(...why);
   }
 
   show({ paused }) {

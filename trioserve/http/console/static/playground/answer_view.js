@@ -28,6 +28,7 @@ export class AnswerView {
   );
   #error = element("p", { class: "notice", role: "alert", hidden: true });
   #status = element("p", { class: "answer-status" }, "Waiting for the first token");
+  #note = element("p", { class: "hint", role: "status" });
 
   constructor() {
     this.element = element(
@@ -36,6 +37,7 @@ export class AnswerView {
       this.#reasoningFold,
       this.#content.element,
       this.#error,
+      this.#note,
       this.#status,
     );
   }
@@ -52,6 +54,11 @@ export class AnswerView {
     this.#content.append(content);
     this.#announcer.add(content.map(({ text }) => text).join(""));
     write(this.#status, this.#figures().join(" · "));
+  }
+
+  /** Show why nothing comes for the moment; an empty text for no reason. */
+  note(text) {
+    write(this.#note, text);
   }
 
   /** @param {string|null} [reason] why it ended, where the server hasn't said it */

@@ -7,6 +7,8 @@ import { ModelTurn, UserTurn } from "./turn.js";
 
 export class Chat {
   #turns = [];
+  /** The message that the server refused last, if it wasn't sent again. */
+  #refused = null;
   #log = element("div", { class: "turns" });
   #empty = element(
     "p",
@@ -18,7 +20,8 @@ export class Chat {
   /**
    * @param {object} playground
    * @param {() => import("./requests.js").Settings} playground.settings
-   * @param {(request: object, view: AnswerView) => Promise<void>} playground.run
+   * @param {(request: object, view: AnswerView) => Promise<boolean>} playground.run resolves to
+   *   whether the server refused the request
    * @param {(request: object) => string} playground.curl
    */
   constructor(playground) {
@@ -38,12 +41,25 @@ export class Chat {
     const text = this.input.value.trim();
     if (!text) return;
     this.input.value = "";
+    this.#dropRefused();
     const turn = new UserTurn(text, { onEdit: () => this.#answerTo(turn) });
     this.#add(turn);
     this.#answer();
   }
 
+  /** Put a refused message back to where it was written, to be changed. The next one replaces it. */
+  #takeBack() {
+    const turn = this.#turns.findLast(({ role }) => role === "user");
+    this.#refused = turn;
+    if (!this.input.value) this.input.value = turn.text;
+  }
+
+  #dropRefused() {
+    if (this.#refused) this.#cut(this.#turns.indexOf(this.#refused));
+  }
+
   clear() {
+    this.#refused = null;
     this.#cut(0);
     this.#empty.hidden = false;
   }
@@ -53,7 +69,8 @@ export class Chat {
     this.#answer();
   }
 
-  #answer() {
+  async #answer() {
+    this.#refused = null;
     const messages = this.#turns
       .filter(({ text }) => text)
       .map(({ role, text }) => ({ role, content: text }));
@@ -63,7 +80,8 @@ export class Chat {
       onCurl: () => this.playground.curl(request),
     });
     this.#add(turn);
-    this.playground.run(request, turn.view);
+    const isRefused = await this.playground.run(request, turn.view);
+    if (isRefused && this.#turns.at(-1) === turn) this.#takeBack();
   }
 
   #regenerate(turn) {

@@ -8,6 +8,7 @@ import { Completion } from "./completion.js";
 import { Layout } from "./layout.js";
 import { curlCommand } from "./requests.js";
 import { Settings } from "./settings.js";
+import { StallWatch } from "./stall_watch.js";
 
 export class Playground {
   #settings = new Settings();
@@ -80,6 +81,7 @@ export class Playground {
   /**
    * Stream the answer to `request` into `view`.
    *
+   * @returns {Promise<boolean>} whether the server refused the request
    * @param {{path: string, body: object}} request
    * @param {import("./answer_view.js").AnswerView} view
    */
@@ -89,8 +91,10 @@ export class Playground {
     this.#running = run;
     this.#settings.clearErrors();
     this.#layout.showRunning(true);
+    const stalls = new StallWatch((note) => view.note(note));
     try {
       for await (const { data } of events(path, { body, signal: run.signal })) {
+        stalls.received();
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
         const error = errorIn(chunk);
@@ -98,9 +102,12 @@ export class Playground {
         this.#layout.keepTheEndInSight(() => view.add(chunk));
       }
       view.end();
+      return false;
     } catch (error) {
       this.#failed(error, view);
+      return error.status >= 400;
     } finally {
+      stalls.end();
       if (this.#running === run) {
         this.#running = null;
         this.#layout.showRunning(false);

@@ -21,6 +21,7 @@ export class Settings {
     step: 1,
     value: 5,
   });
+  #underlines = element("input", { type: "checkbox", name: "underlines" });
   #controls = new Map(FIELDS.map((field) => [field.name, new Control(field)]));
 
   constructor() {
@@ -44,6 +45,7 @@ export class Settings {
         this.#alternatives,
         `0 to ${MOST_ALTERNATIVES} alternatives a token, on hover or focus; 0 for none`,
       ),
+      element("label", { class: "check" }, this.#underlines, "Underline improbable tokens"),
     );
   }
 

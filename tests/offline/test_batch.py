@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import pytest
-import rich.progress
 import trio
 import trio.testing
 
@@ -14,7 +13,8 @@ from trioserve import preparation
 from trioserve.engine import Engine
 from trioserve.generation import Completion
 from trioserve.grammar import Grammar
-from trioserve.offline import _complete_all
+from trioserve.offline.batch import Batch, complete_all
+from trioserve.offline.room import Room
 from trioserve.sampling import SamplingParams
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
@@ -22,12 +22,15 @@ from trioserve.testing import FakeWorker
 Clock = trio.testing.MockClock
 
 
-async def complete_all(
-    engine: Engine, batch: list[Any], params: list[SamplingParams | None] | None = None
+async def complete(
+    engine: Engine,
+    prompts: list[Any],
+    params: list[SamplingParams] | None = None,
+    room: Room | None = None,
 ) -> list[Completion]:
-    common = {"max_tokens": 3, "seed": 1} if params is None else {}
-    with rich.progress.Progress(disable=True) as bar:
-        return await _complete_all(engine, batch, params or [None] * len(batch), common, bar)
+    batch = Batch.of(prompts, params, {"max_tokens": 3, "seed": 1} if params is None else {})
+    room = room or Room(engine.config.max_num_queued_reqs)
+    return await complete_all(engine, room, batch, show_progress=False)
 
 
 def slow_worker() -> FakeWorker:
@@ -38,11 +41,11 @@ async def test_more_tokens_than_may_wait(autojump_clock: Clock) -> None:
     batch = [[1 + index % 7] * (150 if index == 3 else 40) for index in range(60)]
     options: dict[str, Any] = {"max_num_seqs": 4, "enable_prefix_caching": False}
     async with open_fake_engine(slow_worker, **options) as engine:
-        calm = await complete_all(engine, batch)
+        calm = await complete(engine, batch)
         calm_seconds = trio.current_time()
     async with open_fake_engine(slow_worker, max_num_queued_tokens=200, **options) as engine:
         began = trio.current_time()
-        completions = await complete_all(engine, batch)
+        completions = await complete(engine, batch)
         assert trio.current_time() - began < 2 * calm_seconds
         engine.check_integrity()
     assert [each.token_ids for each in completions] == [each.token_ids for each in calm]
@@ -53,12 +56,12 @@ async def test_more_grammars_than_may_wait(
     autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "MAX_QUESTIONS", 4)
-    params: list[SamplingParams | None] = [
+    params = [
         SamplingParams(grammar=Grammar("regex", f"a{{{index}}}"), max_tokens=3)
         for index in range(1, 21)
     ]
     async with open_fake_engine(slow_worker) as engine:
-        assert len(await complete_all(engine, [[1]] * 20, params)) == 20
+        assert len(await complete(engine, [[1]] * 20, params)) == 20
 
 
 async def test_two_batches_at_once(autojump_clock: Clock) -> None:
@@ -66,5 +69,5 @@ async def test_two_batches_at_once(autojump_clock: Clock) -> None:
     async with open_fake_engine(slow_worker, max_num_seqs=1, max_num_queued_reqs=2) as engine:
         async with trio.open_nursery() as nursery:
             for _ in range(2):
-                nursery.start_soon(functools.partial(complete_all, engine, [[1, 2, 3]] * 8))
+                nursery.start_soon(functools.partial(complete, engine, [[1, 2, 3]] * 8))
         assert engine.statistics().scheduler.num_waiting == 0

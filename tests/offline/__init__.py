@@ -1,0 +1,1 @@
+"""The engine in a thread of its own: ``trioserve/offline``."""

@@ -1,0 +1,96 @@
+"""After a worker's death, grammars are compiled beside the steps, before their sequences run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from trioserve import wire
+from trioserve.errors import EngineError
+from trioserve.grammar import Grammar
+from trioserve.simulation import open_fake_engine
+from trioserve.testing import FakeWorker, WorkerDies
+
+Clock = trio.testing.MockClock
+SLOW, OTHER = Grammar("regex", "slow"), Grammar("regex", "other")
+COMPILING = 30.0
+
+
+def workers(*, dies_in_step: int = 5, refuses: bool = False) -> Callable[[], FakeWorker]:
+    """Make workers: the first dies, the next take long to compile and refuse if they are to."""
+    made: list[FakeWorker] = []
+
+    def make() -> FakeWorker:
+        first, compiled = not made, set[str]()
+
+        def prepare(arguments: Any) -> Any:
+            if refuses and not first:
+                return {"error": "it has become too much", "param": "grammar"}
+            compiled.add(arguments["grammar"][1])
+            return 1000
+
+        def check(step: int, plan: wire.Plan) -> None:
+            if first and step == dies_in_step:
+                raise WorkerDies
+            for slot in made[-1].slots.values():
+                grammar = slot.sampler.grammar
+                assert grammar is None or grammar.text in compiled
+
+        worker = FakeWorker(
+            step_time=0.1,
+            script=check,
+            calls={"prepare": prepare},
+            call_time=0.0 if first else COMPILING,
+        )
+        made.append(worker)
+        return worker
+
+    return make
+
+
+async def test_requests_without_a_grammar_go_on_meanwhile(autojump_clock: Clock) -> None:
+    ends: dict[str, float] = {}
+
+    async with open_fake_engine(workers()) as engine:
+
+        async def complete(name: str, grammar: Grammar | None = None, n: int = 1) -> None:
+            completion = await engine.complete([1, 2], max_tokens=20, grammar=grammar, n=n)
+            assert completion.usage.completion_tokens == 20 * n
+            ends[name] = trio.current_time()
+
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(complete, "slow", SLOW)
+            nursery.start_soon(complete, "several", SLOW, 3)
+            nursery.start_soon(complete, "other", OTHER)
+            nursery.start_soon(complete, "plain")
+            await trio.sleep(1.5)
+            assert engine.healthy
+            nursery.start_soon(complete, "late")
+        assert engine.statistics().worker_restarts == 1
+        assert ends["plain"] - began < 10 > ends["late"] - began
+        assert COMPILING <= ends["slow"] - began < COMPILING + 10
+        assert ends["other"] - began < COMPILING + 10  # two at a time
+        engine.check_integrity()
+
+
+async def test_a_grammar_that_is_refused_now_ends_its_requests(autojump_clock: Clock) -> None:
+    async with open_fake_engine(workers(refuses=True)) as engine:
+        with pytest.raises(EngineError, match="compiled again: it has become too much"):
+            await engine.complete([1, 2], max_tokens=20, grammar=SLOW, n=2)
+        assert (await engine.complete([1], max_tokens=3)).usage.completion_tokens == 3
+        engine.check_integrity()
+
+
+async def test_a_request_that_leaves_meanwhile_leaves_nothing(autojump_clock: Clock) -> None:
+    async with open_fake_engine(workers()) as engine:
+        with trio.move_on_after(10) as scope:
+            await engine.complete([1, 2], max_tokens=20, grammar=SLOW)
+        assert scope.cancelled_caught
+        assert (await engine.complete([1], max_tokens=3)).usage.completion_tokens == 3
+        await trio.sleep(2 * COMPILING)
+        engine.check_integrity()

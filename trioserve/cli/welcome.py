@@ -1,0 +1,38 @@
+"""What ``trioserve serve`` tells a person at a terminal about the server that now listens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trioserve.config import ServerConfig
+from trioserve.model_files import task_of
+
+__all__ = ["welcome"]
+
+_REQUESTS = {
+    "generate": (
+        "/v1/chat/completions",
+        '{"messages": [{"role": "user", "content": "Name three colors."}], "max_tokens": 50}',
+    ),
+    "embed": ("/v1/embeddings", '{"input": "Name three colors."}'),
+    "classify": ("/classify", '{"input": "Name three colors."}'),
+}
+"""Path and body of a first request, by what the model is for."""
+
+
+def welcome(config: ServerConfig, url: str) -> list[str]:
+    """Return the lines that name the console and a first request for the server at ``url``.
+
+    A server without an address of its own, at a Unix socket, gets none.
+    """
+    if not url.startswith("http"):
+        return []
+    lines = [f"Console: {url}/console"] if config.console else []
+    model = Path(config.engine.model).expanduser()
+    path, body = _REQUESTS[task_of(model) if model.exists() else "generate"]
+    key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
+    return [
+        *lines,
+        f"Try: curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'",
+        "Ctrl-C stops it.",
+    ]

@@ -1,0 +1,53 @@
+"""The JSON of ``--override-generation-config``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trioserve.errors import InvalidRequest
+from trioserve.sampling import GENERATION_CONFIG_FIELDS, SamplingParams
+
+__all__ = ["parse_override"]
+
+_OPTION = "override_generation_config"
+_LENGTH = "max_new_tokens"
+
+
+def parse_override(text: str | None) -> dict[str, Any]:
+    """Return the values of the option by their names in generation_config.json; none without text.
+
+    Raises:
+        InvalidRequest: the text isn't a JSON object, or a value isn't allowed.
+    """
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise InvalidRequest(
+            f'{_OPTION} must be a JSON object, as in {{"temperature": 0.5}}; got {text!r}',
+            param=_OPTION,
+        )
+    allowed = (*GENERATION_CONFIG_FIELDS, _LENGTH)
+    unknown = sorted(set(values) - set(allowed))
+    if unknown:
+        raise InvalidRequest(
+            f"{_OPTION} has {', '.join(unknown)}; it takes {', '.join(allowed)}", param=_OPTION
+        )
+    _check({name: value for name, value in values.items() if value is not None})
+    return values
+
+
+def _check(given: dict[str, Any]) -> None:
+    length = given.pop(_LENGTH, 1)
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise InvalidRequest(
+            f"{_OPTION}: {_LENGTH} must be an integer of at least 1, got {length!r}", param=_OPTION
+        )
+    try:
+        SamplingParams(**given)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{_OPTION}: {error}", param=_OPTION) from error

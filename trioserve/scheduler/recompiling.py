@@ -1,0 +1,86 @@
+"""Grammars that a new worker has to compile again, away from its steps.
+
+A worker compiles a grammar in the thread of its steps if a sequence is opened whose grammar it
+doesn't have, and all sequences wait meanwhile. So after a worker's death the sequences with a
+grammar wait until the next one has compiled it in its threads, and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import trio
+
+from trioserve.errors import EngineError
+from trioserve.grammar import Grammar
+from trioserve.logs import get_logger
+from trioserve.request import Finish, FinishReason, SequenceOutput
+from trioserve.scheduler.calls import Call
+from trioserve.scheduler.core import SchedulerCore
+
+__all__ = ["recompile"]
+
+MAX_CALLS = 2
+"""Grammars that the worker compiles at a time, beside those of new requests."""
+
+_log = get_logger("trioserve.engine")
+
+
+@attrs.frozen(eq=False)
+class _Recompiling:
+    core: SchedulerCore
+    call: Call
+    wake: Callable[[], None]
+    deliver: Callable[[list[SequenceOutput]], None]
+    turns: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(MAX_CALLS))
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Have ``grammar`` compiled, and let the sequences go on that follow it."""
+        async with self.turns:
+            error = ""
+            if self.core.requests_with(grammar):
+                error = await self._ask(grammar)
+        if error:
+            _log.error("grammar not compiled again", reason=error)
+            failure = EngineError(f"the request's grammar can't be compiled again: {error}")
+            for request in self.core.requests_with(grammar):
+                end = Finish(FinishReason.ERROR, error=failure)
+                self.deliver(self.core.finish_all(request, end))
+        self.core.uncompiled.discard(grammar)
+        self.wake()
+
+    async def _ask(self, grammar: Grammar) -> str:
+        """Return why the worker can't compile ``grammar``, nothing if it has."""
+        arguments = {"grammar": [grammar.kind, grammar.text], "extra_args": {}}
+        try:
+            match await self.call("prepare", arguments):
+                case {"error": str(message)}:
+                    return message
+        except EngineError as error:
+            return str(error)
+        return ""
+
+
+async def recompile(
+    core: SchedulerCore,
+    call: Call,
+    *,
+    wake: Callable[[], None],
+    deliver: Callable[[list[SequenceOutput]], None],
+) -> None:
+    """The task, at the beginning of a worker's life: have it compile what sequences wait for.
+
+    Args:
+        core: says which grammars those are.
+        call: calls the worker.
+        wake: is called when sequences may go on.
+        deliver: takes the ends of sequences whose grammar can't be compiled.
+
+    Raises:
+        WorkerLost: it is lost.
+    """
+    recompiling = _Recompiling(core, call, wake, deliver)
+    async with trio.open_nursery() as nursery:
+        for grammar in list(core.uncompiled):
+            nursery.start_soon(recompiling.compile, grammar)

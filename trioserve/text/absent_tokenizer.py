@@ -1,0 +1,76 @@
+"""A tokenizer for a server without one: prompts are token ids, and outputs have no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import tokenizers
+from tokenizers import models
+
+from trioserve.errors import InvalidRequest
+from trioserve.request import ChatPrompt, Prompt, TokensPrompt
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.incremental import IncrementalDecoder, NoText
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["AbsentTokenizer"]
+
+
+class AbsentTokenizer(Tokenizer):
+    """Knows nothing but the size of the vocabulary; log-probabilities name tokens by their ids."""
+
+    has_text = False
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(tokenizers.Tokenizer(models.WordLevel({"": 0}, unk_token="")))
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> NoReturn:
+        """Refuse it."""
+        raise _refusal("text")
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return no text."""
+        return ""
+
+    def token_of(self, text: str) -> None:
+        """Return None: no token is spelled in any way."""
+
+    def incremental_decoder(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> IncrementalDecoder:
+        """Return what gives no text of an output."""
+        return NoText()
+
+    def token_bytes(self, id: int) -> bytes:
+        """Return none."""
+        return b""
+
+    def token_text(self, id: int) -> str:
+        """Return the token's id, as log-probabilities may name it elsewhere, too."""
+        return f"token_id:{id}"
+
+    def bad_word_ids(self, words: Sequence[str]) -> NoReturn:
+        """Refuse them."""
+        raise _refusal("bad_words")
+
+    def fewest_tokens(self, prompt: Prompt) -> int:
+        """Return the number of a prompt's tokens, and refuse one that is text."""
+        if isinstance(prompt, TokensPrompt):
+            return len(prompt.token_ids)
+        raise _refusal("messages" if isinstance(prompt, ChatPrompt) else "prompt")
+
+    def _template(self) -> ChatTemplate:
+        raise _refusal("messages")
+
+
+def _refusal(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param}: the server has no tokenizer (--skip-tokenizer-init); give token ids as a prompt",
+        param=param,
+    )

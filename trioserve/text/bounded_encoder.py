@@ -1,0 +1,146 @@
+"""Encoding texts that may be far too long, without taking time and memory for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TypeVar
+
+import tokenizers
+
+from trioserve.errors import ContextTooLong, InvalidRequest
+from trioserve.text.encoding_errors import reason_of
+from trioserve.text.guarded import max_characters, room_to_encode
+
+__all__ = ["BoundedEncoder", "cut"]
+
+PART_CHARACTERS = 1 << 18
+"""The size of the part of a longer text that is encoded first, to see how many tokens it has."""
+_PART_TOKENS = 256
+"""More than the tokens by which a part and the whole differ where the part ends."""
+_MOST_CHARACTERS_MADE_ONE = 4
+"""The most characters that a normalizer makes one."""
+
+_Cuttable = TypeVar("_Cuttable", str, list[int])
+
+
+def cut(whole: _Cuttable, keep: int, side: str) -> _Cuttable:
+    """``keep`` items of ``whole``, cut off on the left or on the right."""
+    return whole[:keep] if side == "right" else whole[max(len(whole) - keep, 0) :]
+
+
+@contextlib.contextmanager
+def _encoding(text: str) -> Iterator[None]:
+    """Guard a block that encodes ``text``, and turn its errors into the request's."""
+    try:
+        with room_to_encode(len(text)):
+            yield
+    except Exception as error:
+        # ``tokenizers`` raises plain Exceptions and TypeErrors, for lone surrogates too.
+        raise InvalidRequest(f"the text can't be encoded: {reason_of(text, error)}") from error
+
+
+class BoundedEncoder:
+    """The texts of prompts to token ids, in ``backend``.
+
+    All methods raise :class:`~trioserve.errors.InvalidRequest` for a text that can't be encoded.
+
+    Args:
+        backend: the tokenizer.
+        longest_token: the characters of its longest token.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, longest_token: int) -> None:
+        self._backend = backend
+        self.characters_per_token = _MOST_CHARACTERS_MADE_ONE * longest_token
+        """The most characters that a token stands for."""
+        self.max_model_len: int | None = None
+        """The most tokens that a prompt may have, as far as that is known."""
+
+    @property
+    def max_characters(self) -> int:
+        """The most characters of a text that is encoded."""
+        return max_characters(self.max_model_len)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of ``text``.
+
+        Raises:
+            InvalidRequest: it has more than :attr:`max_characters`.
+        """
+        if len(text) > self.max_characters:
+            raise InvalidRequest(
+                f"the text has {len(text)} characters; at most {self.max_characters} are encoded"
+            )
+        with _encoding(text):
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            ids = encoding.ids
+            del encoding  # so that its memory can be given back
+            return ids
+
+    def check_characters(self, number: int, param: str) -> None:
+        """Refuse a text that has at least so many characters, if that is too long.
+
+        Raises:
+            ContextTooLong: it is.
+        """
+        if number > self.max_characters:
+            raise ContextTooLong(
+                f"the prompt has {number} characters, and at most {self.max_characters} are "
+                f"encoded: this model's maximum context length is {self.max_model_len} tokens",
+                param=param,
+            )
+
+    def check_length(self, text: str, param: str) -> None:
+        """Refuse a text that is too long, where that is known before all of it is encoded.
+
+        Raises:
+            ContextTooLong: it is.
+        """
+        self.check_characters(len(text), param)
+        context = self.max_model_len
+        maximum = f"this model's maximum context length is {context} tokens"
+        size = PART_CHARACTERS
+        while context is not None and size < len(text):
+            num_tokens = self._num_tokens(text[:size])
+            if num_tokens > context + _PART_TOKENS:
+                raise ContextTooLong(
+                    f"at least {num_tokens - _PART_TOKENS} tokens in the prompt: {maximum}",
+                    param=param,
+                )
+            size *= 4
+
+    def encode_part(
+        self, text: str, keep: int, cut_side: str, add_special_tokens: bool
+    ) -> list[int]:
+        """The first or last ``keep`` ids of ``text``, as the tokenizer's own truncation gives them.
+
+        No more of the text is encoded than so many tokens can stand for, and of a long text a part
+        first, which usually has enough of them. What the cut makes of a word doesn't show.
+        """
+        most = (keep + 1) * self.characters_per_token
+        text = cut(text, min(most, max_characters(keep)), cut_side)
+        size = PART_CHARACTERS
+        while size < len(text):
+            part = cut(text, size, cut_side)
+            if self._num_tokens(part) > keep + _PART_TOKENS:
+                text = part
+            size *= 4
+        with _encoding(text):
+            return self._encode_whole_part(text, keep, cut_side, add_special_tokens)
+
+    def _encode_whole_part(
+        self, text: str, keep: int, cut_side: str, add_special_tokens: bool
+    ) -> list[int]:
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        if not add_special_tokens:
+            return cut(encoding.ids, keep, cut_side)
+        num_added = self._backend.num_special_tokens_to_add(False)
+        encoding.truncate(max(keep - num_added, 0), direction=cut_side)
+        return self._backend.post_process(encoding).ids[:keep]
+
+    def _num_tokens(self, text: str) -> int:
+        with _encoding(text):
+            return len(self._backend.encode_batch_fast([text], add_special_tokens=False)[0])

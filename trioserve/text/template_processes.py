@@ -1,0 +1,202 @@
+"""Processes in which chat templates are rendered that may take long, and the task that owns them.
+
+Each is started when it is needed, serves one conversation after another, and is replaced when it
+has died or took too long. See :mod:`~trioserve.text.template_child` for what runs in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import trio
+
+from trioserve.child import end_child
+from trioserve.errors import EngineError, InvalidRequest
+from trioserve.logs import get_logger
+from trioserve.text.chat_template import ChatTemplate, Conversation
+from trioserve.text.template_child import (
+    HEAD,
+    MAX_MEMORY,
+    MAX_SECONDS,
+    Job,
+    Rendered,
+    Setup,
+    framed,
+)
+
+__all__ = ["TemplateProcesses"]
+
+MAX_PROCESSES = 2
+MAX_WAIT = 60.0
+"""Seconds for an answer, on a machine with other work or from a process that was stopped."""
+CHUNK = 1 << 20
+
+_ROOT = Path(__file__).resolve().parents[2]
+# The package is found where this process has found it, whatever the environment says.
+_PROGRAM = (
+    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
+    "from trioserve.text.template_child import main; main()"
+)
+_log = get_logger("trioserve.text")
+
+
+class _Child:
+    """A process that renders one template."""
+
+    def __init__(self, process: trio.Process, template: ChatTemplate) -> None:
+        self.template = template
+        """What it renders."""
+        self._process = process
+        self._unsent = framed(Setup(template.source, template.tokens))
+
+    @classmethod
+    async def start(cls, template: ChatTemplate) -> _Child:
+        """Start one.
+
+        Raises:
+            OSError: there is no room for a process.
+        """
+        process = await trio.lowlevel.open_process(
+            [sys.executable, "-P", "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return cls(process, template)
+
+    async def answer(self, frame: bytes) -> Rendered:
+        """Return what the process says to a job.
+
+        Raises:
+            EOFError: it has died.
+            trio.BrokenResourceError: it has died before it has read the job.
+            trio.TooSlowError: no answer has come.
+        """
+        assert self._process.stdin is not None
+        frame, self._unsent = self._unsent + frame, b""
+        with trio.fail_after(MAX_WAIT):
+            await self._process.stdin.send_all(frame)
+            size = int.from_bytes(await self._receive(HEAD), "little")
+            if size > MAX_MEMORY:
+                raise EOFError
+            return msgspec.msgpack.decode(await self._receive(size), type=Rendered)
+
+    async def end(self) -> None:
+        """Kill the process and wait until it is gone."""
+        with trio.CancelScope(shield=True):
+            await end_child(self._process, _log, "process that renders chat templates")
+            assert self._process.stdout is not None
+            await self._process.stdout.aclose()
+
+    async def _receive(self, size: int) -> bytearray:
+        assert self._process.stdout is not None
+        received = bytearray()
+        while len(received) < size:
+            chunk = await self._process.stdout.receive_some(min(size - len(received), CHUNK))
+            if not chunk:
+                raise EOFError
+            received += chunk
+        return received
+
+
+class TemplateProcesses:
+    """A few processes that render; :meth:`run` is the task that they belong to."""
+
+    def __init__(self) -> None:
+        self._turns = trio.CapacityLimiter(MAX_PROCESSES)
+        self._idle: list[_Child] = []
+        self._all: set[_Child] = set()
+        self._is_open = False
+
+    async def run(self) -> None:
+        """Let :meth:`render` start processes until this is cancelled; then end all of them."""
+        self._is_open = True
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._is_open = False
+            with trio.CancelScope(shield=True):
+                async with trio.open_nursery() as nursery:
+                    for child in self._all:
+                        nursery.start_soon(child.end)
+
+    async def render(self, template: ChatTemplate, prompt: Conversation) -> str:
+        """Return what ``template`` prints of ``prompt``. Cancelling ends the process.
+
+        Raises:
+            InvalidRequest: the template refuses it, or it takes too long or too much memory.
+            EngineError: there are no processes, any more or yet.
+        """
+        try:
+            job = Job(
+                list(prompt.messages),
+                dict(prompt.template_arguments),
+                prompt.add_generation_prompt,
+                prompt.continue_final_message,
+            )
+            frame = framed(job)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise _refuse(f"the messages can't be rendered: {error}") from error
+        async with self._turns, self._child(template) as child:
+            answer = await child.answer(frame)
+        if answer.error:
+            raise InvalidRequest(answer.error, param=answer.param)
+        return answer.text
+
+    @contextlib.asynccontextmanager
+    async def _child(self, template: ChatTemplate) -> AsyncIterator[_Child]:
+        """A process for one job. It is kept for others, unless the block fails.
+
+        Raises:
+            InvalidRequest: the process died or didn't answer.
+            EngineError: none can be had.
+        """
+        child = await self._take(template)
+        is_usable = False
+        try:
+            yield child
+            is_usable = True
+        except (EOFError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+            if not self._is_open:
+                raise EngineError("the engine is closed") from None
+            reason = f"more than {MAX_SECONDS} s or {MAX_MEMORY >> 20} MiB"
+            _log.warning("a chat template was stopped", reason=f"it took {reason}")
+            raise _refuse(f"the chat template takes {reason} to print the messages") from None
+        finally:
+            if is_usable and self._is_open:
+                self._idle.append(child)
+            else:
+                await self._end(child)
+
+    async def _take(self, template: ChatTemplate) -> _Child:
+        """Return an idle process of ``template``, or a new one."""
+        if self._idle:
+            child = self._idle.pop()
+            if child.template is template:
+                return child
+            await self._end(child)
+        if not self._is_open:
+            raise EngineError("the engine is closed")
+        try:
+            child = await _Child.start(template)
+        except OSError as error:
+            raise EngineError(f"no process can be started to render in: {error}") from error
+        self._all.add(child)
+        if not self._is_open:  # It was closed meanwhile.
+            await self._end(child)
+            raise EngineError("the engine is closed")
+        return child
+
+    async def _end(self, child: _Child) -> None:
+        self._all.discard(child)
+        await child.end()
+
+
+def _refuse(reason: str) -> InvalidRequest:
+    return InvalidRequest(reason, param="messages")

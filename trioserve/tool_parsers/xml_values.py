@@ -1,0 +1,104 @@
+"""Values that stand in tags: which of them are plain strings, and what JSON the others are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["as_json", "escaped", "is_text", "property_schema", "types_of"]
+
+_MAX_DEPTH = 8
+"""How deep alternatives of a schema are looked into."""
+_TYPES: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (bool, ("boolean",)),
+    (int, ("integer", "number")),
+    (float, ("number",)),
+    (str, ("string",)),
+    (list, ("array",)),
+    (dict, ("object",)),
+    (type(None), ("null",)),
+)
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""What models write for JSON's words, and these."""
+
+
+def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the schema of one argument, with the definitions that it may refer to."""
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, dict) else None
+    if not isinstance(found, dict):
+        return {}
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return {**definitions, **found}
+
+
+def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types of values that a schema names; empty where it names none."""
+    return frozenset(_types(schema, schema, 0))
+
+
+def is_text(schema: Mapping[str, Any]) -> bool:
+    """Return whether every value of a schema is a string."""
+    return types_of(schema) == {"string"}
+
+
+def as_json(text: str, schema: Mapping[str, Any]) -> str:
+    """Return the JSON of a value that stands in a tag.
+
+    It is what the text says as JSON if the schema allows such a value, and a string otherwise.
+    """
+    stripped = text.strip()
+    stripped = _PYTHON_WORDS.get(stripped, stripped)
+    types = types_of(schema)
+    try:
+        value = json.loads(stripped, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return escaped(text.removeprefix("\n").removesuffix("\n"), quote=True)
+    fitting = next(names for kind, names in _TYPES if isinstance(value, kind))
+    if types.intersection(fitting) or "string" not in types:
+        return stripped
+    return escaped(text.removeprefix("\n").removesuffix("\n"), quote=True)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def escaped(text: str, *, quote: bool = False) -> str:
+    """Return ``text`` as it stands in JSON, with its quotes or without."""
+    written = json.dumps(text, ensure_ascii=False)
+    return written if quote else written[1:-1]
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return set()
+    given = schema.get("type")
+    found = {given} if isinstance(given, str) else set()
+    if isinstance(given, list):
+        found |= {each for each in given if isinstance(each, str)}
+    if not found:
+        values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+        found = {
+            next(names[0] for kind, names in _TYPES if isinstance(value, kind)) for value in values
+        }
+    for name in ("anyOf", "oneOf", "allOf"):
+        for each in _listed(schema.get(name)):
+            found |= _types(each, root, depth + 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        found |= _types(_referred(reference, root), root, depth + 1)
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the definition that ``#/$defs/name`` or the like refers to."""
+    held: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        held = held.get(part) if isinstance(held, Mapping) else None
+    return held
