@@ -47,6 +47,9 @@ class TestPrompts:
         message = {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
         prompt = await self._prompt(HERMES, messages=[*MESSAGES, message])
         assert prompt.messages[1] == {**message, "reasoning_content": "Hm."}
+        differing = {**message, "reasoning_content": "By its older name."}
+        prompt = await self._prompt(HERMES, messages=[*MESSAGES, differing])
+        assert prompt.messages[1] == {**message, "reasoning_content": "Hm."}
 
     async def test_an_answer_can_be_sent_back_as_it_came(self) -> None:
         reply = await post(engine(CALLS, THINKS), CHAT, messages=MESSAGES, tools=TOOLS)

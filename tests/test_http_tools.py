@@ -60,6 +60,21 @@ class TestToolCalls:
         assert choice["finish_reason"] == "length"
         assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Köl'
 
+    @pytest.mark.parametrize(
+        "choice", ["required", {"type": "function", "function": {"name": "search"}}]
+    )
+    @pytest.mark.parametrize("text", ["<tool_", '<tool_call>\n{"name": "sea'])
+    async def test_the_beginning_of_a_call_that_has_to_be_is_no_content(
+        self, choice: Any, text: str
+    ) -> None:
+        body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+        reply = await post(engine(text, finish="length"), CHAT, **body)
+        (told,) = reply["choices"]
+        assert told["message"] == {"role": "assistant", "content": "", "refusal": None}
+        assert told["finish_reason"] == "length"
+        chunks = await events(engine(text, finish="length", size=3), **body)
+        assert accumulated(chunks) == {0: whole_message(told)}
+
     async def test_unknown_functions_are_text(self) -> None:
         reply = await post(engine(CALLS), CHAT, messages=MESSAGES, tools=[SEARCH])
         (choice,) = reply["choices"]
@@ -109,6 +124,18 @@ class TestToolChoice:
             assert grammar.kind == "grammar"
             assert "search" in grammar.text
             assert ("weather" in grammar.text) is (choice == "required")
+
+    async def test_an_empty_schema_is_that_of_no_arguments(self) -> None:
+        grammars = []
+        for more in ({}, {"parameters": None}, {"parameters": {}}):
+            stub = engine(CALLS)
+            tools = [{"type": "function", "function": {"name": "search", **more}}]
+            await post(stub, CHAT, messages=MESSAGES, tools=tools, tool_choice="required")
+            grammar = stub.calls[0].params.grammar
+            assert grammar is not None
+            grammars.append(grammar.text)
+        assert '"additionalProperties": false' in grammars[0]
+        assert grammars == grammars[:1] * 3
 
     async def test_what_else_constrains(self) -> None:
         strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]

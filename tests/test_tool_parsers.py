@@ -16,6 +16,7 @@ from trioserve.tool_parsers import (
     FAMILIES,
     ArgumentsDelta,
     TextDelta,
+    Tool,
     ToolCallStart,
     family_of_template,
 )
@@ -119,7 +120,51 @@ PARIS = '{"city": "Paris {\\"}", "days": [1, {"of": null}], "ø": "…"}'
             " more",
             [("search", "{'q': 1}}")],
         ),
+        # Arguments as text: the object that it is, if it is one.
+        (
+            "hermes",
+            '<tool_call>{"name": "search", "arguments": "{\\"q\\": \\"ø\\"}"}</tool_call>',
+            "",
+            [("search", '{"q": "ø"}')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"arguments": "{\\"q\\": 1}", "name": "search"}</tool_call>',
+            "",
+            [("search", '{"q": 1}')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "search", "arguments": "{now}"}</tool_call>',
+            "",
+            [("search", '"{now}"')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "search", "arguments": "{\\"q\\": 1} and"}</tool_call>',
+            "",
+            [("search", '"{\\"q\\": 1} and"')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "search", "arguments": "{\\"q\\": ',
+            "",
+            [("search", '"{\\"q\\": ')],
+        ),
         # Llama 3
+        (
+            "llama3",
+            '{"name": "search", "parameters": {"q": 1}}\n{"name": "weather", "parameters": {}}',
+            "",
+            [("search", '{"q": 1}'), ("weather", "{}")],
+        ),
+        (
+            "llama3",
+            'I have {1} way: {"name": "search", "parameters": {"q": 1}}; '
+            '{"name": "weather", "parameters": {}};\n{fine}?',
+            "I have {1} way: ;\n{fine}?",
+            [("search", '{"q": 1}'), ("weather", "{}")],
+        ),
         (
             "llama3",
             '{"name": "search", "parameters": {"q": 1}}; {"name": "weather", "parameters": {}}',
@@ -203,7 +248,8 @@ def test_calls(family: str, text: str, content: str, calls: list[tuple[str, str]
         ("hermes", '{"name": "search", "arguments": {}}'),
         ("llama3", '{"city": "Paris"}'),
         ("llama3", '<|python_tag|>print("hello")'),
-        ("llama3", 'As JSON: {"name": "search", "parameters": {}}'),
+        ("llama3", 'It is {"name": "search"} or {"name": "unknown", "parameters": {}}'),
+        ("llama3", 'It is {"name": "search", "para'),
         ("llama3", "<|python"),
         ("mistral", "[TOOL_CALLS]"),
         ("mistral", "[TOOL_CALLS] I can't do that"),
@@ -223,10 +269,20 @@ def test_what_is_no_call_is_text_to_the_letter(family: str, text: str) -> None:
     assert text_and_calls(family, text) == (text, [])
 
 
+def test_a_grammar_lets_calls_of_llama_3_stand_in_no_text() -> None:
+    """What follows text is bound to no schema there, so it isn't taken for a call."""
+    text = 'As JSON: {"name": "search", "parameters": {}}'
+    for free, expected in ((True, 1), (False, 0)):
+        parser = FAMILIES["llama3"].parser.of([Tool("search")], free=free)
+        events = parser.feed(text) + parser.finish()
+        assert sum(isinstance(event, ToolCallStart) for event in events) == expected
+
+
 PIECES = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", ";", "["),
         *('{"name": "search", "arguments": ', '{"name": "weather", "parameters": ', "]", "{}", "}"),
+        *('"{\\\\"a\\\\": 1}"', '{"name": "search", ', "\n<parameter=q>", "\n</tool_call>"),
         *('{"a": "\\"}é"}', "search", "text ", "\n", " ", '"', "\\", "{", ",", '"arguments": {}'),
         *("<function=search>", "</function>", "<parameter=q>", "</parameter>", "search\n"),
         *("<arg_key>q</arg_key>", "<arg_value>", "</arg_value>", "<arg_key>"),

@@ -86,6 +86,16 @@ WRITTEN = {"qwen3_coder": qwen, "glm45": glm}
         ("unit", "5", "5"),
         ("unit", "C", "C"),
         ("places", '["a", "b"]', ["a", "b"]),
+        # Numbers that no double holds, JSON with escaped quotes, Python's own notation.
+        ("days", "1e999", "1e999"),
+        ("places", "[1, 1e999]", "[1, 1e999]"),
+        ("places", r"[\"a\", \"b\\\\c\"]", ["a", "b\\c"]),
+        ("places", "['a', None, \"it's\"]", ["a", None, "it's"]),
+        ("places", "('a', 'b')", "('a', 'b')"),
+        ("places", "['a', 1e999]", "['a', 1e999]"),
+        ("places", "[a, b]", "[a, b]"),
+        ("places", f"[{'-' * 10_000}1]", f"[{'-' * 10_000}1]"),
+        ("any", "['a']", "['a']"),
         ("any", '{"a": 1}', {"a": 1}),
         ("any", "NaN", "NaN"),
         ("any", "words", "words"),
@@ -135,6 +145,21 @@ def test_calls_among_text(family: str) -> None:
             "",
             [("search", '{"q": 1}')],
         ),
+        # Closing tags of values are forgotten, or that of a key.
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n<parameter=days>\n3\n"
+            "</function>\n</tool_call> x",
+            " x",
+            [("weather", '{"city": "Köln", "days": 3}')],
+        ),
+        (
+            "glm45",
+            "<tool_call>weather\n<arg_key>city\n<arg_value>Köln\n<arg_key>days</arg_key>\n"
+            "<arg_value>3\n</tool_call> x",
+            " x",
+            [("weather", '{"city": "Köln", "days": 3}')],
+        ),
         # Cut off: what was written so far, which is no whole object.
         (
             "qwen3_coder",
@@ -162,6 +187,17 @@ def test_what_is_not_as_it_should_be(
 ) -> None:
     assert parsed(family, [text]) == (content, calls)
     assert parsed(family, list(text)) == (content, calls)
+
+
+@families
+def test_a_string_under_a_grammar_ends_with_its_tag_alone(family: str) -> None:
+    """A grammar has every value closed, so a string may hold whatever else."""
+    city = "Köln\n<parameter=days>\n</function>\n</tool_call>\n<arg_key>"
+    text = WRITTEN[family]("weather", city=city)
+    parser = FAMILIES[family].parser.of(TOOLS, free=False)
+    events = parser.feed(text) + parser.finish()
+    arguments = "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
+    assert json.loads(arguments) == {"city": city}
 
 
 def test_strings_are_streamed_as_they_come() -> None:

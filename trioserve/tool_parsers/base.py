@@ -67,14 +67,23 @@ class MarkedParser(abc.ABC):
     Args:
         names: the functions that may be called; a call of another one is text.
         new_id: gives the id of each call.
+        free: whether no grammar held the answer. Then calls are also found where, and as, no
+            grammar lets them stand.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
     """What the family writes around its calls; special tokens in some models."""
 
-    def __init__(self, names: Collection[str], new_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        new_id: Callable[[], str] = new_call_id,
+        *,
+        free: bool = True,
+    ) -> None:
         self._names = frozenset(names)
         self._new_id = new_id
+        self._free = free
         self._state: State = self._start
         self._rest = ""
         self._lead = ""
@@ -87,9 +96,9 @@ class MarkedParser(abc.ABC):
         self._events: list[Event] = []
 
     @classmethod
-    def of(cls, tools: Collection[Tool]) -> MarkedParser:
+    def of(cls, tools: Collection[Tool], *, free: bool = True) -> MarkedParser:
         """Return a parser of calls of ``tools``."""
-        return cls([tool.name for tool in tools])
+        return cls([tool.name for tool in tools], free=free)
 
     def feed(self, text: str) -> list[Event]:
         """The events of the next piece of the answer."""
@@ -109,6 +118,7 @@ class MarkedParser(abc.ABC):
             self._add_arguments(rest)
         elif self._state == self._call and self._scanner.started:
             assert not rest
+            self._add_arguments(self._scanner.unread)
         else:
             raw = self._scanner.raw if self._state == self._call else ""
             self._add_text(self._lead + raw + rest)
@@ -163,9 +173,9 @@ class MarkedParser(abc.ABC):
         self._state = state
         self._lead = lead
 
-    def _expect_call(self, lead: str) -> None:
-        """What follows is to be an object; ``lead`` came before it."""
-        self._scanner = CallScanner(self._names)
+    def _expect_call(self, lead: str, *, needs_arguments: bool = False) -> None:
+        """Expect an object, which may be a call; ``lead`` came before it."""
+        self._scanner = CallScanner(self._names, needs_arguments)
         self._become(self._call, lead)
 
     def _add_call(self, name: str, id: str | None = None) -> None:

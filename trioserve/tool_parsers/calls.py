@@ -23,10 +23,12 @@ class CallScanner:
     Nothing is given out before the name is known to be one of ``names`` and the arguments have
     begun: until then ``raw`` holds all that was read, to be given back where it turns out to be no
     call. An object whose arguments come first is held until its name comes; one without arguments
-    is a call with ``{}``.
+    is a call with ``{}``, unless it ``needs_arguments``. Arguments in a string are held until its
+    end: if it is the text of a JSON object, as Granite 4 writes it, that object is given out.
     """
 
     names: Collection[str]
+    needs_arguments: bool = False
     name: str | None = None
     started: bool = False
     """Whether it is a call for sure, and what ``scan`` puts out are its arguments."""
@@ -38,6 +40,8 @@ class CallScanner:
     _string: list[str] = attrs.field(factory=list)
     """The pieces of the key or the name that is being read."""
     _has_arguments: bool = False
+    _in_string: bool = False
+    """Whether the arguments stand in a string."""
     _held: list[str] = attrs.field(factory=list)
     """Arguments that came before the name."""
     _raw: list[str] = attrs.field(factory=list)
@@ -46,6 +50,11 @@ class CallScanner:
     def raw(self) -> str:
         """All that was read so far, while it hasn't ``started``."""
         return "".join(self._raw)
+
+    @property
+    def unread(self) -> str:
+        """A string of arguments as far as it was read, while it hasn't ended."""
+        return "".join(self._string) if self.in_arguments and self._in_string else ""
 
     @property
     def in_arguments(self) -> bool:
@@ -99,13 +108,18 @@ class CallScanner:
         elif self._key in _ARGUMENTS and not self._has_arguments:
             self._expected = "arguments"
             self._has_arguments = True
+            self._in_string = first == '"'
         else:
             self._expected = "other"
 
     def _go_on_with_value(self, text: str, position: int, arguments: list[str]) -> int:
         end = self._value.scan(text, position)
         if self._expected == "arguments" and end > position:
-            self._give_arguments(text[position:end], arguments)
+            piece = text[position:end]
+            if self._in_string:
+                self._string.append(piece)
+                piece = _serialized(self._string) if self._value.done else ""
+            self._give_arguments(piece, arguments)
         elif self._expected in ("key_string", "name"):
             self._string.append(text[position:end])
         self.broken = self._value.broken
@@ -118,7 +132,8 @@ class CallScanner:
             self._held.append(piece)
         else:
             self.started = True
-            arguments.append(piece)
+            if piece:
+                arguments.append(piece)
 
     def _end_value(self, arguments: list[str]) -> None:
         if self._expected == "key_string":
@@ -135,13 +150,26 @@ class CallScanner:
         self._expected = "comma_or_end"
 
     def _end(self, arguments: list[str]) -> None:
-        if self.name is None:
+        if self.name is None or (self.needs_arguments and not self._has_arguments):
             self.broken = True
             return
         self.done = True
         if not self.started:
             self.started = True
             arguments.append("{}")
+
+
+def _serialized(pieces: list[str]) -> str:
+    """Return the JSON object whose text a JSON string holds, or else the string as it stands."""
+    text = _decoded(pieces)
+    if text is not None and text.lstrip().startswith("{"):
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return text
+    return "".join(pieces)
 
 
 def _decoded(pieces: list[str]) -> str | None:

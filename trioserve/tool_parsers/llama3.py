@@ -1,6 +1,7 @@
 """``{"name": …, "parameters": {…}}`` as the whole answer: Llama 3.1, 3.2 and 3.3.
 
-Several calls are separated by ``;``, and ``<|python_tag|>`` may come before them.
+Several calls are separated by ``;``, and ``<|python_tag|>`` may come before them. Small models also
+write calls one below the other, and amid text.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Parser(MarkedParser):
-    """Calls at the beginning of the answer, or behind the tag."""
+    """Calls at the beginning of the answer, or behind the tag; in a free answer, anywhere."""
 
     markers = (_TAG,)
+    _separator = 0
+    """Where among the held back white space the last separator stands."""
 
     def _start(self, text: str, position: int) -> int:
         first = skip_space(text, position)
@@ -29,9 +32,13 @@ class Llama3Parser(MarkedParser):
         return first
 
     def _text(self, text: str, position: int) -> int:
-        at, marker = find_marker(text, position, [_TAG])
+        at, marker = find_marker(text, position, [_TAG, "{"] if self._free else [_TAG])
         self._add_text(text[position:at])
         if marker is None:
+            return at
+        if marker == "{":
+            # Text may show an object with no more than a name, which calls nothing.
+            self._expect_call("", needs_arguments=True)
             return at
         self._expect_call(_TAG)
         return at + len(marker)
@@ -44,10 +51,22 @@ class Llama3Parser(MarkedParser):
         if text[first] != ";":
             self._become(self._text)
             return first
+        self._separator = len(self._space)
         self._space.append(";")
         self._become(self._after_separator)
         return first + 1
 
     def _after_separator(self, text: str, position: int) -> int:
-        """Another call, perhaps with a tag of its own; or else the separator was text."""
-        return self._start(text, position)
+        """Expect another call, perhaps with a tag of its own; or else the separator was text."""
+        first = skip_space(text, position)
+        self._add_text(text[position:first])
+        if first == len(text):
+            return first
+        tag = _TAG if text.startswith(_TAG, first) else ""
+        if tag or text[first] == "{":
+            lead = "".join(self._space[self._separator :])
+            del self._space[self._separator :]
+            self._expect_call(lead + tag)
+        elif not _TAG.startswith(text[first:]):
+            self._become(self._text)
+        return first + len(tag)

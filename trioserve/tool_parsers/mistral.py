@@ -33,8 +33,14 @@ class MistralParser(ArrayParser):
 
     markers = (_MARKER, _ARGS, _CALL_ID)
 
-    def __init__(self, names: Collection[str], new_id: Callable[[], str] = mistral_call_id) -> None:
-        super().__init__(names, new_id)
+    def __init__(
+        self,
+        names: Collection[str],
+        new_id: Callable[[], str] = mistral_call_id,
+        *,
+        free: bool = True,
+    ) -> None:
+        super().__init__(names, new_id, free=free)
         self._arguments = ValueScanner()
 
     def _start(self, text: str, position: int) -> int:

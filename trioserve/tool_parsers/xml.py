@@ -87,8 +87,10 @@ class TaggedParser(MarkedParser):
         names: Collection[str],
         new_id: Callable[[], str] = new_call_id,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        free: bool = True,
     ) -> None:
-        super().__init__(names, new_id)
+        super().__init__(names, new_id, free=free)
         self._schemas = schemas or {}
         self._called = ""
         self._key: list[str] = []
@@ -103,6 +105,12 @@ class TaggedParser(MarkedParser):
         self._value_mark = self.style.before_value.strip()
         self._value_end = self.style.after_value.strip()
         self._end_mark = self.style.after_values.split("\n")[0]
+        self._value_ends: tuple[str, ...] = (self._value_end,)
+        if free:
+            # Models forget closing tags. A string may hold any of these, but hardly in a line's
+            # first place.
+            others = (self._key_mark, self._end_mark, _CLOSE)
+            self._value_ends += tuple(f"\n{mark}" for mark in others)
 
     def finish(self) -> list[Event]:
         """The events of what was still held back when the answer ended."""
@@ -114,11 +122,10 @@ class TaggedParser(MarkedParser):
         return super().finish()
 
     @classmethod
-    def of(cls, tools: Collection[Tool]) -> TaggedParser:
+    def of(cls, tools: Collection[Tool], *, free: bool = True) -> TaggedParser:
         """Return a parser of calls of ``tools``."""
-        return cls(
-            [tool.name for tool in tools], schemas={tool.name: tool.parameters for tool in tools}
-        )
+        schemas = {tool.name: tool.parameters for tool in tools}
+        return cls([tool.name for tool in tools], schemas=schemas, free=free)
 
     # -- states ------------------------------------------------------------------------------
 
@@ -153,7 +160,10 @@ class TaggedParser(MarkedParser):
         return at + len(marker)
 
     def _in_key(self, text: str, position: int) -> int:
-        at, marker = find_marker(text, position, (self.style.after_key,))
+        ends = [self.style.after_key]
+        if self._value_mark:
+            ends.append(self._value_mark)
+        at, marker = find_marker(text, position, ends)
         self._key.append(text[position:at])
         if marker is None:
             return at
@@ -162,7 +172,7 @@ class TaggedParser(MarkedParser):
         self._add_arguments(f"{', ' if self._num_values else '{'}{escaped(key, quote=True)}: ")
         self._num_values += 1
         self._become(self._before_value)
-        return at + len(marker)
+        return at + len(marker) if marker == self.style.after_key else at
 
     def _before_value(self, text: str, position: int) -> int:
         if self._value_mark:
@@ -177,7 +187,7 @@ class TaggedParser(MarkedParser):
         return position
 
     def _in_value(self, text: str, position: int) -> int:
-        at, marker = find_marker(text, position, (self._value_end,))
+        at, marker = find_marker(text, position, self._value_ends)
         self._give_value(text[position:at])
         if marker is None:
             return at
@@ -186,15 +196,17 @@ class TaggedParser(MarkedParser):
         else:
             self._add_arguments(as_json("".join(self._value), self._schema))
         self._become(self._between)
-        return at + len(marker)
+        return at + len(marker) if marker == self._value_end else at
 
     def _after_call(self, text: str, position: int) -> int:
         """Up to the closing tag; models forget it."""
         at, marker = find_marker(text, position, (_CLOSE, *self.opens))
-        self._lead += text[position:at]
-        if text[position:at].strip():
-            self._add_text(self._lead)
+        piece = text[position:at]
+        visible = piece.rstrip()
+        if visible:
+            self._add_text(self._lead + visible)
             self._lead = ""
+        self._lead += piece[len(visible) :]
         if marker is None:
             return at
         self._become(self._text)

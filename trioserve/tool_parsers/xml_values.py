@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +24,9 @@ _TYPES: tuple[tuple[type, tuple[str, ...]], ...] = (
 )
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """What models write for JSON's words, and these."""
+_CONTAINERS = frozenset(("array", "object"))
+_MAX_LITERAL_CHARACTERS = 20_000
+"""Of a Python literal that is read: the parser takes hundreds of bytes for each."""
 
 
 def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -46,23 +52,63 @@ def is_text(schema: Mapping[str, Any]) -> bool:
 def as_json(text: str, schema: Mapping[str, Any]) -> str:
     """Return the JSON of a value that stands in a tag.
 
-    It is what the text says as JSON if the schema allows such a value, and a string otherwise.
+    It is what the text says as JSON if the schema allows such a value, and a string otherwise. An
+    array or object is also read from JSON with escaped quotes, as GLM writes it at times, and from
+    a Python literal.
     """
     stripped = text.strip()
     stripped = _PYTHON_WORDS.get(stripped, stripped)
     types = types_of(schema)
-    try:
-        value = json.loads(stripped, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        return escaped(text.removeprefix("\n").removesuffix("\n"), quote=True)
-    fitting = next(names for kind, names in _TYPES if isinstance(value, kind))
-    if types.intersection(fitting) or "string" not in types:
-        return stripped
+    written, value = stripped, _read(stripped)
+    if value is _NOTHING and types & _CONTAINERS and stripped[:1] in ("[", "{"):
+        written = _repaired(stripped)
+        value = _read(written)
+    if value is not _NOTHING:
+        fitting = next(names for kind, names in _TYPES if isinstance(value, kind))
+        if types.intersection(fitting) or "string" not in types:
+            return written
     return escaped(text.removeprefix("\n").removesuffix("\n"), quote=True)
+
+
+_NOTHING = object()
+
+
+def _read(text: str) -> Any:
+    """Return the value of a JSON text that every client can read; ``_NOTHING`` of another."""
+    try:
+        return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return _NOTHING
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is more than a double holds")
+    return value
+
+
+def _repaired(text: str) -> str:
+    """Return the JSON of an array or object that was written another way; empty if it is none."""
+    try:
+        unescaped = str(json.loads(f'"{text}"'))
+    except (ValueError, RecursionError):
+        unescaped = ""
+    if unescaped != text and _read(unescaped) is not _NOTHING:
+        return unescaped
+    if len(text) > _MAX_LITERAL_CHARACTERS:
+        return ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Of escapes in strings that Python doesn't know.
+            value = ast.literal_eval(text)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return ""
 
 
 def escaped(text: str, *, quote: bool = False) -> str:

@@ -61,8 +61,15 @@ class ReaderOptions:
             )
             splitter = ReasoningSplitter(opens_reasoning(tail, self.prompt))
         if self.use is not None and self.format.family is not None:
-            parser = self.format.family.parser.of(self.use.tools)
-        return AnswerReader(splitter, parser, self.include_reasoning, self.hidden, self.functions)
+            parser = self.format.family.parser.of(self.use.tools, free=self.use.is_free)
+        return AnswerReader(
+            splitter,
+            parser,
+            self.include_reasoning,
+            self.hidden,
+            self.functions,
+            calls_only=self.use is not None and self.use.required,
+        )
 
 
 def hidden_tokens(format: ChatFormat, *, with_tools: bool) -> re.Pattern[str] | None:
@@ -84,6 +91,8 @@ class AnswerReader:
     _include_reasoning: bool = True
     _hidden: re.Pattern[str] | None = None
     _functions: bool = False
+    _calls_only: bool = attrs.field(default=False, kw_only=True)
+    """Whether a grammar made the answer calls, so that what is left at its end is a part of one."""
     has_calls: bool = False
     """Whether there was a tool call so far."""
 
@@ -149,7 +158,11 @@ class AnswerReader:
         contents: list[str] = []
         calls: dict[int, ToolCallDelta] = {}
         arguments: dict[int, list[str]] = {}
-        for event in parser.feed(text) + (parser.finish() if last else []):
+        events = parser.feed(text)
+        ends = parser.finish() if last else []
+        if self._calls_only:
+            ends = [event for event in ends if not isinstance(event, TextDelta)]
+        for event in events + ends:
             if isinstance(event, TextDelta):
                 contents.append(event.text)
             elif isinstance(event, ToolCallStart):

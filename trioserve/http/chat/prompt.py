@@ -94,7 +94,7 @@ def _template_fields(message: ChatMessage, format: ChatFormat) -> dict[str, Any]
             {"type": "text", "text": part.text if isinstance(part, TextPart) else part.refusal}
             for part in message.content
         ]
-    reasoning = message.reasoning_content or message.reasoning
+    reasoning = message.reasoning or message.reasoning_content
     if reasoning is not None:
         fields["reasoning"] = fields["reasoning_content"] = reasoning
     for call in fields.get("tool_calls", ()):

@@ -85,7 +85,7 @@ def instructions(tools: list[ChatTool], use: ToolUse, family: Family) -> str:
 def _tool(tool: ChatTool) -> Tool:
     function = tool.function
     strict = bool(function.strict)
-    if function.parameters is None:
+    if not function.parameters:
         return Tool(function.name, strict=strict)
     return Tool(function.name, function.parameters, strict)
 
