@@ -196,6 +196,38 @@ class TestReasoning:
         assert choice["message"]["reasoning"] == "Hm"
         assert choice["finish_reason"] == "length"
 
+    @pytest.mark.parametrize(
+        ("pieces", "expected"),
+        [
+            ([("<think>", (1,)), ("Hm.", (2, 3)), ("</think>", (4,)), ("Yes", (5, 6))], 4),
+            ([("<think></think>", (1, 4)), ("Yes", (5,))], 2),
+            ([("<think>Hm", (1, 2))], 2),
+            ([("Yes", (5,))], 0),
+        ],
+        ids=["reasoned", "empty", "cut off", "none"],
+    )
+    async def test_its_tokens_are_counted(
+        self, pieces: list[tuple[str, tuple[int, ...]]], expected: int
+    ) -> None:
+        def script(_: Any) -> list[Step]:
+            return [*(Chunk(*piece) for piece in pieces), Chunk("", (), finish_reason="stop")]
+
+        def stub(template: str) -> StubEngine:
+            tokens = {"</think>": 4}
+            return StubEngine(script=script, tokenizer=StubTokenizer(template, tokens))
+
+        usage = {"include_usage": True}
+        for include in (True, False):
+            body = {"messages": MESSAGES, "include_reasoning": include}
+            reply = await post(stub(THINKS), CHAT, **body)
+            details = {"reasoning_tokens": expected}
+            assert reply["usage"]["completion_tokens_details"] == details
+            *_, last = await events(stub(THINKS), stream_options=usage, **body)
+            assert last["usage"]["completion_tokens_details"] == details
+        for never, body in ((THINKS, {"separate_reasoning": False}), ("{{ messages }}", {})):
+            reply = await post(stub(never), CHAT, messages=MESSAGES, **body)
+            assert "completion_tokens_details" not in reply["usage"]
+
     async def test_left_out_or_left_in(self) -> None:
         reply = await post(
             engine(self.TEXT, THINKS), CHAT, messages=MESSAGES, include_reasoning=False

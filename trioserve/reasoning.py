@@ -53,6 +53,8 @@ class ReasoningSplitter:
     """
 
     inside: bool = False
+    opened: bool = attrs.field(init=False)
+    """Whether there is reasoning, if only between marks with nothing in it."""
     _at_start: bool = True
     """Whether the output may still begin with the mark."""
     _begun: bool = False
@@ -63,6 +65,10 @@ class ReasoningSplitter:
     """What may be the beginning of a mark."""
     _space: list[str] = attrs.field(factory=list)
     """White space that counts only if more of the same side follows."""
+
+    @opened.default
+    def _opened_already(self) -> bool:
+        return self.inside
 
     def feed(self, text: str) -> Split:
         """Split the next piece."""
@@ -99,7 +105,7 @@ class ReasoningSplitter:
         text = "".join(self._space) + text
         self._space.clear()
         if stripped.startswith(OPEN):
-            self.inside = True
+            self.inside = self.opened = True
             return stripped[len(OPEN) :]
         self._past = self._begun = not self.inside
         return text

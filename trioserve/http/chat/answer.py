@@ -16,7 +16,7 @@ from trioserve.http.chat.schemas import (
     ToolCall,
     ToolCallDelta,
 )
-from trioserve.reasoning import OPEN, ReasoningSplitter, is_open
+from trioserve.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from trioserve.request import ChatPrompt
 from trioserve.tool_parsers import ArgumentsDelta, TextDelta, ToolCallStart, ToolParser, ToolUse
 
@@ -69,6 +69,7 @@ class ReaderOptions:
             self.hidden,
             self.functions,
             calls_only=self.use is not None and self.use.required,
+            close_id=self.format.tokenizer.token_of(CLOSE),
         )
 
 
@@ -93,8 +94,16 @@ class AnswerReader:
     _functions: bool = False
     _calls_only: bool = attrs.field(default=False, kw_only=True)
     """Whether a grammar made the answer calls, so that what is left at its end is a part of one."""
+    _close_id: int | None = attrs.field(default=None, kw_only=True)
+    """The token that ends reasoning, if it is one."""
     has_calls: bool = False
     """Whether there was a tool call so far."""
+    num_reasoning_tokens: int = attrs.field(default=0, init=False)
+    """The tokens of reasoning so far, with its marks."""
+    _num_tokens: int = attrs.field(default=0, init=False)
+    """Tokens up to the end of reasoning."""
+    _is_counted: bool = attrs.field(default=False, init=False)
+    """Whether reasoning has ended, and its tokens with it."""
 
     @property
     def plain(self) -> bool:
@@ -107,12 +116,26 @@ class AnswerReader:
         return self._splitter is not None and self._splitter.inside
 
     @property
+    def reasoning_tokens(self) -> int | None:
+        """The tokens of reasoning so far; None where they can't be counted.
+
+        That is where reasoning isn't told apart, or its end is no token.
+        """
+        if self._splitter is None or self._close_id is None:
+            return None
+        return self.num_reasoning_tokens
+
+    @property
     def call_reason(self) -> str:
         """Why an answer has ended that has a tool call."""
         return "function_call" if self._functions else "tool_calls"
 
-    def feed(self, text: str, *, last: bool = False) -> Delta:
-        """What the next piece of the answer adds; the ``last`` one adds what was held back."""
+    def feed(self, text: str, *, last: bool = False, token_ids: Sequence[int] = ()) -> Delta:
+        """Return what the next piece of the answer adds; the ``last`` one adds what was held back.
+
+        Args:
+            token_ids: the piece as tokens, which are counted.
+        """
         if self._hidden is not None:
             text = self._hidden.sub("", text)
         reasoning = ""
@@ -122,6 +145,7 @@ class AnswerReader:
             if last:
                 split = self._splitter.finish()
                 reasoning, text = reasoning + split.reasoning, text + split.answer
+            self._count(self._splitter, token_ids)
         delta = Delta()
         if self._parser is None:
             delta.content = text or None
@@ -134,9 +158,11 @@ class AnswerReader:
             delta.function_call, delta.tool_calls = delta.tool_calls[0].function, None
         return delta
 
-    def message(self, text: str, *, role: str = "assistant") -> AssistantMessage:
-        """The whole of an answer that is all of ``text``."""
-        delta = self.feed(text, last=True)
+    def message(
+        self, text: str, *, token_ids: Sequence[int] = (), role: str = "assistant"
+    ) -> AssistantMessage:
+        """Return the whole of an answer that is all of ``text``."""
+        delta = self.feed(text, last=True, token_ids=token_ids)
         message = AssistantMessage(role=role, content=delta.content)
         if delta.reasoning is not None:
             message.reasoning = message.reasoning_content = delta.reasoning
@@ -152,6 +178,21 @@ class AnswerReader:
         elif message.content is None and delta.reasoning is None:
             message.content = ""
         return message
+
+    def _count(self, splitter: ReasoningSplitter, token_ids: Sequence[int]) -> None:
+        if self._is_counted:
+            return
+        before = self._num_tokens
+        self._num_tokens += len(token_ids)
+        if splitter.inside:
+            # Tokens before the opening mark are among them.
+            self.num_reasoning_tokens = self._num_tokens
+        elif splitter.opened:
+            self._is_counted = True
+            own = len(token_ids)
+            if self._close_id is not None and self._close_id in token_ids:
+                own = token_ids.index(self._close_id) + 1
+            self.num_reasoning_tokens = before + own
 
     def _parse(self, parser: ToolParser, text: str, last: bool, delta: Delta) -> None:
         """Put what the parser makes of ``text`` into ``delta``: one entry for each call."""

@@ -20,6 +20,7 @@ from trioserve.http.chat.schemas import (
     Delta,
     TopLogprob,
 )
+from trioserve.http.generations import total_usage
 from trioserve.http.openai.schemas import UsageReply
 from trioserve.http.openai.writer import (
     MIN_LOGPROB,
@@ -104,12 +105,17 @@ def chat_response(
 ) -> ChatCompletionResponse:
     """The whole answer: a choice for each output."""
     ids = list(completion.prompt_token_ids)
+    readers = [wanted.options.reader(ids) for _ in completion.outputs]
+    choices = [
+        _choice(output, reader, wanted)
+        for output, reader in zip(completion.outputs, readers, strict=True)
+    ]
     response = ChatCompletionResponse(
         id=completion.request_id,
         created=created,
         model=model,
-        choices=[_choice(output, ids, wanted) for output in completion.outputs],
-        usage=usage_reply(completion.usage),
+        choices=choices,
+        usage=usage_reply(completion.usage, _reasoning_tokens(readers)),
         prompt_token_ids=ids if wanted.token_ids else None,
         prompt_text=wanted.text_of(ids),
     )
@@ -120,9 +126,14 @@ def chat_response(
     return response
 
 
-def _choice(output: Output, prompt_ids: Sequence[int], wanted: WantedChat) -> ChatChoice:
-    reader = wanted.options.reader(prompt_ids)
-    message = reader.message(output.text, role=wanted.role)
+def _reasoning_tokens(readers: Sequence[AnswerReader]) -> int | None:
+    """Return the tokens of reasoning in all answers; None where they can't be counted."""
+    counts = [count for reader in readers if (count := reader.reasoning_tokens) is not None]
+    return sum(counts) if counts else None
+
+
+def _choice(output: Output, reader: AnswerReader, wanted: WantedChat) -> ChatChoice:
+    message = reader.message(output.text, token_ids=output.token_ids, role=wanted.role)
     if wanted.echo:
         message.content = wanted.echo + (message.content or "")
     return ChatChoice(
@@ -174,7 +185,7 @@ class ChatWriter(OpenAIWriter):
             return event
         reader = self._readers[chunk.index]
         ended = chunk.finish_reason is not None
-        delta = reader.feed(chunk.text, last=ended)
+        delta = reader.feed(chunk.text, last=ended, token_ids=chunk.token_ids)
         logprobs = self.wanted.logprobs(chunk.logprobs)
         told = self.wanted.token_ids and chunk.token_ids
         if not (ended or told or (logprobs and logprobs.content)) and delta == Delta():
@@ -187,6 +198,10 @@ class ChatWriter(OpenAIWriter):
         if self.wanted.token_ids:
             choice.token_ids = list(chunk.token_ids)
         return self._event([choice])
+
+    def _usage(self) -> UsageReply:
+        usage = total_usage(stream.usage for stream in self._streams)
+        return usage_reply(usage, _reasoning_tokens(self._readers))
 
     def _text(self, index: int, text: str) -> bytes:
         return self._delta(index, Delta(content=text))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from trioserve.http import fields
 from trioserve.http.openai.structured_schemas import JsonText, ResponseFormat, StructuredOutputs
@@ -259,6 +260,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: Annotated[int, about("Tokens of the prompt that were in the prefix cache.")]
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """What the tokens that were produced are for."""
+
+    reasoning_tokens: Annotated[int, about("Tokens of reasoning, told or not, with its marks.")]
+
+
 class UsageReply(msgspec.Struct):
     """What a request used."""
 
@@ -268,6 +275,10 @@ class UsageReply(msgspec.Struct):
     prompt_tokens_details: Annotated[
         PromptTokensDetails, about("Where the prompt's tokens came from.")
     ]
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | UnsetType,
+        about("What they are for, in chats with a model that reasons."),
+    ] = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -12,7 +12,12 @@ from msgspec import UNSET, UnsetType
 
 from trioserve.generation import GenerationStream, Usage
 from trioserve.http.generations import total_usage
-from trioserve.http.openai.schemas import PromptLogprobReply, PromptTokensDetails, UsageReply
+from trioserve.http.openai.schemas import (
+    CompletionTokensDetails,
+    PromptLogprobReply,
+    PromptTokensDetails,
+    UsageReply,
+)
 from trioserve.http.sse import event
 from trioserve.logprobs import PromptLogprobs
 from trioserve.stream import Chunk
@@ -33,14 +38,17 @@ MIN_LOGPROB = -9999.0
 """What stands for the logarithm of zero, which JSON can't say."""
 
 
-def usage_reply(usage: Usage) -> UsageReply:
-    """Usage as the OpenAI API has it."""
-    return UsageReply(
+def usage_reply(usage: Usage, reasoning_tokens: int | None = None) -> UsageReply:
+    """Return usage as the OpenAI API has it; ``reasoning_tokens`` are told where they are known."""
+    reply = UsageReply(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
     )
+    if reasoning_tokens is not None:
+        reply.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
+    return reply
 
 
 def matched_stop(

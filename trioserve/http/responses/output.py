@@ -39,7 +39,6 @@ from trioserve.http.responses.replies import (
     OutputReasoning,
     OutputTextReply,
 )
-from trioserve.reasoning import CLOSE
 from trioserve.stream import Chunk, TokenLogprob
 
 __all__ = ["Answer", "Tell", "item_id"]
@@ -201,11 +200,14 @@ class Answer:
     items: list[OutputItem] = attrs.field(factory=list, init=False)
     """Those that have ended."""
     finish_reason: str | None = attrs.field(default=None, init=False)
-    num_reasoning_tokens: int = attrs.field(default=0, init=False)
     _open: _OpenItem | None = attrs.field(default=None, init=False)
-    _num_tokens: int = attrs.field(default=0, init=False)
     _untold: list[TokenLogprob] = attrs.field(factory=list, init=False)
     """Of tokens whose text is still held back."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The tokens of reasoning so far."""
+        return self._reader.num_reasoning_tokens
 
     @property
     def plain_message(self) -> _OpenMessage | None:
@@ -215,9 +217,10 @@ class Answer:
 
     def add(self, chunk: Chunk) -> None:
         """Take another piece; the last one closes what is open."""
-        reasoned = self._reader.is_reasoning
-        delta = self._reader.feed(chunk.text, last=chunk.finish_reason is not None)
-        num_reasoning = self._count(chunk, reasoned or delta.reasoning is not None)
+        before = self.num_reasoning_tokens
+        ended = chunk.finish_reason is not None
+        delta = self._reader.feed(chunk.text, last=ended, token_ids=chunk.token_ids)
+        num_reasoning = min(self.num_reasoning_tokens - before, len(chunk.token_ids))
         if num_reasoning:
             self._untold.clear()
         self._untold += (chunk.logprobs or ())[num_reasoning:]
@@ -237,26 +240,6 @@ class Answer:
             self._untold.clear()
         if chunk.finish_reason is not None:
             self._finish(chunk.finish_reason)
-
-    def _count(self, chunk: Chunk, reasoned: bool) -> int:
-        """Count the chunk's tokens; returns how many of them are reasoning's.
-
-        Args:
-            reasoned: whether there was reasoning before the chunk's end.
-        """
-        before = self._num_tokens
-        self._num_tokens += len(chunk.token_ids)
-        if self._reader.is_reasoning:
-            # Those before the opening mark are among them.
-            self.num_reasoning_tokens = self._num_tokens
-            return len(chunk.token_ids)
-        if not reasoned:
-            return 0
-        close_id = self._wanted.tokenizer.token_of(CLOSE)
-        ids = chunk.token_ids
-        own = ids.index(close_id) + 1 if close_id in ids else len(ids)
-        self.num_reasoning_tokens = before + own
-        return own
 
     def _message(self) -> _OpenMessage:
         """The message that is open; if another item is, or none, a message is opened."""
