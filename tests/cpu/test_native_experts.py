@@ -28,7 +28,7 @@ from tests.cpu.test_native_model import (
     with_torch,
 )
 from tests.lora.adapters import ALL_PARTS, make_adapter
-from tests.lora.test_models import all_logits, exact_logits, load
+from tests.lora.test_models import all_logits, exact_logits, load, room
 from tests.lora.test_models import compiled as compiled_with_adapters
 from tests.lora.test_models import distance as distance_of
 from tests.lora.test_models import with_torch as with_adapters
@@ -233,7 +233,7 @@ def test_adapters_of_attention(family: str, tmp_path: Path) -> None:
     in_float32, native = with_adapters(path), compiled_with_adapters(path)
     for served in (in_float32, native):
         load(served, adapter)
-    assert np.abs(all_logits(in_float32, prompt, 1) - exact).max() < 1e-4
+    assert np.abs(all_logits(in_float32, prompt, 1) - exact).max() < room(path, prompt, exact)
     assert distance_of(all_logits(native, prompt, 1), exact) < 0.15
     assert distance_of(all_logits(native, prompt, 0), exact) > 0.3
 
@@ -258,6 +258,6 @@ def test_adapters_of_an_mlp_beside_experts(tmp_path: Path) -> None:
     plain = all_logits(in_float32, prompt, 0)
     save_file(weights, path / "model.safetensors")
     exact = all_logits(with_adapters(path), prompt, 0)
-    assert np.abs(theirs - exact).max() < 1e-4
+    assert np.abs(theirs - exact).max() < room(path, prompt, exact)
     assert distance_of(ours, exact) < 0.15
     assert distance_of(plain, exact) > 0.3
