@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import pytest
 import trio
 from http_stub import server_config
 
-from tests.engines import assert_idle
+from tests.engines import assert_idle, worker_of
 from tests.tiny_encoders import make_encoder
 from trioserve import Engine, InvalidRequest, open_engine
 from trioserve.http import create_app
@@ -47,12 +46,7 @@ async def test_new_vectors_from_then_on(old: Path, new: Path, mode: str) -> None
         await engine.update_weights(str(new), mode=mode)
         np.testing.assert_allclose(await vectors(engine), expected, atol=1e-5)
         # A later worker has them, too.
-        (worker,) = [
-            child
-            for child in psutil.Process().children()
-            if "gpu" in child.cmdline()  # python -m gpu
-        ]
-        worker.kill()
+        (await worker_of(engine)).kill()
         np.testing.assert_allclose(await vectors(engine), expected, atol=1e-5)
         await engine.update_weights(str(old))
         np.testing.assert_allclose(await vectors(engine), before, atol=1e-5)

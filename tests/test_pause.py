@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import trio
 import trio.testing
 
-from tests.engines import assert_idle, open_tiny_engine
+from tests.engines import assert_idle, open_tiny_engine, worker_of
 from tests.tiny_models import make_tiny
 from trioserve import Completion, DeadlineExceeded, Engine, InvalidRequest, Paused
 from trioserve.errors import RequestAborted
@@ -23,11 +22,6 @@ SAMPLING: dict[str, Any] = {"max_tokens": LENGTH, "temperature": 0.9, "ignore_eo
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama2", tmp_path_factory.mktemp("llama2"), max_position_embeddings=2048)
-
-
-def sole_worker() -> psutil.Process:
-    (worker,) = [each for each in psutil.Process().children() if "gpu" in each.cmdline()]
-    return worker
 
 
 class Answers:
@@ -187,7 +181,7 @@ async def test_the_worker_dies_meanwhile(tiny: Path, mode: str) -> None:
                 nursery.start_soon(answers.ask, engine, number)
             await answers.reach(20, range(3))
             await engine.pause(mode)
-            sole_worker().kill()
+            (await worker_of(engine)).kill()
             with trio.fail_after(60):
                 while engine.statistics().worker_restarts < 1 or not engine.healthy:
                     await trio.sleep(0.01)

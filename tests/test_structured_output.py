@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import psutil
 import pytest
 import regex
 import trio
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.engines import assert_idle, open_tiny_engine
+from tests.engines import assert_idle, open_tiny_engine, worker_of
 from tests.json_schemas import schemas
 from tests.tiny_models import make_tiny, tiny_tokenizer
 from trioserve import Engine, InvalidRequest
@@ -111,7 +110,7 @@ async def test_grammars_through_preemption(folder: Path) -> None:
 async def test_grammars_through_the_death_of_a_worker(folder: Path) -> None:
     pattern = "([a-z]{2,9} ){12}x"
     async with open_tiny_engine(folder, max_num_seqs=8) as engine:
-        (worker,) = (child for child in psutil.Process().children() if "gpu" in child.cmdline())
+        worker = await worker_of(engine)
 
         async def kill() -> None:
             while engine.statistics().scheduler.num_steps < 15:

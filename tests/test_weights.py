@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import safetensors.numpy
 import torch
@@ -18,7 +17,7 @@ from http_stub import server_config
 
 from gpu.models import build_model
 from gpu.weights.tensors import load_weights
-from tests.engines import assert_idle, open_tiny_engine
+from tests.engines import assert_idle, open_tiny_engine, worker_of
 from tests.tiny_models import FAMILIES, make_tiny
 from trioserve import Engine, InvalidRequest
 from trioserve.errors import WorkerLost
@@ -279,7 +278,7 @@ async def test_the_worker_dies_while_it_reads(old: Path, new: Path) -> None:
 async def test_a_worker_that_is_stopped_while_it_reads(old: Path, new: Path) -> None:
     async with open_tiny_engine(old, watchdog_timeout=5) as engine:
         before = await tokens_of(engine)
-        sole_worker().suspend()
+        (await worker_of(engine)).suspend()
         # Something may have been asked before: to end a slot, or whether it still holds any.
         why = r"no answer to '(read_weights|statistics)' within|no step within"
         with pytest.raises(WorkerLost, match=why):
@@ -337,13 +336,8 @@ async def kill_worker(engine: Engine) -> None:
     """Kill it, and wait for the next one."""
     await trio.sleep(0.05)
     restarts = engine.statistics().worker_restarts
-    sole_worker().kill()
+    (await worker_of(engine)).kill()
     await until(lambda: engine.statistics().worker_restarts > restarts and engine.healthy)
-
-
-def sole_worker() -> psutil.Process:
-    (worker,) = [each for each in psutil.Process().children() if "gpu" in each.cmdline()]
-    return worker
 
 
 async def until_running(engine: Engine, number: int) -> None:
