@@ -98,7 +98,9 @@ def tests(session: nox.Session) -> None:
     # Tests of one module share what takes long to set up. Two OpenMP threads of one test beside
     # another test on two cores would wait for each other in turns, so each has one.
     parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadscope")
-    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    # Bytecode is kept, whatever the machine says: many tests start a server, which would compile
+    # its sources each time.
+    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     session.run(python, "-m", "pytest", *parallel, *session.posargs, env=env)
 
 
