@@ -1,4 +1,4 @@
-"""Small arrays on their way to the device."""
+"""Numbers of the host on their way to the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["staged", "upload"]
+__all__ = ["pinned", "staged", "upload"]
+
+
+def pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``host`` in memory from which a GPU copies by itself.
+
+    From other memory a copy waits on the host until everything that is queued before it is done.
+    """
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
@@ -16,8 +24,7 @@ def staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor
 
     That is pinned memory, which torch keeps until the copy is done.
     """
-    host = torch.from_numpy(array)
-    return host.pin_memory() if device.type == "cuda" else host
+    return pinned(torch.from_numpy(array), device)
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ from gpu.kernels.lora import ENTRY, ProductShape, padded_rank, partial_numbers
 from gpu.lora.products import PRODUCTS
 from gpu.lora.reading import Adapter, Update
 from gpu.lora.store import AdapterStore
+from gpu.upload import pinned
 from gpu.weights import FLOAT32, expected_tensors
 from gpu.weights.tensors import as_tensor
 from trioserve.model_files import ModelConfig
@@ -51,8 +52,10 @@ class PlacedAdapter:
     entries: torch.Tensor  # [layers * products, 4] int64, whose rows are ENTRY
 
     @classmethod
-    def of(cls, adapter: Adapter, config: ModelConfig, dtype: torch.dtype) -> PlacedAdapter:
-        """``adapter`` in ``dtype``."""
+    def of(
+        cls, adapter: Adapter, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> PlacedAdapter:
+        """Return ``adapter`` in ``dtype``, ready to be copied to ``device``."""
         entries = np.zeros(config.num_layers * len(PRODUCTS), ENTRY)
         pieces: list[torch.Tensor] = []
         end = 0
@@ -68,7 +71,7 @@ class PlacedAdapter:
                 end += sum(piece.numel() for piece in own)
                 pieces += own
         words = torch.from_numpy(entries.view(np.int64).reshape(len(entries), -1))
-        return cls(torch.cat(pieces), words)
+        return cls(pinned(torch.cat(pieces), device), pinned(words, device))
 
 
 def _a(update: Update) -> torch.Tensor:
@@ -104,7 +107,7 @@ class AdapterPlaces:
         count: int,
     ) -> None:
         self.store = AdapterStore[PlacedAdapter](
-            config, max_rank, lambda adapter: PlacedAdapter.of(adapter, config, dtype)
+            config, max_rank, lambda adapter: PlacedAdapter.of(adapter, config, dtype, device)
         )
         self.count = count
         self.numbers = torch.zeros(
@@ -120,7 +123,8 @@ class AdapterPlaces:
     def bring(self, wanted: Collection[int]) -> list[int]:
         """Have the adapters ``wanted``, by number, in places, and say in which.
 
-        What is copied is in the order of the current stream.
+        What is copied is in the order of the current stream: behind the steps that use what a place
+        had before, and before the one that is queued next. The host doesn't wait for it.
         """
         for number in wanted:
             if number in self._places:
@@ -129,8 +133,10 @@ class AdapterPlaces:
             if number not in self._places:
                 place = self._places[number] = self._free_place()
                 adapter = self.store[number]
-                self.numbers[place, : adapter.numbers.numel()].copy_(adapter.numbers)
-                self.entries[place].copy_(adapter.entries)
+                self.numbers[place, : adapter.numbers.numel()].copy_(
+                    adapter.numbers, non_blocking=True
+                )
+                self.entries[place].copy_(adapter.entries, non_blocking=True)
         return [self._places[number] for number in wanted]
 
     def _free_place(self) -> int:

@@ -75,7 +75,7 @@ def test_where_the_matrices_lie(config: ModelConfig, model: Path, tmp_path: Path
         ranks={"self_attn.v_proj": 17},
     )
     adapter = read_adapter(folder, config, 32)
-    placed = PlacedAdapter.of(adapter, config, torch.bfloat16)
+    placed = PlacedAdapter.of(adapter, config, torch.bfloat16, torch.device("cpu"))
     entries = placed.entries.numpy().view(ENTRY).reshape(config.num_layers, len(PRODUCTS))
     ranks = [[int(entry[f"rank{part}"]) for part in range(3)] for entry in entries[1]]
     assert ranks == [[16, 0, 32], [0, 0, 0], [0, 0, 0], [16, 0, 0]]
@@ -124,3 +124,34 @@ def test_what_a_device_has_to_have_room_for(config: ModelConfig) -> None:
     held = AdapterPlaces(config, MAX_RANK, torch.bfloat16, torch.device("meta"), count=2)
     assert held.numbers.nbytes + held.entries.nbytes + between == found
     assert AdapterPlaces.device_bytes(config, 0, torch.bfloat16, 2, max_tokens=100) == 0
+
+
+def test_a_gpu_copies_by_itself(
+    model: Path, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From other memory the host waits until all steps that are queued have ended."""
+    page_locked: list[torch.Tensor] = []
+    copied: list[tuple[int, bool]] = []
+    copy = torch.Tensor.copy_
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        page_locked.append(tensor)
+        return tensor
+
+    def noted(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copied.append((source.data_ptr(), non_blocking))
+        return copy(self, source, non_blocking)
+
+    adapter = read_adapter(make_adapter(model, tmp_path / "one", seed=1), config, MAX_RANK)
+    places = AdapterPlaces(config, MAX_RANK, torch.bfloat16, torch.device("cpu"), count=1)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    placed = PlacedAdapter.of(adapter, config, torch.bfloat16, torch.device("cuda"))
+    assert [each.data_ptr() for each in page_locked] == [
+        placed.numbers.data_ptr(),
+        placed.entries.data_ptr(),
+    ]
+    places.store.put(1, adapter)
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    places.bring([1])
+    stored = places.store[1]
+    assert copied == [(stored.numbers.data_ptr(), True), (stored.entries.data_ptr(), True)]
