@@ -120,7 +120,7 @@ class DecodeBatch:
             num_steps=num_steps,
             step=(ends[-1] - ends[warm_up - 1]) / num_steps,
             device=sum(result.step_us for result in counted) / num_steps / 1e6,
-            idle=sum(result.idle_us for result in counted) / num_steps / 1e6,
+            idle=sum(result.idle_us + result.gap_us for result in counted) / num_steps / 1e6,
             submit=sum(submits[warm_up:]) / num_steps,
         )
 

@@ -19,7 +19,7 @@ from gpu.draws import TopLogprobs
 from gpu.slots import Row, Slot
 from trioserve.wire import PooledPrompt, PromptPiece
 
-__all__ = ["NO_COPIES", "Copies", "Drawn", "Executor", "Finished", "Submission"]
+__all__ = ["NO_COPIES", "Copies", "DeviceTimes", "Drawn", "Executor", "Finished", "Submission"]
 
 Copies: TypeAlias = npt.NDArray[np.int32]
 """[C, 2]: pages that are copied one after the other, each from where and to where.
@@ -27,6 +27,20 @@ Copies: TypeAlias = npt.NDArray[np.int32]
 Numbers behind those of the KV cache's pages are places in the host's memory.
 """
 NO_COPIES: Copies = np.zeros((0, 2), dtype=np.int32)
+
+
+@attrs.frozen(kw_only=True)
+class DeviceTimes:
+    """The times of one step, in microseconds on the device's clock."""
+
+    step_us: int = 0
+    """Kernels of the step were running."""
+    gap_us: int = 0
+    """None was, between the step's start and its end: copies, a mask that the host had to make."""
+    idle_us: int = 0
+    """The device had nothing to do, between the end of the last step and the start of this one."""
+    launch_us: int = 0
+    """The host queued the step's kernels, on the host's clock."""
 
 
 @attrs.define(kw_only=True)
@@ -46,10 +60,7 @@ class Drawn:
     """Of the rows that computed prompt tokens whose log-probabilities are wanted."""
     pooled: list[PooledPrompt] = attrs.field(factory=list)
     """Of the rows that completed a prompt of which a vector is wanted."""
-    step_us: int = 0
-    """From the step's start on the device to its end."""
-    idle_us: int = 0
-    """How long the device had nothing to do before the step."""
+    times: DeviceTimes = attrs.field(factory=DeviceTimes)
 
 
 class Submission(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gpu.executor import NO_COPIES, Copies, Drawn, Finished, Submission
+from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn, Finished, Submission
 from gpu.slots import PlanError, Row, Slot
 from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelFiles
@@ -100,8 +100,9 @@ class MockExecutor:
             tokens=tokens,
             logprobs=None,
             top=None,
-            step_us=(ended - began) // 1000,
-            idle_us=(began - self._step_ended_ns) // 1000,
+            times=DeviceTimes(
+                step_us=(ended - began) // 1000, idle_us=(began - self._step_ended_ns) // 1000
+            ),
         )
         self._step_ended_ns = ended
         return Finished(drawn)

@@ -216,8 +216,10 @@ def _result(pending: _Pending, giving: Sequence[bool], drawn: Drawn) -> StepResu
         ),
         prompts=drawn.prompts,
         pooled=drawn.pooled,
-        step_us=drawn.step_us,
-        idle_us=drawn.idle_us,
+        step_us=drawn.times.step_us,
+        gap_us=drawn.times.gap_us,
+        idle_us=drawn.times.idle_us,
+        launch_us=drawn.times.launch_us,
     )
     if drawn.top is not None and order:
         entries = [drawn.top[index] for index in order]

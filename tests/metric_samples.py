@@ -87,6 +87,7 @@ class Watched:
             num_steps=7,
             step_us=2_500_000,
             idle_us=250_000,
+            launch_us=125_000,
         )
         return EngineStatistics(
             scheduler=scheduler,

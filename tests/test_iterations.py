@@ -26,6 +26,7 @@ COUNTED = {
     "pages_onloaded": "pages_onloaded",
     "step_us": "step_us",
     "idle_us": "idle_us",
+    "launch_us": "launch_us",
 }
 """Counters, and what adds up to them in the records."""
 

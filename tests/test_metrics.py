@@ -263,6 +263,7 @@ def test_gauges_are_read_when_somebody_asks() -> None:
         "worker_steps_total": 7,
         "worker_step_seconds_total": 2.5,
         "worker_idle_seconds_total": 0.25,
+        "worker_launch_seconds_total": 0.125,
         "worker_plans_in_flight": 1,
         "worker_restarts_total": 5,
         "front_end_restarts_total": 4,

@@ -15,7 +15,7 @@ import pynng
 import pytest
 import torch
 
-from gpu.executor import NO_COPIES, Copies, Drawn
+from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn
 from gpu.kernels.device import KernelLaunchError
 from gpu.runner import Runner
 from gpu.slots import PlanError, Row, Slot, SlotTable
@@ -97,8 +97,7 @@ class DeferredSubmission:
             tokens=np.array(self.tokens, dtype=np.int32),
             logprobs=None,
             top=None,
-            step_us=5,
-            idle_us=3,
+            times=DeviceTimes(step_us=5, idle_us=3),
         )
 
 

@@ -71,20 +71,22 @@ def test_a_worker_is_idle_only_while_there_is_work() -> None:
 
     def step() -> None:
         assert bench.plan() is not None
-        bench.results = [attrs.evolve(result, step_us=3, idle_us=10) for result in bench.results]
+        times = {"step_us": 3, "gap_us": 1, "idle_us": 9, "launch_us": 2}
+        bench.results = [attrs.evolve(result, **times) for result in bench.results]
         bench.result()
 
     bench.submit([1, 2, 3], max_tokens=3)
-    for idle_us in (0, 10, 20):
+    for idle_us in (1, 11, 21):  # what passes within a step is lost in any case
         step()
         assert bench.core.statistics().idle_us == idle_us
     # The line is empty now, and the time until somebody comes is nobody's loss.
     step()
     bench.submit([1, 2, 3], max_tokens=2)
-    for idle_us in (20, 30):
+    for idle_us in (23, 33):
         step()
         assert bench.core.statistics().idle_us == idle_us
     assert bench.core.statistics().step_us == 18
+    assert bench.core.statistics().launch_us == 12
 
 
 def test_an_observer_hears_of_steps_and_tokens() -> None:

@@ -281,8 +281,9 @@ class StepResult:
     for each row that computed prompt tokens whose log-probabilities are wanted, ``pooled`` a vector
     for each that completed a prompt of which one is.
 
-    Times are microseconds on the worker's clock: ``idle_us`` since the last step ended, ``step_us``
-    of this step.
+    Times are microseconds: in ``step_us`` the device ran kernels of this step, in ``gap_us`` of the
+    step it ran none, ``idle_us`` lie between the last step's end and this one's start, and the
+    worker took ``launch_us`` to queue the kernels (0 if it computes them itself).
     """
 
     number: int
@@ -299,7 +300,9 @@ class StepResult:
     prompts: list[PromptPiece] = attrs.field(factory=list)
     pooled: list[PooledPrompt] = attrs.field(factory=list)
     step_us: int = 0
+    gap_us: int = 0
     idle_us: int = 0
+    launch_us: int = 0
 
 
 @attrs.frozen(kw_only=True)

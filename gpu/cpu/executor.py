@@ -12,7 +12,7 @@ from gpu.adjustments import Adjuster, NoAdjuster
 from gpu.cpu.model import CpuModel, CpuSampler, Floats, Hidden
 from gpu.cpu.scores import logprobs_of, score_prompt
 from gpu.draws import SamplerRow, is_plainly_greedy
-from gpu.executor import NO_COPIES, Copies, Drawn, Finished, Submission
+from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn, Finished, Submission
 from gpu.extras import SlotExtras
 from gpu.pooled import PooledSpan, pooled_prompt
 from gpu.prompt_logprobs import PromptSpan, in_rows, prompt_piece
@@ -71,8 +71,9 @@ class CpuExecutor:
             self._model.copy_pages(copies)
         drawn = self._compute(rows)
         ended = time.perf_counter_ns()
-        drawn.step_us = (ended - began) // 1000
-        drawn.idle_us = (began - self._step_ended_ns) // 1000
+        drawn.times = DeviceTimes(
+            step_us=(ended - began) // 1000, idle_us=(began - self._step_ended_ns) // 1000
+        )
         self._step_ended_ns = ended
         return Finished(drawn)
 

@@ -200,6 +200,7 @@ class CudaExecutor:
             self._state.copy_large()
             places = np.array([place_of[row.slot.number] for row in sampling], dtype=np.int64)
             reports: list[torch.Tensor] = []
+            self._timeline.begin_forward()
             if replay is not None:
                 replay.graphs.replay_forward(replay.size)
             else:
@@ -212,6 +213,7 @@ class CudaExecutor:
             named = self._extras.named_ids(sampling)
             if named:
                 reports.append(logprobs_of(self._logits, places[list(named)], named.values()))
+            self._timeline.end_forward()
         return CudaStep(
             rows=sampling,
             places=places,
@@ -229,10 +231,10 @@ class CudaExecutor:
             if step.adjusted:
                 self._draw_adjusted(step)
             elif step.replay is not None:
-                self._timeline.before_outputs()
+                self._timeline.begin_sampling()
                 step.replay.graphs.replay_sampling(step.replay.size)
             elif step.rows:
-                self._timeline.before_outputs()
+                self._timeline.begin_sampling()
                 self._draw(len(step.rows), self._logits[: len(step.rows)])
             return self._timeline.end_step(step.outputs(self._sampler.outputs))
 
@@ -305,7 +307,7 @@ class CudaExecutor:
         in_place = [step.rows[i] for i in np.argsort(step.places)]
         adjustment = self._extras.adjustment(logits, in_place)
         masks = adjustment.bitmask
-        self._timeline.before_outputs()
+        self._timeline.begin_sampling()
         self._sampler.launch(
             logits,
             self._buffer["sampling_slots"][:num_rows],

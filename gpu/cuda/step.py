@@ -84,8 +84,7 @@ class CudaStep:
             named=in_rows(len(self.rows), self.named, next(arrived)) if self.named else None,
             prompts=prompts,
             pooled=pooled,
-            step_us=finished.step_us,
-            idle_us=finished.idle_us,
+            times=finished.times,
         )
 
 

@@ -1,4 +1,9 @@
-"""Where a step's work is queued: its start and end on the device, and the way of its outputs home.
+"""Where a step's work is queued: its times on the device, and the way of its outputs home.
+
+A step is copies, the kernels of the forward pass, and the kernels of the sampler. Only the time in
+which kernels run counts as the step's: a device that copies, or that waits for the host to make a
+mask for the sampler, computes nothing. Kernels that are launched one by one may wait for the host
+between two of them, which no event shows; the time that the host took to launch them tells.
 
 On a GPU the steps follow each other in one stream. The outputs of a step are copied to the host in
 a second stream, beside the next step's forward pass; a thread sleeps until a copy is done and then
@@ -12,14 +17,26 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 import numpy.typing as npt
 import torch
 
-__all__ = ["Completions", "CudaTimeline", "Ending", "Finished", "HostTimeline", "Timeline"]
+from gpu.executor import DeviceTimes
+
+__all__ = [
+    "Completions",
+    "CudaTimeline",
+    "Ending",
+    "Finished",
+    "HostTimeline",
+    "Marking",
+    "Timeline",
+]
+
+M = TypeVar("M")
 
 
 @attrs.frozen(kw_only=True)
@@ -27,8 +44,80 @@ class Finished:
     """A step that has ended: its outputs on the host, and its times in microseconds."""
 
     outputs: list[npt.NDArray[Any]]
-    step_us: int
-    idle_us: int
+    times: DeviceTimes
+
+
+@attrs.frozen(kw_only=True)
+class _Marks(Generic[M]):
+    """The marks in a device's work from which the times of a step follow."""
+
+    before: M
+    """The end of the step before."""
+    began: M
+    kernels: list[tuple[M, M]]
+    """The first and the last of kernels that follow each other without a break."""
+    launch_ns: int
+
+    @property
+    def ended(self) -> M:
+        """The end of the step."""
+        return self.kernels[-1][1] if self.kernels else self.began
+
+    def times(self, us_between: Callable[[M, M], float]) -> DeviceTimes:
+        """Return the times; ``us_between`` gives the microseconds from one mark to another."""
+        starts = [self.began, *(end for _, end in self.kernels)]
+        gaps = zip(starts, (start for start, _ in self.kernels), strict=False)
+        return DeviceTimes(
+            step_us=round(sum(us_between(*each) for each in self.kernels)),
+            gap_us=round(sum(us_between(*each) for each in gaps)),
+            idle_us=round(us_between(self.before, self.began)),
+            launch_us=self.launch_ns // 1000,
+        )
+
+
+@attrs.define
+class Marking(Generic[M]):
+    """The marks of the step that is being queued. ``mark`` sets one where the work has got to."""
+
+    _mark: Callable[[], M]
+    _ended: M = attrs.field(init=False)
+    _began: M = attrs.field(init=False)
+    _kernels: list[tuple[M, M]] = attrs.field(init=False, factory=list)
+    _first: M | None = attrs.field(init=False, default=None)
+    _first_ns: int = attrs.field(init=False, default=0)
+    _launch_ns: int = attrs.field(init=False, default=0)
+
+    def __attrs_post_init__(self) -> None:
+        self._began = self._ended = self._mark()
+
+    def begin_step(self) -> None:
+        """Begin a step, in which nothing has been queued."""
+        self._began = self._mark()
+        self._kernels, self._first, self._launch_ns = [], None, 0
+
+    def begin_kernels(self) -> None:
+        """Mark the place of the first kernel of several."""
+        self._first, self._first_ns = self._mark(), time.perf_counter_ns()
+
+    def end_kernels(self) -> None:
+        """Mark the end of the last of them, unless that is done."""
+        if self._first is None:
+            return
+        self._launch_ns += time.perf_counter_ns() - self._first_ns
+        self._kernels.append((self._first, self._mark()))
+        self._first = None
+
+    def end_step(self) -> _Marks[M]:
+        """Return the marks of the step, whose last kernel is queued."""
+        self.end_kernels()
+        marks = _Marks(
+            before=self._ended,
+            began=self._began,
+            kernels=self._kernels,
+            launch_ns=self._launch_ns,
+        )
+        self._ended = marks.ended
+        return marks
 
 
 class Ending(Protocol):
@@ -46,10 +135,16 @@ class Timeline(Protocol):
         """See :attr:`gpu.executor.Executor.completions`."""
 
     def begin_step(self) -> None:
-        """What is queued from here on is the next step's: it is ready to be launched."""
+        """Begin the next step, which is ready to be launched, with its copies."""
 
-    def before_outputs(self) -> None:
-        """What is queued from here on may overwrite the outputs of the step before."""
+    def begin_forward(self) -> None:
+        """Begin the kernels of the forward pass, now that all copies are queued."""
+
+    def end_forward(self) -> None:
+        """End them: the last one is queued."""
+
+    def begin_sampling(self) -> None:
+        """Begin the sampler's kernels, which may overwrite the outputs of the step before."""
 
     def end_step(self, outputs: Sequence[torch.Tensor]) -> Ending:
         """All of the step is queued. Its ``outputs`` are copied to the host when it ends."""
@@ -62,7 +157,7 @@ class HostTimeline:
     """:class:`Timeline` of the CPU, where work is done when it is called."""
 
     def __init__(self) -> None:
-        self._began_ns = self._ended_ns = time.perf_counter_ns()
+        self._marking = Marking(time.perf_counter_ns)
 
     @property
     def completions(self) -> None:
@@ -71,26 +166,32 @@ class HostTimeline:
 
     def begin_step(self) -> None:
         """See :meth:`Timeline.begin_step`."""
-        self._began_ns = time.perf_counter_ns()
+        self._marking.begin_step()
 
-    def before_outputs(self) -> None:
-        """Outputs are copied where a step ends."""
+    def begin_forward(self) -> None:
+        """See :meth:`Timeline.begin_forward`."""
+        self._marking.begin_kernels()
+
+    def end_forward(self) -> None:
+        """See :meth:`Timeline.end_forward`."""
+        self._marking.end_kernels()
+
+    def begin_sampling(self) -> None:
+        """See :meth:`Timeline.begin_sampling`."""
+        self._marking.begin_kernels()
 
     def end_step(self, outputs: Sequence[torch.Tensor]) -> Ending:
         """See :meth:`Timeline.end_step`."""
-        idle_ns = self._began_ns - self._ended_ns
-        self._ended_ns = time.perf_counter_ns()
         return _Ended(
             Finished(
                 outputs=[output.numpy().copy() for output in outputs],
-                step_us=(self._ended_ns - self._began_ns) // 1000,
-                idle_us=idle_ns // 1000,
+                times=self._marking.end_step().times(lambda start, end: (end - start) / 1000),
             )
         )
 
     def skip_step(self) -> Ending:
         """See :meth:`Timeline.skip_step`."""
-        return _Ended(Finished(outputs=[], step_us=0, idle_us=0))
+        return _Ended(Finished(outputs=[], times=DeviceTimes()))
 
 
 @attrs.frozen
@@ -107,8 +208,7 @@ class CudaTimeline:
     def __init__(self, device: torch.device) -> None:
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._completions = Completions()
-        self._began = self._timed_event()
-        self._ended = self._timed_event()
+        self._marking = Marking(_timed_event)
         self._copied: torch.cuda.Event | None = None
 
     @property
@@ -118,34 +218,36 @@ class CudaTimeline:
 
     def begin_step(self) -> None:
         """See :meth:`Timeline.begin_step`."""
-        self._began = self._timed_event()
+        self._marking.begin_step()
 
-    def before_outputs(self) -> None:
-        """See :meth:`Timeline.before_outputs`."""
+    def begin_forward(self) -> None:
+        """See :meth:`Timeline.begin_forward`."""
+        self._marking.begin_kernels()
+
+    def end_forward(self) -> None:
+        """See :meth:`Timeline.end_forward`."""
+        self._marking.end_kernels()
+
+    def begin_sampling(self) -> None:
+        """See :meth:`Timeline.begin_sampling`."""
         if self._copied is not None:
             self._copied.wait()
+        self._marking.begin_kernels()
 
     def end_step(self, outputs: Sequence[torch.Tensor]) -> Ending:
         """See :meth:`Timeline.end_step`."""
-        ended = self._timed_event()
+        marks = self._marking.end_step()
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._copies):
-            ended.wait()
+            marks.ended.wait()
             hosts = [
                 torch.empty(output.shape, dtype=output.dtype, pin_memory=True) for output in outputs
             ]
             for host, output in zip(hosts, outputs, strict=True):
                 host.copy_(output, non_blocking=True)
             copied.record()
-        ending = _CudaEnding(
-            completions=self._completions,
-            hosts=hosts,
-            before=self._ended,
-            began=self._began,
-            ended=ended,
-            copied=copied,
-        )
-        self._ended, self._copied = ended, copied
+        ending = _CudaEnding(completions=self._completions, hosts=hosts, marks=marks, copied=copied)
+        self._copied = copied
         self._completions.add(copied)
         return ending
 
@@ -154,20 +256,18 @@ class CudaTimeline:
         self._completions.add(None)
         return _Skipped(self._completions)
 
-    @staticmethod
-    def _timed_event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+
+def _timed_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 @attrs.frozen(kw_only=True)
 class _CudaEnding:
     completions: Completions
     hosts: list[torch.Tensor]
-    before: torch.cuda.Event  # the end of the step before
-    began: torch.cuda.Event
-    ended: torch.cuda.Event
+    marks: _Marks[torch.cuda.Event]
     copied: torch.cuda.Event
 
     def wait(self) -> Finished:
@@ -176,8 +276,7 @@ class _CudaEnding:
         return Finished(
             # Pinned memory goes back to torch's pool with its tensor: the arrays are copies.
             outputs=[host.numpy().copy() for host in self.hosts],
-            step_us=round(self.began.elapsed_time(self.ended) * 1000),
-            idle_us=round(self.before.elapsed_time(self.began) * 1000),
+            times=self.marks.times(lambda start, end: start.elapsed_time(end) * 1000),
         )
 
 
@@ -187,7 +286,7 @@ class _Skipped:
 
     def wait(self) -> Finished:
         self._completions.take()
-        return Finished(outputs=[], step_us=0, idle_us=0)
+        return Finished(outputs=[], times=DeviceTimes())
 
 
 class _Waitable(Protocol):

@@ -38,7 +38,7 @@ def plans(first: int, step: Callable[[Plan], StepResult]) -> list[dict[int, list
 @pytest.mark.parametrize(
     "where",
     ["_buffer.upload", "_state.copy_large", "_model.forward", "_model.logits",
-     "_sampler.launch", "_timeline.before_outputs", "_timeline.end_step"],
+     "_sampler.launch", "_timeline.begin_sampling", "_timeline.end_step"],
 )  # fmt: skip
 def test_a_step_without_memory_leaves_nothing(
     folder: Path, loader: KernelLoader, monkeypatch: pytest.MonkeyPatch, where: str

@@ -6,10 +6,12 @@ import select
 import threading
 import time
 
+import attrs
 import pytest
 import torch
 
-from gpu.cuda.timeline import Completions, CudaTimeline, HostTimeline, Timeline
+from gpu.cuda.timeline import Completions, CudaTimeline, HostTimeline, Marking, Timeline
+from gpu.executor import DeviceTimes
 from gpu.kernels import KernelLoader
 
 
@@ -83,7 +85,7 @@ def test_outputs_are_those_of_their_step(timeline: Timeline, loader: KernelLoade
     endings = []
     for step in range(4):
         timeline.begin_step()
-        timeline.before_outputs()
+        timeline.begin_sampling()
         output.fill_(step)
         endings.append(timeline.end_step([output[:2], output.float()]))
     for step, ending in enumerate(endings):
@@ -100,10 +102,66 @@ def test_idle_time_lies_between_steps(timeline: Timeline) -> None:
     time.sleep(0.5)
     skipped = timeline.skip_step()
     check_finished(timeline)
-    assert skipped.wait().step_us == 0
+    assert skipped.wait().times == DeviceTimes()
     timeline.begin_step()
-    finished = timeline.end_step([]).wait()
-    assert finished.idle_us >= 500_000
-    assert finished.step_us < 500_000
+    times = timeline.end_step([]).wait().times
+    assert times.idle_us >= 500_000
+    assert times.step_us == times.gap_us == times.launch_us == 0
     timeline.begin_step()
-    assert timeline.end_step([]).wait().idle_us < finished.idle_us
+    assert timeline.end_step([]).wait().times.idle_us < times.idle_us
+
+
+@attrs.define
+class Clock:
+    """A device's clock, in microseconds, as far as its work has got."""
+
+    now: int = 0
+
+    def mark(self) -> int:
+        return self.now
+
+
+def between(start: int, end: int) -> float:
+    return end - start
+
+
+def test_only_kernels_are_the_step_s_time() -> None:
+    clock = Clock()
+    marking = Marking(clock.mark)
+    clock.now += 7  # nothing to do
+    marking.begin_step()
+    clock.now += 30  # copies
+    marking.begin_kernels()
+    clock.now += 1000
+    marking.end_kernels()
+    clock.now += 50  # the host makes a mask
+    marking.begin_kernels()
+    clock.now += 200
+    times = marking.end_step().times(between)
+    assert (times.idle_us, times.gap_us, times.step_us) == (7, 80, 1200)
+    clock.now += 3
+    marking.begin_step()
+    clock.now += 2
+    marking.begin_kernels()
+    clock.now += 500
+    marking.end_kernels()
+    clock.now += 90  # nothing is sampled: the device waits for the next step
+    times = marking.end_step().times(between)
+    assert (times.idle_us, times.gap_us, times.step_us) == (3, 2, 500)
+    marking.begin_step()
+    assert marking.end_step().times(between).idle_us == 90
+
+
+def test_launching_takes_the_host_s_time(timeline: Timeline) -> None:
+    timeline.begin_step()
+    time.sleep(0.2)
+    timeline.begin_forward()
+    time.sleep(0.05)
+    timeline.end_forward()
+    time.sleep(0.2)
+    timeline.begin_sampling()
+    time.sleep(0.05)
+    times = timeline.end_step([]).wait().times
+    assert times.launch_us >= 100_000
+    assert times.gap_us >= 400_000
+    assert times.step_us >= 100_000

@@ -360,7 +360,15 @@ _WORKER = (
         "worker",
         "worker_idle_seconds",
         lambda s: s.scheduler.idle_us / 1e6,
-        "Time that the device waited between steps while there was work",
+        "Time that the device computed nothing while there was work: between steps, and in steps "
+        "while data was copied",
+    ),
+    engine_counter(
+        "worker",
+        "worker_launch_seconds",
+        lambda s: s.scheduler.launch_us / 1e6,
+        "Time that the worker took to queue steps on a GPU; one that launches kernels one by one, "
+        "and takes as long as the step, leaves the GPU waiting between them",
     ),
     engine_gauge(
         "worker",

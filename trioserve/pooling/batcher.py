@@ -181,6 +181,7 @@ class Batcher:
             host_pages_total=0,
             step_us=step_us,
             idle_us=0,
+            launch_us=0,
         )
 
     async def compute(self, columns: Columns, tenant: str = "") -> Floats:

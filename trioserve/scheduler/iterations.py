@@ -68,9 +68,11 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Places in the host's memory that hold what was offloaded."""
     host_pages_total: int
     step_us: int
-    """Microseconds that the worker spent in the step."""
+    """Microseconds in which the worker's device computed the step."""
     idle_us: int
-    """Microseconds that it waited before, while there was something to compute."""
+    """Microseconds in which it computed nothing, before and in the step, with something to do."""
+    launch_us: int
+    """Microseconds that the worker took to queue the step on its device."""
 
 
 @attrs.define(eq=False)
@@ -122,5 +124,6 @@ class Iterations:
                 host_pages_total=pool.num_host_pages,
                 step_us=result.step_us,
                 idle_us=is_.idle_us - was.idle_us,
+                launch_us=result.launch_us,
             )
         )

@@ -57,9 +57,14 @@ class Counters:
     pages_onloaded: int = 0
     """Pages that were copied back from there."""
     step_us: int = 0
-    """Microseconds that workers spent in steps."""
+    """Microseconds in which workers' devices computed steps."""
     idle_us: int = 0
-    """Microseconds that workers waited between steps while there was something to compute."""
+    """Microseconds in which they computed nothing though there was something to compute.
+
+    Between steps, and within them while data was copied or a mask was made.
+    """
+    launch_us: int = 0
+    """Microseconds that workers took to queue steps on their devices."""
 
     def count_step(
         self, result: wire.StepResult, num_tokens: int, num_decodes: int, *, had_work: bool
@@ -74,6 +79,8 @@ class Counters:
         self.num_tokens_computed += num_tokens
         self.num_prefill_tokens += num_tokens - num_decodes
         self.step_us += result.step_us
+        self.launch_us += result.launch_us
+        self.idle_us += result.gap_us
         if had_work:
             self.idle_us += result.idle_us
 
