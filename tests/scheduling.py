@@ -51,6 +51,7 @@ def make_request(
     seed: int = 0,
     priority: int = 0,
     salt: str = "",
+    tenant: str = "",
     arrived: float = 0.0,
     **sampling: Any,
 ) -> Request:
@@ -64,6 +65,7 @@ def make_request(
         times=Times(arrived=arrived),
         priority=priority,
         cache_salt=salt,
+        tenant=tenant,
         prompt_ids=list(prompt),
     )
     for index in range(params.n):

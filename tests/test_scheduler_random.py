@@ -112,6 +112,7 @@ class CoreMachine(RuleBasedStateMachine):
         allowed=st.sampled_from([None, None, [3, 5, 7]]),
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "", "salt"]),
+        tenant=st.sampled_from(["", "a", "b"]),
     )
     def submit(
         self,

@@ -48,7 +48,7 @@ def flood(victim: Victim, end: float, statuses: list[int]) -> None:
 
 def test_a_key_that_floods_the_queue(shared: Victim) -> None:
     statuses: list[int] = []
-    # The witness waits behind the half of the queue that the other key may take.
+    # The clients' own work takes a part of the machine.
     with shared.withstands(gap=3.0):
         end = time.monotonic() + SECONDS
         clients = [
@@ -60,6 +60,40 @@ def test_a_key_that_floods_the_queue(shared: Victim) -> None:
             client.join()
     # The witness has never been refused, or it would have failed.
     assert set(statuses) == {200, 429}
+
+
+def waiting(victim: Victim) -> int:
+    connection = http.client.HTTPConnection(urlsplit(victim.url).netloc, timeout=60)
+    connection.request("GET", "/load", headers={"Authorization": "Bearer greedy"})
+    loads = json.loads(connection.getresponse().read())
+    connection.close()
+    return int(loads["num_waiting_reqs"])
+
+
+@pytest.mark.parametrize("num_front_ends", ["1", "2"])
+def test_a_key_that_fills_its_share_of_the_queue(num_front_ends: str) -> None:
+    options = ("--api-key", "greedy", "--api-server-count", num_front_ends)
+    body: dict[str, Any] = {"prompt": "x", "max_tokens": 32, "ignore_eos": True}
+    finished: list[int] = []
+    with besieged("--mock-worker", "5ms", "--max-num-seqs", "1", *options) as victim:
+        body["model"] = victim.model
+
+        def complete() -> None:
+            finished.append(ask(victim, "/v1/completions", body, "greedy")[0])
+
+        clients = [threading.Thread(target=complete) for _ in range(40)]
+        for client in clients:
+            client.start()
+        while waiting(victim) < 30:
+            time.sleep(0.01)
+        before = len(finished)
+        status, _ = ask(victim, "/v1/completions", body, "secret")
+        # One was running and another one's turn came first; some time passes on the way there.
+        assert status == 200
+        assert len(finished) - before <= 10
+        for client in clients:
+            client.join()
+        assert finished == [200] * 40
 
 
 def test_a_key_that_opens_all_sessions(shared: Victim) -> None:

@@ -5,7 +5,8 @@ loops around it: :meth:`Scheduler.run` takes requests in, and for the worker tha
 loop sends plans while another receives results.
 
 Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
-(one sequence) and ``counts`` (how far all of them are), ``siblings`` (several of one request),
+(one sequence) and ``counts`` (how far all of them are), ``waiting`` (the queue, in which tenants
+take turns), ``siblings`` (several of one request),
 ``memory`` with ``slots``, ``pages``, ``host_pages`` and ``prefix`` (what sequences hold),
 ``priorities`` with ``holds`` and ``idle`` (what cached pages are worth), ``draft``, ``results``
 and ``intake`` (a plan on its way out and back), ``calls`` (what the worker is asked for besides

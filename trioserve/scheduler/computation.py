@@ -12,7 +12,7 @@ import numpy as np
 from trioserve.request import Sequence
 from trioserve.scheduler.counts import Counts, Ints
 from trioserve.scheduler.limits import Limits
-from trioserve.scheduler.policy import Order, queue_order
+from trioserve.scheduler.policy import NO_TURN, Order, queue_order
 from trioserve.scheduler.prefix import Namespace, Node
 
 __all__ = ["NO_LOGPROBS", "Computation", "Line", "Running", "adapter_word", "namespace_of"]
@@ -45,7 +45,7 @@ class Computation:
 
     sequence: Sequence = attrs.field(repr=False)
     order: Order
-    """Smaller is admitted earlier and preempted later. No two are equal."""
+    """Smaller is preempted later, and comes back earlier. No two are equal."""
     arrival: int
     """Its request's place in the order of arrival."""
     adapter: int
@@ -96,6 +96,11 @@ class Computation:
             own_namespace=namespace,
             limit=len(request.prompt_ids) + max(sequence.max_tokens, 1),
         )
+
+    @property
+    def had_turn(self) -> bool:
+        """Whether it has entered a slot before."""
+        return self.order[1] != NO_TURN
 
     @property
     def length(self) -> int:

@@ -32,7 +32,7 @@ from trioserve.errors import AdapterNotFound, WorkerLost
 from trioserve.grammar import Grammar
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler import policy
-from trioserve.scheduler.computation import Computation, Line, Running, adapter_word
+from trioserve.scheduler.computation import Computation, Running, adapter_word
 from trioserve.scheduler.counts import Ints
 from trioserve.scheduler.draft import Draft, InFlight
 from trioserve.scheduler.feeds import Feeds
@@ -47,6 +47,7 @@ from trioserve.scheduler.residency import Residency
 from trioserve.scheduler.results import Results
 from trioserve.scheduler.siblings import Siblings
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
+from trioserve.scheduler.waiting import WaitingQueue
 from trioserve.tenants import TenantCounts
 
 __all__ = ["SchedulerCore"]
@@ -64,7 +65,7 @@ class SchedulerCore:
         self.limits = limits
         self.feeds = feeds or Feeds()
         self.memory = Memory(limits, self.feeds)
-        self.waiting = Line()
+        self.waiting = WaitingQueue()
         self.siblings = Siblings(self.waiting)
         """Those who wait for the pages of their request's prompt."""
         self.running = Running()
@@ -264,7 +265,7 @@ class SchedulerCore:
         return True
 
     def _plan_admissions(self, draft: Draft, now: float) -> None:
-        """Let the waiting in, in order, until somebody doesn't fit.
+        """Let the waiting in, in the order of turns, until somebody doesn't fit.
 
         Who waits for a prefix that this very plan computes is put off and costs nobody else a turn:
         it can have those pages in the next plan instead of computing them again. Who waits for an
@@ -277,19 +278,10 @@ class SchedulerCore:
         if self.preempted or not self._has_seat(draft):
             return
         num_pending = 0
-        candidates = [each for each in self.waiting if self.gate.lets_in(each.arrival)]
-        blame = self.recovery.blame
-        if blame.restricts:
-            may_run = self._trial_rule()
-            candidates = [each for each in candidates if may_run(each.sequence.request)]
-        if self.uncompiled:
-            candidates = [
-                each for each in candidates if each.sequence.sampler.grammar not in self.uncompiled
-            ]
         adapters = self.residency.begin_pass(self.running_adapters)
         for computation in policy.admission_order(
             self.limits.scheduling_policy,
-            candidates,
+            self.waiting.in_turn(self._entry_rule()),
             lambda waiting: len(self.memory.match(waiting, draft.number).nodes),
         ):
             if not adapters.lets_in(computation.adapter):
@@ -306,6 +298,21 @@ class SchedulerCore:
             if not self._has_seat(draft):
                 return
 
+    def _entry_rule(self) -> Callable[[Computation], bool]:
+        """Return which of the waiting may enter at all now."""
+        restricts = self.recovery.blame.restricts
+        may_run = self._trial_rule() if restricts else lambda request: True
+
+        def may_enter(computation: Computation) -> bool:
+            sequence = computation.sequence
+            return (
+                self.gate.lets_in(computation.arrival)
+                and may_run(sequence.request)
+                and not (self.uncompiled and sequence.sampler.grammar in self.uncompiled)
+            )
+
+        return may_enter
+
     def _has_seat(self, draft: Draft) -> bool:
         """Whether one more may run: it takes a slot, and a token that nobody in the running wants.
 
@@ -318,7 +325,7 @@ class SchedulerCore:
         self.memory.enter(computation, match)
         self.counters.prefix_cache_queries += computation.length
         self.counters.prefix_cache_hits += computation.computed
-        self.waiting.remove(computation)
+        self.waiting.admit(computation, self.running)
         self._count_waiting(computation.sequence, -1)
         self.running.add(computation)
         self._move(computation.sequence, State.PREFILL)

@@ -42,6 +42,7 @@ def _check_lines(core: SchedulerCore) -> None:
     for line in (core.waiting, core.running):
         orders = [computation.order for computation in line]
         assert orders == sorted(set(orders)), "a line is out of order"
+    core.waiting.check()
     for computation in core.waiting:
         assert computation.sequence.state is State.WAITING
         assert computation.sequence.compute is computation

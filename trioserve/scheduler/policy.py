@@ -14,10 +14,21 @@ import numpy as np
 
 from trioserve.scheduler.counts import Bools, Ints
 
-__all__ = ["Order", "Share", "admission_order", "choose_victim", "may_admit", "queue_order"]
+__all__ = [
+    "NO_TURN",
+    "Order",
+    "Share",
+    "admission_order",
+    "choose_victim",
+    "may_admit",
+    "queue_order",
+]
 
-Order = tuple[int, int, int]
-"""A place in line: (priority, arrival, index of the sequence in its request)."""
+Order = tuple[int, int, int, int]
+"""A place in line: (priority, turn, arrival, index of the sequence in its request)."""
+
+NO_TURN = 1 << 62
+"""The turn of a sequence that hasn't had one: past every turn."""
 
 LPM_WINDOW = 128
 """How many of the first in line the ``lpm`` policy looks at: each costs a walk of the tree."""
@@ -27,8 +38,8 @@ T = TypeVar("T")
 
 
 def queue_order(policy: str, *, priority: int, arrival: int, index: int) -> Order:
-    """The place in line. A preempted sequence keeps its own, so it comes back in front."""
-    return (priority if policy == "priority" else 0, arrival, index)
+    """Return the place of a sequence that hasn't had a turn (:mod:`~.waiting`)."""
+    return (priority if policy == "priority" else 0, NO_TURN, arrival, index)
 
 
 def admission_order(
@@ -37,11 +48,11 @@ def admission_order(
     """The waiting in the order in which they are to be admitted.
 
     ``lpm`` takes those first of which the most pages are cached, so that a prefix is used while it
-    is there; among equals, and past the first ``LPM_WINDOW``, it is the order of arrival.
+    is there; among equals, and past the first ``LPM_WINDOW``, it is the order of ``waiting``.
 
     Args:
         policy: ``fcfs``, ``priority`` or ``lpm``.
-        waiting: in line, by :func:`queue_order`.
+        waiting: in the order of turns.
         cached_pages: how many pages of a waiting sequence the prefix cache holds.
     """
     line = iter(waiting)

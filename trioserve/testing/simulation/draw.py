@@ -56,6 +56,7 @@ def draw_scenario(seed: int) -> Scenario:
         options["max_worker_restarts"] = 3
     worker = _with_host_pages(random.Random(f"host {seed}"), worker)
     clients = _with_retention(random.Random(f"retention {seed}"), clients)
+    clients = _with_tenants(random.Random(f"tenants {seed}"), clients)
     clients = _with_sessions(random.Random(f"sessions {seed}"), clients)
     adapters, clients = _with_adapters(random.Random(f"adapters {seed}"), clients, span, options)
     return Scenario(
@@ -235,6 +236,13 @@ def _pauses(choose: random.Random, span: float) -> tuple[Pause, ...]:
         )
         for _ in range(choose.choice((0, 0, 0, 1, 1, 2)))
     )
+
+
+def _with_tenants(choose: random.Random, clients: list[Client]) -> list[Client]:
+    """Return the same clients, of several tenants in half of the scenarios."""
+    if choose.random() < 0.5:
+        return clients
+    return [attrs.evolve(client, tenant=choose.choice(("", "a", "a", "b"))) for client in clients]
 
 
 def _with_retention(choose: random.Random, clients: list[Client]) -> list[Client]:

@@ -224,11 +224,13 @@ class Visit:
         scenario = self.circumstances.scenario
         most: int = scenario.options["max_num_queued_reqs"]
         most_tokens: float = scenario.options.get("max_num_queued_tokens") or math.inf
-        tokens = sum(
-            (self._most_prompt_tokens(each) + each.params["max_tokens"]) * each.num_outputs
-            for each in scenario.clients
-        )
-        outputs: int = sum(each.num_outputs for each in scenario.clients)
+        tokens = outputs = 0
+        for each in scenario.clients:
+            # A tenant may take half of what the others leave: what it takes counts twice for it.
+            weight = 2 if self.client.tenant and each.tenant == self.client.tenant else 1
+            num_tokens = self._most_prompt_tokens(each) + each.params["max_tokens"]
+            tokens += weight * num_tokens * each.num_outputs
+            outputs += weight * each.num_outputs
         return outputs > most or tokens > most_tokens
 
     def _most_prompt_tokens(self, client: Client) -> int:

@@ -71,6 +71,7 @@ class Client:
     """Fields of SamplingParams, with a seed that :func:`seed_of` made."""
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
     retention: Retention | None = None
     session: SessionUse | None = None
     adapter: str = ""

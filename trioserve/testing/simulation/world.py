@@ -444,6 +444,7 @@ class _World:
             "request_id": str(client.number),
             "priority": client.priority,
             "cache_salt": client.cache_salt,
+            "tenant": client.tenant,
             "retention": client.retention,
             "timeout": client.timeout,
             **client.params,

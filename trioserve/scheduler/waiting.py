@@ -1,0 +1,158 @@
+"""The waiting queue: sequences without a slot, of which tenants take turns within a priority.
+
+A **turn** is one sequence's way into a slot. Tenants, such as API keys, have turns one after
+another, and a tenant that begins to wait comes last among them. So a tenant waits for at most one
+turn of each other tenant, however many sequences those have waiting. Of one tenant's sequences, the
+oldest request comes first; requests of the tenant ``""`` take turns like those of any other.
+
+A sequence keeps the turn that it entered a slot with. If it loses its slot, it comes back in front
+of all that had their turns later, and of all that had none. A sequence never comes behind a younger
+one of its tenant: where a younger one had its turn before, both count as admitted at that turn.
+With one tenant, all of this is the order of arrival.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import attrs
+
+from trioserve.scheduler.computation import Computation, Line
+
+__all__ = ["WaitingQueue"]
+
+
+def _priority(computation: Computation) -> int:
+    return computation.order[0]
+
+
+def _tenant(computation: Computation) -> str:
+    return computation.sequence.request.tenant
+
+
+def _age(computation: Computation) -> tuple[int, int]:
+    """Return what is smaller for the older of two sequences."""
+    return computation.order[2:]
+
+
+def _is_like(computation: Computation, other: Computation) -> bool:
+    """Return whether both are of one tenant and priority."""
+    return _priority(computation) == _priority(other) and _tenant(computation) == _tenant(other)
+
+
+@attrs.define(eq=False)
+class WaitingQueue(Line):
+    """The waiting sequences, by priority and age, and the turns of their tenants."""
+
+    _new: dict[int, dict[str, Line]] = attrs.field(init=False, factory=dict)
+    """Sequences that had no turn, by priority and tenant, without empty lines. The tenant that
+    comes next stands in front."""
+    _returned: Line = attrs.field(init=False, factory=Line)
+    """Sequences that had one."""
+    _num_turns: int = attrs.field(init=False, default=0)
+
+    def add(self, computation: Computation) -> int:
+        if computation.had_turn:
+            self._returned.add(computation)
+        else:
+            tenants = self._new.setdefault(_priority(computation), {})
+            tenants.setdefault(_tenant(computation), Line()).add(computation)
+        return super().add(computation)
+
+    def remove(self, computation: Computation) -> int:
+        if computation.had_turn:
+            self._returned.remove(computation)
+        else:
+            tenants = self._new[_priority(computation)]
+            line = tenants[_tenant(computation)]
+            line.remove(computation)
+            if not line:
+                del tenants[_tenant(computation)]
+            if not tenants:
+                del self._new[_priority(computation)]
+        return super().remove(computation)
+
+    def take_all(self) -> list[Computation]:
+        """Empty the queue. Adding all again, in the order returned, keeps the turns."""
+        items = list(self.in_turn())
+        super().take_all()
+        self._new.clear()
+        self._returned.take_all()
+        return items
+
+    def admit(self, computation: Computation, running: Line) -> None:
+        """Take ``computation`` out, to enter a slot. If it had no turn, this is its tenant's."""
+        self.remove(computation)
+        if computation.had_turn:
+            return
+        priority, _, arrival, index = computation.order
+        tenants = self._new.get(priority, {})
+        line = tenants.pop(_tenant(computation), None)
+        if line is not None:
+            tenants[_tenant(computation)] = line
+        self._num_turns += 1
+        turns = (each.order[1] for each in self._younger(computation, running))
+        computation.order = (priority, min(turns, default=self._num_turns), arrival, index)
+
+    def _younger(self, computation: Computation, running: Line) -> Iterator[Computation]:
+        """Yield the younger sequences of its tenant and priority that had turns."""
+        for line in (running, self._returned):
+            for each in reversed(line):
+                if _is_like(each, computation):
+                    if _age(each) < _age(computation):
+                        break  # Those in front of it are older still.
+                    yield each
+
+    def in_turn(
+        self, may_enter: Callable[[Computation], bool] = lambda _: True
+    ) -> Iterator[Computation]:
+        """Return those of the waiting that may enter, in the order of turns.
+
+        Those that have been returned may be admitted meanwhile.
+        """
+        if not self._returned and all(len(tenants) == 1 for tenants in self._new.values()):
+            return filter(may_enter, list(self))
+        priorities = sorted({*self._new, *map(_priority, self._returned)})
+        return itertools.chain.from_iterable(
+            self._in_turn_of(priority, may_enter) for priority in priorities
+        )
+
+    def _in_turn_of(
+        self, priority: int, may_enter: Callable[[Computation], bool]
+    ) -> Iterator[Computation]:
+        """Yield those of one priority in the order of turns."""
+        lines = [list(line) for line in self._new.get(priority, {}).values()]
+        returned = [each for each in self._returned if _priority(each) == priority]
+        returned = list(filter(may_enter, returned))
+        in_front = [(each.order[1], _age(each), each) for each in returned]
+        for line in lines if returned else ():
+            own = [each for each in returned if _is_like(each, line[0])]
+            while line and (turns := [each.order[1] for each in own if _age(each) > _age(line[0])]):
+                first = line.pop(0)
+                if may_enter(first):
+                    in_front.append((min(turns), _age(first), first))
+        in_front.sort(key=lambda entry: entry[:2])
+        yield from (each for _, _, each in in_front)
+        heads = [filter(may_enter, line) for line in lines]
+        while heads:
+            for head in heads.copy():
+                each = next(head, None)
+                if each is None:
+                    heads.remove(head)
+                else:
+                    yield each
+
+    def check(self) -> None:
+        """Assert that each of the waiting is in one of the lines."""
+        lines = [line for tenants in self._new.values() for line in tenants.values()]
+        assert all(lines)
+        assert all(self._new.values())
+        found = [each for line in (*lines, self._returned) for each in line]
+        assert sorted(map(id, found)) == sorted(map(id, self)), "a waiting sequence has no turn"
+        for priority, tenants in self._new.items():
+            for tenant, line in tenants.items():
+                for each in line:
+                    assert not each.had_turn
+                    assert (_priority(each), _tenant(each)) == (priority, tenant)
+        assert all(each.had_turn for each in self._returned)
