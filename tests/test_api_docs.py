@@ -76,7 +76,8 @@ OWN = {
     *("pooling", "timeout", "new_requests", "UpdateWeightsRequest.mode"),
     *("UpdateTensorsRequest.mode", "UpdateTensorsRequest.model_path"),
     *("LiveQuery.interval", "LiveQuery.requests", "LiveQuery.nodes"),
-    "LiveQuery.pictures",
+    *("LiveQuery.pictures", "ApplyTemplateRequest.continue_final_message"),
+    *("ApplyTemplateRequest.reasoning_effort", "ApplyTemplateRequest.chat_template"),
 }
 """Fields of requests that no peer has."""
 THEIRS = {"OpenSessionRequest.timeout"}

@@ -56,6 +56,9 @@ def with_special_tokens() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
 class TestTokenize:
     @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
     async def test_a_text_and_back(self, path: str) -> None:
@@ -104,9 +107,20 @@ class TestTokenize:
         async with serving(tokenizer=with_special_tokens()) as (engine, client):
             reply = await post(client, "/tokenize", {"messages": messages, **fields})
             assert engine.tokenizer.decode(reply["tokens"], skip_special_tokens=False) == text
+            if "add_special_tokens" not in fields:
+                body = {"messages": messages, **fields}
+                assert await post(client, "/apply-template", body) == {"prompt": text}
             if not fields:
                 completion = await engine.complete(messages, max_tokens=1)
                 assert reply["tokens"] == list(completion.prompt_token_ids)
+
+    async def test_a_template_that_writes_more_than_a_prompt_may_hold(self) -> None:
+        async with serving() as (engine, client):
+            engine.tokenizer.chat_template = ChatTemplate("{{ 'x' * 600_000 }}")
+            for path in ("/tokenize", "/apply-template"):
+                error = (await post(client, path, {"messages": MESSAGES}, status=400))["error"]
+                assert error["param"] == "messages"
+                assert "600000 characters" in error["message"]
 
     async def test_what_the_template_is_given(self) -> None:
         template = (
@@ -123,6 +137,8 @@ class TestTokenize:
             }
             reply = await post(app.test_client(), "/tokenize", body)
             assert engine.tokenizer.decode(reply["tokens"]) == "abc"
+            reply = await post(app.test_client(), "/apply-template", body)
+            assert reply == {"prompt": "abc"}
             reply = await post(app.test_client(), "/tokenize", {**body, "tool_choice": "none"})
             assert engine.tokenizer.decode(reply["tokens"]) == "ab"
 
@@ -156,6 +172,9 @@ class TestTokenize:
             ("/tokenize", {"prompt": []}, 400, "prompt"),
             ("/tokenize", {"prompt": "a", "chat_template": "{{ x }}"}, 400, "chat_template"),
             ("/tokenize", {"prompt": "a", "other": 1}, 400, "other"),
+            ("/apply-template", {}, 400, "messages"),
+            ("/apply-template", {"messages": MESSAGES, "model": "other"}, 404, "model"),
+            ("/apply-template", {"messages": MESSAGES, "chat_template": "x"}, 400, "chat_template"),
             ("/detokenize", {}, 400, "tokens"),
             ("/detokenize", {"tokens": [1, [2]]}, 400, "tokens"),
             ("/detokenize", {"tokens": [[1], [256]]}, 400, "tokens"),
@@ -174,6 +193,7 @@ class TestTokenize:
             body = {"messages": [{"role": "user", "content": "a"}]}
             error = (await post(client, "/tokenize", body, status=400))["error"]
             assert "no chat template" in error["message"]
+            assert (await post(client, "/apply-template", body, status=400))["error"] == error
             assert (await get(client, "/tokenizer_info"))["chat_template"] is None
 
 

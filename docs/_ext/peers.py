@@ -2,8 +2,8 @@
 
 OpenAI's, Anthropic's and Ollama's are those of their references; vLLM's and SGLang's were read from
 their sources of July and August 2026, together with those that vLLM had before (``guided_json`` and
-others). Of TensorRT-LLM and LMDeploy there is what
-their requests have and no other server's do.
+others). Of TensorRT-LLM, LMDeploy and llama.cpp there is
+what their requests have and no other server's do.
 """
 
 from __future__ import annotations
@@ -209,6 +209,9 @@ _NAMES = {
     "OllamaEmbeddingsRequest": {"Ollama": "keep_alive model options prompt"},
     "OllamaEmbedRequest": {"Ollama": "dimensions input keep_alive model options truncate"},
     "ShowRequest": {"Ollama": "model name options system template verbose"},
+    "ApplyTemplateRequest": {
+        "llama.cpp": "add_generation_prompt chat_template_kwargs messages model tool_choice tools"
+    },
     "TokenizeRequest": {
         "vLLM": (
             "add_generation_prompt add_special_tokens chat_template chat_template_kwargs "
@@ -314,7 +317,16 @@ _NAMES = {
 def peers_of(class_names: tuple[str, ...], field: str) -> list[str]:
     """The servers whose requests, of one of the classes, have ``field``."""
     found = []
-    for server in ("OpenAI", "vLLM", "SGLang", "TensorRT-LLM", "LMDeploy", "Anthropic", "Ollama"):
+    for server in (
+        "OpenAI",
+        "vLLM",
+        "SGLang",
+        "TensorRT-LLM",
+        "LMDeploy",
+        "Anthropic",
+        "Ollama",
+        "llama.cpp",
+    ):
         names = (_NAMES.get(name, {}).get(server, "") for name in class_names)
         if any(field in text.split() for text in names):
             found.append(server)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from trioserve.http.route import Route
 from trioserve.http.utilities.schemas import (
+    ApplyTemplateRequest,
+    ApplyTemplateResponse,
     DetokenizeRequest,
     DetokenizeResponse,
     HealthReply,
@@ -43,6 +45,17 @@ ROUTES = (
         peers="vLLM, SGLang",
         request=DetokenizeRequest,
         response=DetokenizeResponse,
+        errors=(404, 429),
+    ),
+    Route(
+        method="POST",
+        rule="/apply-template",
+        handler="apply_template",
+        summary="The text that the chat template makes of a chat",
+        group="Tokens",
+        peers="llama.cpp",
+        request=ApplyTemplateRequest,
+        response=ApplyTemplateResponse,
         errors=(404, 429),
     ),
     Route(

@@ -15,6 +15,8 @@ from trioserve.http.schemas import Exclusive, Text, TokenId, about, only
 
 __all__ = [
     "CHAT_FIELDS",
+    "ApplyTemplateRequest",
+    "ApplyTemplateResponse",
     "DetokenizeRequest",
     "DetokenizeResponse",
     "HealthReply",
@@ -34,11 +36,54 @@ CHAT_FIELDS = (
     *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"),
     *("tool_choice", "reasoning_effort"),
 )
-"""Fields of a tokenize request that are those of a chat, and go with messages only."""
+"""Fields of a chat that its prompt is made of, beside the messages."""
+
+
+_Model = Annotated[str | None, about("A served model's name; the first one if it isn't given.")]
+_AddGenerationPrompt = Annotated[
+    bool | None,
+    about(
+        "Let the template write what begins an answer; true if neither it nor "
+        "`continue_final_message` is given."
+    ),
+]
+_ContinueFinalMessage = Annotated[
+    bool | None, about("Leave the last message open, as for an answer that goes on with it.")
+]
+_TemplateArguments = Annotated[
+    dict[str, Any] | None, about("More variables for the chat template.")
+]
+_ChosenTools = Annotated[
+    ToolChoice | None, about("As in a chat; `none` leaves tools out of the text.")
+]
+_Template = Annotated[
+    Any, only(why="a template is a program; the server's own is given by --chat-template")
+]
 
 
 def _text_only() -> msgspec.Meta:
     return only({}, why="the models that are served read text only")
+
+
+class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /apply-template``: the fields of a chat that its prompt is made of."""
+
+    model: _Model = None
+    messages: Annotated[Messages, about("The messages of a chat.")]
+    add_generation_prompt: _AddGenerationPrompt = None
+    continue_final_message: _ContinueFinalMessage = None
+    chat_template_kwargs: _TemplateArguments = None
+    tools: Tools = None
+    tool_choice: _ChosenTools = None
+    reasoning_effort: fields.ReasoningEffort = None
+
+    chat_template: _Template = None
+
+
+class ApplyTemplateResponse(msgspec.Struct):
+    """The text of a prompt."""
+
+    prompt: Annotated[str, about("What the chat template makes of the messages.")]
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -49,9 +94,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         *(Exclusive(("prompt", name)) for name in CHAT_FIELDS),
     )
 
-    model: Annotated[
-        str | None, about("A served model's name; the first one if it isn't given.")
-    ] = None
+    model: _Model = None
     prompt: Annotated[
         Text | Annotated[list[Text], msgspec.Meta(min_length=1)] | None,
         about("A text, or a list of texts; it or `messages` has to be given."),
@@ -70,28 +113,14 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_strs: Annotated[
         bool | None, about("Tell each token as it stands in the vocabulary, too.")
     ] = None
-    add_generation_prompt: Annotated[
-        bool | None,
-        about(
-            "Let the template write what begins an answer; true if neither it nor "
-            "`continue_final_message` is given."
-        ),
-    ] = None
-    continue_final_message: Annotated[
-        bool | None, about("Leave the last message open, as for an answer that goes on with it.")
-    ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, about("More variables for the chat template.")
-    ] = None
+    add_generation_prompt: _AddGenerationPrompt = None
+    continue_final_message: _ContinueFinalMessage = None
+    chat_template_kwargs: _TemplateArguments = None
     tools: Tools = None
-    tool_choice: Annotated[
-        ToolChoice | None, about("As in a chat; `none` leaves tools out of the text.")
-    ] = None
+    tool_choice: _ChosenTools = None
     reasoning_effort: fields.ReasoningEffort = None
 
-    chat_template: Annotated[
-        Any, only(why="a template is a program; the server's own is given by --chat-template")
-    ] = None
+    chat_template: _Template = None
     media_io_kwargs: Annotated[Any, _text_only()] = None
     mm_processor_kwargs: Annotated[Any, _text_only()] = None
 
@@ -114,9 +143,7 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /detokenize``."""
 
-    model: Annotated[
-        str | None, about("A served model's name; the first one if it isn't given.")
-    ] = None
+    model: _Model = None
     tokens: Annotated[
         list[TokenId | list[TokenId]],
         msgspec.Meta(

@@ -11,12 +11,14 @@ import trio
 from trioserve.errors import InvalidRequest
 from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.prompt import chat_prompt
-from trioserve.http.chat.schemas import ChatCompletionRequest
+from trioserve.http.chat.schemas import ChatCompletionRequest, ChatMessage
 from trioserve.http.chat.tools import tool_use
 from trioserve.http.schemas import one_or_several
 from trioserve.http.service import Service, json_response
 from trioserve.http.utilities.schemas import (
     CHAT_FIELDS,
+    ApplyTemplateRequest,
+    ApplyTemplateResponse,
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
@@ -66,6 +68,15 @@ class TokenEndpoints:
                 token_strs=None if names is None else [*names] if listed else [*names[0]],
             )
         )
+
+    async def apply_template(self) -> quart.Response:
+        """``POST /apply-template``."""
+        service = self._service
+        request = await service.read(ApplyTemplateRequest)
+        service.model(request.model)
+        text = await self._render(_chat_of(request, request.messages))
+        _check_length(len(text), "messages", self._format.tokenizer)
+        return json_response(ApplyTemplateResponse(text))
 
     async def detokenize(self) -> quart.Response:
         """``POST /detokenize`` and ``POST /v1/detokenize``."""
@@ -129,11 +140,7 @@ class TokenEndpoints:
         """Return the texts to encode."""
         if request.messages is None:
             return [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
-        chat = ChatCompletionRequest(
-            messages=request.messages,
-            **{name: getattr(request, name) for name in CHAT_FIELDS},
-        )
-        return [await self._render(chat)]
+        return [await self._render(_chat_of(request, request.messages))]
 
     async def _render(self, chat: ChatCompletionRequest) -> str:
         """Return the text of a chat.
@@ -153,19 +160,30 @@ class TokenEndpoints:
         return await trio.to_thread.run_sync(work, limiter=self._limiter, abandon_on_cancel=True)
 
 
+def _chat_of(
+    request: TokenizeRequest | ApplyTemplateRequest, messages: list[ChatMessage]
+) -> ChatCompletionRequest:
+    """Return the chat whose prompt a request is about."""
+    fields = {name: getattr(request, name) for name in CHAT_FIELDS}
+    return ChatCompletionRequest(messages=messages, **fields)
+
+
+def _check_length(number: int, param: str, tokenizer: Tokenizer) -> None:
+    if number > tokenizer.max_characters:
+        raise InvalidRequest(
+            f"{param} has {number} characters; at most {tokenizer.max_characters} are tokenized "
+            "at once",
+            param=param,
+        )
+
+
 def _tokenize(
     request: TokenizeRequest, texts: list[str], special: bool, format: ChatFormat
 ) -> tuple[list[list[int]], list[list[str]] | None]:
     """The ids of each text and, if they are asked for, the tokens as the vocabulary has them."""
     tokenizer = format.tokenizer
     param = "prompt" if request.messages is None else "messages"
-    total = sum(map(len, texts))
-    if total > tokenizer.max_characters:
-        raise InvalidRequest(
-            f"{param} has {total} characters; at most {tokenizer.max_characters} are tokenized "
-            "at once",
-            param=param,
-        )
+    _check_length(sum(map(len, texts)), param, tokenizer)
     ids = [_encode(tokenizer, text, param, special=special) for text in texts]
     if not request.return_token_strs:
         return ids, None
