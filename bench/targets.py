@@ -6,7 +6,25 @@ from collections.abc import Mapping
 
 import attrs
 
-__all__ = ["Judged", "Result", "Target", "judge"]
+__all__ = [
+    "DECODE_ATTENTION",
+    "DECODE_STEP",
+    "IDLE_SHARE",
+    "PREFILL_ATTENTION",
+    "Judged",
+    "Result",
+    "Target",
+    "judge",
+]
+
+DECODE_STEP = 1.10
+"""The longest decode step, in floors."""
+DECODE_ATTENTION = 0.95
+"""The least share of the copy rate that decode attention reaches on large caches."""
+PREFILL_ATTENTION = 0.85
+"""The least share of the matrix rate that attention over a long prompt reaches."""
+IDLE_SHARE = 0.02
+"""The share of its time below which the GPU waits between steps."""
 
 
 @attrs.frozen(kw_only=True)
@@ -17,7 +35,8 @@ class Target:
 
     - ``floor``: the least share of the floor's rate, floor / measured;
     - ``microseconds``: the longest time;
-    - ``peer``: the least ratio of the time of ``of`` (a peer's name; "" is the fastest) to ours;
+    - ``peer``: the least ratio of the time of ``of`` to ours. ``of`` is a peer's name, or the first
+      word of several, of which the fastest counts; "" is the fastest of all;
     - ``case``: the least ratio of the time of the case titled ``of`` to ours.
     """
 
@@ -33,6 +52,8 @@ class Target:
         if self.kind == "microseconds":
             return f"≤ {self.value:g} µs"
         other = self.of or "the best peer"
+        if self.kind == "peer" and self.of and " " not in self.of:
+            other = f"the best of {self.of}"
         return f"≥ {self.value:g} times {other}"
 
 
@@ -81,5 +102,10 @@ def _reached(target: Target, result: Result, others: Mapping[str, Result]) -> fl
         other = others.get(target.of)
         return other.seconds / result.seconds if other else None
     assert target.kind == "peer", target
-    chosen = [s for name, s in result.peers.items() if target.of in ("", name)]
+    chosen = [s for name, s in result.peers.items() if _is_of(name, target.of)]
     return min(chosen) / result.seconds if chosen else None
+
+
+def _is_of(name: str, of: str) -> bool:
+    """Return whether ``of`` is empty, ``name`` or its first word."""
+    return of in ("", name) or name.partition(" ")[0] == of

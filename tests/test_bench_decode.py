@@ -65,7 +65,7 @@ class TestDecodeSteps:
         lines = decode_step.table(
             [one, attrs.evolve(one, in_flight=1)], LLAMA_8B, H200
         ).splitlines()
-        assert "≤ 1.15 floors: MISSED; idle < 2%: MISSED" in lines[2]
+        assert "≤ 1.10 floors: MISSED; idle < 2%: MISSED" in lines[2]
         assert "3.52" in lines[2]
         assert "3.2%" in lines[2]
         assert "floors:" not in lines[3]

@@ -1,0 +1,58 @@
+"""Where a large temporary folder fits: checked before anything is written."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gpu.weights import expected_tensors
+from trioserve.model_files import ModelConfig
+
+__all__ = ["NoRoomError", "folder_with_room", "model_bytes", "temporary_folders"]
+
+# A tokenizer, an index, and what else is written beside the weights.
+_BESIDE_WEIGHTS = 256 << 20
+
+
+class NoRoomError(OSError):
+    """No folder has the room that is needed: one line with every folder's figures."""
+
+
+def model_bytes(config: ModelConfig) -> int:
+    """Return the bytes of a model of this shape on disk, in 16 bits."""
+    elements = 0
+    for shape in expected_tensors(config).values():
+        size = 1
+        for length in shape:
+            size *= length
+        elements += size
+    return 2 * elements + _BESIDE_WEIGHTS
+
+
+def temporary_folders() -> list[Path]:
+    """Return the folders for temporary files: memory first, where there is such a folder."""
+    found = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    return [folder for folder in found if folder.is_dir()]
+
+
+def folder_with_room(
+    needed: int, folders: Sequence[Path], free: Callable[[Path], int] | None = None
+) -> Path:
+    """Return the first of ``folders`` with ``needed`` free bytes.
+
+    Raises:
+        NoRoomError: there is none. The message has what is needed and what each folder has.
+    """
+    free = free or _free
+    room = {folder: free(folder) for folder in folders}
+    for folder, available in room.items():
+        if available >= needed:
+            return folder
+    listed = ", ".join(f"{folder} has {size / 1e9:.1f} GB" for folder, size in room.items())
+    raise NoRoomError(f"{needed / 1e9:.1f} GB of free space are needed: {listed}")
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
