@@ -178,6 +178,12 @@ class TestMemory:
         assert max(produced) < (5 if http2 else 500)
 
 
+def body_in(room: bodies.BodyRoom, address: str = "") -> bodies.Body:
+    body = bodies.Body(None, None)
+    body.room, body.address = room, address
+    return body
+
+
 class TestBodies:
     async def test_all_that_come_in_have_room_together(
         self, monkeypatch: pytest.MonkeyPatch
@@ -189,24 +195,52 @@ class TestBodies:
         request = raw_request(padded, path=TEXT)
         async with trio.open_nursery() as nursery, contextlib.AsyncExitStack() as stack:
             (url,) = await nursery.start(serve_app, app, config)
-            slow = [await stack.enter_async_context(await connect(url)) for _ in range(4)]
-            for client in slow:
-                await client.send_all(request[:-1])
-            while app.body_room.held < 4 * 699:
-                await trio.sleep(0.01)
+            slow = []
+            for number in range(1, 5):
+                slow.append(await stack.enter_async_context(await connect(url)))
+                await slow[-1].send_all(request[:-1])
+                while app.body_room.held < number * 699:
+                    await trio.sleep(0.01)
             other = await stack.enter_async_context(await connect(url))
             await other.send_all(request)
-            assert b"HTTP/1.1 429" in await read_until(other, b"bodies of requests")
-            await slow[0].aclose()
+            assert b"HTTP/1.1 200" in await read_until(other, b'"choices"')
+            # The oldest made way.
+            assert b"HTTP/1.1 429" in await read_until(slow[0], b"bodies of requests")
             while app.body_room.held > 3 * 699:
                 await trio.sleep(0.01)
             for client in slow[1:]:
                 await client.send_all(b" ")
                 assert b"HTTP/1.1 200" in await read_until(client, b'"choices"')
-            again = await stack.enter_async_context(await connect(url))
-            await again.send_all(request)
-            assert b"HTTP/1.1 200" in await read_until(again, b'"choices"')
+            while app.body_room.held:
+                await trio.sleep(0.01)
             nursery.cancel_scope.cancel()
+
+    def test_bodies_that_have_come_whole_keep_their_room(self) -> None:
+        room = bodies.BodyRoom(100)
+        whole, partial, last = (body_in(room) for _ in range(3))
+        whole.append(b"x" * 60)
+        whole.set_complete()
+        partial.append(b"x" * 30)
+        last.append(b"x" * 30)
+        assert room.held == 90
+        # The other one that is being received has made way, and now nothing can.
+        assert partial.is_refused
+        assert not last.is_refused
+        last.append(b"x" * 11)
+        assert last.is_refused
+        assert not whole.is_refused
+        whole.release()
+        assert room.held == 0
+
+    def test_the_address_that_holds_the_most_makes_way(self) -> None:
+        room = bodies.BodyRoom(100)
+        first = body_in(room, "192.0.2.1")
+        greedy = [body_in(room, "192.0.2.2") for _ in range(2)]
+        first.append(b"x" * 40)
+        for each in greedy:
+            each.append(b"x" * 30)
+        body_in(room, "192.0.2.3").append(b"x" * 10)
+        assert [each.is_refused for each in (first, *greedy)] == [False, True, False]
 
     async def test_what_was_read_is_given_back(self) -> None:
         stub = StubEngine(script=lambda _: [math.inf])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.attacks.siege import MAX_GAP, Victim
+from tests.attacks.siege import MAX_GAP, MAX_MEMORY, Victim
 from tests.attacks.witness import HEADERS
 
 LARGE = 31 << 20
@@ -91,3 +92,23 @@ def test_the_description_in_a_loop(victim: Victim) -> None:
 
     with victim.withstands(), ThreadPoolExecutor(8) as pool:
         list(pool.map(load, range(100)))
+
+
+def test_slow_bodies_that_take_all_room(victim: Victim) -> None:
+    """The room of all bodies is full but for some bytes, of bodies that never end."""
+    size = 32 << 20
+    head = (
+        f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    )
+    address = urlsplit(victim.url)
+    target = (address.hostname or "", address.port or 0)
+    padded = text(b'"stream":false') + b" " * (4 << 20)
+    # A buffer that grows in steps has up to an eighth more than is in it.
+    with victim.withstands(memory=MAX_MEMORY + (128 << 20)), contextlib.ExitStack() as stack:
+        for _ in range(12):
+            client = stack.enter_context(socket.create_connection(target))
+            client.sendall(head.encode())
+            client.sendall(b" " * (size - 1))
+        status, answer = post(victim, TEXT, padded)
+        assert status == 200, answer

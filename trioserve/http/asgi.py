@@ -33,6 +33,7 @@ from trioserve.http.bodies import Body
 from trioserve.http.dialects import error_body, id_headers
 from trioserve.http.direct import WriteNow, body_message, takes_views, writer_for
 from trioserve.http.errors import ErrorReply, describe_error
+from trioserve.http.holdings import address_of
 from trioserve.http.sse import Events
 from trioserve.logs import get_logger
 
@@ -127,6 +128,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
         request.record = self.record
         request.at_end = self.at_end
         request.body.room = self.app.body_room
+        request.body.address = address_of(self.scope["client"])
         self.at_end.callback(request.body.release)
         return request
 
