@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from gpu.kernels import KernelSource, nvrtc, sass
 from gpu.kernels.budget import BUDGET, Budget, Measured, Violation, replace_costs
-from gpu.kernels.catalogue import sources
+from gpu.kernels.catalogue import digests, sources
 from gpu.kernels.cubins import CubinCache, Outcome, build_all, default_jobs
 from gpu.kernels.nvrtc import KernelBuildError
 from gpu.kernels.targets import TARGETS
@@ -46,16 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         compiler = nvrtc.compiler()
         budget = Budget.read(BUDGET.read_text())
+        now = digests(wanted)
         measured, failures = measure(wanted, targets, budget, options.jobs, show=True)
     except (KernelBuildError, sass.SassError) as error:
         print(f"python -m gpu.kernels: {error}", file=sys.stderr)
         return 1
     print(*table(measured, targets), sep="\n")
     if options.write_budget and not failures:
-        text = replace_costs(BUDGET.read_text(), measured, compiler, all_of=not options.kernel)
+        text = replace_costs(BUDGET.read_text(), measured, now, compiler, all_of=not options.kernel)
         BUDGET.write_text(text)
         budget = Budget.read(text)
     problems = [found for each in measured for found in budget.violations(each)]
+    problems += budget.outdated(now)
     if not options.kernel:
         problems += budget.stale(catalogue)
     seconds = time.monotonic() - started

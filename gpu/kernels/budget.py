@@ -2,13 +2,14 @@
 
 The file has two parts. People write the first: which instructions a kernel must have, and which
 variants may go without a promise, with the reason. ``python -m gpu.kernels --write-budget`` writes
-the second, the measured costs, for people to review as a difference.
+the second, the measured costs, for people to review as a difference. With them goes a digest of
+what they were measured from, so that a changed kernel is noticed without compiling all variants.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -38,7 +39,7 @@ _COSTS_START = f"""\
 # ---- Written by `python -m gpu.kernels --write-budget`; review the difference. -------------------
 # In the order of the targets: registers of a thread; local memory of a thread in bytes (spilled
 # registers and arrays indexed at run time), where it isn't 0 everywhere. Then the shared memory of
-# a block in bytes, static and dynamic.
+# a block in bytes, static and dynamic. Behind them, what each kernel was measured from.
 
 {_COSTS}
 """
@@ -128,6 +129,8 @@ class Budget:
     compiler: str
     costs: dict[str, Cost]
     """By title."""
+    digests: dict[str, str]
+    """By kernel, what its costs were measured from; see :func:`gpu.kernels.catalogue.digests`."""
 
     @classmethod
     def read(cls, text: str) -> Budget:
@@ -163,6 +166,7 @@ class Budget:
             ),
             compiler=measured.get("compiler", ""),
             costs=costs,
+            digests=data.get("digests", {}),
         )
 
     def violations(self, each: Measured) -> Iterator[Violation]:
@@ -209,6 +213,12 @@ class Budget:
             if any(_is_common(source) for source in covered):
                 yield Violation(where, "", "sizes that common models use can't be excused")
 
+    def outdated(self, digests: Mapping[str, str]) -> Iterator[Violation]:
+        """What has changed since it was measured, of kernels that have these ``digests`` now."""
+        for name, now in digests.items():
+            if self.digests.get(name) != now:
+                yield Violation(name, "", "has changed since it was measured; see --write-budget")
+
     def _excused(self, each: Measured, promise: str) -> bool:
         return any(
             excuse.promise == promise
@@ -218,13 +228,23 @@ class Budget:
         )
 
 
-def replace_costs(text: str, measured: Sequence[Measured], compiler: str, *, all_of: bool) -> str:
+def replace_costs(
+    text: str,
+    measured: Sequence[Measured],
+    digests: Mapping[str, str],
+    compiler: str,
+    *,
+    all_of: bool,
+) -> str:
     """``text`` of a budget with the costs of ``measured`` kernels, all variants on every target.
 
-    ``all_of`` says that there are no other kernels; else the costs of others stay.
+    ``digests`` are those of their sources. ``all_of`` says that there are no other kernels; else
+    the costs of others stay.
     """
     again = {each.source.name for each in measured}
-    before = {} if all_of else Budget.read(text).costs
+    budget = Budget.read(text)
+    before = {} if all_of else budget.costs
+    digests = dict(digests) if all_of else {**budget.digests, **digests}
     costs = {title: cost for title, cost in before.items() if title.partition("<")[0] not in again}
     found: dict[str, list[Measured]] = {}
     for each in measured:
@@ -245,6 +265,7 @@ def replace_costs(text: str, measured: Sequence[Measured], compiler: str, *, all
             lines += ["", f"[costs.{name}]"]
             kernel = name
         lines.append(f'"{choices.removesuffix(">")}" = {_as_line(costs[title])}')
+    lines += ["", "[digests]", *(f'{name} = "{digests[name]}"' for name in sorted(digests))]
     return "\n".join(lines) + "\n"
 
 

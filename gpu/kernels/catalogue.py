@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
-from gpu.kernels import KernelSource
+from gpu.kernels import KernelSource, nvrtc
+from gpu.kernels.targets import TARGETS
 
-__all__ = ["sources"]
+__all__ = ["digests", "sources"]
 
 
 def sources() -> list[KernelSource]:
@@ -26,3 +29,19 @@ def sources() -> list[KernelSource]:
     if twice:
         raise ValueError(f"listed twice: {', '.join(sorted(twice))}")
     return sorted(found, key=lambda source: source.title)
+
+
+def digests(wanted: Iterable[KernelSource]) -> dict[str, str]:
+    """Return a digest for each kernel: of all that its variants are compiled from, on every target.
+
+    Raises:
+        KernelBuildError: there is no compiler.
+    """
+    units: dict[str, list[str]] = {}
+    for source in wanted:
+        for target in TARGETS:
+            units.setdefault(source.name, []).append(nvrtc.unit(source, target).digest)
+    return {
+        name: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()[:32]
+        for name, each in units.items()
+    }

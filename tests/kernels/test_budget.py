@@ -26,6 +26,7 @@ promise = "local"
 targets = ["sm_80"]
 reason = "Rare."
 """
+DIGESTS = {"attention": "a1"}
 CODE = Instructions({"HMMA.16816.F32.BF16": 8, "LDGSTS.E.BYPASS.LTC128B.128.ZFILL": 4})
 
 
@@ -58,7 +59,7 @@ def everywhere(head_dim: int) -> Iterator[Measured]:
 @pytest.fixture(scope="module")
 def budget() -> Budget:
     rows = [*everywhere(128), *everywhere(256)]
-    return Budget.read(replace_costs(BY_HAND, rows, "NVRTC 1.2.3", all_of=True))
+    return Budget.read(replace_costs(BY_HAND, rows, DIGESTS, "NVRTC 1.2.3", all_of=True))
 
 
 def problems(budget: Budget, each: Measured) -> list[str]:
@@ -83,14 +84,14 @@ def test_costs_that_grow_break_it(budget: Budget) -> None:
 
 def test_spilled_registers_break_it_even_where_they_were_measured() -> None:
     spilled = [measured(target, stack=8) for target in TARGETS]
-    budget = Budget.read(replace_costs(BY_HAND, spilled, "", all_of=True))
+    budget = Budget.read(replace_costs(BY_HAND, spilled, DIGESTS, "", all_of=True))
     (problem,) = problems(budget, spilled[0])
     assert problem.startswith("8 bytes of local memory")
 
 
 def test_an_excuse_counts_for_its_targets_and_variants_only() -> None:
     rows = [measured(target, size, stack=8) for size in (128, 256) for target in TARGETS]
-    budget = Budget.read(replace_costs(BY_HAND, rows, "", all_of=True))
+    budget = Budget.read(replace_costs(BY_HAND, rows, DIGESTS, "", all_of=True))
     assert problems(budget, measured("sm_80", 256, stack=8)) == []
     assert problems(budget, measured("sm_90", 256, stack=8)) != []
     assert problems(budget, measured("sm_80", 128, stack=8)) != []
@@ -109,7 +110,7 @@ def test_common_sizes_are_never_excused() -> None:
 def test_a_kernel_that_fits_no_multiprocessor_breaks_it(budget: Budget) -> None:
     source = attrs.evolve(attention(), shared_bytes=120 << 10)
     rows = [attrs.evolve(measured(target), source=source) for target in TARGETS]
-    budget = Budget.read(replace_costs(BY_HAND, rows, "", all_of=True))
+    budget = Budget.read(replace_costs(BY_HAND, rows, DIGESTS, "", all_of=True))
     broken = [found.target for row in rows for found in budget.violations(row)]
     assert broken == ["sm_120"]
 
@@ -135,14 +136,14 @@ def test_writing_keeps_what_people_wrote_and_other_kernels() -> None:
         attrs.evolve(each, source=attrs.evolve(each.source, name="other"))
         for each in everywhere(128)
     ]
-    first = replace_costs(BY_HAND, [*everywhere(128), *other], "NVRTC 1", all_of=True)
-    second = replace_costs(first, list(everywhere(256)), "NVRTC 2", all_of=False)
+    first = replace_costs(BY_HAND, [*everywhere(128), *other], DIGESTS, "NVRTC 1", all_of=True)
+    second = replace_costs(first, list(everywhere(256)), DIGESTS, "NVRTC 2", all_of=False)
     assert second.startswith(BY_HAND)
     titles = {attention(256).title, other[0].source.title}
     assert set(Budget.read(second).costs) == titles  # a variant that is no more went away
-    third = replace_costs(second, list(everywhere(256)), "NVRTC 2", all_of=True)
+    third = replace_costs(second, list(everywhere(256)), DIGESTS, "NVRTC 2", all_of=True)
     assert set(Budget.read(third).costs) == {attention(256).title}
-    assert replace_costs(third, list(everywhere(256)), "NVRTC 2", all_of=True) == third
+    assert replace_costs(third, list(everywhere(256)), DIGESTS, "NVRTC 2", all_of=True) == third
 
 
 def test_problems_are_told_by_kernel_and_targets(budget: Budget) -> None:
@@ -181,3 +182,14 @@ def test_blocks_on_a_multiprocessor(
 ) -> None:
     found: Target = TARGETS[target]
     assert found.blocks_per_multiprocessor(num_threads, registers, shared) == blocks
+
+
+def test_what_has_changed_since_it_was_measured_is_told() -> None:
+    measured_then = {"attention": "a1", "other": "b1"}
+    text = replace_costs(BY_HAND, [*everywhere(128)], measured_then, "", all_of=True)
+    budget = Budget.read(text)
+    assert list(budget.outdated(measured_then)) == []
+    assert [each.title for each in budget.outdated({"attention": "a1", "other": "b2"})] == ["other"]
+    assert [each.title for each in budget.outdated({"new": "c1"})] == ["new"]
+    again = replace_costs(text, [*everywhere(128)], {"attention": "a2"}, "", all_of=False)
+    assert Budget.read(again).digests == {"attention": "a2", "other": "b1"}
