@@ -29,15 +29,19 @@ LOCK = ROOT / ".nox" / "clients.lock"
 
 def run(*command: str | Path, folder: Path, **environment: str) -> None:
     """Run a command, with a time limit; what it said is the failure, if it fails."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=folder,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        )
+    except subprocess.TimeoutExpired as late:
+        said = (late.stdout or b"").decode(errors="replace")
+        pytest.fail(f"{command[0]} didn't end:\n{said}", pytrace=False)
     if done.returncode:
         pytest.fail(
             f"{command[0]} ended with status {done.returncode}:\n{done.stdout}", pytrace=False
@@ -107,5 +111,7 @@ def test_clients_on_node(node: str, server: Server, program: str) -> None:
 def test_clients_in_python(python: Path, server: Server, program: str) -> None:
     # Without the project's own configuration, plugins and path: none of it is installed there.
     alone = ("-c", os.devnull, "--rootdir", ".", "--confcutdir", ".", "-p", "no:cacheprovider")
+    # A test that waits shows where it does.
+    alone += ("-s", "-o", "faulthandler_timeout=180", "-o", "faulthandler_exit_on_timeout=true")
     place = {**where(server), "PYTHONPATH": "", "PYTEST_ADDOPTS": ""}
     run(python, "-m", "pytest", "-q", "--tb=short", *alone, program, folder=CLIENTS, **place)
