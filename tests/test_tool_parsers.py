@@ -120,6 +120,26 @@ PARIS = '{"city": "Paris {\\"}", "days": [1, {"of": null}], "ø": "…"}'
             " more",
             [("search", "{'q': 1}}")],
         ),
+        # Several calls between two tags.
+        (
+            "hermes",
+            '<tool_call>\n[{"name": "search", "arguments": {"q": [1]}},\n{"name": "weather"}]\n'
+            '</tool_call>\n<tool_call>{"name": "search"}</tool_call>',
+            "",
+            [("search", '{"q": [1]}'), ("weather", "{}"), ("search", "{}")],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "search", "arguments": {}} , {"name": "weather"}</tool_call>',
+            "",
+            [("search", "{}"), ("weather", "{}")],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "search", "arguments": {}}, or so</tool_call>.',
+            ", or so.",
+            [("search", "{}")],
+        ),
         # Arguments as text: the object that it is, if it is one.
         (
             "hermes",
@@ -244,6 +264,7 @@ def test_calls(family: str, text: str, content: str, calls: list[tuple[str, str]
         ("hermes", '<tool_call>{"name": "search", "argum'),
         ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call> [{"name": "unknown", "arguments": {}}]</tool_call>'),
         ("hermes", "<tool_call>"),
         ("hermes", '{"name": "search", "arguments": {}}'),
         ("llama3", '{"city": "Paris"}'),

@@ -1,8 +1,13 @@
-"""``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5 and 3, SmolLM3."""
+"""``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5 and 3, SmolLM3.
+
+Models that are to make several calls also write them in one pair of tags, as an array or with commas
+between them.
+"""
 
 from __future__ import annotations
 
 from trioserve.tool_parsers.base import MarkedParser, find_marker
+from trioserve.tool_parsers.values import skip_space
 
 __all__ = ["HermesParser"]
 
@@ -14,6 +19,7 @@ class HermesParser(MarkedParser):
     """Calls between tags, anywhere in the answer."""
 
     markers = (_OPEN, _CLOSE)
+    _in_array = False
 
     def _start(self, text: str, position: int) -> int:
         self._become(self._text)
@@ -24,17 +30,53 @@ class HermesParser(MarkedParser):
         self._add_text(text[position:at])
         if marker is None:
             return at
-        self._expect_call(_OPEN)
+        self._become(self._after_open, _OPEN)
         return at + len(marker)
 
+    def _after_open(self, text: str, position: int) -> int:
+        first = skip_space(text, position)
+        self._lead += text[position:first]
+        if first == len(text):
+            return first
+        self._in_array = self._free and text[first] == "["
+        self._expect_call(self._lead + "[" if self._in_array else self._lead)
+        return first + self._in_array
+
     def _after_call(self, text: str, position: int) -> int:
-        """Up to the closing tag; models forget it, or close one brace too many."""
+        first = skip_space(text, position)
+        self._add_text(text[position:first])
+        if first == len(text):
+            return first
+        if self._free and text[first] == ",":
+            self._become(self._after_comma, ",")
+            return first + 1
+        if self._in_array and text[first] == "]":
+            self._in_array = False
+            return first + 1
+        self._become(self._up_to_close)
+        return first
+
+    def _after_comma(self, text: str, position: int) -> int:
+        """Expect another call; or else the comma was text."""
+        first = skip_space(text, position)
+        self._lead += text[position:first]
+        if first == len(text):
+            return first
+        if text[first] == "{":
+            self._expect_call(self._lead)
+            return first
+        self._add_text(self._lead)
+        self._become(self._up_to_close)
+        return first
+
+    def _up_to_close(self, text: str, position: int) -> int:
+        """Look for the closing tag; models forget it, or close one brace too many."""
         at, marker = find_marker(text, position, [_CLOSE, _OPEN])
         self._add_text(text[position:at])
         if marker is None:
             return at
         if marker == _OPEN:
-            self._expect_call(_OPEN)
+            self._become(self._after_open, _OPEN)
         else:
             self._become(self._text)
         return at + len(marker)
