@@ -228,6 +228,30 @@ class TestReasoning:
             reply = await post(stub(never), CHAT, messages=MESSAGES, **body)
             assert "completion_tokens_details" not in reply["usage"]
 
+    async def test_what_is_left_out_is_told_by_its_tokens_neither(self) -> None:
+        pieces = [("<think>", 1), ("Hm", 2), ("</think>", 4), ("Yes", 5), (".", 6)]
+
+        def script(_: Any) -> list[Step]:
+            given = [
+                Chunk(text, (id,), logprobs=(TokenLogprob(id, -0.5, text),)) for text, id in pieces
+            ]
+            return [*given, Chunk("", (), finish_reason="stop")]
+
+        body = {"messages": MESSAGES, "logprobs": True, "return_token_ids": True}
+        for include, expected in ((True, [1, 2, 4, 5, 6]), (False, [5, 6])):
+            body["include_reasoning"] = include
+            tokenizer = StubTokenizer(THINKS, {"</think>": 4})
+            reply = await post(StubEngine(script=script, tokenizer=tokenizer), CHAT, **body)
+            (choice,) = reply["choices"]
+            assert choice["token_ids"] == expected
+            names = [entry["token"] for entry in choice["logprobs"]["content"]]
+            assert names == [chr(id) for id in expected]
+            chunks = await events(StubEngine(script=script, tokenizer=tokenizer), **body)
+            streamed = [choice for chunk in chunks for choice in chunk["choices"]]
+            assert [id for each in streamed for id in each.get("token_ids", ())] == expected
+            told = [each["logprobs"]["content"] for each in streamed if each["logprobs"]]
+            assert [entry["token"] for part in told for entry in part] == names
+
     async def test_left_out_or_left_in(self) -> None:
         reply = await post(
             engine(self.TEXT, THINKS), CHAT, messages=MESSAGES, include_reasoning=False

@@ -126,6 +126,11 @@ class AnswerReader:
         return self.num_reasoning_tokens
 
     @property
+    def num_left_out(self) -> int:
+        """The tokens of reasoning so far that the answer leaves out, if they can be counted."""
+        return 0 if self._include_reasoning else self.reasoning_tokens or 0
+
+    @property
     def call_reason(self) -> str:
         """Why an answer has ended that has a tool call."""
         return "function_call" if self._functions else "tool_calls"

@@ -136,14 +136,16 @@ def _choice(output: Output, reader: AnswerReader, wanted: WantedChat) -> ChatCho
     message = reader.message(output.text, token_ids=output.token_ids, role=wanted.role)
     if wanted.echo:
         message.content = wanted.echo + (message.content or "")
+    first = reader.num_left_out
+    logprobs = None if output.logprobs is None else output.logprobs[first:]
     return ChatChoice(
         index=output.index,
         message=message,
-        logprobs=wanted.logprobs(output.logprobs),
+        logprobs=wanted.logprobs(logprobs),
         finish_reason=_finish_reason(output.finish_reason, reader),
         stop_reason=output.stop_reason,
         matched_stop=wanted.matched_stop(output),
-        token_ids=list(output.token_ids) if wanted.token_ids else UNSET,
+        token_ids=list(output.token_ids[first:]) if wanted.token_ids else UNSET,
     )
 
 
@@ -185,9 +187,12 @@ class ChatWriter(OpenAIWriter):
             return event
         reader = self._readers[chunk.index]
         ended = chunk.finish_reason is not None
+        left_out = reader.num_left_out
         delta = reader.feed(chunk.text, last=ended, token_ids=chunk.token_ids)
-        logprobs = self.wanted.logprobs(chunk.logprobs)
-        told = self.wanted.token_ids and chunk.token_ids
+        first = reader.num_left_out - left_out
+        token_ids = chunk.token_ids[first:]
+        logprobs = self.wanted.logprobs(None if chunk.logprobs is None else chunk.logprobs[first:])
+        told = self.wanted.token_ids and token_ids
         if not (ended or told or (logprobs and logprobs.content)) and delta == Delta():
             return b""
         choice = ChatChunkChoice(chunk.index, delta, logprobs=logprobs)
@@ -196,7 +201,7 @@ class ChatWriter(OpenAIWriter):
             choice.stop_reason = chunk.stop_reason
             choice.matched_stop = self.wanted.matched_stop(chunk)
         if self.wanted.token_ids:
-            choice.token_ids = list(chunk.token_ids)
+            choice.token_ids = list(token_ids)
         return self._event([choice])
 
     def _usage(self) -> UsageReply:
