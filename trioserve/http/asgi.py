@@ -128,7 +128,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
         request.record = self.record
         request.at_end = self.at_end
         request.body.room = self.app.body_room
-        request.body.address = address_of(self.scope["client"])
+        request.body.address = address_of(self.scope.get("client"))
         self.at_end.callback(request.body.release)
         return request
 
