@@ -246,7 +246,7 @@ struct AttentionTile {
 
   // What is left to divide by at the end; 0 for a query that saw no key.
   DEVICE static float normalizer(float sum) {
-    return sum > 0.f ? (QUANTIZED ? 1.f / E4M3_MAX : 1.f) / sum : 0.f;
+    return sum > 0.f ? (QUANTIZED ? 1.f / VALUE_FACTOR : 1.f) / sum : 0.f;
   }
 
   // The normalized output, rounded to TYPE. destination(m): HEAD_DIM elements.

@@ -5,16 +5,19 @@
 // output so far are scaled down. Milakov and Gimelshein, "Online normalizer calculation for
 // softmax", 2018; FlashAttention-2, Dao, 2023.
 //
-// The reference is raised only when the largest score exceeds it by a factor of 2^8 in weight: the
-// final division makes any reference right, weights up to 2^8 fit every type, and after the first
-// tiles the output is hardly ever rescaled ("FlashAttention-4", 2025).
+// The reference is raised only when the largest score exceeds it by a factor of 2^LAG_LOG2 in
+// weight: the final division makes any reference right, weights up to 2^8 fit every type, and after
+// the first tiles the output is hardly ever rescaled ("FlashAttention-4", 2025). Only where a weight
+// is multiplied by its token's largest value and must fit fp16 may the reference not lag: values use
+// up that type's range.
 //
 // Layout: a warp holds 16 queries as C fragments of mma; a lane has rows lane/4 and lane/4 + 8 and
 // shares them with the three other lanes of its quad.
 #pragma once
 #include "hardware.cuh"
 
-constexpr float RAISE_LOG2 = 8.f;
+constexpr bool FACTORS_IN_HALF = sizeof(CACHE) == 1 && IS_HALF<TYPE>;
+constexpr float LAG_LOG2 = FACTORS_IN_HALF ? 0.f : 8.f;
 
 struct SoftmaxState {
   float reference[2] = {-INFINITY_F, -INFINITY_F};  // unscaled score, the same in a whole quad
@@ -37,7 +40,7 @@ DEVICE void raise_reference(const float (&scores)[N][4], SoftmaxState& state,
     largest[h] = fmaxf(largest[h], __shfl_xor_sync(ALL_LANES, largest[h], 1));
     largest[h] = fmaxf(largest[h], __shfl_xor_sync(ALL_LANES, largest[h], 2));
     // False where both are -infinity, for their difference is no number.
-    raised[h] = (largest[h] - state.reference[h]) * scale_log2 > RAISE_LOG2;
+    raised[h] = (largest[h] - state.reference[h]) * scale_log2 > LAG_LOG2;
   }
   if (!__any_sync(ALL_LANES, raised[0] || raised[1])) return;
 #pragma unroll

@@ -26,9 +26,11 @@ constexpr int SCALE_CHUNKS = ROWS_PER_WARP / 4;  // of 16 bytes: four float32 sc
 static_assert(ROWS_PER_WARP <= 16 && ROWS_PER_WARP % 4 == 0);
 static_assert(HEAD_DIM % CHUNK_ELEMENTS == 0);
 
-// e4m3 values go up to 448. Value scales are handed on times 448: those are the largest values of
-// their tokens, which stay in the range of half precision where the scales themselves would not.
-constexpr float E4M3_MAX = 448.f;
+// e4m3 values go up to 448, so a value's scale times 448 is the largest value of its token. Value
+// scales are handed on times half of 448: they stay in the range of half precision where the scales
+// themselves would not, and leave room for a weight of up to 2. A weight should be at most 1, but
+// float32 rounds a score of 2^21 to a quarter.
+constexpr float VALUE_FACTOR = 224.f;
 
 // Bytes of shared memory: for the keys and values of one tile, for the raw copies of one of e4m3,
 // and for its scales.
@@ -160,7 +162,7 @@ struct TileLoader {
   }
 
   // Widen what this thread copied of a tile of e4m3; its copies must have landed. `scales` gets
-  // KEYS factors of the scores, then KEYS factors of the weights (times 448).
+  // KEYS factors of the scores, then KEYS factors of the weights (times VALUE_FACTOR).
   DEVICE void widen(const KeyRange& keys, int tile, TYPE* k_tile, TYPE* v_tile, float* scales,
                     unsigned char* raw) {
     const int thread = reread_thread_index(), lane = thread % 32;
@@ -183,7 +185,7 @@ struct TileLoader {
       float* to = scales + (value ? KEYS : 0) + row;
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        to[i] = tile * KEYS + row + i < keys.end ? all[i] * (value ? E4M3_MAX : 1.f) : 0.f;
+        to[i] = tile * KEYS + row + i < keys.end ? all[i] * (value ? VALUE_FACTOR : 1.f) : 0.f;
     }
   }
 

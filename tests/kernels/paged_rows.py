@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -11,7 +11,14 @@ import torch
 from gpu.kernels import KernelLoader
 from tests.kernels.memory import place, poisoned, poisoned_cache
 
-__all__ = ["PagedRows", "attention_reference", "make_rows"]
+__all__ = [
+    "PagedRows",
+    "along_first_element",
+    "attention_reference",
+    "make_rows",
+    "one_large_score",
+    "rising_scores",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -42,8 +49,12 @@ def make_rows(
     shared_pages: int = 0,
     first_position: int = 0,
     size: float = 1.0,
+    shape_rows: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> PagedRows:
     """Random keys and values, times ``size``, in random pages.
+
+    ``shape_rows`` changes the keys and values of each row in place, both [tokens of whole pages,
+    num_kv_heads, head_dim] in float32, before they are stored.
 
     All rows share their first ``shared_pages`` pages. Positions below ``first_position``, which a
     window has left behind, are in no page: their table entries are as wild as those past the end.
@@ -69,9 +80,19 @@ def make_rows(
     k_scale = poisoned(scale_shape, torch.float32, loader) if quantized else None
     v_scale = poisoned(scale_shape, torch.float32, loader) if quantized else None
     rows: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
-    for which, cache, scales in (("k", k_cache, k_scale), ("v", v_cache, v_scale)):
-        content = torch.randn(num_pages, page_size, num_kv_heads, head_dim, generator=generator)
-        content = (content * size).to(dtype)
+    k_content, v_content = (
+        size * torch.randn(num_pages, page_size, num_kv_heads, head_dim, generator=generator)
+        for _ in range(2)
+    )
+    if shape_rows is not None:
+        for pages in page_ids:
+            k, v = k_content[pages], v_content[pages]
+            shape_rows(k.flatten(0, 1), v.flatten(0, 1))
+            k_content[pages], v_content[pages] = k, v
+    for which, content, cache, scales in (
+        ("k", k_content.to(dtype), k_cache, k_scale),
+        ("v", v_content.to(dtype), v_cache, v_scale),
+    ):
         if scales is not None:
             largest = content.float().abs().amax(-1)
             factors = torch.where(largest > 0, largest / 448, 1.0)
@@ -132,3 +153,34 @@ def attention_reference(
     weights = torch.exp(scores - lse[..., None])
     # A weight of 0 is of a key that is not seen, whose value may be anything.
     return torch.einsum("hqk,khd->qhd", weights, v), lse.T / np.log(2)
+
+
+def along_first_element(q: torch.Tensor, size: float) -> None:
+    """Make queries [tokens, heads, head_dim] 0 but for the first element, at most ``size``."""
+    q.zero_()
+    q[..., 0] = torch.linspace(size / 2, size, q.shape[0])[:, None]
+
+
+def rising_scores(k: torch.Tensor, v: torch.Tensor) -> None:
+    """Shape keys and values such that the reference of a softmax that lags is passed by far.
+
+    Against queries of :func:`along_first_element` with a ``size`` of 8, at 64 elements a head, the
+    score of token t in log2 units is 7 t / 64 at most. A reference that may lag by 2^8 is then not
+    raised for the second tile of 64 keys, whose weights come to 2^7. The values are nearly the
+    largest of fp16.
+    """
+    k.zero_()
+    k[..., 0] = (torch.arange(len(k)) * 7 / 64 * np.log(2))[:, None]
+    v[:] = torch.where(v < 0, -1.0, 1.0) * torch.linspace(30000, 64000, v.shape[-1])
+
+
+def one_large_score(k: torch.Tensor, v: torch.Tensor) -> None:
+    """Shape keys and values such that float32 rounds one token's score by some hundredths.
+
+    Against queries of :func:`along_first_element` with a ``size`` of 240, at 64 elements a head,
+    that token's score in log2 units is near 2^21, of which the last bit of float32 is 2^-2; that of
+    all others is 0. The values are nearly the largest of fp16.
+    """
+    k.zero_()
+    k[len(k) // 2, :, 0] = 45000.0
+    v[:] = torch.where(v < 0, -1.0, 1.0) * 64000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +15,15 @@ from gpu.emulation import EmulatedLoader
 from gpu.kernels import KernelLoader
 from gpu.kernels.prefill_attention import PrefillAttention, prefill_attention_source
 from tests.kernels.memory import place, poisoned, relative_error
-from tests.kernels.paged_rows import attention_reference, make_rows
+from tests.kernels.paged_rows import (
+    along_first_element,
+    attention_reference,
+    make_rows,
+    one_large_score,
+    rising_scores,
+)
 
+ShapeRows = Callable[[torch.Tensor, torch.Tensor], None]
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 TOLERANCE = {BF16: 4e-3, FP16: 8e-4}
 
@@ -225,6 +232,17 @@ def test_e4m3_cache(loader: KernelLoader, head_dim: int, dtype: torch.dtype, til
 def test_e4m3_of_tiny_values_in_half_precision(loader: KernelLoader) -> None:
     """Scales far below the smallest normal half."""
     case = Case(loader, [20], [90], dtype=FP16, cache_dtype=FP8, size=1e-3)
+    assert case.error() < TOLERANCE[FP16]
+
+
+@pytest.mark.parametrize(("shape_rows", "size"), [(rising_scores, 8.0), (one_large_score, 240.0)])
+@pytest.mark.parametrize("tile", [64, 128])
+def test_e4m3_of_the_largest_values_in_half_precision(
+    loader: KernelLoader, tile: int, shape_rows: ShapeRows, size: float
+) -> None:
+    """A weight times its token's largest value is packed as a half: it must not be infinite."""
+    case = Case(loader, [40], [140], dtype=FP16, cache_dtype=FP8, tile=tile, shape_rows=shape_rows)
+    along_first_element(case.q, size)
     assert case.error() < TOLERANCE[FP16]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,16 @@ from gpu.emulation import EmulatedLoader
 from gpu.kernels import KernelLoader
 from gpu.kernels.prefix_attention import PrefixAttention, prefix_attention_source
 from tests.kernels.memory import place, poisoned, relative_error
-from tests.kernels.paged_rows import attention_reference, make_rows
+from tests.kernels.paged_rows import (
+    along_first_element,
+    attention_reference,
+    make_rows,
+    one_large_score,
+    rising_scores,
+)
+from tests.rounding import sum_error
 
+ShapeRows = Callable[[torch.Tensor, torch.Tensor], None]
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 TOLERANCE = {BF16: 4e-3, FP16: 8e-4}
 
@@ -107,8 +116,12 @@ class Case:
         )
         return partial_out.cpu(), partial_lse.cpu(), start
 
-    def check(self, tolerance: float) -> None:
-        """Compare the merged result of each row, and its log-sum-exp, with float64."""
+    def check(self, tolerance: float, *, largest_score: float = 0.0) -> None:
+        """Compare the merged result of each row, and its log-sum-exp, with float64.
+
+        A log-sum-exp is as large as ``largest_score``, a sum of four terms in float32: the product
+        of the first elements, times the key's scale, times that of all scores, and a logarithm.
+        """
         partial_out, partial_lse, start = self.run()
         merged, lse, references, reference_lse = [], [], [], []
         untouched = torch.ones(len(partial_lse), dtype=torch.bool)
@@ -126,7 +139,8 @@ class Case:
             references.append(out[0])
             reference_lse.append(own_lse[0])
         assert relative_error(torch.stack(merged), torch.stack(references)) < tolerance
-        assert (torch.stack(lse) - torch.stack(reference_lse)).abs().max() < 8 * tolerance
+        lse_tolerance = 8 * tolerance + sum_error(4, largest_score)
+        assert (torch.stack(lse) - torch.stack(reference_lse)).abs().max() < lse_tolerance
         assert partial_lse[untouched].isnan().all()
         assert partial_out[untouched].isnan().all()
 
@@ -167,6 +181,15 @@ def test_splits(loader: KernelLoader, cache_dtype: torch.dtype) -> None:
 def test_e4m3_cache(loader: KernelLoader, head_dim: int, dtype: torch.dtype) -> None:
     case = Case(loader, head_dim=head_dim, dtype=dtype, cache_dtype=FP8, num_kv_heads=2)
     case.check(TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("shape_rows", "size"), [(rising_scores, 8.0), (one_large_score, 240.0)])
+def test_e4m3_of_the_largest_values_in_half_precision(
+    loader: KernelLoader, shape_rows: ShapeRows, size: float
+) -> None:
+    case = Case(loader, dtype=FP16, cache_dtype=FP8, shape_rows=shape_rows)
+    along_first_element(case.q, size)
+    case.check(TOLERANCE[FP16], largest_score=2.0**21)
 
 
 def test_large_scores(loader: KernelLoader) -> None:
