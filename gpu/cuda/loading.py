@@ -23,6 +23,7 @@ from gpu.cuda.assembly import ServingLimits, assemble, attention_limits, cache_s
 from gpu.cuda.device import CudaDevice, Gpu, is_out_of_memory
 from gpu.cuda.graphs import ladder, sharing_ladder
 from gpu.cuda.model_kernels import model_kernels
+from gpu.kernels import MOST_BLOCKS
 from gpu.kernels.attention_tile import PAGE_SIZES, check_attention_arguments
 from gpu.kernels.nvrtc import KernelBuildError
 from gpu.loaded import Loaded, OnProgress, choose_num_threads, of_weights, unseen, warm_up
@@ -54,7 +55,7 @@ LAUNCHES_PER_LAYER = 14
 # Two for each of a layer's four products.
 LAUNCHES_OF_ADAPTERS = 8
 # Tokens are the second dimension of some grids, which goes no further.
-MOST_BATCHED_TOKENS = 65535
+MOST_BATCHED_TOKENS = MOST_BLOCKS[1]
 # How long a new worker waits for the memory of the one that it replaces: half a minute.
 MEMORY_LOOKS = 150
 MEMORY_LOOK_SECONDS = 0.2

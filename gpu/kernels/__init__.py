@@ -19,9 +19,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["FOLDER", "Kernel", "KernelLoader", "KernelSource", "element_name", "parameters"]
+__all__ = [
+    "FOLDER",
+    "MOST_BLOCKS",
+    "Kernel",
+    "KernelLoader",
+    "KernelSource",
+    "element_name",
+    "parameters",
+]
 
 FOLDER = Path(__file__).parent
+
+MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+"""The largest grid of a launch in each dimension, on every GPU."""
 
 _ELEMENTS = {
     torch.bfloat16: "bf16",
@@ -94,7 +105,8 @@ class Kernel(Protocol):
         """Launch over ``grid`` blocks on torch's current stream.
 
         ``parameters`` is a NumPy array of one element of the source's ``parameters`` dtype; its
-        bytes are copied before this returns. A grid with a 0 launches nothing.
+        bytes are copied before this returns. A grid with a 0 launches nothing, one beyond
+        :data:`MOST_BLOCKS` is an error.
         """
 
 

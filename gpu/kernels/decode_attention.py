@@ -19,7 +19,7 @@ import math
 import numpy as np
 import torch
 
-from gpu.kernels import KernelLoader, KernelSource, element_name, parameters
+from gpu.kernels import MOST_BLOCKS, KernelLoader, KernelSource, element_name, parameters
 from gpu.kernels.attention_tile import DTYPES, HEAD_DIMS, check_attention_arguments
 from gpu.kernels.combine_partials import check_partials
 
@@ -150,8 +150,8 @@ class DecodeAttention:
         [max_items, 4]; ``num_items`` int32 [1]; ``partial_out`` float32 [max_partials, num_heads,
         head_dim]; ``partial_lse`` float32 [max_partials, num_heads].
 
-        The grid has a block for each KV head and each of ``max_items``, or of ``max_blocks`` if
-        that is less: blocks then take several items in turn.
+        The grid has a block for each KV head and each of ``max_items``, or of ``max_blocks`` or
+        what a grid may have if that is less: blocks then take several items in turn.
 
         Raises:
             ValueError: a buffer of another dtype, shape or alignment.
@@ -175,7 +175,9 @@ class DecodeAttention:
         into["num_items"] = num_items.data_ptr()
         into["partial_out"] = partial_out.data_ptr()
         into["partial_lse"] = partial_lse.data_ptr()
-        blocks = items.shape[0] if max_blocks is None else min(max_blocks, items.shape[0])
+        blocks = min(items.shape[0], MOST_BLOCKS[1])
+        if max_blocks is not None:
+            blocks = min(blocks, max_blocks)
         self._grid = (self._num_kv_heads, blocks, 1)
         # The kernel has only addresses: what they belong to must live until the next step.
         self._kept = (slots, block_tables, items, num_items, partial_out, partial_lse)

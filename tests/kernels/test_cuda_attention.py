@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import pytest
 import torch
@@ -12,7 +14,7 @@ from gpu.attention.kv_cache import KvCache, bytes_per_page
 from gpu.attention.limits import AttentionLimits
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cuda.step_buffer import StepBuffer
-from gpu.kernels import KernelLoader
+from gpu.kernels import MOST_BLOCKS, KernelLoader, KernelSource
 from tests.kernels.memory import relative_error
 from tests.test_attention_packing import layout_of
 
@@ -205,3 +207,58 @@ def test_bytes_of_a_page_count_the_scales() -> None:
     assert bytes_per_page(cache_shape(torch.bfloat16, device)) == 2 * numbers
     fp8 = bytes_per_page(cache_shape(torch.float8_e4m3fn, device))
     assert fp8 == numbers + 4 * numbers // HEAD_DIM
+
+
+@attrs.define
+class GridRecorder:
+    """A loader whose kernels compute nothing and keep the grids of their launches."""
+
+    grids: dict[str, tuple[int, int, int]] = attrs.field(factory=dict)
+    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
+    num_multiprocessors: int = 132
+
+    def load(self, source: KernelSource) -> _Recorded:
+        return _Recorded(source.name, self.grids)
+
+
+@attrs.frozen
+class _Recorded:
+    name: str
+    grids: dict[str, tuple[int, int, int]]
+
+    def launch(self, grid: tuple[int, int, int], parameters: Any) -> None:
+        self.grids[self.name] = grid
+
+
+@pytest.mark.parametrize(("num_rows", "batch_invariant"), [(2048, True), (65535, False)])
+def test_no_grid_is_larger_than_a_gpu_allows(num_rows: int, batch_invariant: bool) -> None:
+    """A captured step of rows that may each have as many parts as any: 32 with a fixed split."""
+    loader = GridRecorder()
+    limits = AttentionLimits(
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        windows=(None,),
+        max_rows=num_rows,
+        max_tokens=num_rows,
+        max_model_len=32 * 512,
+        num_multiprocessors=loader.num_multiprocessors,
+        batch_invariant=batch_invariant,
+    )
+    assert limits.max_decode_items(num_rows) > MOST_BLOCKS[1]
+    shape = cache_shape(torch.bfloat16, loader.device)
+    attention = CudaAttention(
+        loader,
+        buffer=StepBuffer(loader.device, limits.regions()),
+        block_tables=torch.zeros((1, 1024), dtype=torch.int32),
+        cache=KvCache(attrs.evolve(shape, num_kv_heads=1)),
+        limits=limits,
+        dtype=torch.bfloat16,
+        cos_sin=cos_sin(),
+    )
+    attention.begin_padded(num_rows, shares=limits.may_share)
+    qkv = torch.zeros((num_rows, 3, HEAD_DIM), dtype=torch.bfloat16)
+    attention.attend(0, attention.rope_and_write(0, qkv, True), None)
+    assert {"decode_attention", "combine_partials"} <= loader.grids.keys()
+    for name, grid in loader.grids.items():
+        assert all(size <= most for size, most in zip(grid, MOST_BLOCKS, strict=True)), name

@@ -118,6 +118,15 @@ def test_stores_past_shared_memory(name: str, distance: int) -> None:
         run(loader, name, out, distance, shared_bytes=1000)
 
 
+@pytest.mark.parametrize("grid", [(1, 65536, 1), (1, 1, 65536), (1 << 31, 1, 1)])
+def test_more_blocks_than_a_grid_may_have(
+    emulated: EmulatedLoader, grid: tuple[int, int, int]
+) -> None:
+    kernel = emulated.load(source("all_shared_memory"))
+    with pytest.raises(EmulationError, match="larger than 2147483647 x 65535 x 65535"):
+        kernel.launch(grid, np.zeros(1, PARAMETERS))
+
+
 def test_more_than_a_block_can_have(emulated: EmulatedLoader) -> None:
     out = poisoned((1024,), torch.int32, emulated)
     with pytest.raises(EmulationError, match="232449 bytes of shared memory, of at most 232448"):
