@@ -41,6 +41,15 @@ _CALL_TEXTS = st.lists(
                 *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "}", "{}"),
                 *("<|python_tag|>", ";", "[", "]", '"', "\\", "\\u", "\\ud83d", "{", ",", ":"),
                 *('{"name": "f", "arguments": ', '{"name": "f", "parameters": ', '"name"', "f"),
+                *(
+                    '"{\\"a\\": ',
+                    '\\"}"',
+                    "<function=f>",
+                    "</function>",
+                    "<parameter=a>",
+                    "</parameter>",
+                ),
+                *("f\n<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "\n<parameter=b>", "'"),
                 *("\n", " ", "null", "1e999", "-", "\0", "\ud800", "é", "\u2028", "[" * 30),
             )
         ),

@@ -167,6 +167,12 @@ PARIS = '{"city": "Paris {\\"}", "days": [1, {"of": null}], "ø": "…"}'
         ),
         (
             "hermes",
+            r'<tool_call>{"name": "search", "arguments": "{\"q\": \"\ud83d\"}"}</tool_call>',
+            "",
+            [("search", r'"{\"q\": \"\ud83d\"}"')],
+        ),
+        (
+            "hermes",
             '<tool_call>{"name": "search", "arguments": "{\\"q\\": ',
             "",
             [("search", '"{\\"q\\": ')],

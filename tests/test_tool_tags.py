@@ -94,6 +94,8 @@ WRITTEN = {"qwen3_coder": qwen, "glm45": glm}
         ("places", "('a', 'b')", "('a', 'b')"),
         ("places", "['a', 1e999]", "['a', 1e999]"),
         ("places", "[a, b]", "[a, b]"),
+        ("places", r"[\"\ud83d\"]", r"[\"\ud83d\"]"),
+        ("places", r"['\ud83d']", r"['\ud83d']"),
         ("places", f"[{'-' * 10_000}1]", f"[{'-' * 10_000}1]"),
         ("any", "['a']", "['a']"),
         ("any", '{"a": 1}', {"a": 1}),

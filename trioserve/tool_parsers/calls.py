@@ -165,6 +165,7 @@ def _serialized(pieces: list[str]) -> str:
     if text is not None and text.lstrip().startswith("{"):
         try:
             json.loads(text)
+            text.encode()  # An escape may be half of a character, which can't be sent.
         except (ValueError, RecursionError):
             pass
         else:

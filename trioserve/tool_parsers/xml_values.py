@@ -96,6 +96,7 @@ def _repaired(text: str) -> str:
     """Return the JSON of an array or object that was written another way; empty if it is none."""
     try:
         unescaped = str(json.loads(f'"{text}"'))
+        unescaped.encode()  # An escape may be half of a character, which can't be sent.
     except (ValueError, RecursionError):
         unescaped = ""
     if unescaped != text and _read(unescaped) is not _NOTHING:
@@ -106,9 +107,11 @@ def _repaired(text: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Of escapes in strings that Python doesn't know.
             value = ast.literal_eval(text)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return ""
+    return written
 
 
 def escaped(text: str, *, quote: bool = False) -> str:
