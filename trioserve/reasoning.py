@@ -54,7 +54,7 @@ class ReasoningSplitter:
 
     inside: bool = False
     opened: bool = attrs.field(init=False)
-    """Whether there is reasoning, if only between marks with nothing in it."""
+    """True if there is reasoning, if only marks with nothing between them."""
     _at_start: bool = True
     """Whether the output may still begin with the mark."""
     _begun: bool = False

@@ -41,7 +41,7 @@ class CallScanner:
     """The pieces of the key or the name that is being read."""
     _has_arguments: bool = False
     _in_string: bool = False
-    """Whether the arguments stand in a string."""
+    """True if the arguments stand in a string."""
     _held: list[str] = attrs.field(factory=list)
     """Arguments that came before the name."""
     _raw: list[str] = attrs.field(factory=list)

@@ -19,7 +19,7 @@ class Llama3Parser(MarkedParser):
 
     markers = (_TAG,)
     _separator = 0
-    """Where among the held back white space the last separator stands."""
+    """The index of the last separator in the white space that is held back."""
 
     def _start(self, text: str, position: int) -> int:
         first = skip_space(text, position)

@@ -93,7 +93,7 @@ class AnswerReader:
     _hidden: re.Pattern[str] | None = None
     _functions: bool = False
     _calls_only: bool = attrs.field(default=False, kw_only=True)
-    """Whether a grammar made the answer calls, so that what is left at its end is a part of one."""
+    """True if a grammar made the answer calls: text left at its end is a part of one."""
     _close_id: int | None = attrs.field(default=None, kw_only=True)
     """The token that ends reasoning, if it is one."""
     has_calls: bool = False
@@ -103,7 +103,7 @@ class AnswerReader:
     _num_tokens: int = attrs.field(default=0, init=False)
     """Tokens up to the end of reasoning."""
     _is_counted: bool = attrs.field(default=False, init=False)
-    """Whether reasoning has ended, and its tokens with it."""
+    """True once reasoning has ended, and its tokens with it."""
 
     @property
     def plain(self) -> bool:

@@ -261,7 +261,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """What the tokens that were produced are for."""
+    """The purposes of the tokens that were produced."""
 
     reasoning_tokens: Annotated[int, about("Tokens of reasoning, told or not, with its marks.")]
 
