@@ -1,4 +1,4 @@
-"""Runs pytest in forked children of one process that has imported torch already.
+"""Runs pytest in forked children of one process that has imported what all tests import.
 
 A crash, a sanitizer's exit or a hang ends the child only. Requests and replies are lines of JSON on
 stdin and stdout; ``python -m tests.kernels.fork_server`` is started by :class:`ForkServer`.
@@ -6,6 +6,7 @@ stdin and stdout; ``python -m tests.kernels.fork_server`` is started by :class:`
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,8 @@ from tests.kernels.sanitizers import environment, without_address_randomization
 
 __all__ = ["ForkServer"]
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 TIMED_OUT = -1000
 # A sanitizer writes to the file, which pytest would have replaced and lost with the process.
 _OPTIONS = [
@@ -96,12 +98,20 @@ def _run_in_child(arguments: list[str], log: Path, seconds: float) -> int:
         time.sleep(0.01)
 
 
+def _import_all() -> None:
+    """Import what a test of kernels does: torch, the ``conftest`` files, pytest with its plugins.
+
+    Every child would take many times as long for that as for its tests.
+    """
+    import pytest
+
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+        code = pytest.main(["--collect-only", *_OPTIONS, str(HERE / "test_silu_mul.py")])
+    assert code == 0, "a test of kernels can't be collected"
+
+
 def _serve() -> None:
-    import pytest  # noqa: F401
-    import torch  # noqa: F401
-
-    import gpu.emulation  # noqa: F401
-
+    _import_all()
     for line in sys.stdin:
         request = json.loads(line)
         code = _run_in_child(request["arguments"], Path(request["log"]), request["seconds"])
