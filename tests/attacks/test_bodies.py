@@ -52,25 +52,14 @@ KEYS = b",".join(b'"%d":1' % number for number in range(1_900_000))
 
 BODIES = {
     "254,000 parts": (CHAT, messages(b'{"role":"user","content":%s}' % many(PART, 1000), 254)),
-    "as many parts as are read": (
-        CHAT,
-        messages(b'{"role":"user","content":%s}' % many(PART, 1000), 43),
-    ),
-    "120,000 tool calls": (CHAT, messages(CALLS % many(CALL, 120), 1000)),
-    "as many tool calls as are read": (CHAT, messages(CALLS % many(CALL, 120), 180)),
+    "86,000 tool calls": (CHAT, messages(CALLS % many(CALL, 120), 720)),
     "parts of items without a type": (
         RESPONSES,
         b'{"input":%s}' % many(INPUT % many(b'{"type":"input_text","text":""}', 60), 4000),
     ),
-    "as many of those as are read": (
-        RESPONSES,
-        b'{"input":%s}' % many(INPUT % many(b'{"type":"input_text","text":""}', 60), 700),
-    ),
     "a field that is not known": (CHAT, b'{"%s":1}' % (b"x" * LARGE)),
     "a value that is not known": (CHAT, chat(more=b',"tool_choice":"%s"' % (b"x" * LARGE))),
     "1,900,000 biases": (TEXT, text(b'"logit_bias":{%s}' % KEYS)),
-    "2,000,000 token ids": (TEXT, b'{"max_tokens":1,"prompt":%s}' % many(b"1", 2_000_000)),
-    "one wide text": (TEXT, b'{"prompt":"\xf0\x9f\x98\x80%s"}' % (b"x" * LARGE)),
 }
 
 

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from tests.attacks.siege import Victim, besieged
 
-HEAVY = 12
+HEAVY = 8
 """Grammars that one client has compiled at a time."""
 
 
-def heavy(number: int) -> str:
-    """Return a schema that takes a good part of a second to compile, and megabytes."""
-    names = [f"property_{number}_{index}" for index in range(800)]
-    return json.dumps(
-        {"type": "object", "properties": {name: {"type": "string"} for name in names}}
-    )
+def heavy(number: int) -> dict[str, Any]:
+    """Return a schema that takes far longer to compile than a choice of two words."""
+    names = [f"property_{number}_{index}" for index in range(400)]
+    return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +44,51 @@ def post(victim: Victim, key: str, **fields: Any) -> int:
     return status
 
 
-def test_a_short_choice_beside_another_key_s_heavy_grammars(victim: Victim) -> None:
-    assert post(victim, "secret", guided_choice=["yes", "no"]) == 200  # the vocabulary is built
+def num_arrived(victim: Victim) -> int:
+    """Return how many requests the server has taken in and not answered."""
+    headers = {"Authorization": "Bearer secret"}
+    request = urllib.request.Request(f"{victim.url}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    names = ("trioserve:num_requests_waiting{", "trioserve:num_requests_waiting ")
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(names))
+
+
+def order_of_answers(victim: Victim, heavy_ones: range, short: list[str]) -> list[str]:
+    """Have one key's heavy grammars compiled and then another key's choice of ``short``.
+
+    A worker that is stopped compiles nothing until all have come, in this order.
+    """
+    (worker,) = (
+        each
+        for each in psutil.Process(victim.process.pid).children(recursive=True)
+        if "gpu" in each.cmdline()
+    )
+    answered: list[str] = []
     statuses: list[int] = []
 
-    def attack(number: int) -> None:
-        statuses.append(post(victim, "secret", guided_json=json.loads(heavy(number))))
+    def ask(name: str, key: str, fields: dict[str, Any]) -> None:
+        statuses.append(post(victim, key, **fields))
+        answered.append(name)
 
-    threads = [threading.Thread(target=attack, args=(number,)) for number in range(HEAVY)]
-    began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    time.sleep(0.2)
-    assert post(victim, "other", guided_choice=["left", "right"]) == 200
-    waited, left = time.monotonic() - began, sum(thread.is_alive() for thread in threads)
+    asked = [(f"heavy {n}", "secret", {"guided_json": heavy(n)}) for n in heavy_ones]
+    threads = []
+    worker.send_signal(signal.SIGSTOP)
+    for each in (*asked, ("short", "other", {"guided_choice": short})):
+        threads.append(threading.Thread(target=ask, args=each))
+        threads[-1].start()
+        while num_arrived(victim) < len(threads):
+            time.sleep(0.01)
+    worker.send_signal(signal.SIGCONT)
     for thread in threads:
         thread.join()
     assert {*statuses} <= {200, 400}  # what a machine finds too heavy is refused
-    # Without turns it is behind all of them; how many are done before it is the machine's speed.
-    assert left >= 1, f"it waited {waited:.1f} s, until {HEAVY - left} others were done"
+    return answered
+
+
+def test_a_short_choice_beside_another_key_s_heavy_grammars(victim: Victim) -> None:
+    # The first ones wait for processes to start.
+    order_of_answers(victim, range(2), ["yes", "no"])
+    order = order_of_answers(victim, range(2, 2 + HEAVY), ["left", "right"])
+    # Without turns it is the last.
+    assert order.index("short") < HEAVY // 2, order

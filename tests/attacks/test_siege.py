@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
+import time
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.attacks.siege import Victim, besieged
+from tests.attacks.siege import Victim
 from tests.attacks.witness import HEADERS
 
 BODY = {"model": "smollm2-135m", "prompt": "x", "max_tokens": 4}
@@ -38,8 +40,9 @@ def test_memory_is_seen(victim: Victim) -> None:
             ask(victim)
 
 
-def test_a_witness_that_waits_is_seen() -> None:
-    with besieged("--mock-worker", "300ms") as slow:
-        with pytest.raises(AssertionError, match="witness waited"):
-            with slow.withstands(gap=0.2):
-                ask(slow)
+def test_a_witness_that_waits_is_seen(victim: Victim) -> None:
+    with pytest.raises(AssertionError, match="witness waited"):
+        with victim.withstands(gap=0.4):
+            victim.process.send_signal(signal.SIGSTOP)
+            time.sleep(0.5)
+            victim.process.send_signal(signal.SIGCONT)

@@ -19,21 +19,29 @@ from trioserve.http.field_bounds import MAX_JSON_DEPTH
 CALLS = {
     "int": "{% set a = ('9' * 10**7) | int(0, 32) %}"
     "{% set b = ('7' * (5 * 10**6)) | int(0, 32) %}{{ a % b }}",
-    "format": "{{ '{0:{1}}'.format(1, 4 * 10**9) }}",
-    "sum": "{{ ([['a'] * 60000] * 60000) | sum(start=[]) }}",
+    "format": "{{ ('{0:{1}}' * 1000).format(1, 10**6) | length }}",
+    "sum": "{{ ([['a'] * 10**6] * 100) | sum(start=[]) | length }}",
     "translate": "{{ ('a' * 60000).translate({97: 'b' * 60000}) }}",
     "wordwrap": "{{ ('a b ' * 10**7) | wordwrap(1, true, 'x' * 60000) }}",
-    "sort": "{{ ((range(99999) | map('string') | list) * 99) | sort | join }}",
-    "urlize": "{{ ('a.b ' * 10**8) | urlize | length }}",
-    "shared": "{% set n0 = [1] %}"
-    + "".join(f"{{% set n{i + 1} = [n{i}, n{i}] %}}" for i in range(60))
-    + "{{ n60 }}",
+    "sort": "{{ ((range(99999) | map('string') | list) * 10) | sort | length }}",
+    "urlize": "{{ ('www.a.b ' * (4 * 10**6)) | urlize | length }}",
 }
 """What a template may call, by the name under which a request asks for it."""
+SHARED = (
+    "{% set n0 = [1] %}"
+    + "".join(f"{{% set n{i + 1} = [n{i}, n{i}] %}}" for i in range(60))
+    + "{{ n60 }}"
+)
+"""A value that holds itself, which takes as long as it may and no memory."""
+NUM_PROCESSES = 2
+"""Processes for templates, all of which are kept busy."""
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson(indent=4) }}{% endfor %}"
     "{% for message in messages %}{{ message.content }}{% endfor %}"
-) + "".join(f"{{% if attack == '{name}' %}}{call}{{% endif %}}" for name, call in CALLS.items())
+) + "".join(
+    f"{{% if attack == '{name}' %}}{call}{{% endif %}}"
+    for name, call in {**CALLS, "shared": SHARED}.items()
+)
 
 MOST_LISTS = MAX_JSON_DEPTH - 4
 """Lists within one another that a schema may hold below four levels of its own."""
@@ -74,15 +82,19 @@ def test_a_template_that_takes_too_much(templated: Victim, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_lists", "reason"),
-    [(MOST_LISTS, "takes more than 2 s or 128 MiB"), (300, "is nested too deeply")],
+    ("path", "num_lists", "num_numbers", "reason"),
+    [
+        ("/tokenize", MOST_LISTS, 60_000, "takes more than 2 s or 128 MiB"),
+        ("/tokenize", 300, 130_000, "is nested too deeply"),
+        ("/v1/chat/completions", 300, 130_000, "is nested too deeply"),
+        ("/v1/messages/count_tokens", 300, 130_000, "is nested too deeply"),
+    ],
 )
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/messages/count_tokens"])
 def test_a_schema_of_nested_lists(
-    templated: Victim, path: str, num_lists: int, reason: str
+    templated: Victim, path: str, num_lists: int, num_numbers: int, reason: str
 ) -> None:
     """Its indentation makes megabytes of each kilobyte."""
-    deep: Any = [0] * 130_000
+    deep: Any = [0] * num_numbers
     for _ in range(num_lists - 1):
         deep = [deep]
     schema = {"type": "object", "properties": {"x": {"enum": [deep]}}}
@@ -103,12 +115,12 @@ def test_many_at_once_leave_short_chats_alone(templated: Victim) -> None:
     body = chat(templated, chat_template_kwargs={"attack": "shared"})
     threads = [
         threading.Thread(target=post, args=(templated, "/v1/chat/completions", body))
-        for _ in range(4)
+        for _ in range(NUM_PROCESSES)
     ]
     with templated.withstands():
         for thread in threads:
             thread.start()
-        for _ in range(5):
+        for _ in range(3):
             assert post(templated, "/v1/chat/completions", chat(templated))[0] == 200
         for thread in threads:
             thread.join()
