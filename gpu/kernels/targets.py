@@ -58,13 +58,15 @@ TARGETS = {
     target.name: target
     for target in (
         Target("sm_80", shared=164 << 10, warps=64, blocks=32),
-        Target("sm_90", shared=228 << 10, warps=64, blocks=32),
+        Target("sm_86", shared=100 << 10, warps=48, blocks=16),
+        Target("sm_89", shared=100 << 10, warps=48, blocks=24),
         Target("sm_90a", shared=228 << 10, warps=64, blocks=32),
         Target("sm_100", shared=228 << 10, warps=64, blocks=32),
         Target("sm_120", shared=100 << 10, warps=48, blocks=24),
     )
 }
-"""Those that the tests compile for; a GPU in between gets code of its own, see target_for."""
+"""Those that the tests compile for: A100; A10, A40, RTX 30; L4, L40S, RTX 40; H100 and H200; B200;
+consumer Blackwell. A GPU in between gets code of its own, see target_for."""
 
 
 def target_for(capability: tuple[int, int], known: Sequence[int]) -> str:

@@ -93,7 +93,7 @@ def test_an_excuse_counts_for_its_targets_and_variants_only() -> None:
     rows = [measured(target, size, stack=8) for size in (128, 256) for target in TARGETS]
     budget = Budget.read(replace_costs(BY_HAND, rows, DIGESTS, "", all_of=True))
     assert problems(budget, measured("sm_80", 256, stack=8)) == []
-    assert problems(budget, measured("sm_90", 256, stack=8)) != []
+    assert problems(budget, measured("sm_90a", 256, stack=8)) != []
     assert problems(budget, measured("sm_80", 128, stack=8)) != []
     grown = problems(budget, measured("sm_80", 256, stack=9))
     assert grown == ["9 bytes of local memory, the budget says 8"]
@@ -112,7 +112,7 @@ def test_a_kernel_that_fits_no_multiprocessor_breaks_it(budget: Budget) -> None:
     rows = [attrs.evolve(measured(target), source=source) for target in TARGETS]
     budget = Budget.read(replace_costs(BY_HAND, rows, DIGESTS, "", all_of=True))
     broken = [found.target for row in rows for found in budget.violations(row)]
-    assert broken == ["sm_120"]
+    assert broken == ["sm_86", "sm_89", "sm_120"]
 
 
 def test_a_missing_instruction_breaks_it(budget: Budget) -> None:
@@ -147,11 +147,11 @@ def test_writing_keeps_what_people_wrote_and_other_kernels() -> None:
 
 
 def test_problems_are_told_by_kernel_and_targets(budget: Budget) -> None:
-    rows = [measured("sm_80", registers=101), measured("sm_90", registers=101)]
+    rows = [measured("sm_80", registers=101), measured("sm_90a", registers=101)]
     broken = [found for row in rows for found in budget.violations(row)]
     assert explain([*broken, *budget.stale([attention(128)])]) == [
         "attention<HEAD_DIM=128 TYPE=bf16>",
-        "  sm_80, sm_90: 101 registers, the budget says 100",
+        "  sm_80, sm_90a: 101 registers, the budget says 100",
         "attention<HEAD_DIM=256 TYPE=bf16>",
         "  in the budget, but no kernel",
         "attention HEAD_DIM=256",
@@ -162,15 +162,20 @@ def test_problems_are_told_by_kernel_and_targets(budget: Budget) -> None:
 @pytest.mark.parametrize(
     ("target", "num_threads", "registers", "shared", "blocks"),
     [
-        ("sm_90", 128, 32, 0, 16),  # 64 warps
-        ("sm_90", 32, 32, 0, 32),  # the most blocks
-        ("sm_90", 128, 128, 0, 4),  # 65536 registers of 128 * 128
-        ("sm_90", 128, 168, 0, 3),  # registers again
-        ("sm_90", 256, 255, 0, 1),
-        ("sm_90", 128, 32, 75 << 10, 3),  # 3 * (75 + 1) KiB are all of 228
-        ("sm_90", 128, 32, (75 << 10) + 1, 2),
-        ("sm_90", 128, 32, 227 << 10, 1),
-        ("sm_90", 128, 32, (227 << 10) + 1, 0),
+        ("sm_90a", 128, 32, 0, 16),  # 64 warps
+        ("sm_86", 32, 32, 0, 16),  # the most blocks
+        ("sm_86", 128, 32, 0, 12),  # 48 warps
+        ("sm_89", 32, 32, 0, 24),
+        ("sm_89", 128, 32, 99 << 10, 1),
+        ("sm_89", 128, 32, (99 << 10) + 1, 0),
+        ("sm_90a", 32, 32, 0, 32),  # the most blocks
+        ("sm_90a", 128, 128, 0, 4),  # 65536 registers of 128 * 128
+        ("sm_90a", 128, 168, 0, 3),  # registers again
+        ("sm_90a", 256, 255, 0, 1),
+        ("sm_90a", 128, 32, 75 << 10, 3),  # 3 * (75 + 1) KiB are all of 228
+        ("sm_90a", 128, 32, (75 << 10) + 1, 2),
+        ("sm_90a", 128, 32, 227 << 10, 1),
+        ("sm_90a", 128, 32, (227 << 10) + 1, 0),
         ("sm_80", 128, 32, 163 << 10, 1),
         ("sm_120", 128, 32, 0, 12),  # 48 warps
         ("sm_120", 128, 32, 100 << 10, 0),
