@@ -1,10 +1,11 @@
-"""After a worker's death, grammars are compiled beside the steps, before their sequences run."""
+"""Grammars that a worker may lack are compiled beside the steps, before their sequences run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -18,6 +19,11 @@ from trioserve.testing import FakeWorker, WorkerDies
 Clock = trio.testing.MockClock
 SLOW, OTHER = Grammar("regex", "slow"), Grammar("regex", "other")
 COMPILING = 30.0
+
+
+def text_of(call: wire.Call) -> str:
+    """Return the grammar that a call is about."""
+    return str(msgspec.msgpack.decode(call.arguments)["grammar"][1])
 
 
 def workers(*, dies_in_step: int = 5, refuses: bool = False) -> Callable[[], FakeWorker]:
@@ -44,7 +50,7 @@ def workers(*, dies_in_step: int = 5, refuses: bool = False) -> Callable[[], Fak
             step_time=0.1,
             script=check,
             calls={"prepare": prepare},
-            call_time=0.0 if first else COMPILING,
+            call_time=lambda call: 0.0 if first or text_of(call) in compiled else COMPILING,
         )
         made.append(worker)
         return worker
@@ -93,4 +99,73 @@ async def test_a_request_that_leaves_meanwhile_leaves_nothing(autojump_clock: Cl
         assert scope.cancelled_caught
         assert (await engine.complete([1], max_tokens=3)).usage.completion_tokens == 3
         await trio.sleep(2 * COMPILING)
+        engine.check_integrity()
+
+
+class Forgetful(FakeWorker):
+    """A worker that has dropped a grammar once a sequence that follows it has left its slot."""
+
+    compiled: set[str]
+    num_compiled: int
+
+    def step(self, plan: wire.Plan) -> wire.StepResult | wire.Failure:
+        if wire.ints(plan.closed).size:
+            self.compiled.clear()
+        return super().step(plan)
+
+
+def forgetful(num_pages: int = 12) -> Forgetful:
+    """Return a worker with room for two sequences' beginnings, which is slow to compile again."""
+
+    def prepare(arguments: Any) -> Any:
+        worker.compiled.add(arguments["grammar"][1])
+        worker.num_compiled += 1
+        return 1000
+
+    def check(step: int, plan: wire.Plan) -> None:
+        for opened in plan.opened:
+            grammar = opened.sampler.grammar
+            assert grammar is None or grammar.text in worker.compiled
+
+    worker = Forgetful(
+        step_time=0.1,
+        num_pages=num_pages,
+        page_size=4,
+        script=check,
+        calls={"prepare": prepare},
+        call_time=lambda call: 0.0 if not worker.num_compiled else COMPILING,
+    )
+    worker.compiled, worker.num_compiled = set(), 0
+    return worker
+
+
+async def test_a_grammar_is_compiled_again_beside_the_steps_after_a_preemption(
+    autojump_clock: Clock,
+) -> None:
+    ends: dict[str, float] = {}
+    workers: list[Forgetful] = []
+
+    def make() -> Forgetful:
+        workers.append(forgetful())
+        return workers[-1]
+
+    async with open_fake_engine(make) as engine:
+
+        async def complete(name: str, grammar: Grammar | None = None) -> None:
+            completion = await engine.complete([1, 2], max_tokens=30, grammar=grammar)
+            assert completion.usage.completion_tokens == 30
+            ends[name] = trio.current_time()
+
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(complete, "plain")
+            await trio.sleep(0.05)
+            nursery.start_soon(complete, "slow", SLOW)
+            await trio.sleep(5)
+            assert engine.statistics().scheduler.num_preemptions
+            nursery.start_soon(complete, "late")
+        assert engine.statistics().worker_restarts == 0
+        assert workers[0].num_compiled == 2
+        assert ends["plain"] - began < 10 > ends["late"] - began
+        assert COMPILING <= ends["slow"] - began < COMPILING + 10
         engine.check_integrity()

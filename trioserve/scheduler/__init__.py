@@ -31,6 +31,7 @@ from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.errors import InvalidRequest, RequestAborted, WorkerLost
 from trioserve.groups import sole_exception
+from trioserve.happening import Happenings
 from trioserve.logs import get_logger
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.adapters import HeldAdapters
@@ -81,6 +82,8 @@ class Scheduler:
         self._outbox: deque[wire.Message] = deque()
         """Goes out before the next plan."""
         self._is_stuck = False
+        self._planned = Happenings()
+        """What may have happened whenever a plan is made, or is found to have nothing in it."""
         self.on_idle: Callable[[], None] = lambda: None
         """Called whenever the last plan has come back and nobody is left to be computed."""
         self._num_steps_idle = 0
@@ -192,7 +195,12 @@ class Scheduler:
         # Taken before either loop runs: which of them runs first is chance.
         first_plan = self._core.next_number
         recompiling = functools.partial(
-            recompile, self._core, self._calls.call, wake=self._wake, deliver=self._deliver
+            recompile,
+            self._core,
+            self._calls.call,
+            happenings=self._planned,
+            wake=self._wake,
+            deliver=self._deliver,
         )
         try:
             async with trio.open_nursery() as nursery:
@@ -257,6 +265,7 @@ class Scheduler:
                 message = core.next_plan(trio.current_time())
                 self._follow(core)
                 self.adapters.look()
+                self._planned.look()
             if message is None:
                 self._look_around(core)
                 self._work = trio.Event()

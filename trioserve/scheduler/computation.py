@@ -59,6 +59,9 @@ class Computation:
     is_held: bool = False
     """Whether it waits for another sequence of its request to compute the prompt."""
 
+    left_grammar: bool = False
+    """Whether it has left a slot, and the worker may have dropped its grammar since."""
+
     slot: int = NO_SLOT
     generation: int = 0
     pages: list[int] = attrs.field(factory=list)

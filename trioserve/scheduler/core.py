@@ -74,8 +74,8 @@ class SchedulerCore:
         self.in_flight: deque[InFlight] = deque()
         self.residency = Residency(limits.max_cpu_loras, limits.max_loras)
         """Which adapters the worker holds."""
-        self.uncompiled: set[Grammar] = set()
-        """What a new worker has still to compile: sequences that follow one of them wait."""
+        self.uncompiled: dict[Grammar, None] = {}
+        """What the worker has still to compile: sequences that follow one of them wait."""
         self.gate = Gate()
         """What keeps those who could be computed from it."""
         self.counters = self.feeds.counters
@@ -268,7 +268,8 @@ class SchedulerCore:
         """Let the waiting in, in the order of turns, until somebody doesn't fit.
 
         Who waits for a prefix that this very plan computes is put off and costs nobody else a turn:
-        it can have those pages in the next plan instead of computing them again. Who waits for an
+        it can have those pages in the next plan instead of computing them again. A sequence that
+        lost its slot is put off until the worker has its grammar for certain. Who waits for an
         adapter costs only those a turn who have one, too. Nobody comes in before those who have
         just been preempted are back in line, in front.
         """
@@ -294,6 +295,10 @@ class SchedulerCore:
                 continue
             if not self.memory.fits(computation, match, self.running.slots):
                 return
+            grammar = computation.sequence.sampler.grammar
+            if grammar is not None and computation.left_grammar:
+                self.uncompiled[grammar] = None
+                continue
             self._open(computation, match, draft, now)
             if not self._has_seat(draft):
                 return
@@ -362,6 +367,7 @@ class SchedulerCore:
 
     def set_aside(self, computation: Computation) -> None:
         """``computation``, which has left its slot, rejoins the line when no plan names it."""
+        computation.left_grammar = True
         self._move(computation.sequence, State.PREEMPTED)
         self.preempted.append(computation)
 
@@ -483,8 +489,15 @@ class SchedulerCore:
 
     def await_compiling(self) -> None:
         """Have all sequences with a grammar wait until it is no longer in :attr:`uncompiled`."""
-        grammars = {each.sequence.sampler.grammar for each in self._unfinished()}
-        self.uncompiled = {grammar for grammar in grammars if grammar is not None}
+        grammars = (each.sequence.sampler.grammar for each in self._unfinished())
+        self.uncompiled = {grammar: None for grammar in grammars if grammar is not None}
+
+    def on_compiled(self, grammar: Grammar) -> None:
+        """Let the sequences go on that follow ``grammar``: the worker has it."""
+        del self.uncompiled[grammar]
+        for each in self._unfinished():
+            if each.sequence.sampler.grammar == grammar:
+                each.left_grammar = False
 
     def _unfinished(self) -> Iterator[Computation]:
         lines = (self.waiting, self.siblings, self.running, self.preempted)

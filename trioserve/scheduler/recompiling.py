@@ -1,8 +1,9 @@
-"""Grammars that a new worker has to compile again, away from its steps.
+"""Grammars that the worker has to compile again, away from its steps.
 
 A worker compiles a grammar in the thread of its steps if a sequence is opened whose grammar it
 doesn't have, and all sequences wait meanwhile. So after a worker's death the sequences with a
-grammar wait until the next one has compiled it in its threads, and the others go on.
+grammar wait until the next one has compiled it in its threads, and the others go on. The same holds
+for a sequence that lost its slot: the worker may have dropped its grammar for others since.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import trio
 
 from trioserve.errors import EngineError
 from trioserve.grammar import Grammar
+from trioserve.happening import Happenings
 from trioserve.logs import get_logger
 from trioserve.request import Finish, FinishReason, SequenceOutput
 from trioserve.scheduler.calls import Call
@@ -33,6 +35,8 @@ class _Recompiling:
     call: Call
     wake: Callable[[], None]
     deliver: Callable[[list[SequenceOutput]], None]
+    begun: set[Grammar] = attrs.field(factory=set)
+    """Those that are being compiled."""
     turns: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(MAX_CALLS))
 
     async def compile(self, grammar: Grammar) -> None:
@@ -47,8 +51,13 @@ class _Recompiling:
             for request in self.core.requests_with(grammar):
                 end = Finish(FinishReason.ERROR, error=failure)
                 self.deliver(self.core.finish_all(request, end))
-        self.core.uncompiled.discard(grammar)
+        self.begun.remove(grammar)
+        self.core.on_compiled(grammar)
         self.wake()
+
+    def next(self) -> Grammar | None:
+        """Return one that is to be compiled, None if all of them are."""
+        return next((each for each in self.core.uncompiled if each not in self.begun), None)
 
     async def _ask(self, grammar: Grammar) -> str:
         """Return why the worker can't compile ``grammar``, nothing if it has."""
@@ -66,14 +75,16 @@ async def recompile(
     core: SchedulerCore,
     call: Call,
     *,
+    happenings: Happenings,
     wake: Callable[[], None],
     deliver: Callable[[list[SequenceOutput]], None],
 ) -> None:
-    """The task, at the beginning of a worker's life: have it compile what sequences wait for.
+    """The task, for a worker's life: have it compile what sequences wait for.
 
     Args:
         core: says which grammars those are.
         call: calls the worker.
+        happenings: are looked at after each plan.
         wake: is called when sequences may go on.
         deliver: takes the ends of sequences whose grammar can't be compiled.
 
@@ -82,5 +93,8 @@ async def recompile(
     """
     recompiling = _Recompiling(core, call, wake, deliver)
     async with trio.open_nursery() as nursery:
-        for grammar in list(core.uncompiled):
-            nursery.start_soon(recompiling.compile, grammar)
+        while True:
+            while (grammar := recompiling.next()) is not None:
+                recompiling.begun.add(grammar)
+                nursery.start_soon(recompiling.compile, grammar)
+            await happenings.until(lambda: recompiling.next() is not None)

@@ -23,8 +23,9 @@ Row = tuple[int, int]
 class Turns:
     """Who has been in, and how many tokens each has got."""
 
-    is_unfinished: Callable[[Row, int], bool]
-    """Whether an output that has so many tokens has more to come, and is still wanted."""
+    is_due: Callable[[Row, int], bool]
+    """Whether an output that has so many tokens has more to come, is still wanted, and waits for
+    nothing but a slot."""
     enabled: bool
     _num_tokens: dict[Row, int] = attrs.field(factory=dict)
     _out: dict[Row, None] = attrs.field(factory=dict)
@@ -39,8 +40,8 @@ class Turns:
         clients = {client for client, _ in self._num_tokens if (client, _) not in new}
         strangers = [row for row in new if row[0] not in clients]
         for row in self._out:
-            unfinished = self.is_unfinished(row, self._num_tokens[row])
-            if self.enabled and strangers and unfinished:
+            is_due = self.is_due(row, self._num_tokens[row])
+            if self.enabled and strangers and is_due:
                 raise Violation(
                     "who was preempted comes in before who is new", f"{row} after {strangers}"
                 )

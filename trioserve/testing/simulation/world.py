@@ -32,6 +32,8 @@ HORIZON = 10_000.0
 """Seconds after which whoever isn't done is stuck."""
 MAX_TASK_STEPS = 100_000
 """What goes on for so long without coming to an end never does."""
+SMALL_BUDGET = 1 << 20
+"""Bytes of unread output in all: with fewer, slow readers are ended to make room."""
 SETTLING = 200.0
 """Seconds after the last client in which everything has to come to rest."""
 
@@ -137,7 +139,7 @@ class _World:
             after_step=self.check,
             blame=self.blame,
             turns=Turns(
-                is_unfinished=self._is_unfinished,
+                is_due=self._is_due,
                 enabled=scenario.options["scheduling_policy"] == "fcfs"
                 and not scenario.options["enable_prefix_caching"]
                 and not scenario.adapters,
@@ -163,13 +165,19 @@ class _World:
         away = any(pause.mode == "release" for pause in self.scenario.pauses)
         return away or bool(self.scenario.faults) or self.scenario.is_poisoned
 
-    def _is_unfinished(self, row: Row, num_tokens: int) -> bool:
+    def _is_due(self, row: Row, num_tokens: int) -> bool:
         client, index = row
         visit = self.visits[client]
         # An output's error is the end of all of the request's.
         may_fail = any(each.finish_reason == "error" for each in visit.expected)
         unfinished = num_tokens < len(visit.expected[index].token_ids)
-        return unfinished and not (self.around.ended or may_fail or visit.is_over(index))
+        # Once it has lost its slot, one with a grammar waits until the worker has that again.
+        has_grammar = visit.client.params.get("grammar") is not None
+        # The end of one that makes room for others' chunks is delivered after it has its effect.
+        budget = self.scenario.options.get("max_total_stream_bytes", SMALL_BUDGET)
+        may_be_evicted = budget < SMALL_BUDGET and visit.client.pause > 0
+        is_over = self.around.ended or may_fail or may_be_evicted or visit.is_over(index)
+        return unfinished and not has_grammar and not is_over
 
     # ---- what must be true
 
