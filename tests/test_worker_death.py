@@ -5,6 +5,7 @@ The model is tiny and computes in float32, so the tokens are the same.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -122,6 +123,62 @@ async def test_requests_of_every_kind_outlive_their_worker(
         }
         assert disturbed.reported == expected
         assert "request blamed" not in caplog.text
+        await assert_idle(engine)
+
+
+NAMES = [f"property_{number}" for number in range(1500)]
+HEAVY = Grammar(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {name: {"type": "string"} for name in NAMES},
+            "required": NAMES,
+            "additionalProperties": False,
+        }
+    ),
+)
+"""A grammar whose compilation takes as long as many steps."""
+MANY_STEPS = 20
+
+
+async def test_a_stream_goes_on_while_a_heavy_grammar_is_compiled_again(tiny: Path) -> None:
+    """A step gives both streams a token, unless one of them waits for the new worker's threads."""
+    plain = {"prompt": [3, 4, 5], "temperature": 0, "ignore_eos": True, "max_tokens": 180}
+    heavy = {"prompt": [9, 9], "seed": 5, "ignore_eos": True, "max_tokens": 60, "grammar": HEAVY}
+
+    async def tokens_of(engine: Engine, *, kill: bool) -> tuple[list[int], list[int], int]:
+        """Return both outputs, and how many of the plain tokens came between two heavy ones."""
+        outputs: dict[str, list[int]] = {"plain": [], "heavy": []}
+        longest = 0
+
+        async def ask(name: str, params: dict[str, Any]) -> None:
+            nonlocal longest
+            before = 0
+            async with engine.generate(**params) as stream:
+                async for chunk in stream:
+                    if name == "heavy":
+                        longest = max(longest, len(outputs["plain"]) - before)
+                        before = len(outputs["plain"])
+                        if not outputs["heavy"]:
+                            longest = 0
+                            nursery.start_soon(ask, "plain", plain)
+                    outputs[name] += chunk.token_ids
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, "heavy", heavy)
+            while kill and min(map(len, outputs.values())) < 10:
+                await trio.sleep(0.001)
+            if kill:
+                (await worker_of(engine)).kill()
+        return outputs["plain"], outputs["heavy"], longest
+
+    async with open_tiny_engine(tiny) as engine:
+        *calm, _ = await tokens_of(engine, kill=False)
+        *disturbed, longest = await tokens_of(engine, kill=True)
+        assert disturbed == calm
+        assert longest >= MANY_STEPS
+        assert engine.statistics().worker_restarts == 1
         await assert_idle(engine)
 
 
