@@ -132,7 +132,7 @@ def bench_peers(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Test and measure on a GPU, with the torch and CuPy of the Python that runs nox.
 
-    What follows ``--`` goes to ``bench.gpu``, such as ``--parts tests,sanitizer``. No environment
-    is made, because such a machine brings the torch that fits its driver.
+    What follows ``--`` goes to ``bench.lease run``, such as ``--part 1``. No environment is made,
+    because such a machine brings the torch that fits its driver.
     """
-    session.run(sys.executable, "-m", "bench.gpu", *session.posargs)
+    session.run(sys.executable, "-m", "bench.lease", "run", *session.posargs)

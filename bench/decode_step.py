@@ -16,14 +16,14 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
 import torch
 
 from bench.decode_batch import DecodeBatch, StepTimes
-from bench.gpu_report import RESULTS, describe_ceilings, describe_device, markdown_table, save
+from bench.gpu_report import RESULTS, ResultFile, describe_ceilings, markdown_table
 from bench.gpu_timing import measure_ceilings
 from bench.random_model import LLAMA_8B, TINY, random_weights
 from bench.roofline import Ceilings, decode_step_parts
@@ -72,7 +72,6 @@ TINY_SCENARIOS = (
     Scenario(rows=1, context=20, num_steps=2),
     Scenario(rows=3, context=37, num_steps=2),
 )
-QUICK = ("1x1k", "256x1k")
 
 
 @attrs.frozen(kw_only=True)
@@ -206,9 +205,15 @@ def measure_scenario(
 
 
 def measure_all(
-    stand: Stand, scenarios: Sequence[Scenario], deadline: float
+    stand: Stand,
+    scenarios: Sequence[Scenario],
+    deadline: float,
+    save: Callable[[Sequence[Measured]], None],
 ) -> tuple[list[Measured], list[str]]:
-    """Every scenario in every mode, and what was left out because time had run out."""
+    """Every scenario in every mode, and what was left out because time had run out.
+
+    ``save`` gets all that is measured after each of them.
+    """
     measured: list[Measured] = []
     left_out: list[str] = []
     for scenario in scenarios:
@@ -221,6 +226,7 @@ def measure_all(
             profile = stand.capturer is not None and not graphs
             measured += measure_scenario(stand, scenario, graphs=graphs, profile=profile)
             print(f"{name} [{time.monotonic() - began:.1f} s]", flush=True)
+            save(measured)
             gc.collect()
             if stand.capturer:
                 torch.cuda.empty_cache()
@@ -277,7 +283,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help=f"only {' and '.join(QUICK)}")
+    titles = [scenario.title for scenario in (*SCENARIOS, *TINY_SCENARIOS)]
+    only = "this batch alone, such as 32x1k; may be given several times"
+    add("--scenario", action="append", choices=titles, metavar="TITLE", help=only)
     add("--engine", action="store_true", help="the idle share behind HTTP clients")
     add("--streams", type=int, help="HTTP clients of --engine (default: 256, or 4 emulated)")
     add("--out", type=Path, default=RESULTS, help="folder for the results")
@@ -305,24 +313,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scenarios = [
         scenario
         for scenario in (SCENARIOS if on_gpu else TINY_SCENARIOS)
-        if not (on_gpu and options.quick) or scenario.title in QUICK
+        if not options.scenario or scenario.title in options.scenario
     ]
-    measured, left_out = measure_all(stand, scenarios, deadline)
     config = stand.model.config
-    text = table(measured, config, ceilings)
+    result = ResultFile.start(options.out, "decode-step" if on_gpu else "decode-step-emulated")
+
+    def save(measured: Sequence[Measured]) -> None:
+        text, details = table(measured, config, ceilings), _details(measured, config, ceilings)
+        result.save(ceilings=ceilings, table=text, details=details)
+
+    measured, left_out = measure_all(stand, scenarios, deadline, save)
     for one in measured:
         if one.kernels:
             print(f"\n{one.scenario.title}\n{shares_table(one.kernels)}")
-    print("\n" + text + "\n")
-    path = save(
-        options.out,
-        "decode-step" if on_gpu else "decode-step-emulated",
-        device=describe_device(),
-        ceilings=ceilings,
-        table=text,
-        details=_details(measured, config, ceilings),
-    )
-    print(f"saved to {path}")
+    print(f"\n{table(measured, config, ceilings)}\n")
+    print(f"saved to {result.path}")
     if left_out:
         print(f"not run: {', '.join(left_out)}")
     return 1 if left_out else 0

@@ -21,7 +21,7 @@ import torch
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.gpu_report import describe_device, markdown_table, save
+from bench.gpu_report import ResultFile, markdown_table
 from bench.random_model import LLAMA_8B, TINY, write_model
 from bench.room import NoRoomError, folder_with_room, model_bytes, temporary_folders
 from bench.servers import Running, Server, ServerFailed, running
@@ -91,10 +91,8 @@ def measure_engine(*, on_gpu: bool, streams: int | None, out: Path) -> int:
             return 1
     text = _table(load, found, clients, timed=on_gpu)
     print("\n" + text + "\n")
-    path = save(
-        out,
-        "engine-idle" if on_gpu else "engine-idle-emulated",
-        device=describe_device(),
+    result = ResultFile.start(out, "engine-idle" if on_gpu else "engine-idle-emulated")
+    result.save(
         ceilings=None,
         table=text,
         details={
@@ -105,7 +103,7 @@ def measure_engine(*, on_gpu: bool, streams: int | None, out: Path) -> int:
             "clients": clients if on_gpu else [],
         },
     )
-    print(f"saved to {path}")
+    print(f"saved to {result.path}")
     return 0
 
 

@@ -18,7 +18,7 @@ import torch
 from bench.report import commit
 from bench.roofline import Ceilings
 
-__all__ = ["RESULTS", "describe_ceilings", "describe_device", "markdown_table", "save"]
+__all__ = ["RESULTS", "ResultFile", "describe_ceilings", "describe_device", "markdown_table"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -92,29 +92,44 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([padded[0], rule, *padded[1:]])
 
 
-def save(
-    folder: Path,
-    name: str,
-    *,
-    device: Mapping[str, Any],
-    ceilings: Ceilings | None,
-    table: str,
-    details: Mapping[str, Any],
-) -> Path:
-    """Write ``name-<time>.json`` and ``.md`` into ``folder``; returns the path of the former."""
-    now = datetime.now(UTC)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{now:%Y%m%d-%H%M%S}.json"
-    result = {
-        "time": now.isoformat(timespec="seconds"),
-        **device,
-        "ceilings": attrs.asdict(ceilings) if ceilings else None,
-        **details,
-    }
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    head = [f"# {name}", "", f"{device['device']}, {now:%Y-%m-%d}, revision {device['commit']}."]
-    if ceilings:
-        head += ["", f"Measured in the same run: {describe_ceilings(ceilings)}."]
-    facts = [f"- {key}: {value}" for key, value in device.items()]
-    path.with_suffix(".md").write_text("\n".join([*head, "", table, "", *facts]) + "\n")
-    return path
+@attrs.frozen(kw_only=True)
+class ResultFile:
+    """A result that grows: each :meth:`save` replaces what was written before."""
+
+    path: Path
+    device: Mapping[str, Any]
+    began: datetime
+
+    @classmethod
+    def start(cls, folder: Path, name: str) -> ResultFile:
+        """Name ``name-<time>.json`` in ``folder``, which is made; nothing is written yet."""
+        now = datetime.now(UTC)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}-{now:%Y%m%d-%H%M%S}.json"
+        return cls(path=path, device=describe_device(), began=now)
+
+    def save(self, *, ceilings: Ceilings | None, table: str, details: Mapping[str, Any]) -> None:
+        """Write the JSON, and a Markdown page with ``table`` beside it; each is there whole."""
+        result = {
+            "time": self.began.isoformat(timespec="seconds"),
+            **self.device,
+            "ceilings": attrs.asdict(ceilings) if ceilings else None,
+            "table": table,
+            **details,
+        }
+        _replace(self.path, json.dumps(result, indent=2))
+        _replace(self.path.with_suffix(".md"), self._page(ceilings, table))
+
+    def _page(self, ceilings: Ceilings | None, table: str) -> str:
+        about = f"{self.device['device']}, {self.began:%Y-%m-%d}"
+        lines = [f"# {self.path.stem[:-16]}", "", f"{about}, revision {self.device['commit']}."]
+        if ceilings:
+            lines += ["", f"Measured in the same run: {describe_ceilings(ceilings)}."]
+        facts = [f"- {key}: {value}" for key, value in self.device.items()]
+        return "\n".join([*lines, "", table, "", *facts])
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text + "\n")
+    part.replace(path)

@@ -14,14 +14,14 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
-from bench.gpu_report import RESULTS, describe_ceilings, describe_device, markdown_table, save
+from bench.gpu_report import RESULTS, ResultFile, describe_ceilings, markdown_table
 from bench.gpu_timing import (
     DryRun,
     GraphStopwatch,
@@ -119,9 +119,16 @@ def _one_line(error: Exception) -> str:
 
 
 def run_cases(
-    cases: Sequence[Case], setting: Setting, stopwatch: Stopwatch, seconds: float
+    cases: Sequence[Case],
+    setting: Setting,
+    stopwatch: Stopwatch,
+    seconds: float,
+    save: Callable[[Sequence[Measured]], None],
 ) -> list[Measured]:
-    """Measure ``cases`` one after the other; those that don't fit into ``seconds`` are left out."""
+    """Measure ``cases`` one after the other; those that don't fit into ``seconds`` are left out.
+
+    ``save`` gets all that is measured after each case.
+    """
     deadline = time.monotonic() + seconds
     measured: list[Measured] = []
     for case in cases:
@@ -134,6 +141,7 @@ def run_cases(
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
         _report(measured[-1], time.monotonic() - began)
+        save(measured)
     return measured
 
 
@@ -279,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases that were asked for. The exit status is 1 if one of our kernels failed."""
     options = _options(arguments)
     on_gpu = options.on == "gpu"
+    began = time.monotonic()
     if on_gpu and not torch.cuda.is_available():
         print("bench.kernels: no GPU was found; --on emulation checks the kernels without one")
         return 1
@@ -286,8 +295,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [
         case
         for case in all_cases(tiny=not on_gpu)
-        if (case.quick or not options.quick) and all(text in case.title for text in options.only)
+        if (case.quick or not options.quick)
+        and (not options.kernel or case.kernel in options.kernel)
+        and all(text in case.title for text in options.only)
     ]
+    cases.sort(key=lambda case: not case.quick)  # the most telling first, if time runs out
     if not cases:
         print("bench.kernels: there is no such case")
         return 1
@@ -295,20 +307,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ceilings:
         print(describe_ceilings(ceilings), flush=True)
     stopwatch: Stopwatch = GraphStopwatch() if on_gpu else DryRun()
-    measured = run_cases(cases, setting, stopwatch, options.seconds)
-    text = table(measured, ceilings)
-    print("\n" + (summary(measured, ceilings) if ceilings else text) + "\n")
-    name = "kernels" if on_gpu else "kernels-emulated"
-    device = describe_device()
-    path = save(
-        options.out,
-        name,
-        device=device,
-        ceilings=ceilings,
-        table=text,
-        details=_details(measured, ceilings),
+    result = ResultFile.start(options.out, "kernels" if on_gpu else "kernels-emulated")
+
+    def save(measured: Sequence[Measured]) -> None:
+        text, details = table(measured, ceilings), _details(measured, ceilings)
+        result.save(ceilings=ceilings, table=text, details=details)
+
+    measured = run_cases(
+        cases, setting, stopwatch, options.seconds - (time.monotonic() - began), save
     )
-    print(f"saved to {path}")
+    shown = summary(measured, ceilings) if ceilings else table(measured, None)
+    print(f"\n{shown}\n")
+    print(f"saved to {result.path}")
     failed = [one.case.title for one in measured if one.failed]
     if failed:
         print(f"failed: {', '.join(failed)}")

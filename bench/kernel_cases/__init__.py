@@ -88,7 +88,7 @@ class Setting:
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """One kernel at one shape. ``quick`` cases are those of ``--quick``."""
+    """One kernel at one shape. ``quick`` cases come first, and are those of ``--quick``."""
 
     kernel: str
     shape: str

@@ -54,7 +54,7 @@ class CubinCache:
             KernelBuildError: it doesn't compile, or there is no compiler.
         """
         unit = nvrtc.unit(source, target)
-        stem = f"{source.name}-{target}-{unit.digest[:24]}"
+        stem = _stem(unit)
         build = self._read(stem)
         if build is None:
             build = nvrtc.build(unit)
@@ -63,6 +63,15 @@ class CubinCache:
             except OSError as error:
                 _log.warning("the kernel cache %s can't be written: %s", self.folder, error)
         return build
+
+    def files(self, source: KernelSource, target: str) -> tuple[Path, Path]:
+        """Return where ``source`` is once it is built: the cubin and its note.
+
+        Raises:
+            KernelBuildError: there is no compiler.
+        """
+        stem = _stem(nvrtc.unit(source, target))
+        return self.folder / f"{stem}.cubin", self.folder / f"{stem}.json"
 
     def statistics(self) -> tuple[int, int]:
         """How many built kernels there are, and their bytes."""
@@ -93,6 +102,10 @@ class CubinCache:
         # The note is last: what reads it finds its cubin.
         _write_whole(self.folder / f"{stem}.cubin", build.cubin)
         _write_whole(self.folder / f"{stem}.json", json.dumps(note, indent=1).encode())
+
+
+def _stem(unit: nvrtc.Unit) -> str:
+    return f"{unit.source.name}-{unit.target}-{unit.digest[:24]}"
 
 
 @attrs.frozen
