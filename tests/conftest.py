@@ -60,6 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="build the emulated kernels with a sanitizer, whose library must be in LD_PRELOAD",
     )
     kernels.addoption(
+        "--kernels-arithmetic",
+        choices=("plain", "fused", "rough"),
+        help="the one arithmetic of the emulation, instead of all where a test asks for them",
+    )
+    kernels.addoption(
         "--kernels-folder",
         type=Path,
         help="where the emulation takes the kernels' sources, instead of gpu/kernels",

@@ -23,9 +23,13 @@ from gpu.emulation.build import BuildError, BuildWarning, build_emulator, build_
 from gpu.kernels import FOLDER, Kernel, KernelSource
 
 __all__ = [
+    "ARITHMETICS",
     "FORWARD",
+    "FUSED",
+    "PLAIN",
     "RANDOM",
     "REVERSE",
+    "ROUGH",
     "BuildError",
     "BuildWarning",
     "EmulatedKernel",
@@ -34,6 +38,7 @@ __all__ = [
 ]
 
 FORWARD, REVERSE, RANDOM = 0, 1, 2
+PLAIN, FUSED, ROUGH = ARITHMETICS = ("plain", "fused", "rough")
 _RUNTIMES = {"address": ("libasan", "__asan_init"), "thread": ("libtsan", "__tsan_init")}
 _MESSAGE_BYTES = 1024
 
@@ -52,6 +57,10 @@ class EmulatedLoader:
         workers: so many blocks run at once, each on a thread of its own.
         sanitizer: "", "address" (with undefined behavior) or "thread". The sanitizer's run-time
             library has to be in ``LD_PRELOAD``.
+        arithmetic: PLAIN rounds every operation as IEEE 754 says. FUSED makes products and sums
+            into fused multiply-adds wherever it can, as NVRTC does. ROUGH is off by up to 2 units
+            in the last place and flushes subnormal numbers where an approximate operation does,
+            and cuts the sums of tensor cores off.
         folder: where the sources are.
 
     The first three may be changed between launches.
@@ -67,12 +76,15 @@ class EmulatedLoader:
         seed: int = 0,
         workers: int = 1,
         sanitizer: str = "",
+        arithmetic: str = PLAIN,
         folder: Path = FOLDER,
     ) -> None:
+        assert arithmetic in ARITHMETICS
         self.order = order
         self.seed = seed
         self.workers = workers
         self.sanitizer = sanitizer
+        self.arithmetic = arithmetic
         self.folder = folder
         self._kernels: dict[KernelSource, EmulatedKernel] = {}
         if sanitizer:
@@ -108,7 +120,12 @@ class EmulatedKernel:
         self._loader = loader
         self._source = source
         self._emulator = ctypes.CDLL(str(build_emulator(loader.sanitizer)))
-        library = build_kernel(source, folder=loader.folder, sanitizer=loader.sanitizer)
+        library = build_kernel(
+            source,
+            folder=loader.folder,
+            sanitizer=loader.sanitizer,
+            fused=loader.arithmetic == FUSED,
+        )
         self._kernel = ctypes.CDLL(str(library)).emu_kernel
         self.bank_conflicts = 0
         """How many extra passes over shared memory the ldmatrix of the last launch took."""
@@ -133,6 +150,7 @@ class EmulatedKernel:
             ctypes.c_size_t(self._source.shared_bytes),
             ctypes.c_int(self._loader.order),
             ctypes.c_uint64(self._loader.seed),
+            ctypes.c_int(self._loader.arithmetic == ROUGH),
             ctypes.c_int(self._loader.workers),
             ctypes.byref(conflicts),
             message,

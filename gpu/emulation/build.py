@@ -39,13 +39,17 @@ SANITIZERS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "thread": (["-DEMU_THREAD"], ["-fsanitize=thread"]),
 }
+# Which products and sums are fused into one operation: none that the source doesn't name, or all
+# that can be, as NVRTC does. g++ looks for them among its expensive optimizations only.
+CONTRACTIONS = {
+    False: ["-ffp-contract=off"],
+    True: ["-ffp-contract=fast", "-mfma", "-fexpensive-optimizations"],
+}
 COMMON = ["-std=c++20", "-fPIC", "-shared", "-g1", "-Wall"]
 EMULATOR = ["-O3", "-Wextra", "-pthread"]
 KERNEL = [
     "-O1",
     "-DEMULATED",
-    # A GPU has these rules of arithmetic too: no fused operation that the source doesn't name.
-    "-ffp-contract=off",
     # What was never written to is a large number, not a lucky zero.
     "-ftrivial-auto-var-init=pattern",
     # Kernels have pragmas for another compiler, and names of lanes that one variant doesn't use.
@@ -80,16 +84,22 @@ def build_emulator(sanitizer: str = "") -> Path:
     return _build(f"emulator-{key}.so", command)
 
 
-def build_kernel(source: KernelSource, *, folder: Path = FOLDER, sanitizer: str = "") -> Path:
+def build_kernel(
+    source: KernelSource, *, folder: Path = FOLDER, sanitizer: str = "", fused: bool = False
+) -> Path:
     """The shared library of ``source``, whose file and headers are taken from ``folder``.
 
+    ``fused`` makes products and sums into fused multiply-adds.
+
     Raises:
-        BuildError: see there.
+        BuildError: see there; or this processor has no fused multiply-add.
     """
+    if fused and " fma " not in Path("/proc/cpuinfo").read_text():
+        raise BuildError("this processor has no fused multiply-add")
     _, instrument = SANITIZERS[sanitizer]
     emulator = build_emulator(sanitizer)
     defines = [f"-D{name}={value}" for name, value in sorted(source.macros.items())]
-    options = [*COMMON, *KERNEL, *instrument, *defines, "-include", "cuda.h"]
+    options = [*COMMON, *KERNEL, *CONTRACTIONS[fused], *instrument, *defines, "-include", "cuda.h"]
     files = _with_headers(folder / source.file, [folder])
     key = _key([source.name, emulator.name, *options], [*files, *sorted(HERE.glob("*.h"))])
 

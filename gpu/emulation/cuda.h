@@ -262,7 +262,8 @@ inline long long __double_as_longlong(double x) {
 inline double __longlong_as_double(long long x) { return emu::from_word<double>(emu::to_word(x)); }
 
 // ---- arithmetic ---------------------------------------------------------------------------------
-// The fast forms are exact here: a test's tolerance has to cover what a GPU loses.
+// The fast forms are exact here: a test's tolerance has to cover what a GPU loses. The forms whose
+// rounding is named are never fused with what surrounds them.
 
 #define EMU_MIN_MAX(result, left, right)                                                           \
   inline result min(left a, right b) {                                                             \
@@ -304,9 +305,19 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.f / x; }
 inline float __frsqrt_rn(float x) { return 1.f / sqrtf(x); }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fsub_rn(float x, float y) { return x - y; }
-inline float __fmul_rn(float x, float y) { return x * y; }
+namespace emu {
+
+// The same value, but the compiler forgets how it was computed.
+inline float settled(float x) {
+  asm("" : "+x"(x));
+  return x;
+}
+
+}  // namespace emu
+
+inline float __fadd_rn(float x, float y) { return emu::settled(x) + emu::settled(y); }
+inline float __fsub_rn(float x, float y) { return emu::settled(x) - emu::settled(y); }
+inline float __fmul_rn(float x, float y) { return emu::settled(x * y); }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 

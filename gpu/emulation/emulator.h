@@ -70,6 +70,19 @@ struct Multiply {  // mma.m16n8k16: c += a b
 // Waits until every lane of `mask` has come with the same operation, and performs it.
 void meet(WarpOp op, unsigned mask, void* operands);
 
+// ---- rough arithmetic ---------------------------------------------------------------------------
+// A GPU's approximate operations and its tensor cores round otherwise than IEEE 754 does. A launch
+// with rough arithmetic shows the worst that a kernel has to expect of them; in any other launch the
+// functions below return their first argument.
+
+// An operand of an operation with .ftz: 0 in place of a subnormal number.
+float flushed(float x);
+// The result of an approximate operation on x, up to 2 units in the last place away, and flushed.
+// How far depends on x alone, so the same operation gives the same result.
+float approximated(float exact, float x);
+// The same for a logarithm, whose error next to 1 is absolute: up to 2^-22.
+float approximated_log(float exact, float x);
+
 // ---- memory -------------------------------------------------------------------------------------
 
 // The static shared array of declaration `site`: one for a block, at first full of 0xFF, which is

@@ -64,12 +64,13 @@ void run(Launch& launch, int num_workers) {
 }  // namespace
 }  // namespace emu
 
-// Runs `kernel` with `parameters` over a grid. `order` is emu::Order, `seed` goes with it.
+// Runs `kernel` with `parameters` over a grid. `order` is emu::Order, `seed` goes with it; `rough`
+// is not 0 for rough arithmetic.
 // Returns 0 and the extra passes of ldmatrix over shared memory in *bank_conflicts, or -1 and what
 // went wrong in `message`.
 extern "C" int emu_launch(void (*kernel)(const void*), const void* parameters, const unsigned* grid,
                           const unsigned* block, size_t shared_bytes, int order, uint64_t seed,
-                          int num_workers, uint64_t* bank_conflicts, char* message,
+                          int rough, int num_workers, uint64_t* bank_conflicts, char* message,
                           size_t message_bytes) {
   emu::Launch launch;
   launch.kernel = kernel;
@@ -79,6 +80,7 @@ extern "C" int emu_launch(void (*kernel)(const void*), const void* parameters, c
   launch.shared_bytes = shared_bytes;
   launch.order = static_cast<emu::Order>(order);
   launch.seed = seed;
+  launch.rough = rough;
   const uint64_t num_threads = uint64_t{block[0]} * block[1] * block[2];
   if (shared_bytes > emu::MAX_SHARED_BYTES) {
     launch.failed = true;

@@ -94,6 +94,7 @@ struct Launch {
   size_t shared_bytes;
   Order order;
   uint64_t seed;
+  bool rough;  // arithmetic: see emulator.h
   std::atomic<uint64_t> bank_conflicts{0};
   std::atomic<bool> failed{false};
   std::mutex mutex;

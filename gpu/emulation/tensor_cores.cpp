@@ -19,6 +19,29 @@ float from_fp16(unsigned bits) {
   return from_word<float>(sign | magnitude << 13) * 0x1p112f;
 }
 
+// x without the bits below `unit`, a power of two.
+double truncated(double x, double unit) { return std::trunc(x / unit) * unit; }
+
+// c plus BLOCK products, as an A100's tensor cores sum them: all terms are aligned to the largest,
+// of which they keep 24 bits and EXTRA_BITS more; the rest is cut off, and so are the bits of the
+// sum that float32 lacks. Later tensor cores keep more bits and sum more at once. Fasi, Higham,
+// Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ Comput. Sci. 7, 2021.
+constexpr int BLOCK = 8, EXTRA_BITS = 1;
+float truncated_sum(float c, const double (&products)[BLOCK]) {
+  double largest = std::fabs(c), exact = c;
+  for (const double product : products) {
+    largest = std::fmax(largest, std::fabs(product));
+    exact += product;
+  }
+  if (largest == 0 || !std::isfinite(exact)) return static_cast<float>(exact);
+  const double unit = std::ldexp(1., std::ilogb(largest) - 23 - EXTRA_BITS);
+  double sum = truncated(c, unit);
+  for (const double product : products) sum += truncated(product, unit);
+  const auto rounded = static_cast<float>(sum);
+  if (std::fabs(rounded) <= std::fabs(sum)) return rounded;
+  return std::nextafterf(rounded, 0.f);
+}
+
 }  // namespace
 
 void load_matrices(Meeting& meeting) {
@@ -69,14 +92,28 @@ void multiply(Meeting& meeting, bool half) {
     }
     for (int i = 0; i < 4; i++) c[group + i / 2 * 8][pair + i % 2] = lane.c[i];
   }
+  auto store = [&] {
+    for (int l = 0; l < WARP_SIZE; l++) {
+      Multiply& lane = *static_cast<Multiply*>(meeting.operands[l]);
+      for (int i = 0; i < 4; i++) lane.c[i] = c[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
+    }
+  };
   // Products of two 16-bit elements are exact in float32.
+  if (here->launch->rough) {
+    for (int row = 0; row < 16; row++)
+      for (int column = 0; column < 8; column++)
+        for (int first = 0; first < 16; first += BLOCK) {
+          double products[BLOCK];
+          for (int k = 0; k < BLOCK; k++)
+            products[k] = static_cast<double>(a[row][first + k]) * b[first + k][column];
+          c[row][column] = truncated_sum(c[row][column], products);
+        }
+    return store();
+  }
   for (int row = 0; row < 16; row++)
     for (int k = 0; k < 16; k++)
       for (int column = 0; column < 8; column++) c[row][column] += a[row][k] * b[k][column];
-  for (int l = 0; l < WARP_SIZE; l++) {
-    Multiply& lane = *static_cast<Multiply*>(meeting.operands[l]);
-    for (int i = 0; i < 4; i++) lane.c[i] = c[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
-  }
+  store();
 }
 
 }  // namespace emu

@@ -118,10 +118,13 @@ template <> DEVICE u32 pack<fp16>(float lower, float upper) { u32 r; asm("cvt.rn
 // ---- arithmetic ---------------------------------------------------------------------------------
 
 #ifdef EMULATED
-DEVICE float exp2_approx(float x) { return exp2f(x); }
-DEVICE float log2_approx(float x) { return log2f(x); }
-DEVICE float rsqrt_approx(float x) { return 1.f / sqrtf(x); }
-DEVICE float reciprocal_approx(float x) { return 1.f / x; }
+DEVICE float exp2_approx(float x) {
+  const float y = exp2f(emu::flushed(x));
+  return x == 0.f ? y : emu::approximated(y, x);  // 2^0 is exact on a GPU
+}
+DEVICE float log2_approx(float x) { return emu::approximated_log(log2f(emu::flushed(x)), x); }
+DEVICE float rsqrt_approx(float x) { return emu::approximated(1.f / sqrtf(emu::flushed(x)), x); }
+DEVICE float reciprocal_approx(float x) { return emu::approximated(1.f / emu::flushed(x), x); }
 #else
 DEVICE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_approx(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }

@@ -6,12 +6,57 @@ import zlib
 
 import pytest
 
-from gpu.emulation import FORWARD, RANDOM, REVERSE, EmulatedLoader
+from gpu.emulation import (
+    ARITHMETICS,
+    FORWARD,
+    PLAIN,
+    RANDOM,
+    REVERSE,
+    EmulatedLoader,
+)
 from gpu.kernels import FOLDER, KernelLoader
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error::gpu.emulation.BuildWarning")
+    config.addinivalue_line(
+        "markers",
+        "every_arithmetic: a test of kernels that runs in each arithmetic of the emulation",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run two cases of each test, its first and its last, in other arithmetics than PLAIN.
+
+    A tolerance belongs to a test, and a fused kernel is a build of its own.
+    """
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            arithmetic = item.callspec.params.get("arithmetic", PLAIN)
+            if arithmetic != PLAIN:
+                test = item.nodeid.partition("[")[0]
+                cases.setdefault((test, arithmetic), []).append(item)
+    left_out = {item for each in cases.values() for item in each[1:-1]}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests that are marked so in each arithmetic, but those of the order of threads.
+
+    A run that is about something else (a GPU, a sanitizer, a planted defect) has one arithmetic.
+    """
+    option = metafunc.config.getoption
+    one = option("--kernels-on") == "gpu" or any(
+        option(f"--kernels-{name}") for name in ("sanitizer", "folder", "arithmetic")
+    )
+    marked = metafunc.definition.get_closest_marker("every_arithmetic") is not None
+    fixtures = metafunc.fixturenames
+    if marked and not one and "arithmetic" in fixtures and "loaders" not in fixtures:
+        metafunc.parametrize("arithmetic", ARITHMETICS, indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +70,14 @@ def device_loader() -> KernelLoader:
 
 
 @pytest.fixture
-def loader(request: pytest.FixtureRequest) -> KernelLoader:
+def arithmetic(request: pytest.FixtureRequest) -> str:
+    """How the emulation rounds."""
+    chosen: str = getattr(request, "param", request.config.getoption("--kernels-arithmetic"))
+    return chosen or PLAIN
+
+
+@pytest.fixture
+def loader(request: pytest.FixtureRequest, arithmetic: str) -> KernelLoader:
     """Runs kernels in the emulation, in an order drawn from the test's name, or on the GPU."""
     if request.config.getoption("--kernels-on") == "gpu":
         loader: KernelLoader = request.getfixturevalue("device_loader")
@@ -34,6 +86,7 @@ def loader(request: pytest.FixtureRequest) -> KernelLoader:
         order=RANDOM,
         seed=zlib.crc32(request.node.name.encode()),
         sanitizer=request.config.getoption("--kernels-sanitizer"),
+        arithmetic=arithmetic,
         folder=request.config.getoption("--kernels-folder") or FOLDER,
     )
 
@@ -53,6 +106,7 @@ def loaders(request: pytest.FixtureRequest, loader: KernelLoader) -> list[Kernel
             order=order,
             seed=loader.seed + seed,
             sanitizer=loader.sanitizer,
+            arithmetic=loader.arithmetic,
             folder=loader.folder,
         )
         for order, seed in orders

@@ -193,3 +193,12 @@ KERNEL(bit_functions) {
   constexpr int COUNT = sizeof(results) / 4;
   for (int i = 0; i < COUNT; i++) out[threadIdx.x * COUNT + i] = results[i];
 }
+
+// x x - c for two numbers, of which the second must not be fused.
+KERNEL(multiply_add) {
+  if (threadIdx.x) return;
+  int* out = static_cast<int*>(p.out);
+  const float x = __int2float_rn(p.num), y = __int2float_rn(p.num + 2);
+  out[0] = static_cast<int>(x * x - 16785408.f);
+  out[1] = static_cast<int>(__fsub_rn(__fmul_rn(y, y), 16801800.f));
+}

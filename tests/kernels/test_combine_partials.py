@@ -12,6 +12,8 @@ from gpu.kernels import KernelLoader
 from gpu.kernels.combine_partials import CombinePartials
 from tests.kernels.memory import place, poisoned, relative_error
 
+pytestmark = pytest.mark.every_arithmetic
+
 NUM_HEADS = 6  # not a multiple of a block's heads
 
 

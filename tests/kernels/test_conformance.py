@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.emulation import ROUGH, EmulatedLoader
 from gpu.kernels import KernelLoader, KernelSource, element_name, parameters
 from tests.kernels.memory import place, poisoned
+
+pytestmark = pytest.mark.every_arithmetic
 
 FILE = Path(__file__).parent / "conformance.cu"
 PARAMETERS = parameters(("a", "u8"), ("b", "u8"), ("c", "u8"), ("out", "u8"), ("num", "i4"))
@@ -114,6 +117,29 @@ def test_mma_fragments(loader: KernelLoader, element: torch.dtype) -> None:
     )
     expected = fragments(c.double() + a.double() @ b.double().T, *C_LAYOUT)
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_mma_cuts_sums_off_in_rough_arithmetic(loader: KernelLoader, arithmetic: str) -> None:
+    """Terms are aligned to the largest; of a sum that lies between two floats the smaller stays."""
+    if not isinstance(loader, EmulatedLoader):
+        pytest.skip("a GPU sums as it does")
+    a, b, c = torch.zeros(16, 16), torch.ones(8, 16), torch.zeros(16, 8)
+    c[:2] = 1.0
+    a[0, 0] = 1.5 * 2**-23  # 1 + 1.5 ulp
+    a[1, :8] = 2**-25  # 1 + 8 times a quarter of an ulp, each below the last bit that is kept
+    a[2, 0], a[2, 8] = 1.0, -(2**-24)  # another block: 1 - half an ulp of what is below 1
+    out = poisoned((32, 4), torch.float32, loader)
+    operands = (
+        fragments(a.bfloat16(), *A_LAYOUT),
+        fragments(b.bfloat16(), *B_LAYOUT),
+        fragments(c, *C_LAYOUT),
+    )
+    result = run(loader, "multiply", out, *operands, element=torch.bfloat16)
+    rows = [result[4 * row, 0].item() - 1 for row in range(3)]
+    if arithmetic == ROUGH:
+        assert rows == [2**-23, 0, -(2**-24)]
+    else:
+        assert rows == [2 * 2**-23, 0, -(2**-24)]
 
 
 @pytest.mark.parametrize("element", HALVES)
@@ -273,6 +299,30 @@ def test_approximations(loader: KernelLoader) -> None:
         num=1,
     )
     assert less[0, 0] == 0  # a masked score has no weight
+
+
+def test_rough_approximations_are_off_and_flush(loader: KernelLoader, arithmetic: str) -> None:
+    if not isinstance(loader, EmulatedLoader):
+        pytest.skip("a GPU is off as it is")
+    x = torch.linspace(2.01, 99, 999)  # next to 1 the error of a logarithm is absolute
+    out = poisoned((len(x), 4), torch.float32, loader)
+    result = over_all(loader, "approximate", out, x, len(x), torch.bfloat16)
+    exact = torch.stack([x.exp2(), x.log2(), x.rsqrt(), 1 / x], dim=1)
+    apart = (result.view(torch.int32) - exact.view(torch.int32)).abs()
+    # Both the emulation's and torch's functions are exact to a unit in the last place.
+    assert apart.max() <= (4 if arithmetic == ROUGH else 2)
+    for column in range(4):
+        share = (apart[:, column] > 1).double().mean()
+        assert (share > 0.2) == (arithmetic == ROUGH), column
+    tiny = torch.tensor([-126.5, 2.0**-127, 2.0**-127, 2.0**-127])
+    out = poisoned((len(tiny), 4), torch.float32, loader)
+    flushed = over_all(loader, "approximate", out, tiny, len(tiny), torch.bfloat16)
+    if arithmetic == ROUGH:
+        assert flushed[0, 0] == 0
+        assert flushed[1, 1:].tolist() == [-torch.inf, torch.inf, torch.inf]
+    else:
+        assert 0 < flushed[0, 0] < 2.0**-126
+        assert flushed[1, 1:].isfinite().all()
 
 
 @pytest.mark.parametrize("num", [0, 1, 33, 96])

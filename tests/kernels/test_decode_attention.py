@@ -17,6 +17,8 @@ from gpu.kernels.decode_attention import DecodeAttention
 from tests.kernels.memory import place, poisoned, relative_error
 from tests.kernels.paged_rows import PagedRows, attention_reference, make_rows
 
+pytestmark = pytest.mark.every_arithmetic
+
 E4M3 = torch.float8_e4m3fn
 MAX_ERROR = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 

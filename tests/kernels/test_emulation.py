@@ -16,7 +16,9 @@ import torch
 
 import gpu.emulation.build
 from gpu.emulation import (
+    ARITHMETICS,
     FORWARD,
+    FUSED,
     RANDOM,
     REVERSE,
     BuildError,
@@ -116,6 +118,15 @@ def test_stores_past_shared_memory(name: str, distance: int) -> None:
     run(loader, name, out, 0, shared_bytes=1000)
     with pytest.raises(EmulationError, match=r"a thread wrote past the end of (a static|dynamic)"):
         run(loader, name, out, distance, shared_bytes=1000)
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+def test_products_and_sums_are_fused_where_that_is_asked_for(arithmetic: str) -> None:
+    """The squares of 4097 and 4099 are odd: float32 has no room for their last bit."""
+    loader = EmulatedLoader(arithmetic=arithmetic)
+    out = poisoned((2,), torch.int32, loader)
+    run(loader, "multiply_add", out, 4097)
+    assert out.tolist() == [int(arithmetic == FUSED), 0]
 
 
 @pytest.mark.parametrize("grid", [(1, 65536, 1), (1, 1, 65536), (1 << 31, 1, 1)])

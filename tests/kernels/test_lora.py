@@ -25,6 +25,8 @@ from gpu.kernels.lora import (
 from tests.kernels.memory import place, poisoned, relative_error
 from tests.kernels.rounding import share_rounded_otherwise
 
+pytestmark = pytest.mark.every_arithmetic
+
 ROUNDING = {torch.bfloat16: 3e-3, torch.float16: 4e-4}
 Ranks = tuple[int, ...]
 

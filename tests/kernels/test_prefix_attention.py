@@ -23,6 +23,8 @@ from tests.kernels.paged_rows import (
 )
 from tests.rounding import sum_error
 
+pytestmark = pytest.mark.every_arithmetic
+
 ShapeRows = Callable[[torch.Tensor, torch.Tensor], None]
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 TOLERANCE = {BF16: 4e-3, FP16: 8e-4}

@@ -10,6 +10,8 @@ from gpu.kernels.rms_norm import MAX_HIDDEN_SIZE, VARIANTS, RmsNorm, rms_norm_so
 from tests.kernels.memory import place, poisoned, relative_error
 from tests.kernels.rounding import share_rounded_otherwise
 
+pytestmark = pytest.mark.every_arithmetic
+
 EPS = 1e-5
 ROUNDING = {torch.bfloat16: 3e-3, torch.float16: 4e-4}
 # Each tiling filled to its end, and one that isn't; 8 leaves most of a block without work.

@@ -16,6 +16,8 @@ from tests.kernels.memory import place, poisoned, poisoned_cache, relative_error
 from tests.kernels.rounding import share_rounded_otherwise
 from trioserve.model_files.config import ModelConfig, RopeScaling
 
+pytestmark = pytest.mark.every_arithmetic
+
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 ROUNDING = {BF16: 3e-3, FP16: 4e-4}
 EPS = 0.25  # large, so that it shows in the results

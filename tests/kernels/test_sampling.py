@@ -26,6 +26,8 @@ from tests.device_draws import (
 )
 from trioserve.sampling import NAN_LOGITS, NO_TOKEN
 
+pytestmark = pytest.mark.every_arithmetic
+
 HISTORY = [3, 3, 5, 7, 1, 5, 5, 9, 5]
 PROMPT = 4
 
