@@ -114,10 +114,15 @@ class Forgetful(FakeWorker):
         return super().step(plan)
 
 
-def forgetful(num_pages: int = 12) -> Forgetful:
-    """Return a worker with room for two sequences' beginnings, which is slow to compile again."""
+def forgetful(num_pages: int = 12, *, refuses: bool = False) -> Forgetful:
+    """Return a worker with room for some sequences' beginnings, which is slow to compile again.
+
+    If it ``refuses``, it finds the grammar too heavy then.
+    """
 
     def prepare(arguments: Any) -> Any:
+        if refuses and worker.num_compiled:
+            return {"error": "it has become too much", "param": "grammar"}
         worker.compiled.add(arguments["grammar"][1])
         worker.num_compiled += 1
         return 1000
@@ -133,7 +138,7 @@ def forgetful(num_pages: int = 12) -> Forgetful:
         page_size=4,
         script=check,
         calls={"prepare": prepare},
-        call_time=lambda call: 0.0 if not worker.num_compiled else COMPILING,
+        call_time=lambda _: COMPILING if worker.num_compiled and not refuses else 0.0,
     )
     worker.compiled, worker.num_compiled = set(), 0
     return worker
@@ -168,4 +173,29 @@ async def test_a_grammar_is_compiled_again_beside_the_steps_after_a_preemption(
         assert workers[0].num_compiled == 2
         assert ends["plain"] - began < 10 > ends["late"] - began
         assert COMPILING <= ends["slow"] - began < COMPILING + 10
+        engine.check_integrity()
+
+
+async def test_a_running_request_keeps_a_grammar_that_another_can_t_have_again(
+    autojump_clock: Clock,
+) -> None:
+    outcomes: dict[int, str] = {}
+
+    async with open_fake_engine(lambda: forgetful(14, refuses=True)) as engine:
+
+        async def complete(number: int, max_tokens: int) -> None:
+            try:
+                await engine.complete([number, 2], max_tokens=max_tokens, grammar=SLOW)
+            except EngineError as error:
+                outcomes[number] = str(error)
+            else:
+                outcomes[number] = "whole"
+
+        # The last loses its slot, and has room again when the second ends: the first still runs.
+        async with trio.open_nursery() as nursery:
+            for number, max_tokens in enumerate((30, 20, 30)):
+                nursery.start_soon(complete, number, max_tokens)
+                await trio.sleep(0.05)
+        assert outcomes.pop(2).endswith("compiled again: it has become too much")
+        assert outcomes == {0: "whole", 1: "whole"}
         engine.check_integrity()

@@ -480,11 +480,11 @@ class SchedulerCore:
         """The adapters of those who hold slots, and 0 if any of them has none."""
         return {each.adapter for each in self.running}
 
-    def requests_with(self, grammar: Grammar) -> list[Request]:
-        """Return the requests that are still to be computed and follow ``grammar``."""
-        sequences = (each.sequence for each in self._unfinished())
+    def requests_waiting_for(self, grammar: Grammar) -> list[Request]:
+        """Return the requests that follow ``grammar`` and have a sequence without a slot."""
+        waiting = (each.sequence for each in self._unfinished() if not each.holds_slot)
         return list(
-            dict.fromkeys(each.request for each in sequences if each.sampler.grammar == grammar)
+            dict.fromkeys(each.request for each in waiting if each.sampler.grammar == grammar)
         )
 
     def await_compiling(self) -> None:

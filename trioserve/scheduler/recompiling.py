@@ -43,12 +43,12 @@ class _Recompiling:
         """Have ``grammar`` compiled, and let the sequences go on that follow it."""
         async with self.turns:
             error = ""
-            if self.core.requests_with(grammar):
+            if self.core.requests_waiting_for(grammar):
                 error = await self._ask(grammar)
         if error:
             _log.error("grammar not compiled again", reason=error)
             failure = EngineError(f"the request's grammar can't be compiled again: {error}")
-            for request in self.core.requests_with(grammar):
+            for request in self.core.requests_waiting_for(grammar):
                 end = Finish(FinishReason.ERROR, error=failure)
                 self.deliver(self.core.finish_all(request, end))
         self.begun.remove(grammar)
