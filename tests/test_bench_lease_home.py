@@ -6,6 +6,7 @@ import importlib.metadata
 import io
 import json
 import re
+import subprocess
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,6 +97,32 @@ class TestPrepare:
         cubin, note = CubinCache(tmp_path / "kernels").files(planted_source(NAMES[0]), "sm_90a")
         assert cubin.read_bytes().startswith(b"\x7fELF")
         assert note.exists()
+
+    def test_what_is_carried_is_unpacked_and_installed_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        manifest = self.prepare(tmp_path / "lease")
+        monkeypatch.setattr(call.platform, "python_version_tuple", lambda: ("3", "12", "3"))
+        monkeypatch.setattr(call, "_compiler", lambda: "NVRTC 1.2.3")
+        asked = call.Call(
+            part=1, on="gpu", out=tmp_path, prepared=tmp_path / "lease", scratch=tmp_path
+        )
+        site, cache = tmp_path / "site", tmp_path / "cache"
+        command = call._set_up(asked, site, cache)
+        assert command[-1] == str(tmp_path / "lease" / "wheels" / "a-1-py3-none-any.whl")
+        assert "here is NVRTC 1.2.3, which compiles them again" in capsys.readouterr().out
+        built = CubinCache(cache / "trioserve" / "kernels").files(
+            planted_source(NAMES[0]), "sm_90a"
+        )
+        assert all(path.exists() for path in built)
+        # The command leaves a note when it ends well, and is not needed again.
+        run = ["sh", "-c", command[2], command[3]]
+        subprocess.run([*run, "false"], check=False)
+        assert call._set_up(asked, site, cache) == command
+        site.mkdir()
+        subprocess.run([*run, "true"], check=True)
+        assert (site / f"installed-{manifest.digest}").exists()
+        assert call._set_up(asked, site, cache) == ()
 
     def test_a_damaged_folder_and_another_python_are_refused(self, tmp_path: Path) -> None:
         folder = tmp_path / "lease"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -115,12 +116,24 @@ def _set_up(call: Call, site: Path, cache: Path) -> tuple[str, ...]:
             f"{call.prepared} is for Python {manifest.python}, this one is {here}: "
             f"prepare again with --python {here}"
         )
+    if (compiler := _compiler()) != manifest.compiler:
+        print(
+            f"kernels are from {manifest.compiler}; here is {compiler}, which compiles them again"
+        )
     kernels = cache / "trioserve" / "kernels"
     kernels.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tarfile.open(call.prepared / CUBINS) as tar:
         tar.extractall(kernels, filter="data")
     wheels = sorted(str(path) for path in (call.prepared / WHEELS).glob("*.whl"))
     return _install(site, wheels, manifest.digest)
+
+
+def _compiler() -> str:
+    """Return this machine's NVRTC as the kernels' cache calls it, if it is a package."""
+    try:
+        return f"NVRTC {importlib.metadata.version('nvidia-cuda-nvrtc')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "another one"
 
 
 def _install(site: Path, wheels: Sequence[str], digest: str) -> tuple[str, ...]:
@@ -136,7 +149,7 @@ def _install(site: Path, wheels: Sequence[str], digest: str) -> tuple[str, ...]:
 
 
 def _environment(site: Path, cache: Path | None) -> dict[str, str]:
-    """Return what children see beside the caller's variables.
+    """Return the variables that children see beside the caller's.
 
     Without a ``cache``, kernels that this user built before are used.
     """

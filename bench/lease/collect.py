@@ -1,4 +1,4 @@
-"""Puts what came back where it belongs: results into their folder, tables into the pages."""
+"""Puts results into their folder, and their tables into the pages."""
 
 from __future__ import annotations
 

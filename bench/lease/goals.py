@@ -68,7 +68,7 @@ KERNEL_GOALS: Mapping[tuple[str, str], tuple[str, str]] = {
 
 @attrs.frozen
 class _Reached:
-    """What one case reached; ``excess`` grows the further it is from its goal."""
+    """The figure of one case; ``excess`` grows with the distance from its goal."""
 
     title: str
     figure: str
@@ -116,7 +116,7 @@ def _of_kernel(result: Mapping[str, Any], kernel: str, text: str) -> list[_Reach
 def _steps(
     result: Mapping[str, Any], judge: Callable[[str, Mapping[str, Any]], _Reached]
 ) -> list[_Reached]:
-    """Steps as they are served with: graphs, and two plans in flight."""
+    """Judge the steps in the mode of a server: graphs, and two plans in flight."""
     return [
         judge(f"{step['scenario']['rows']}x{step['scenario']['context']}", step)
         for step in result.get("steps", ())

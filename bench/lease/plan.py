@@ -163,7 +163,7 @@ def deadline(stages: Sequence[Stage], number: int, now: float, end: float) -> fl
 
 
 def _first(setting: Setting) -> list[Stage]:
-    """Is it right? And one figure."""
+    """Return the stages that check the kernels, and time one decode step."""
     doctor = Step(name="doctor", command=(setting.python, "-m", "gpu", "--doctor"))
     if setting.on == "emulation":
         few = ("-k", "pack", *_files("test_conformance"))
@@ -183,7 +183,7 @@ def _first(setting: Setting) -> list[Stage]:
 
 
 def _second(setting: Setting) -> list[Stage]:
-    """How fast is each kernel, beside others?"""
+    """Return the stages that time each kernel beside its peers."""
     stages = _peers(setting, seconds=140, background=False)
     for name, (kernels, seconds) in KERNEL_GROUPS.items():
         # A process for each group: a kernel that spoils its context spoils no other's result.
@@ -196,7 +196,7 @@ def _second(setting: Setting) -> list[Stage]:
 
 
 def _third(setting: Setting) -> list[Stage]:
-    """What do the sanitizers see, and what does the whole server reach?"""
+    """Return the stages of the sanitizers, of the whole server and of the other decode steps."""
     engine = (setting.python, "-m", "bench.decode_step", "--engine", *_measured(setting))
     last = [
         Stage(name="engine", steps=(Step(name="engine", command=engine),), seconds=140),
@@ -243,7 +243,7 @@ def _files(*names: str) -> tuple[str, ...]:
 
 
 def _tests(setting: Setting) -> tuple[Step, ...]:
-    """A process for each file: a fault on the device ends the tests of one kernel."""
+    """Return a process for each file: a fault on the device ends the tests of one kernel."""
     names = [path.stem for path in sorted((ROOT / KERNEL_TESTS).glob("test_*.py"))]
     done = (*HOST_TESTS, "test_conformance")
     # Single kernels first: what they get wrong explains what a whole model does.
@@ -258,7 +258,7 @@ def _tests(setting: Setting) -> tuple[Step, ...]:
 
 
 def _peers(setting: Setting, *, seconds: float, background: bool) -> list[Stage]:
-    """The peers' kernels, which nvcc compiles for minutes; the next part finds them compiled."""
+    """Return the compilation of the peers' kernels by nvcc; it is kept for the next part."""
     if setting.on == "emulation":
         return []
     command = ("nice", "-n", "19", setting.python, "-m", "bench.kernel_peers.build")
