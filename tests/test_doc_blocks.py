@@ -134,6 +134,7 @@ def run_elsewhere(_words: Sequence[str]) -> None:
 PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
     "trioserve": check_trioserve,
     "python": check_python,
+    "python3": check_python,
     "nox": check_nox,
     "pip": check_pip,
     "curl": run_elsewhere,

@@ -1,7 +1,7 @@
 """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5 and 3, SmolLM3.
 
-Models that are to make several calls also write them in one pair of tags, as an array or with commas
-between them.
+Models that are to make several calls also write them in one pair of tags, as an array or with
+commas between them.
 """
 
 from __future__ import annotations
