@@ -37,6 +37,7 @@ KERNEL_TESTS = Path("tests/kernels")
 HOST_TESTS = (
     "test_budget",
     "test_builds",
+    "test_cubins",
     "test_emulation",
     "test_memory",
     "test_mutations",
