@@ -152,8 +152,8 @@ def test_answers_that_are_left_unread(tls_victim: Victim, version: ssl.TLSVersio
 
 
 @pytest.mark.parametrize("protocols", [["h2"] * 100, ["x" * 255] * 40, ["h2c"], ["http/1.0", "h2"]])
-@pytest.mark.parametrize("name", ["a" * 60 + ".example", "localhost", "192.0.2.1"])
-def test_odd_names_and_protocols(tls_victim: Victim, protocols: list[str], name: str) -> None:
+def test_odd_names_and_protocols(tls_victim: Victim, protocols: list[str]) -> None:
+    name = "a" * 60 + ".example"
     context = client_context()
     context.set_alpn_protocols(protocols)
     with socket.create_connection(address_of(tls_victim)) as plain:
