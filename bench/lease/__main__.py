@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, began: float) -> int:
-    # A polite end leaves no processes, and the last archive.
+    # Processes are ended on the way out; the archive is at most a few seconds old.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     call = Call(
         part=options.part,
