@@ -14,9 +14,18 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Instructions", "SassError", "disassemble", "nvdisasm"]
+__all__ = [
+    "Instructions",
+    "SassError",
+    "disassemble",
+    "listings",
+    "nvdisasm",
+    "parameter_bytes",
+]
 
 _INSTRUCTION_BYTES = 16
+_BYTES_FOLLOW = 4
+_PARAMETER_BYTES = 0x19  # EIATTR_CBANK_PARAM_SIZE, as cuobjdump --dump-elf names it
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][\w.]*)")
 
 
@@ -44,6 +53,15 @@ class Instructions(Counter[str]):
 def disassemble(cubins: Sequence[bytes], target: str) -> list[Instructions]:
     """The instructions of every cubin; all must be for ``target``.
 
+    Raises:
+        SassError: nvdisasm is missing or fails.
+    """
+    return [Instructions(names) for names in listings(cubins, target)]
+
+
+def listings(cubins: Sequence[bytes], target: str) -> list[list[str]]:
+    """The names of every cubin's instructions in their order; all must be for ``target``.
+
     nvdisasm takes half a second to start and one file, so the code of all goes through it at once.
 
     Raises:
@@ -62,12 +80,29 @@ def disassemble(cubins: Sequence[bytes], target: str) -> list[Instructions]:
     expected = sum(map(len, codes)) // _INSTRUCTION_BYTES
     if len(names) != expected:
         raise SassError(f"nvdisasm lists {len(names)} of {expected} instructions for {target}")
-    counted, start = [], 0
+    listed, start = [], 0
     for code in codes:
         end = start + len(code) // _INSTRUCTION_BYTES
-        counted.append(Instructions(names[start:end]))
+        listed.append(names[start:end])
         start = end
-    return counted
+    return listed
+
+
+def parameter_bytes(cubin: bytes) -> int:
+    """How many bytes of parameters the kernel takes, as the driver will read it.
+
+    Raises:
+        SassError: the cubin doesn't say.
+    """
+    info = _section(cubin, b".nv.info.")
+    at = 0
+    while at < len(info):
+        # A form, what it is about, and a number: the value, or how many bytes of it follow.
+        form, attribute, number = struct.unpack_from("<BBH", info, at)
+        if attribute == _PARAMETER_BYTES:
+            return int(number)
+        at += 4 + (number if form == _BYTES_FOLLOW else 0)
+    raise SassError("the cubin says nothing of its parameters")
 
 
 @cache
@@ -93,12 +128,17 @@ def nvdisasm() -> Path:
 
 def _code(cubin: bytes) -> bytes:
     """The ELF section of the kernel's instructions."""
+    return _section(cubin, b".text.")
+
+
+def _section(cubin: bytes, prefix: bytes) -> bytes:
+    """The first ELF section whose name begins with ``prefix``."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<3H", cubin, 58)
     # Of each section: name, type, flags, address, offset, size.
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + at * size) for at in range(count)]
     start_of_names = sections[names][4]
     for name, *_, offset, length in sections:
-        if cubin.startswith(b".text.", start_of_names + name):
+        if cubin.startswith(prefix, start_of_names + name):
             return cubin[offset : offset + length]
-    raise SassError("the cubin has no code")
+    raise SassError(f"the cubin has no section {prefix.decode()}")

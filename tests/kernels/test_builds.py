@@ -5,16 +5,28 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import attrs
 import pytest
 
-from gpu.kernels import FOLDER, KernelSource, catalogue, nvrtc, parameters
+from gpu.kernels import FOLDER, KernelSource, catalogue, nvrtc, parameters, sass
 from gpu.kernels.__main__ import explain, main, measure
 from gpu.kernels.budget import BUDGET, Budget
-from gpu.kernels.cubins import default_jobs
+from gpu.kernels.cubins import CubinCache, default_jobs
 from gpu.kernels.targets import TARGETS
+from tests.kernels.machine_code import Code, code_of, expected_code
 
 CATALOGUE = catalogue.sources()
 NAMES = sorted({source.name for source in CATALOGUE})
+
+
+def drawn(name: str) -> dict[str, KernelSource]:
+    """One variant of a kernel for each target."""
+    variants = [source for source in CATALOGUE if source.name == name]
+    number = int(catalogue.digests(variants)[name], 16)
+    return {
+        target: variants[(number + place * len(variants) // len(TARGETS)) % len(variants)]
+        for place, target in enumerate(TARGETS)
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -25,15 +37,54 @@ def test_a_kernel_keeps_its_budget_on_every_target(name: str) -> None:
     what the next test says.
     """
     budget = Budget.read(BUDGET.read_text())
-    variants = [source for source in CATALOGUE if source.name == name]
-    drawn = int(catalogue.digests(variants)[name], 16)
-    for number, target in enumerate(TARGETS):
-        variant = variants[(drawn + number * len(variants) // len(TARGETS)) % len(variants)]
+    for target, variant in drawn(name).items():
         measured, failures = measure([variant], [target], budget, default_jobs())
         assert failures == []
         (one,) = measured
         assert explain([*budget.violations(one)]) == []
         assert (one.instructions is not None) == (name in budget.instructions)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_machine_code_is_what_the_source_says(name: str) -> None:
+    """Of the same variants: parameters, products, barriers, waits, and no local memory."""
+    for target, variant in drawn(name).items():
+        cubin = CubinCache().get(variant, target).cubin
+        assert sass.parameter_bytes(cubin) == variant.parameters.itemsize
+        (names,) = sass.listings([cubin], target)
+        counted = sass.Instructions(names)
+        assert counted.like("LDL") == counted.like("STL") == 0, (variant.title, target)
+        expected = expected_code(variant)
+        if expected is not None:
+            assert code_of(names) == expected, (variant.title, target)
+
+
+def test_a_barrier_between_products_counts() -> None:
+    code = code_of(
+        ["LDGDEPBAR", "HMMA.16816.F32", "BAR.SYNC", "DEPBAR.LE", "HMMA.16816.F32", "BAR"]
+    )
+    assert code == Code(products=2, barriers=2, barriers_within=1, groups=1, waits=1)
+
+
+def test_the_parameters_of_a_cubin_are_those_that_it_was_compiled_for() -> None:
+    source = KernelSource(
+        name="silu_mul",
+        parameters=parameters(("x", "u8"), ("y", "u8"), ("num", "i4")),
+        num_threads=64,
+    )
+    unit = nvrtc.unit(source, "sm_89")
+    text = """\
+struct Parameters { float* x; float* y; int num; };
+static_assert(sizeof(Parameters) == PARAMETERS_BYTES);
+extern "C" __global__ void silu_mul(const Parameters p) {
+  if (static_cast<int>(threadIdx.x) < p.num) p.x[threadIdx.x] = p.y[threadIdx.x];
+}
+"""
+    built = nvrtc.build(attrs.evolve(unit, text=text))
+    assert sass.parameter_bytes(built.cubin) == 24
+    smaller = text.replace(" int num;", "").replace("p.num", "9").replace("PARAMETERS_BYTES", "16")
+    built = nvrtc.build(attrs.evolve(unit, text=smaller))
+    assert sass.parameter_bytes(built.cubin) == 16
 
 
 def test_the_budget_is_of_these_sources_and_this_compiler() -> None:
