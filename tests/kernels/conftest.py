@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +16,7 @@ from gpu.emulation import (
     EmulatedLoader,
 )
 from gpu.kernels import FOLDER, KernelLoader
+from tests.kernels.fake_cuda.gpu import FakeGpu, fake_gpu
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -111,3 +113,12 @@ def loaders(request: pytest.FixtureRequest, loader: KernelLoader) -> list[Kernel
         )
         for order, seed in orders
     ]
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A GPU that isn't there, whose work is queued."""
+    if request.config.getoption("--kernels-on") == "gpu":
+        pytest.skip("there is a real one")
+    with fake_gpu(monkeypatch) as gpu:
+        yield gpu
