@@ -37,15 +37,18 @@ def run(
     element: torch.dtype = torch.bfloat16,
     num_threads: int = 32,
     num_blocks: int = 1,
+    file: Path = FILE,
+    shared_bytes: int = 0,
 ) -> torch.Tensor:
-    """Launch ``name`` of conformance.cu, and return ``out`` on the CPU."""
+    """Launch ``name`` of ``file``, and return ``out`` on the CPU."""
     half = element if element in HALVES else torch.bfloat16
     source = KernelSource(
         name=name,
         parameters=PARAMETERS,
         num_threads=num_threads,
         defines=(("TYPE", element_name(element)), ("HALF", element_name(half))),
-        file=str(FILE),
+        file=str(file),
+        shared_bytes=shared_bytes,
     )
     arguments = np.zeros(1, PARAMETERS)
     placed = [None if x is None else place(x, loader) for x in (a, b, c)]
