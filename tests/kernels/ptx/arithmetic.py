@@ -54,6 +54,12 @@ def _wide(kind: str) -> Result:
     return result
 
 
+def _truncated(a: Array) -> Array:
+    """float32 to u32 toward 0; what doesn't fit becomes the nearest that does, and NaN 0."""
+    numbers = np.nan_to_num(typed(a, "f32").astype(np.float64), nan=0, posinf=2**32, neginf=0)
+    return np.clip(np.trunc(numbers), 0, 2**32 - 1).astype(np.uint64)
+
+
 def _converted(to: str, source: str) -> Result:
     """From integers to integers: cut off, or extended by the source's sign."""
     return lambda a: to_bits(typed(a, source).astype(dtype_of(to)))
@@ -110,6 +116,14 @@ def _approximate(function: Callable[[Array], Array]) -> Result:
 def _results() -> dict[str, Result]:
     results: dict[str, Result] = {
         "prmt.b32": _permuted,
+        "abs.f32": _of_type("f32", np.abs),
+        "add.rn.f32": _of_type("f32", operator.add),
+        "mul.f32": _of_type("f32", operator.mul),
+        "min.f32": _of_type("f32", np.fmin),  # of a number and NaN the number
+        "setp.lt.f32": _compared("f32", operator.lt),
+        "setp.nan.f32": _compared("f32", lambda a, b: np.isnan(a) | np.isnan(b)),
+        "max.u32": _of_type("u32", np.maximum),
+        "cvt.rzi.u32.f32": _truncated,
         "cvt.f32.f16": _widened,
         "cvt.rn.bf16.f32": _narrowed(BF16),
         "cvt.rn.f16.f32": _narrowed(FP16),

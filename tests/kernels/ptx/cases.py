@@ -37,7 +37,7 @@ class Case:
     zeroed: bool = False
     """``out`` starts as zeros, for atomics; else as NaN."""
     together: bool = False
-    """The interpreter may run warps in step: they have nothing to do with each other."""
+    """The interpreter may run threads in step: they have nothing to do with each other."""
     rtol: float = 0
     atol: tuple[float, ...] = (0,)
     """What the results may differ by; the absolute error is that of each column."""

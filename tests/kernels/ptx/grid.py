@@ -1,7 +1,7 @@
-"""Run a block: its warps one after the other, the lanes of a warp by smallest program counter.
+"""Run a block: one thread after the other, or all at once by smallest program counter.
 
-The last warp that can go on does so, as far as it gets: what the first one was to do before has
-not happened unless a barrier says so.
+Of the threads that can go on, the last one does, as far as it gets. What the others were to do
+before has not happened then, unless a barrier says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def run_block(block: Block, executed: set[str], *, together: bool) -> None:
     """Run all threads to their end; add the opcodes to ``executed``.
 
     Args:
-        together: the warps go in step, which is faster. It hides a missing barrier.
+        together: all threads at the smallest program counter go on, which is faster. It hides a
+            missing barrier.
 
     Raises:
         PtxError: an opcode is unknown, or threads wait for others in vain.
@@ -34,7 +35,7 @@ def run_block(block: Block, executed: set[str], *, together: bool) -> None:
         if not len(ready):
             raise PtxError(f"{block.entry.name}: threads wait for others that don't come")
         if not together:
-            ready = ready[ready // WARP == ready[-1] // WARP]
+            ready = ready[-1:]
         counters = run.counters[ready]
         run.step(ready[counters == counters.min()])
 

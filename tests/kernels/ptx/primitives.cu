@@ -57,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) copy_groups(const Para
   out[32 + lane] = rows[32];
 }
 
-// out [32, 4] = the number of another lane, some lane's vote, all lanes' votes, what atomics left.
+// out [32, 4] = what another lane holds, whether any lane holds more than num, a bit for each lane that
+// does, and what the two sides of a branch give.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) votes(const Parameters p) {
   const int lane = threadIdx.x;
   int* out = static_cast<int*>(p.out) + lane * 4;
