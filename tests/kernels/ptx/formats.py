@@ -25,12 +25,12 @@ class Format:
     @property
     def bias(self) -> int:
         """What is added to the exponent."""
-        return 2 ** (self.exponent_bits - 1) - 1
+        return (1 << (self.exponent_bits - 1)) - 1
 
     @property
     def nan(self) -> int:
         """The canonical NaN: all ones but the sign."""
-        return 2 ** (self.exponent_bits + self.fraction_bits) - 1
+        return (1 << (self.exponent_bits + self.fraction_bits)) - 1
 
     def decode(self, bits: Array) -> Array:
         """Return the numbers as float64, which holds all of them."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.kernels.ptx.machine import Array, Block, dtype_of, to_bits, typed
-from tests.kernels.ptx.text import Instruction, PtxError, Symbol, Vector
+from tests.kernels.ptx.text import Address, Instruction, PtxError, Symbol, Vector
 
 __all__ = ["memory_operation"]
 
@@ -50,7 +50,8 @@ def _load(space: str, count: int, kind: str) -> Operation:
             raise PtxError(f"{instruction.opcode} into {len(parts)} registers")
         num_bytes = count * dtype.itemsize
         if space == "param":
-            offset = source.offset  # type: ignore[union-attr]
+            assert isinstance(source, Address)
+            offset = source.offset
             content = np.tile(block.parameters[offset : offset + num_bytes], (len(threads), 1))
         else:
             content = block.load(space, block.address(source, threads), num_bytes)
