@@ -11,6 +11,7 @@ import torch
 
 from gpu.adjustments import Adjustment, Logits
 from gpu.slots import Slot
+from gpu.upload import upload
 from trioserve.sampling import SamplerParams
 
 __all__ = ["CLASSES", "ToyAdjuster", "chained", "follows"]
@@ -68,6 +69,6 @@ class ToyAdjuster:
                 allowed[row] &= ids % CLASSES == (3 * tokens[-1] + 1) % CLASSES
         bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
         return Adjustment(
-            bias=torch.from_numpy(bias).to(logits.device),
+            bias=upload(bias, torch.device(logits.device)),
             bitmask=bits,
         )

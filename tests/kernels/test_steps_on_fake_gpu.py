@@ -21,20 +21,72 @@ from gpu.cuda.step import CudaStep
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import CudaTimeline
 from gpu.emulation import EmulatedLoader
-from gpu.kernels import KernelLoader
+from tests.adjusters import ToyAdjuster, chained
 from tests.kernels.fake_cuda.gpu import FakeGpu
-from tests.kernels.serving import NUM_PAGES, PAGE_SIZE, Server
-from tests.plans import PlanMaker
+from tests.kernels.flights import Flight
+from tests.lora.adapters import make_adapter
 from tests.tiny_models import make_tiny
 from trioserve.sampling import SamplerParams
 from trioserve.wire import StepResult, ints
 
-GREEDY = SamplerParams(temperature=0.0, logprobs=2)
+GREEDY = SamplerParams(temperature=0.0)
 SEEDED = SamplerParams(temperature=0.8, top_k=40, seed=1234, logit_bias={17: 2.0, 250: -3.0})
-PROMPTS = [[(7 * i * i + 3 * i + 11 * k) % 300 for i in range(n)] for k, n in enumerate((66, 5))]
-# In the order of how far the device lags behind: as far as it can, or hardly.
-PACES = [0.0, 0.02, 0.05, 0.1, 0.3, 0.6]
-SEEDS = range(12)
+VOCAB = 300
+PROMPTS = [
+    [(7 * i * i + 3 * i + 11 * k) % VOCAB for i in range(length)]
+    for k, length in enumerate((66, 5, 12, 17))
+]
+# How soon the device does what it need not do yet (never, now and then, nearly at once), and if
+# the stream of the outputs does so, too.
+PACES = [(0.0, True), (0.05, True), (0.3, True), (0.6, True), (0.3, False), (1.0, False)]
+BOTH = {0: 1, 1: 1}
+ALL = dict.fromkeys(range(3), 1)
+
+PLAIN = Flight(
+    opened={
+        0: {
+            "tokens": PROMPTS[0],
+            "params": attrs.evolve(GREEDY, logprobs=2, logprob_token_ids=[5, 7]),
+            "prompt_logprobs_from": 1,
+        },
+        1: {"tokens": PROMPTS[1], "params": SEEDED},
+    },
+    plans=[{0: 30, 1: 5}, {0: 36, 1: 1}, BOTH, BOTH, {1: 1}, {}, BOTH, BOTH, BOTH],
+    copied_in=2,
+)
+POOLED = Flight(
+    opened={
+        0: {"tokens": PROMPTS[0], "params": attrs.evolve(GREEDY, pooling="mean")},
+        1: {"tokens": PROMPTS[1]},
+        2: {"tokens": PROMPTS[2], "params": attrs.evolve(GREEDY, pooling="last")},
+    },
+    plans=[{0: 30, 1: 5}, {0: 35, 1: 1, 2: 12}, {0: 1, 1: 1}, {1: 1}, {1: 1}],
+)
+
+
+def adapted(folder: Path, where: Path) -> Flight:
+    """Three adapters, of which two have room on the device."""
+    paths = [make_adapter(folder, where / str(n), seed=n, rank=3 * n) for n in (1, 2, 3)]
+    return Flight(
+        opened={slot: {"tokens": PROMPTS[slot], "adapter": slot} for slot in range(4)},
+        plans=[
+            {0: 66, 1: 5, 2: 12},
+            *[ALL] * 2,
+            {0: 1, 2: 1, 3: 17},
+            *[{2: 1, 3: 1}, {1: 1, 3: 1}] * 2,
+        ],
+        options={"adapters": paths},
+    )
+
+
+def adjusted() -> Flight:
+    """Masks that need the last token, so that draws are deferred."""
+    params = [chained(GREEDY), SEEDED, attrs.evolve(GREEDY, extra_args={"bias": 100.0})]
+    return Flight(
+        opened={slot: {"tokens": PROMPTS[slot], "params": params[slot]} for slot in range(3)},
+        plans=[{0: 66, 1: 5}, {0: 1, 1: 1, 2: 12}, *[ALL] * 3, {1: 1, 2: 1}, *[ALL] * 2],
+        options={"adjuster": ToyAdjuster(VOCAB)},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,58 +95,40 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama3", folder, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
 
 
+@pytest.fixture(scope="module", params=["plain", "pooled", "adapted", "adjusted"])
+def flight(
+    request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Flight:
+    if request.param == "adapted":
+        return adapted(llama, tmp_path_factory.mktemp("adapters"))
+    return {"plain": PLAIN, "pooled": POOLED, "adjusted": adjusted()}[request.param]
+
+
 @pytest.fixture(scope="module")
-def plain(llama: Path) -> list[StepResult]:
+def done_at_once(flight: Flight, llama: Path) -> list[StepResult]:
     """What a device gives that does its work when it is called."""
-    return run(serve(llama, EmulatedLoader()), in_flight=1)
-
-
-def outcome(result: StepResult) -> StepResult:
-    """A result without its times."""
-    return attrs.evolve(result, step_us=0, gap_us=0, idle_us=0, launch_us=0)
-
-
-def run(server: Server, *, in_flight: int = 2) -> list[StepResult]:
-    """Run a few plans: a prompt in pieces, pages that go to the host and back, graphs, a gap."""
-    server.runner.reset(1)
-    maker = PlanMaker(server.runner.step, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
-    server.maker = maker
-    maker.open(0, PROMPTS[0], GREEDY, prompt_logprobs_from=1)
-    maker.open(1, PROMPTS[1], SEEDED)
-    both = {0: 1, 1: 1}
-    results = []
-    for rows in [{0: 30, 1: 5}, {0: 36, 1: 1}, both, both, {1: 1}, {}, both, both, both]:
-        if maker.number == 2:
-            first, second = maker.slots[0].pages[:2]
-            maker.copies += [(first, NUM_PAGES), (second, first), (NUM_PAGES, first)]
-        server.runner.submit(maker.plan(rows))
-        if server.runner.num_pending == in_flight:
-            results.append(server.runner.finish())
-            maker.accept(results[-1])
-    while server.runner.num_pending:
-        results.append(server.runner.finish())
-        maker.accept(results[-1])
-    return [outcome(result) for result in results]
+    return flight.run(flight.serve(llama, EmulatedLoader()), in_flight=1)
 
 
 def tokens(results: list[StepResult]) -> list[list[int]]:
     return [ints(result.tokens).tolist() for result in results]
 
 
-def serve(folder: Path, loader: KernelLoader) -> Server:
-    return Server.of(folder, loader, graphs=True, num_host_pages=2)
+def restart(gpu: FakeGpu, seed: int, pace: float, outputs_too: bool) -> None:
+    outputs = gpu.queue.streams[-1]  # the timeline's, which is made last
+    gpu.queue.restart(seed, pace, None if outputs_too else outputs)
 
 
 def test_two_plans_in_flight_give_what_one_gives(
-    llama: Path, plain: list[StepResult], gpu: FakeGpu
+    flight: Flight, llama: Path, done_at_once: list[StepResult], gpu: FakeGpu
 ) -> None:
-    server = serve(llama, gpu.loader)
-    expected = run(server, in_flight=1)
-    assert tokens(expected) == tokens(plain)
-    for seed in SEEDS:
-        gpu.queue.restart(seed, PACES[seed % len(PACES)])
-        assert run(server) == expected, seed
-        assert not gpu.queue.stalls, seed
+    server = flight.serve(llama, gpu.loader)
+    expected = flight.run(server, in_flight=1)
+    assert tokens(expected) == tokens(done_at_once)
+    for seed, pace in enumerate(PACES):
+        restart(gpu, seed, *pace)
+        assert flight.run(server, in_flight=2) == expected, pace
+        assert not gpu.queue.stalls, pace
 
 
 def one_host_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,14 +215,15 @@ def test_a_planted_mistake_is_noticed(
     mistake: Callable[[pytest.MonkeyPatch], None],
     noticed: str,
 ) -> None:
-    expected = run(serve(llama, gpu.loader), in_flight=1)
+    expected = PLAIN.run(PLAIN.serve(llama, gpu.loader), in_flight=1)
     mistake(monkeypatch)
-    server = serve(llama, gpu.loader)
+    server = PLAIN.serve(llama, gpu.loader)
     seen = set()
-    for seed in SEEDS:
-        gpu.queue.restart(seed, PACES[seed % len(PACES)])
+    for seed, pace in enumerate(PACES):
+        restart(gpu, seed, *pace)
         try:
-            seen.add("as expected" if run(server) == expected else "another result")
+            same = PLAIN.run(server, in_flight=2) == expected
+            seen.add("as expected" if same else "another result")
         except RuntimeError as error:
             seen.add(str(error))
         seen |= gpu.queue.stalls.keys()

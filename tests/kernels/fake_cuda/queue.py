@@ -100,9 +100,12 @@ class Queue:
         self._waits_granted = 0
         self.restart(seed, pace)
 
-    def restart(self, seed: int, pace: float) -> None:
-        """Draw from ``seed`` from here on, and count stalls anew."""
-        self._random, self._pace = random.Random(seed), pace
+    def restart(self, seed: int, pace: float, last: Stream | None = None) -> None:
+        """Draw from ``seed`` from here on, and count stalls anew.
+
+        The stream ``last`` does nothing before it must, whatever the pace.
+        """
+        self._random, self._pace, self._last = random.Random(seed), pace, last
         self.stalls.clear()
 
     def new_stream(self) -> Stream:
@@ -206,8 +209,8 @@ class Queue:
             CudaError: a call was refused during it.
         """
         assert self._capture is not None
-        graph = self._capture.graph
-        self._capture.stream.graph = self._capture = None
+        graph, self._capture.stream.graph = self._capture.graph, None
+        self._capture = None
         if graph.spoiled_by:
             raise CudaError(f"cudaStreamEndCapture: the capture was spoiled by {graph.spoiled_by}")
         graph.finished = True
@@ -258,7 +261,7 @@ class Queue:
     def _hurry(self) -> None:
         if self._random.random() >= self._pace:
             return
-        stream = self._random.choice(self.streams)
+        stream = self._random.choice([each for each in self.streams if each is not self._last])
         for _ in range(self._random.randint(1, LARGEST_BURST)):
             if not self._advance(stream):
                 return
