@@ -33,15 +33,17 @@ SECONDS = "{seconds}"
 """Stands in a command for the whole seconds that the step has left when it starts."""
 
 KERNEL_TESTS = Path("tests/kernels")
-# These are about the compiler and the emulation, not about what a GPU does.
+# These are about the compiler, the emulation and the fake GPU, not about what a GPU does.
 HOST_TESTS = (
     "test_budget",
     "test_builds",
     "test_cubins",
     "test_emulation",
+    "test_fake_gpu",
     "test_memory",
     "test_mutations",
     "test_sanitizers",
+    "test_steps_on_fake_gpu",
 )
 # Each runs one kernel on small inputs. The first ones are the most telling.
 SANITIZED_TESTS = (
