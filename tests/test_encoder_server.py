@@ -245,7 +245,7 @@ def test_a_script_classifies_more_than_may_wait(tmp_path: Path) -> None:
 def worker_pids() -> list[int]:
     import psutil
 
-    children = psutil.Process().children(recursive=True)
+    children = psutil.Process().children()
     return [each.pid for each in children if "gpu" in each.cmdline()]
 
 

@@ -41,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def workers() -> list[psutil.Process]:
     found = []
-    for child in psutil.Process().children(recursive=True):
+    for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none
             if "gpu" in child.cmdline():
                 found.append(child)

@@ -33,6 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "ollama_show": {},
     "tokenize": {"prompt": "x"},
     "detokenize": {"tokens": [1]},
+    "apply_template": {"model": "x", "messages": [{"role": "user", "content": "x"}]},
     "embeddings": {"input": "x"},
     "encode": {"text": "x"},
     "score": {"text_1": "x", "text_2": "y"},

@@ -331,7 +331,7 @@ async def test_a_nursery_that_is_cancelled_ends_its_server_with_50_streams(
                 await client.send_all(request())
                 await read_until(client, b"200")
                 readers.start_soon(read, client)
-            children = psutil.Process().children(recursive=True)
+            children = psutil.Process().children()
             workers = [child for child in children if "gpu" in child.cmdline()]
             nursery.cancel_scope.cancel()
         assert len(workers) == 1
