@@ -24,6 +24,7 @@ import attrs
 import numpy.typing as npt
 import torch
 
+from gpu.cuda.marks import Marking, Marks
 from gpu.executor import DeviceTimes
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "Ending",
     "Finished",
     "HostTimeline",
-    "Marking",
     "Timeline",
 ]
 
@@ -45,79 +45,6 @@ class Finished:
 
     outputs: list[npt.NDArray[Any]]
     times: DeviceTimes
-
-
-@attrs.frozen(kw_only=True)
-class _Marks(Generic[M]):
-    """The marks in a device's work from which the times of a step follow."""
-
-    before: M
-    """The end of the step before."""
-    began: M
-    kernels: list[tuple[M, M]]
-    """The first and the last of kernels that follow each other without a break."""
-    launch_ns: int
-
-    @property
-    def ended(self) -> M:
-        """The end of the step."""
-        return self.kernels[-1][1] if self.kernels else self.began
-
-    def times(self, us_between: Callable[[M, M], float]) -> DeviceTimes:
-        """Return the times; ``us_between`` gives the microseconds from one mark to another."""
-        starts = [self.began, *(end for _, end in self.kernels)]
-        gaps = zip(starts, (start for start, _ in self.kernels), strict=False)
-        return DeviceTimes(
-            step_us=round(sum(us_between(*each) for each in self.kernels)),
-            gap_us=round(sum(us_between(*each) for each in gaps)),
-            idle_us=round(us_between(self.before, self.began)),
-            launch_us=self.launch_ns // 1000,
-        )
-
-
-@attrs.define
-class Marking(Generic[M]):
-    """The marks of the step that is being queued. ``mark`` sets one where the work has got to."""
-
-    _mark: Callable[[], M]
-    _ended: M = attrs.field(init=False)
-    _began: M = attrs.field(init=False)
-    _kernels: list[tuple[M, M]] = attrs.field(init=False, factory=list)
-    _first: M | None = attrs.field(init=False, default=None)
-    _first_ns: int = attrs.field(init=False, default=0)
-    _launch_ns: int = attrs.field(init=False, default=0)
-
-    def __attrs_post_init__(self) -> None:
-        self._began = self._ended = self._mark()
-
-    def begin_step(self) -> None:
-        """Begin a step, in which nothing has been queued."""
-        self._began = self._mark()
-        self._kernels, self._first, self._launch_ns = [], None, 0
-
-    def begin_kernels(self) -> None:
-        """Mark the place of the first kernel of several."""
-        self._first, self._first_ns = self._mark(), time.perf_counter_ns()
-
-    def end_kernels(self) -> None:
-        """Mark the end of the last of them, unless that is done."""
-        if self._first is None:
-            return
-        self._launch_ns += time.perf_counter_ns() - self._first_ns
-        self._kernels.append((self._first, self._mark()))
-        self._first = None
-
-    def end_step(self) -> _Marks[M]:
-        """Return the marks of the step, whose last kernel is queued."""
-        self.end_kernels()
-        marks = _Marks(
-            before=self._ended,
-            began=self._began,
-            kernels=self._kernels,
-            launch_ns=self._launch_ns,
-        )
-        self._ended = marks.ended
-        return marks
 
 
 class Ending(Protocol):
@@ -153,16 +80,11 @@ class Timeline(Protocol):
         """A step with nothing to do: it ends with the one before it."""
 
 
-class HostTimeline:
-    """:class:`Timeline` of the CPU, where work is done when it is called."""
+class _Marked(Generic[M]):
+    """The part of a :class:`Timeline` that marks where kernels begin and end."""
 
-    def __init__(self) -> None:
-        self._marking = Marking(time.perf_counter_ns)
-
-    @property
-    def completions(self) -> None:
-        """Nothing is ever pending."""
-        return None
+    def __init__(self, mark: Callable[[], M]) -> None:
+        self._marking = Marking(mark)
 
     def begin_step(self) -> None:
         """See :meth:`Timeline.begin_step`."""
@@ -179,6 +101,18 @@ class HostTimeline:
     def begin_sampling(self) -> None:
         """See :meth:`Timeline.begin_sampling`."""
         self._marking.begin_kernels()
+
+
+class HostTimeline(_Marked[int]):
+    """:class:`Timeline` of the CPU, where work is done when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__(time.perf_counter_ns)
+
+    @property
+    def completions(self) -> None:
+        """Nothing is ever pending."""
+        return None
 
     def end_step(self, outputs: Sequence[torch.Tensor]) -> Ending:
         """See :meth:`Timeline.end_step`."""
@@ -202,13 +136,13 @@ class _Ended:
         return self._finished
 
 
-class CudaTimeline:
+class CudaTimeline(_Marked[torch.cuda.Event]):
     """:class:`Timeline` of a GPU: the current stream, and one more for the outputs."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(_timed_event)
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._completions = Completions()
-        self._marking = Marking(_timed_event)
         self._copied: torch.cuda.Event | None = None
 
     @property
@@ -216,23 +150,11 @@ class CudaTimeline:
         """See :attr:`Timeline.completions`."""
         return self._completions.descriptor
 
-    def begin_step(self) -> None:
-        """See :meth:`Timeline.begin_step`."""
-        self._marking.begin_step()
-
-    def begin_forward(self) -> None:
-        """See :meth:`Timeline.begin_forward`."""
-        self._marking.begin_kernels()
-
-    def end_forward(self) -> None:
-        """See :meth:`Timeline.end_forward`."""
-        self._marking.end_kernels()
-
     def begin_sampling(self) -> None:
         """See :meth:`Timeline.begin_sampling`."""
         if self._copied is not None:
             self._copied.wait()
-        self._marking.begin_kernels()
+        super().begin_sampling()
 
     def end_step(self, outputs: Sequence[torch.Tensor]) -> Ending:
         """See :meth:`Timeline.end_step`."""
@@ -267,7 +189,7 @@ def _timed_event() -> torch.cuda.Event:
 class _CudaEnding:
     completions: Completions
     hosts: list[torch.Tensor]
-    marks: _Marks[torch.cuda.Event]
+    marks: Marks[torch.cuda.Event]
     copied: torch.cuda.Event
 
     def wait(self) -> Finished:

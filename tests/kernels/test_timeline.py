@@ -10,7 +10,8 @@ import attrs
 import pytest
 import torch
 
-from gpu.cuda.timeline import Completions, CudaTimeline, HostTimeline, Marking, Timeline
+from gpu.cuda.marks import Marking
+from gpu.cuda.timeline import Completions, CudaTimeline, HostTimeline, Timeline
 from gpu.executor import DeviceTimes
 from gpu.kernels import KernelLoader
 
