@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ class FakeWorld:
     processes: list[FakeProcess] = attrs.field(factory=list)
     commands: list[list[str]] = attrs.field(factory=list)
     most: int = 0
+    look: Callable[[], None] = lambda: None
+    """Called at every second."""
 
     def now(self) -> float:
         return self.time
@@ -78,6 +80,7 @@ class FakeWorld:
         self.time += max(seconds, 1.0)
         for process in self.living():
             process.written = self.time
+        self.look()
         if self.time >= self.cut:
             raise Cut
 
@@ -289,26 +292,39 @@ class TestEverySecond:
         assert all(one.ended for one in world.processes)
         assert world.most <= 9
 
-    def test_a_cut_at_any_second_loses_little(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("part", PARTS)
+    def test_what_is_not_saved_at_any_second_is_little(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
     ) -> None:
-        worlds: list[FakeWorld] = []
-        packed: list[float] = []
-        monkeypatch.setattr(call, "pack", lambda folder, archive: packed.append(worlds[-1].time))
-        for second in range(1, int(LIMIT), 2):
-            worlds.append(world := FakeWorld(seconds=97.0, cut=second))
-            packed.append(0.0)
-            with contextlib.suppress(Cut):
-                run_part(self.call(tmp_path, 2), 0.0, world)
-            assert all(one.ended for one in world.processes)
+        packed, looked = [0.0], []
+
+        def look() -> None:
+            looked.append(world.time)
             written = max(one.written for one in world.processes)
             assert written - packed[-1] <= running.SAVE_EVERY + 1
+
+        world = FakeWorld(seconds=97.0, look=look)
+        monkeypatch.setattr(call, "pack", lambda folder, archive: packed.append(world.time))
+        run_part(self.call(tmp_path, part), 0.0, world)
+        assert {int(second) for second in looked} >= set(range(1, int(world.time)))
+
+    @pytest.mark.parametrize("part", PARTS)
+    def test_a_cut_at_any_time_leaves_no_process(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+    ) -> None:
+        monkeypatch.setattr(call, "pack", lambda folder, archive: None)
+        for second in range(1, int(LIMIT), 37):
+            world = FakeWorld(seconds=97.0, cut=second)
+            with contextlib.suppress(Cut):
+                run_part(self.call(tmp_path, part), 0.0, world)
+            assert world.processes
+            assert all(one.ended for one in world.processes)
 
     def test_any_bound_is_kept_and_the_first_steps_have_their_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(call, "pack", lambda folder, archive: None)
-        for seconds in range(int(RESERVE) + 1, int(LIMIT), 3):
+        for seconds in range(int(RESERVE) + 1, int(LIMIT), 11):
             world = FakeWorld(seconds=50.0)
             run_part(self.call(tmp_path, 1, seconds), 0.0, world)
             assert world.time <= seconds
