@@ -26,8 +26,8 @@ def table_lines(record: dict[str, Any]) -> Iterator[str]:
     yield record["table"]
     yield ""
     yield (
-        f"By `python -m bench.first_time{terminal}`, in a fresh clone and without an environment, on "
-        f"{machine['cores']} cores of an {machine['processor']} with Python "
+        f"By `python -m bench.first_time{terminal}`, in a fresh clone and without an environment, "
+        f"on {machine['cores']} cores of an {machine['processor']} with Python "
         f"{versions['python']}, at commit {versions['commit']}; packages {kept}. What you read and "
         f"think comes on top."
     )
