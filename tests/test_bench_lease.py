@@ -348,8 +348,12 @@ class TestArchive:
 
 
 class TestOnTheEmulation:
-    def test_a_part_from_the_command_line(self, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "bench.lease", "run", "--part", "1"]
+    @pytest.mark.parametrize(("part", "steps", "said"), [(1, 3, 1), (2, 5, 5), (3, 2, 2)])
+    def test_each_part_from_the_command_line(
+        self, tmp_path: Path, part: int, steps: int, said: int
+    ) -> None:
+        """Each says with ``said`` tables what its ``steps`` have found."""
+        command = [sys.executable, "-m", "bench.lease", "run", "--part", str(part)]
         command += ["--on", "emulation", "--out", str(tmp_path / "out")]
         command += ["--folder", str(tmp_path / "none")]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -357,11 +361,12 @@ class TestOnTheEmulation:
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout
-        found = dict(members(tmp_path / "out" / "part-1.tar.gz"))
-        [table] = [name for name in found if name.endswith(".json")]
-        assert "| 3x37" in json.loads(found[table])["table"]
+        found = dict(members(tmp_path / "out" / f"part-{part}.tar.gz"))
+        tables = [json.loads(found[name])["table"] for name in found if name.endswith(".json")]
+        assert len(tables) == said
+        assert all(table.startswith("| ") for table in tables)
         verdicts = [line.split(" | ")[2] for line in found["summary.md"].decode().splitlines()[4:]]
-        assert verdicts == ["ok", "ok", "ok"]
+        assert verdicts == ["ok"] * steps
 
     def test_results_grow_case_by_case(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
