@@ -24,7 +24,7 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = (1, 2, 3)
 LIMIT = 560.0
-"""Seconds of one call. The lent machine ends a command after 600."""
+"""Seconds of one call. A rented machine may end a command after 600."""
 RESERVE = 15.0
 """Seconds of a call that no stage gets: for ending processes and for the last archive."""
 MAX_FILES = 8
