@@ -19,7 +19,7 @@ __all__ = ["GrammarCache"]
 
 MAX_ENTRIES = 1024
 MAX_BYTES = 256 << 20
-"""Of compiled grammars. A usual one takes 40 kB to 1 MB, a schema of 5,000 properties 35 MB."""
+"""Bytes of compiled grammars. A usual one takes 40 kB to 1 MB, 5,000 properties take 35 MB."""
 
 
 @attrs.define(eq=False)
@@ -27,7 +27,7 @@ class _Entry:
     """A grammar that is compiled, or is being compiled by a thread."""
 
     num_bytes: int
-    """What it takes, or is expected to."""
+    """Bytes that the grammar takes, or is expected to take."""
     outcome: Future[llguidance.LLMatcher] = attrs.field(factory=Future)
 
 
@@ -67,7 +67,7 @@ class GrammarCache:
 
     @property
     def num_bytes(self) -> int:
-        """What the compiled grammars take together."""
+        """Return the bytes that the compiled grammars take together."""
         return self._num_bytes
 
     def __len__(self) -> int:

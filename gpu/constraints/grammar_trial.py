@@ -34,7 +34,7 @@ MAX_MEMORY = 1 << 30
 
 _LEAST_BYTES = 1 << 15
 _BYTES_PER_CHARACTER = 300
-"""Of a schema with many properties."""
+"""The bytes of a compiled schema with many properties, for each character of its text."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,7 +158,7 @@ def main() -> None:
 
 
 class _Mallinfo(ctypes.Structure):
-    """What glibc's ``mallinfo2`` tells."""
+    """The fields of glibc's ``mallinfo2``."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

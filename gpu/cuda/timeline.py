@@ -1,4 +1,4 @@
-"""Where a step's work is queued: its times on the device, and the way of its outputs home.
+"""Times of a step on its device, and the way of its outputs to the host.
 
 A step is copies, the kernels of the forward pass, and the kernels of the sampler. Only the time in
 which kernels run counts as the step's: a device that copies, or that waits for the host to make a

@@ -214,7 +214,7 @@ class Budget:
                 yield Violation(where, "", "sizes that common models use can't be excused")
 
     def outdated(self, digests: Mapping[str, str]) -> Iterator[Violation]:
-        """What has changed since it was measured, of kernels that have these ``digests`` now."""
+        """Yield the kernels, by their present ``digests``, that have changed since measured."""
         for name, now in digests.items():
             if self.digests.get(name) != now:
                 yield Violation(name, "", "has changed since it was measured; see --write-budget")
