@@ -14,8 +14,8 @@ from gpu.rope import cos_sin_table
 from gpu.slots import SlotTable
 from gpu.weights import read_weights
 from trioserve.model_files import open_model
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, from_ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 
 __all__ = ["PAGE_SIZE", "CompiledSteps", "load_compiled", "num_pages_of", "usual"]
 

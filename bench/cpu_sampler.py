@@ -25,7 +25,7 @@ from gpu.cpu.sampling import CompiledSampler
 from gpu.cpu.torch_model import TorchSampler
 from gpu.draws import SamplerRow
 from gpu.sampler import Sampler
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["CASES", "Measurement", "main", "measure"]
 

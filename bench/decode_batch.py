@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import attrs
 
 from gpu.runner import Runner
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, StepResult, from_ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, StepResult, from_ints
 
 __all__ = ["DecodeBatch", "StepTimes"]
 

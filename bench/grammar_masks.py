@@ -22,9 +22,9 @@ from gpu.constraints.adjuster import Constraints
 from gpu.constraints.grammar_cache import GrammarCache
 from gpu.constraints.grammars import GrammarVocabulary
 from gpu.slots import Slot
-from trioserve.grammar import Grammar
 from trioserve.model_files import locate, open_model
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["GRAMMARS", "main", "measure"]
 

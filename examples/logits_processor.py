@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 import trioserve
-from trioserve.logits_processors import ProcessorContext, ProcessorRow
+from trioserve.protocol.logits_processors import ProcessorContext, ProcessorRow
 
 if TYPE_CHECKING:
     import torch

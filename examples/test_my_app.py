@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 import trioserve
-from trioserve import wire
+from trioserve.protocol import wire
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.testing.virtual import run_virtual

@@ -20,8 +20,8 @@ from fuzz.values import JSON, NUMBERS
 from gpu.encoder.loading import load_encoder
 from gpu.weights.encoder import encoder_tensors
 from tests.tiny_encoders import encoder_tokenizer
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import EncoderFiles, open_encoder, task_of
+from trioserve.protocol.errors import ModelLoadError
 from trioserve.text.encoder_tokenizer import EncoderTokenizer
 
 __all__ = ["TARGETS", "check_encoder", "write_encoder"]

@@ -13,7 +13,7 @@ from fuzz.values import JSON, TEXTS
 from gpu.constraints.grammar_trial import MAX_SECONDS, GrammarTrial
 from gpu.constraints.grammars import GrammarError, GrammarVocabulary
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer
-from trioserve.grammar import Grammar
+from trioserve.protocol.grammar import Grammar
 
 __all__ = ["TARGETS"]
 

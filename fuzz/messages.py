@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from fuzz.target import Target
 from tests.scheduling import Bench, worker
 from tests.test_wire import MESSAGES
-from trioserve import wire
-from trioserve.errors import WorkerLost
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
 
 __all__ = ["TARGETS"]
 

@@ -21,10 +21,10 @@ from fuzz.target import Target
 from fuzz.values import JSON, NUMBERS, TEXTS
 from gpu.loading import load
 from trioserve.config import EngineConfig
-from trioserve.errors import ModelLoadError
 from trioserve.loaded_model import LoadedModel
 from trioserve.model_files import open_model
 from trioserve.nursery import start_message
+from trioserve.protocol.errors import ModelLoadError
 from trioserve.request import ChatPrompt
 
 __all__ = ["TARGETS", "check_loading"]

@@ -11,7 +11,7 @@ from fuzz.limits import address_space_bounded
 from fuzz.target import Target
 from fuzz.values import JSON, TEXTS
 from tests.tiny_models import CHAT_TEMPLATE
-from trioserve.errors import InvalidRequest, ModelLoadError
+from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.request import ChatPrompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.template_bounds import BeyondBounds

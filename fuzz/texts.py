@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from fuzz.target import Target
 from tests.tiny_models import tiny_tokenizer
-from trioserve.errors import InvalidRequest
 from trioserve.load import Record
 from trioserve.load.exchange import Exchange
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.reasoning import ReasoningSplitter
 from trioserve.text.stop_regex import RegexStopMatcher, SearchBudget, check_stop_regex
 from trioserve.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.heap import importing
+from trioserve.protocol.gc_tuning import importing
 
 __all__ = ["examine", "main"]
 

@@ -1,7 +1,7 @@
 """What is done to a row's logits before a token is drawn, besides what the sampler knows itself.
 
 The seam between the executors, which have the logits, and :mod:`gpu.constraints`, which knows the
-masks and the user's logits processors. Step 5 of :mod:`trioserve.sampling`.
+masks and the user's logits processors. Step 5 of :mod:`trioserve.protocol.sampling`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import importlib
 import importlib.util
 import logging
 
-from trioserve.errors import ModelLoadError
-from trioserve.machine import Machine, extra_advice
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.machine import Machine, extra_advice
 
 __all__ = ["choose_device", "choose_dtype", "gpu_obstacle"]
 

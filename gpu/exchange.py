@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 import attrs
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import EncoderFiles, ModelFiles
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["ModelWeights", "ReadWeights"]
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gpu.draws import TopLogprobs
 from gpu.slots import Row, Slot
-from trioserve.wire import PooledPrompt, PromptPiece
+from trioserve.protocol.wire import PooledPrompt, PromptPiece
 
 __all__ = ["NO_COPIES", "Copies", "DeviceTimes", "Drawn", "Executor", "Finished", "Submission"]
 

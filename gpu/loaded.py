@@ -14,9 +14,9 @@ from gpu.executor import Executor
 from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
 from gpu.slots import SlotTable
-from trioserve.machine import Machine
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, Ready, from_ints
+from trioserve.protocol.machine import Machine
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, Ready, from_ints
 
 __all__ = [
     "Loaded",
@@ -56,7 +56,7 @@ class Loaded:
     """What computes, and with which weights: a few words for the log."""
     read_weights: ReadWeights
     warning: str = ""
-    """As :class:`~trioserve.wire.Ready` has it."""
+    """As :class:`~trioserve.protocol.wire.Ready` has it."""
     adapters: AdapterStore[Any] | None = None
     """Those that sequences may have; None where no adapters can be served."""
     num_host_pages: int = 0

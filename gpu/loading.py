@@ -17,9 +17,6 @@ from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable
 from gpu.weights.replacement import weights_for
-from trioserve.errors import ModelLoadError
-from trioserve.logits_processors import ProcessorContext
-from trioserve.machine import Machine
 from trioserve.model_files import (
     ModelConfig,
     ModelFiles,
@@ -27,7 +24,10 @@ from trioserve.model_files import (
     open_model,
     task_of,
 )
-from trioserve.wire import MockSteps, Ready, Start
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.logits_processors import ProcessorContext
+from trioserve.protocol.machine import Machine
+from trioserve.protocol.wire import MockSteps, Ready, Start
 
 __all__ = ["choose_max_model_len", "load"]
 

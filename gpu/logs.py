@@ -9,7 +9,7 @@ import os
 import sys
 from types import TracebackType
 
-from trioserve.log_output import WORKER_LOG, StderrHandler, escaped
+from trioserve.protocol.log_output import WORKER_LOG, StderrHandler, escaped
 
 __all__ = ["ConsoleFormatter", "set_up_logging"]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig
-from trioserve.wire import Start
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.wire import Start
 
 __all__ = [
     "GRAPHS_DONT_FIT",

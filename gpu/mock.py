@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn, Finished, Submission
 from gpu.slots import PlanError, Row, Slot
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelFiles
 from trioserve.model_files.native import refused_by_tokenizers
-from trioserve.sampling import SamplerParams
-from trioserve.wire import MockSteps
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import MockSteps
 
 __all__ = ["MockExecutor", "mock_num_pages", "mock_text"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.slots import PlanError, Row, Slot
-from trioserve.wire import PooledPrompt, from_floats
+from trioserve.protocol.wire import PooledPrompt, from_floats
 
 __all__ = ["PooledSlots", "PooledSpan", "pooled_prompt"]
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.slots import Slot
-from trioserve.wire import PromptPiece, from_floats, from_ints
+from trioserve.protocol.wire import PromptPiece, from_floats, from_ints
 
 __all__ = [
     "SLICE_BYTES",

@@ -12,8 +12,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import ModelConfig, RopeScaling
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["cos_sin_table", "inverse_frequencies"]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from gpu.executor import Drawn, Executor, Submission
 from gpu.slots import PlanError, Row, SlotTable
-from trioserve.wire import Plan, StepResult, from_floats, from_ints, ints
+from trioserve.protocol.wire import Plan, StepResult, from_floats, from_ints, ints
 
 __all__ = ["Runner"]
 

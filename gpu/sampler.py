@@ -1,4 +1,4 @@
-"""Logits to tokens, in the order of operations that :mod:`trioserve.sampling` writes down.
+"""Logits to tokens, in the order of operations that :mod:`trioserve.protocol.sampling` writes down.
 
 Everything works on whole batches. A batch of plain greedy rows costs one argmax; rows with a
 temperature alone cost a few elementwise passes and no sort; for what cuts a distribution see
@@ -20,8 +20,8 @@ from gpu.adjustments import Adjustment
 from gpu.draws import SamplerRow, TopLogprobs
 from gpu.philox import Purpose, uniforms
 from gpu.truncation import BLOCK, block_sums, drop_below, truncate
-from trioserve.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
-from trioserve.wire import ints
+from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
+from trioserve.protocol.wire import ints
 
 __all__ = ["LOWEST_TEMPERATURE", "Sampled", "Sampler"]
 

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, ints
 
 __all__ = ["UNKNOWN_TOKEN", "PlanError", "Row", "Slot", "SlotTable", "described"]
 

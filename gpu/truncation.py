@@ -1,4 +1,4 @@
-"""What top_k, top_p and min_p leave of a row: steps 8 to 10 of :mod:`trioserve.sampling`.
+"""What top_k, top_p and min_p leave of a row: steps 8 to 10 of :mod:`trioserve.protocol.sampling`.
 
 ``top_k`` and ``top_p`` both come down to one threshold per row, found among the largest few values
 where those suffice and in a full sort only where they don't.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["BLOCK", "block_sums", "drop_below", "truncate"]
 

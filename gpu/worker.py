@@ -39,10 +39,10 @@ from gpu.logs import set_up_logging
 from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
 from gpu.slots import PlanError, described
-from trioserve import wire
-from trioserve.errors import ModelLoadError
-from trioserve.grammar import Grammar
-from trioserve.heap import settle
+from trioserve.protocol import wire
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.gc_tuning import settle
+from trioserve.protocol.grammar import Grammar
 
 __all__ = ["Worker", "run"]
 
@@ -62,7 +62,7 @@ class Quit(Exception):
 
 
 class Worker:
-    """The conversation of :mod:`trioserve.wire`, from Hello to Quit, over a connected socket."""
+    """Speak :mod:`trioserve.protocol.wire`, from Hello to Quit, over a connected socket."""
 
     def __init__(self, socket: pynng.Pair0) -> None:
         self._socket = socket

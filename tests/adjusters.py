@@ -12,7 +12,7 @@ import torch
 from gpu.adjustments import Adjustment, Logits
 from gpu.slots import Slot
 from gpu.upload import upload
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["CLASSES", "ToyAdjuster", "chained", "follows"]
 

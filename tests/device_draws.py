@@ -16,8 +16,8 @@ from gpu.kernels import KernelLoader
 from gpu.philox import Purpose, uniforms
 from gpu.sampler import Sampled, Sampler
 from tests.kernels.memory import place
-from trioserve.sampling import SamplerParams
-from trioserve.wire import ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import ints
 
 Floats = npt.NDArray[np.float64]
 NEAR_TIE = 1e-5

@@ -17,10 +17,10 @@ from trioserve.cli.conversation import Conversation
 from trioserve.cli.history import History, history_path
 from trioserve.cli.partners import EnginePartner
 from trioserve.cli.terminal import Terminal
-from trioserve.errors import ContextTooLong
 from trioserve.generation import Usage
+from trioserve.protocol.errors import ContextTooLong
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import ChatPrompt
-from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve import Engine, EngineConfig, ServerConfig, wire
+from trioserve import Engine, EngineConfig, ServerConfig
 from trioserve.engine_tasks import EngineTasks
-from trioserve.errors import FrontEndLost
 from trioserve.front_end.encoding import remote_encoding
 from trioserve.front_end.home import Home
 from trioserve.front_end.host import Host, open_host
@@ -25,6 +24,8 @@ from trioserve.model_files import EncoderConfig
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.nursery import Place, run_tasks
 from trioserve.pair_socket import PairSocket
+from trioserve.protocol import wire
+from trioserve.protocol.errors import FrontEndLost
 from trioserve.scheduler import Scheduler
 from trioserve.simulation import (
     FAKE_CHAT_TEMPLATE,

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
 from tests.tiny_models import tiny_tokenizer
-from trioserve.grammar import Grammar
+from trioserve.protocol.grammar import Grammar
 
 __all__ = ["EOS", "VOCABULARY", "allowed", "allowed_of", "ids_of", "make_matcher", "text_of"]
 

@@ -19,7 +19,6 @@ from quart_trio.testing import TrioClient
 from trioserve.adapters import Adapter
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine import Engine
-from trioserve.errors import Draining, RequestAborted, ShuttingDown
 from trioserve.generation import GenerationStream
 from trioserve.http import create_app
 from trioserve.http.app import App
@@ -27,8 +26,9 @@ from trioserve.http.server import serve_app
 from trioserve.logprobs import PromptLogprobs
 from trioserve.metrics import Metrics
 from trioserve.model_files.generation_config import GenerationConfig
+from trioserve.protocol.errors import Draining, RequestAborted, ShuttingDown
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, Times, TokensPrompt
-from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob
 from trioserve.text.chat_template import ChatTemplate
 

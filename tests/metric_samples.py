@@ -5,11 +5,11 @@ from __future__ import annotations
 import attrs
 from prometheus_client.parser import text_string_to_metric_families
 
-from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.metrics import Metrics
+from trioserve.protocol import wire
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler import SchedulerStatistics
 from trioserve.statistics import EngineStatistics
 from trioserve.stream import Stream, StreamBudget

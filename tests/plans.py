@@ -24,8 +24,8 @@ from gpu.sampler import Sampled, Sampler
 from gpu.slots import SlotTable
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import open_model
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, StepResult, from_ints, ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, StepResult, from_ints, ints
 
 __all__ = [
     "GREEDY",

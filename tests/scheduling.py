@@ -8,8 +8,9 @@ from typing import Any
 
 import attrs
 
-from trioserve import wire
 from trioserve.logprobs import PromptLogprobs
+from trioserve.protocol import wire
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import (
     Finish,
     FinishReason,
@@ -19,7 +20,6 @@ from trioserve.request import (
     Times,
     TokensPrompt,
 )
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler import Limits, SchedulerCore
 from trioserve.stream import Stream, StreamBudget, TokenLogprob
 from trioserve.testing import FakeWorker

@@ -17,8 +17,8 @@ from tests.adjusters import ToyAdjuster, chained, follows
 from tests.plans import GREEDY, PlanMaker, RecordingSampler, load_tiny, make_runner
 from tests.rounding import apart, terms_of
 from tests.tiny_models import make_tiny
-from trioserve.sampling import NAN_LOGITS, SamplerParams
-from trioserve.wire import StepResult, floats, ints
+from trioserve.protocol.sampling import NAN_LOGITS, SamplerParams
+from trioserve.protocol.wire import StepResult, floats, ints
 
 PROMPT = [5, 17, 200, 31, 8, 90, 44, 123, 9, 250]
 OTHER = [61, 7, 7, 180]

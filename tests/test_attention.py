@@ -17,8 +17,8 @@ from gpu.attention import CacheShape, StepLayout
 from gpu.attention.torch_cpu import TorchCpuAttention, split_buckets
 from gpu.rope import cos_sin_table, inverse_frequencies
 from tests.rounding import apart
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import ModelConfig, RopeScaling
+from trioserve.protocol.errors import ModelLoadError
 
 CPU = torch.device("cpu")
 

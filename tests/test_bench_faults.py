@@ -27,8 +27,8 @@ from bench.faults.soak import Sample, Scenario, Soak, figures_of_soak
 from bench.faults.trend import trend_of
 from gpu.draws import SamplerRow
 from gpu.sampler import Sampler
-from trioserve import wire
-from trioserve.sampling import SamplerParams
+from trioserve.protocol import wire
+from trioserve.protocol.sampling import SamplerParams
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

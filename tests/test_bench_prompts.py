@@ -9,7 +9,7 @@ from trio.testing import MockClock
 from bench import long_prompts, shared_prefix_engine
 from bench.long_prompts import Setting, gaps_within
 from bench.shared_prefix_engine import Load
-from trioserve import wire
+from trioserve.protocol import wire
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduling import Bench, make_limits, make_request, reference
-from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
-from trioserve.errors import EngineError, WorkerLost
-from trioserve.grammar import Grammar
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError, WorkerLost
+from trioserve.protocol.grammar import Grammar
 from trioserve.request import Request, Sequence, SequenceOutput
 from trioserve.scheduler.blame import KILLS_FORGIVEN, MAX_ALONE, Blame
 from trioserve.scheduler.recovery import CALM_LIFE

@@ -12,8 +12,8 @@ import tokenizers
 import transformers
 
 from tests import text_tokenizers
-from trioserve.errors import InvalidRequest, ModelLoadError
 from trioserve.model_files import locate, open_model
+from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.request import ChatPrompt
 from trioserve.text.chat_template import ChatTemplate
 

@@ -13,7 +13,7 @@ from http_stub import server_config
 
 from trioserve import Engine
 from trioserve.http import create_app, serve_app
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -22,9 +22,9 @@ from trioserve.cli import serve as serve_module
 from trioserve.cli.flags import engine_config, sampling_fields, server_config
 from trioserve.cli.parser import SAMPLING_OPTIONS, build_parsers, parse
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.errors import EngineError
 from trioserve.options import options_of
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.errors import EngineError
+from trioserve.protocol.sampling import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 SERVER_OPTIONS = [option for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]

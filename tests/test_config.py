@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
-from trioserve.errors import InvalidRequest
 from trioserve.options import (
     Option,
     options_from_environment,
     options_of,
     unknown_variables,
 )
+from trioserve.protocol.errors import InvalidRequest
 
 CLASSES = (EngineConfig, ServerConfig)
 OPTIONS = [(cls, option) for cls in CLASSES for option in options_of(cls)]

@@ -21,9 +21,9 @@ from gpu.constraints.processors import NamedProcessor, Processors
 from gpu.slots import UNKNOWN_TOKEN, PlanError, Slot
 from tests.grammar_vocabularies import EOS, VOCABULARY, allowed_of, ids_of, text_of
 from tests.json_schemas import schemas
-from trioserve.grammar import Grammar
-from trioserve.logits_processors import ProcessorRow
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.logits_processors import ProcessorRow
+from trioserve.protocol.sampling import SamplerParams
 
 VOCAB_SIZE = VOCABULARY.vocab_size
 ALL = set(range(VOCAB_SIZE))

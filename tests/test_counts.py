@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduling import ABORT, Bench, make_limits, make_request, worker
-from trioserve import wire
 from trioserve.metrics import Metrics
 from trioserve.metrics.histogram import INTER_TOKEN_SECONDS, Histogram
+from trioserve.protocol import wire
+from trioserve.protocol.token_ids import as_column
 from trioserve.scheduler import SchedulerCore
 from trioserve.scheduler.counts import Counts
 from trioserve.scheduler.intake import Intake
-from trioserve.token_ids import as_column
 
 ROWS, TOKENS = 20, 12
 

@@ -13,11 +13,12 @@ import trio
 import trio.testing
 from asgi_client import Answer, ask
 
-from trioserve import DeadlineExceeded, Engine, EngineConfig, wire
+from trioserve import DeadlineExceeded, Engine, EngineConfig
 from trioserve.config import ServerConfig
-from trioserve.grammar import Grammar
 from trioserve.http import create_app
 from trioserve.http.app import App
+from trioserve.protocol import wire
+from trioserve.protocol.grammar import Grammar
 from trioserve.request import State
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies

@@ -18,10 +18,10 @@ from http_stub import server_config
 from tests.engines import assert_idle, open_tiny_engine
 from tests.tiny_encoders import write_sentence_modules
 from tests.tiny_models import make_tiny
-from trioserve.errors import InvalidRequest, ModelLoadError
 from trioserve.http import create_app
 from trioserve.model_files import open_model
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
+from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 
 TOLERANCE = 1e-4
 TEXTS = ["hello there world", "the cat and the dog on the house " * 6, "x", "you"]

@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import text_tokenizers
-from trioserve.errors import (
+from trioserve.protocol.errors import (
     DeadlineExceeded,
     EngineError,
     InvalidRequest,
     RequestAborted,
     SlowReader,
 )
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import (
     Finish,
     FinishReason,
@@ -29,7 +30,6 @@ from trioserve.request import (
     TextPrompt,
     Times,
 )
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import torch
 from gpu.cuda.sampler import DeviceSampler, scratch_bytes, top_lists
 from gpu.emulation import EmulatedLoader
 from tests.device_draws import reference_draw, row
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 
 
 def sampler(**changes: object) -> DeviceSampler:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu.devices import choose_device, choose_dtype, gpu_obstacle
-from trioserve.errors import ModelLoadError
+from trioserve.protocol.errors import ModelLoadError
 
 CPU, GPU = "cpu", "cuda:0"
 WORKING: dict[str, Any] = {"cuda_version": "13.0", "capability": (9, 0), "cupy_error": None}

@@ -27,7 +27,7 @@ from trioserve.cli.doctor import (
     requirements,
     worker_facts,
 )
-from trioserve.machine import KERNEL_FEATURES, PIP_INSTALL, Machine, compiler_version
+from trioserve.protocol.machine import KERNEL_FEATURES, PIP_INSTALL, Machine, compiler_version
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\n"
 MEMINFO = "MemTotal:  8388608 kB\nMemFree: 5 kB\nMemAvailable:  4194304 kB\n"

@@ -6,7 +6,7 @@ import trio
 import trio.testing
 
 from tests.scheduling import ABORT, Bench
-from trioserve import wire
+from trioserve.protocol import wire
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -23,8 +23,8 @@ from gpu.encoder.pooling import pool
 from gpu.encoder.relative import RelativeBias, buckets_of
 from tests.rounding import apart, sum_error, terms_of_folder
 from tests.tiny_encoders import FAMILIES, make_encoder, write_sentence_modules
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import open_encoder
+from trioserve.protocol.errors import ModelLoadError
 from trioserve.text.encoder_tokenizer import EncoderTokenizer
 
 LENGTHS = (7, 1, 12, 38, 7, 2, 30, 12, 7)

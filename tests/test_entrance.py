@@ -23,8 +23,8 @@ from trioserve.entrance import (
     Entrance,
     seconds_until_room,
 )
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import Request, Sequence, Times
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.simulation import open_fake_engine
 from trioserve.stream import Stream, StreamBudget
 from trioserve.testing import FakeWorker

@@ -25,8 +25,8 @@ from tests.test_model_files import rewrite
 from tests.test_models import assert_near, random_tokens, reference_logits
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import EXPERT_FAMILIES, make_tiny
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ExpertsConfig, open_model
+from trioserve.protocol.errors import ModelLoadError
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from bench.faults.messages import Harm, harm_workers
 from bench.faults.stage import engine_over, serve_here, sole_worker, tiny_model
 from bench.faults.steady import Steady
 from trioserve import Engine
-from trioserve.errors import NoRoomForWorker, WorkerLost
+from trioserve.protocol.errors import NoRoomForWorker, WorkerLost
 from trioserve.worker.supervisor import Supervisor
 
 

@@ -12,12 +12,12 @@ import trio.testing
 
 from tests.front_ends import Server, open_server
 from trioserve import EngineError, live
-from trioserve.errors import WatcherLimit
 from trioserve.front_end.asks import Asks
 from trioserve.front_end.hosted_watches import HostedWatches
 from trioserve.front_end.messages import Ask, Withdraw
 from trioserve.http.whole import Pictures
 from trioserve.live.schema import Picture, TaskNode
+from trioserve.protocol.errors import WatcherLimit
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -12,17 +12,8 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioserve import EngineConfig, Grammar, SamplingParams, ServerConfig, errors, wire
+from trioserve import EngineConfig, Grammar, SamplingParams, ServerConfig
 from trioserve.adapters import Adapter
-from trioserve.errors import (
-    ContextTooLong,
-    EngineError,
-    InvalidRequest,
-    ModelLoadError,
-    QueueFull,
-    TrioserveError,
-    WorkerLost,
-)
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import Fault, error_of, fault_of
 from trioserve.front_end.merging import merged
@@ -49,9 +40,19 @@ from trioserve.front_end.messages import (
 from trioserve.logprobs import PromptLogprobs
 from trioserve.metrics import Metrics
 from trioserve.metrics.snapshot import Snapshot, add_up, filled, snapshot_of
+from trioserve.protocol import errors, wire
+from trioserve.protocol.errors import (
+    ContextTooLong,
+    EngineError,
+    InvalidRequest,
+    ModelLoadError,
+    QueueFull,
+    TrioserveError,
+    WorkerLost,
+)
+from trioserve.protocol.sampling import SamplerParams
 from trioserve.request import Finish, FinishReason, Request
 from trioserve.retention import Retention, RetentionRange
-from trioserve.sampling import SamplerParams
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_model import prompt_piece
 

@@ -10,7 +10,13 @@ import pytest
 import trio
 
 from tests.front_ends import Server, open_server
-from trioserve.errors import DeadlineExceeded, EngineError, Paused, QueueFull, RequestAborted
+from trioserve.protocol.errors import (
+    DeadlineExceeded,
+    EngineError,
+    Paused,
+    QueueFull,
+    RequestAborted,
+)
 from trioserve.simulation import byte_tokenizer
 from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config, fake_vector

@@ -9,8 +9,8 @@ import trio
 import trio.testing
 
 from trioserve import EngineConfig
-from trioserve.errors import FrontEndLost
 from trioserve.front_end.pulse import MIN_PATIENCE, Pulse, interval_of, patience_of
+from trioserve.protocol.errors import FrontEndLost
 from trioserve.scheduler import SECOND_LOOK
 from trioserve.tracing import FLUSH_SECONDS
 

@@ -15,9 +15,9 @@ import trio
 from tests.front_ends import Server, open_server
 from trioserve import Completion, InvalidRequest
 from trioserve.continuation import Continuation
-from trioserve.errors import DeadlineExceeded, RequestAborted, SessionLimit
 from trioserve.generation import GenerationStream, completion_of
 from trioserve.http.whole import OneProcess, Whole
+from trioserve.protocol.errors import DeadlineExceeded, RequestAborted, SessionLimit
 from trioserve.request import ChatPrompt, TokensPrompt
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

@@ -13,8 +13,8 @@ import pytest
 from fuzz.adapters import CONFIG, check_adapter, write_adapter_folder
 from fuzz.model_seeds import write_folder
 from gpu.lora.reading import read_adapter
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, open_model
+from trioserve.protocol.errors import ModelLoadError
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -16,8 +16,8 @@ import torch
 from fuzz.model_files import check_loading
 from fuzz.model_seeds import CONFIG, gguf_bytes, gguf_metadata, write_folder
 from gpu.weights.tensors import load_weights
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import open_model
+from trioserve.protocol.errors import ModelLoadError
 
 FLOATS = np.zeros(300, np.float32)
 

@@ -21,11 +21,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny, tiny_tokenizer
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, RopeScaling, locate, open_model
 from trioserve.model_files.gguf import read_config
 from trioserve.model_files.gguf_header import TENSOR_TYPES, GGUFHeader, GGUFTensor, read_header
 from trioserve.model_files.gguf_tokenizer import build_tokenizer
+from trioserve.protocol.errors import ModelLoadError
 
 
 def error_of(path: Path) -> str:

@@ -14,8 +14,8 @@ from gpu.memory import (
     graph_bytes,
 )
 from tests.test_worker import start_message
-from trioserve import wire
-from trioserve.errors import ModelLoadError
+from trioserve.protocol import wire
+from trioserve.protocol.errors import ModelLoadError
 
 GIB = 1 << 30
 

@@ -30,8 +30,8 @@ from tests.grammar_vocabularies import (
 )
 from tests.text_tokenizers import byte_fallback, byte_level, metaspace, words
 from tests.tiny_models import VOCAB_SIZE, make_tiny, tiny_tokenizer
-from trioserve.grammar import GRAMMAR_KINDS, Grammar
 from trioserve.model_files import open_model
+from trioserve.protocol.grammar import GRAMMAR_KINDS, Grammar
 
 TAG = json.dumps(
     {

@@ -14,10 +14,11 @@ import trio.testing
 from http_stub import StubEngine, client_of, server_config
 from quart_trio.testing import TrioClient
 
-from trioserve import Engine, EngineError, wire
+from trioserve import Engine, EngineError
 from trioserve.http import create_app
 from trioserve.idle_check import IdleCheck
 from trioserve.metrics import Metrics
+from trioserve.protocol import wire
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.scheduling import ABORT, Bench, reference, worker
-from trioserve import wire
-from trioserve.errors import WorkerLost
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
 from trioserve.request import Sequence, State
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import Namespace, Node, PrefixCache

@@ -24,10 +24,10 @@ from http_stub import (
     with_logprobs,
 )
 
-from trioserve import wire
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import Grammar
 from trioserve.logprobs import PromptLogprobs
+from trioserve.protocol import wire
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import Grammar
 from trioserve.request import TextPrompt, TokensPrompt
 from trioserve.stream import Chunk, TokenLogprob
 

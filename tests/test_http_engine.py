@@ -15,8 +15,9 @@ import pytest
 import trio
 from http_stub import captured_logs, connect, http_client, raw_request, server_config
 
-from trioserve import Engine, EngineConfig, wire
+from trioserve import Engine, EngineConfig
 from trioserve.http import create_app, serve_app
+from trioserve.protocol import wire
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.worker import Link

@@ -10,7 +10,8 @@ import pytest
 import trio
 from http_stub import Call, StubEngine, captured_logs, client_of, http_client, served, words
 
-from trioserve.errors import (
+from trioserve.http.errors import Unauthorized, describe_error
+from trioserve.protocol.errors import (
     ContextTooLong,
     DeadlineExceeded,
     Draining,
@@ -21,7 +22,6 @@ from trioserve.errors import (
     SlowReader,
     WorkerLost,
 )
-from trioserve.http.errors import Unauthorized, describe_error
 from trioserve.stream import Chunk
 
 TEXT = "/v1/completions"

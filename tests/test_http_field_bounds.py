@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.completions.schemas import CompletionRequest
 from trioserve.http.field_bounds import (
@@ -23,6 +22,7 @@ from trioserve.http.field_bounds import (
 )
 from trioserve.http.routes import ROUTES
 from trioserve.http.schemas import hint, only, parse_body, struct_classes
+from trioserve.protocol.errors import InvalidRequest
 
 REQUESTS = [type_ for route in ROUTES for type_ in (route.request, route.query) if type_]
 

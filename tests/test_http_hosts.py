@@ -10,9 +10,9 @@ import httpx
 import pytest
 from http_stub import StubEngine, client_of, http_client, served, server_config
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.errors import HostNotAllowed
 from trioserve.http.hosts import AllowedHosts
+from trioserve.protocol.errors import InvalidRequest
 
 EVERYWHERE = (
     *("localhost", "LocalHost:8000", "localhost.", "a.localhost:1", "127.0.0.1:8000", "127.9.9.9"),

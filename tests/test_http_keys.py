@@ -21,11 +21,11 @@ from http_stub import (
     server_config,
 )
 
-from trioserve.errors import InvalidRequest
 from trioserve.http import app as app_module
 from trioserve.http.auth import Caller, Keys
 from trioserve.http.errors import Forbidden, KeyLimit, Unauthorized
 from trioserve.http.routes import ROUTES
+from trioserve.protocol.errors import InvalidRequest
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "x"}]}

@@ -20,7 +20,7 @@ from http_stub import (
     words,
 )
 
-from trioserve.errors import (
+from trioserve.protocol.errors import (
     ContextTooLong,
     DeadlineExceeded,
     Draining,

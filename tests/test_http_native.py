@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from http_stub import Call, Step, StubEngine, client_of, with_logprobs, words
 
-from trioserve import wire
 from trioserve.logprobs import PromptLogprobs
+from trioserve.protocol import wire
 from trioserve.request import TextPrompt, TokensPrompt
 from trioserve.stream import Chunk, TokenLogprob
 

@@ -24,7 +24,7 @@ from http_stub import (
 )
 
 import trioserve
-from trioserve.errors import EngineError, InvalidRequest, QueueFull
+from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
 from trioserve.request import ChatPrompt, TextPrompt
 from trioserve.simulation import open_fake_encoder
 from trioserve.stream import Chunk

@@ -15,8 +15,8 @@ from trioserve.http.routes import served_routes
 from trioserve.http.schemas import struct_classes
 from trioserve.model_files import ModelConfig
 from trioserve.options import options_of
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
-from trioserve.sampling import SamplingParams
 from trioserve.stream import TokenLogprob
 
 ROUTES = served_routes(ServerConfig(engine=EngineConfig("m")))

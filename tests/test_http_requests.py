@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from http_stub import StubEngine, client_of
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.native.schemas import GenerateRequest
 from trioserve.http.schemas import parse_body
+from trioserve.protocol.errors import InvalidRequest
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -21,7 +21,13 @@ from responses import (
     told,
 )
 
-from trioserve.errors import AdapterNotFound, ContextTooLong, EngineError, InvalidRequest, QueueFull
+from trioserve.protocol.errors import (
+    AdapterNotFound,
+    ContextTooLong,
+    EngineError,
+    InvalidRequest,
+    QueueFull,
+)
 from trioserve.stream import Chunk
 
 WEATHER = {

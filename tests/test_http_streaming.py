@@ -24,7 +24,7 @@ from http_stub import (
     words,
 )
 
-from trioserve.errors import EngineError, QueueFull
+from trioserve.protocol.errors import EngineError, QueueFull
 from trioserve.stream import Chunk
 
 TEXT = "/v1/completions"

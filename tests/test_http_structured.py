@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 from trioserve.http.openai.structured import grammar_field
 from trioserve.http.openai.structured_schemas import ResponseFormat, StructuredOutputs
 from trioserve.http.schemas import Text, parse_body
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SCHEMA_TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'

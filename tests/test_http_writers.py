@@ -30,8 +30,8 @@ from trioserve.http.ollama.schemas import (
     OllamaGenerateResponse,
 )
 from trioserve.http.ollama.writer import ChatLines, GenerateLines
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import ChatPrompt, Request, TextPrompt, Times
-from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, Stream, StreamBudget
 
 # A backslash, a quote and a NUL are what a prepared event could be cut at in the wrong place.

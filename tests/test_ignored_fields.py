@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from tests.http_stub import StubEngine, http_client, served
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.completions.schemas import CompletionRequest
 from trioserve.http.ignored_fields import MAX_IGNORED, IgnoredFields, without_field
 from trioserve.http.schemas import parse_body
+from trioserve.protocol.errors import InvalidRequest
 
 MESSAGES = [
     {"role": "user", "content": "hi", "cache_control": {"type": "ephemeral"}},

@@ -17,21 +17,8 @@ FOR_ASYNCIO = {
     "trioserve/offline/async_llm.py",
 }
 """The modules that wait in an asyncio program's loop, and so import asyncio."""
-SHARED = {
-    "trioserve.checks",
-    "trioserve.errors",
-    "trioserve.grammar",
-    "trioserve.structural_format",
-    "trioserve.heap",
-    "trioserve.log_output",
-    "trioserve.logits_processors",
-    "trioserve.machine",
-    "trioserve.model_files",
-    "trioserve.sampling",
-    "trioserve.token_ids",
-    "trioserve.wire",
-}
-"""The only modules of trioserve that the worker may import."""
+SHARED = {"trioserve.protocol", "trioserve.model_files"}
+"""The only folders of trioserve that the worker may import."""
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys

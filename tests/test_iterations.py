@@ -7,8 +7,8 @@ import pytest
 import trio
 from scheduling import Bench, crowd, worker
 
-from trioserve.errors import EngineError
 from trioserve.feed import Feed
+from trioserve.protocol.errors import EngineError
 from trioserve.scheduler.iterations import Iterations
 from trioserve.scheduler.statistics import Counters
 from trioserve.simulation import open_fake_encoder, open_fake_engine

@@ -17,8 +17,8 @@ from tests.engines import assert_idle, open_tiny_engine
 from tests.rounding import apart, terms_of_folder
 from tests.tiny_models import make_tiny
 from trioserve import LLM
-from trioserve.errors import DeadlineExceeded, InvalidRequest, RequestAborted
 from trioserve.http import create_app
+from trioserve.protocol.errors import DeadlineExceeded, InvalidRequest, RequestAborted
 from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -11,8 +11,8 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import wire
-from trioserve.errors import WorkerLost
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
 from trioserve.worker.link import NngLink
 
 

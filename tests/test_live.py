@@ -14,13 +14,13 @@ import trio
 import trio.testing
 
 from trioserve import Engine, EngineError, live
-from trioserve.errors import ContextTooLong, WatcherLimit
 from trioserve.live.figures import quantile
 from trioserve.live.prefix import PAGES_FOR_EACH, prefix_of
 from trioserve.live.requests import shown_requests
 from trioserve.live.schema import Picture, RequestRow, TaskNode
 from trioserve.live.subject import MAX_STEPS, MAX_WATCHERS, STAY_SECONDS, Watcher
 from trioserve.live.tasks import task_tree
+from trioserve.protocol.errors import ContextTooLong, WatcherLimit
 from trioserve.request import TRANSITIONS
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import PrefixCache

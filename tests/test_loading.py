@@ -11,12 +11,13 @@ import attrs
 import pytest
 
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny
-from trioserve import EngineConfig, ModelLoadError, wire
+from trioserve import EngineConfig, ModelLoadError
 from trioserve.cli import loading as cli_loading
 from trioserve.cli.loading import LoadingReport
 from trioserve.loaded_model import LoadedModel
 from trioserve.model_files import open_model
 from trioserve.nursery import start_message
+from trioserve.protocol import wire
 from trioserve.request import ChatPrompt
 from trioserve.simulation import byte_tokenizer
 

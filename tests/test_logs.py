@@ -17,8 +17,8 @@ import structlog
 
 from gpu.logs import ConsoleFormatter as WorkerFormatter
 from trioserve.cli.terminal import Terminal
-from trioserve.log_output import WORKER_LOG, escaped
 from trioserve.logs import ASKED_FOR, get_logger, setup_logging
+from trioserve.protocol.log_output import WORKER_LOG, escaped
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,8 +7,8 @@ import tokenizers
 from tokenizers import Regex, pre_tokenizers
 
 from tests.test_tokenizer import make_request, prepare, user
-from trioserve.errors import ContextTooLong, InvalidRequest
 from trioserve.model_files.native import Panic, panics_raised
+from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.request import TextPrompt
 from trioserve.simulation import byte_tokenizer
 from trioserve.testing.fake_encoder import fake_encoder_config

@@ -9,10 +9,10 @@ import pytest
 import trio
 from metric_samples import Watched, finish, make_request, samples, value
 
-from trioserve.errors import ContextTooLong, InvalidRequest
-from trioserve.grammar import Grammar
 from trioserve.metrics import Histogram, Metrics, measure_loop_lag
 from trioserve.metrics.loop_lag import INTERVAL, WINDOW, LoopLag
+from trioserve.protocol.errors import ContextTooLong, InvalidRequest
+from trioserve.protocol.grammar import Grammar
 from trioserve.request import FinishReason, State, Times
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

@@ -28,7 +28,7 @@ from trioserve.cli.mock import mock_steps
 from trioserve.cli.parser import parse
 from trioserve.cli.usage import UsageError
 from trioserve.model_files import open_model
-from trioserve.wire import MockSteps, OpenSlot, Plan, from_ints, ints
+from trioserve.protocol.wire import MockSteps, OpenSlot, Plan, from_ints, ints
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,6 @@ import attrs
 import pytest
 
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny, tiny_tokenizer
-from trioserve.errors import ModelLoadError
-from trioserve.machine import PIP_INSTALL
 from trioserve.model_files import (
     ExpertsConfig,
     ModelConfig,
@@ -25,6 +23,8 @@ from trioserve.model_files import (
     locate,
     open_model,
 )
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.machine import PIP_INSTALL
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 300,
@@ -374,7 +374,7 @@ def run_python(code: str, **environment: str) -> str:
     """Run code in a fresh interpreter and return what it printed, its refusal or its error."""
     prelude = (
         "import sys\n"
-        "from trioserve.errors import ModelLoadError\n"
+        "from trioserve.protocol.errors import ModelLoadError\n"
         "from trioserve.model_files import locate, open_model\n"
     )
     body = "".join(f"    {line}\n" for line in code.splitlines())

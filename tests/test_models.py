@@ -15,8 +15,8 @@ from gpu.models import build_model
 from tests.plans import PlanMaker, load_tiny, make_runner, prompt_logits
 from tests.rounding import apart, sum_error, terms_of_folder
 from tests.tiny_models import FAMILIES, make_tiny
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import open_model
+from trioserve.protocol.errors import ModelLoadError
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tests.plans import PlanMaker, load_tiny, make_attention, outputs_over_moved
 from tests.tiny_models import make_tiny
 from trioserve import EngineConfig, InvalidRequest, ModelLoadError
 from trioserve.model_files import open_model
-from trioserve.wire import Plan, Start, from_ints
+from trioserve.protocol.wire import Plan, Start, from_ints
 
 PAGE_SIZE, NUM_PAGES, NUM_HOST_PAGES = 4, 32, 8
 PROMPT = [(7 * i * i + 3 * i) % 290 + 3 for i in range(30)]

@@ -12,7 +12,7 @@ import trio.testing
 from tests.engines import assert_idle, open_tiny_engine, worker_of
 from tests.tiny_models import make_tiny
 from trioserve import Completion, DeadlineExceeded, Engine, InvalidRequest, Paused
-from trioserve.errors import RequestAborted
+from trioserve.protocol.errors import RequestAborted
 
 PROMPTS = [[3 + (7 * number + place) % 200 for place in range(40)] for number in range(4)]
 LENGTH = 150

@@ -21,8 +21,8 @@ from gpu.runner import Runner
 from gpu.slots import PlanError, Row, Slot, SlotTable
 from gpu.worker import Quit, Worker
 from tests.plans import PlanMaker
-from trioserve import wire
-from trioserve.sampling import SamplerParams
+from trioserve.protocol import wire
+from trioserve.protocol.sampling import SamplerParams
 
 SECONDS = 120
 

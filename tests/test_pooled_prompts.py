@@ -18,14 +18,14 @@ from tests.front_ends import open_server
 from tests.lora.adapters import make_adapter, merge
 from tests.tiny_models import make_tiny
 from trioserve import AdapterNotFound, Engine
-from trioserve.errors import (
+from trioserve.http import create_app
+from trioserve.protocol.errors import (
     ContextTooLong,
     DeadlineExceeded,
     EngineError,
     InvalidRequest,
     RequestAborted,
 )
-from trioserve.http import create_app
 from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker
 

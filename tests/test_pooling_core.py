@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from trioserve.errors import EngineError, WorkerLost
 from trioserve.pooling.columns import Columns
 from trioserve.pooling.core import Batch, Job, PoolingCore
+from trioserve.protocol.errors import EngineError, WorkerLost
 
 KILLED = WorkerLost("killed", from_outside=True)
 DIED = WorkerLost("died", reason="crashed")

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from trioserve import Engine
-from trioserve.errors import (
+from trioserve.protocol.errors import (
     ContextTooLong,
     DeadlineExceeded,
     Draining,

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trioserve.errors import InvalidRequest
 from trioserve.model_files.encoder_config import Activation
 from trioserve.pooling.results import Shape, activated, probabilities_of
+from trioserve.protocol.errors import InvalidRequest
 
 THEIRS = {
     "identity": lambda x: x,

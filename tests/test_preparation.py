@@ -13,8 +13,6 @@ import trio
 import trio.testing
 
 from trioserve import preparation
-from trioserve.errors import EngineError, InvalidRequest, QueueFull, WorkerLost, WorkerSentAway
-from trioserve.grammar import Grammar
 from trioserve.preparation import (
     LONG_BYTES,
     MAX_CALLS,
@@ -27,8 +25,16 @@ from trioserve.preparation import (
     MAX_WORKERS_LOST,
     Preparation,
 )
+from trioserve.protocol.errors import (
+    EngineError,
+    InvalidRequest,
+    QueueFull,
+    WorkerLost,
+    WorkerSentAway,
+)
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import Finish, FinishReason, Request, Sequence, State, TextPrompt, Times
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.simulation import open_fake_engine
 from trioserve.stream import Stream, StreamBudget
 from trioserve.testing import FakeWorker

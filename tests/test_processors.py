@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpu.constraints.processors import load_processors
-from trioserve.errors import ModelLoadError
-from trioserve.logits_processors import ProcessorContext
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.logits_processors import ProcessorContext
 
 CONTEXT = ProcessorContext(vocab_size=7, max_num_seqs=3, device="cpu", model="m")
 MODULE = """

@@ -156,7 +156,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 def test_the_version_is_one() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", trioserve.__version__)
-    assert PROJECT["tool"]["hatch"]["version"]["path"] == "trioserve/__init__.py"
+    assert PROJECT["tool"]["hatch"]["version"]["path"] == "trioserve/protocol/version.py"
 
 
 def test_the_public_names_all_exist_and_are_documented() -> None:

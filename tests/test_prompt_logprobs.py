@@ -18,8 +18,8 @@ from gpu import prompt_logprobs, prompt_scores
 from gpu.cpu import scores as cpu_scores
 from gpu.prompt_logprobs import PromptSpan, in_rows, peak_bytes, prompt_piece
 from gpu.slots import SlotTable
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, PromptPiece, floats, from_ints, ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, PromptPiece, floats, from_ints, ints
 
 VOCAB = 1000
 STATES = 12

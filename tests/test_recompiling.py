@@ -10,9 +10,9 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import wire
-from trioserve.errors import EngineError
-from trioserve.grammar import Grammar
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError
+from trioserve.protocol.grammar import Grammar
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies
 

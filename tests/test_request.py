@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import (
     TRANSITIONS,
     FinishReason,
@@ -16,7 +17,6 @@ from trioserve.request import (
     Times,
     TokensPrompt,
 )
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Stream, StreamBudget
 
 

@@ -10,7 +10,7 @@ import pytest
 import trio
 from scheduling import ABORT, Bench, make_request, worker
 
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.request import Sequence, State
 from trioserve.retention import MAX_RANGES, Retention, RetentionRange
 from trioserve.scheduler.cache_events import CacheEvent, page_hash

@@ -14,8 +14,8 @@ from gpu.runner import Runner
 from gpu.slots import PlanError, SlotTable
 from tests.plans import GREEDY, PlanMaker, load_tiny, make_runner
 from tests.tiny_models import make_tiny
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, floats, from_ints, ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, floats, from_ints, ints
 
 PROMPT = [5, 17, 200, 31, 8, 90, 44, 123, 9, 250]
 OTHER = [61, 7, 7, 180]

@@ -18,8 +18,8 @@ from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.sampling import CompiledSampler
 from gpu.draws import SamplerRow
 from gpu.sampler import Sampled, Sampler
-from trioserve.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
-from trioserve.wire import ints
+from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
+from trioserve.protocol.wire import ints
 
 Floats = npt.NDArray[np.float64]
 PROMPT = [3, 3, 5, 7]

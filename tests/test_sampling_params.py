@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trioserve.checks import MAX_IDS
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import Grammar
-from trioserve.sampling import MAX_SEED, SamplerParams, SamplingParams
+from trioserve.protocol.checks import MAX_IDS
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.sampling import MAX_SEED, SamplerParams, SamplingParams
 
 
 @pytest.mark.parametrize(

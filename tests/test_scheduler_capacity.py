@@ -11,7 +11,7 @@ from tests.scheduling import (
     reference,
     worker,
 )
-from trioserve import wire
+from trioserve.protocol import wire
 from trioserve.request import Sequence, State
 from trioserve.testing import FakeWorker
 

@@ -12,9 +12,9 @@ from tests.scheduling import (
     reference,
     worker,
 )
-from trioserve import wire
 from trioserve.config import EngineConfig
-from trioserve.errors import ContextTooLong, InvalidRequest
+from trioserve.protocol import wire
+from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.request import Finish, FinishReason, Sequence, State
 from trioserve.scheduler import Limits, draft
 from trioserve.scheduler.core import MAX_PENDING

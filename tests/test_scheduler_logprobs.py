@@ -10,9 +10,9 @@ import attrs
 import pytest
 
 from tests.scheduling import Bench, make_limits, reference, reference_logprobs, worker
-from trioserve import wire
-from trioserve.errors import InvalidRequest, WorkerLost
 from trioserve.logprobs import PromptLogprobs
+from trioserve.protocol import wire
+from trioserve.protocol.errors import InvalidRequest, WorkerLost
 from trioserve.request import Sequence
 from trioserve.scheduler import limits
 from trioserve.stream import TokenLogprob

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduling import ABORT, Bench, reference, worker
-from trioserve import wire
+from trioserve.protocol import wire
 from trioserve.request import Sequence, State
 from trioserve.scheduler.prefix import PrefixCache
 from trioserve.testing import hashed_token

@@ -26,8 +26,8 @@ from tests.scheduling import (
     reference_logprobs,
     sometimes_nothing,
 )
-from trioserve import wire
-from trioserve.errors import ContextTooLong, InvalidRequest, WorkerLost
+from trioserve.protocol import wire
+from trioserve.protocol.errors import ContextTooLong, InvalidRequest, WorkerLost
 from trioserve.request import FinishReason, Request, Sequence, SequenceOutput, State
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_model import draw, fake_logprobs

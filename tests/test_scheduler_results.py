@@ -17,8 +17,8 @@ from tests.scheduling import (
     reference,
     worker,
 )
-from trioserve import wire
-from trioserve.errors import EngineError, WorkerLost
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.request import Sequence, State
 from trioserve.scheduler import SchedulerCore
 from trioserve.scheduler.recovery import MAX_FAILURES

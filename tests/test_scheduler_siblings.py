@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.scheduling import ABORT, Bench, make_limits, reference, worker
-from trioserve import wire
-from trioserve.errors import EngineError, InvalidRequest
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError, InvalidRequest
+from trioserve.protocol.sampling import SamplerParams
 from trioserve.request import Finish, FinishReason, Sequence, State
-from trioserve.sampling import SamplerParams
 from trioserve.scheduler.core import MAX_PENDING
 from trioserve.testing import FakeWorker, hashed_token
 

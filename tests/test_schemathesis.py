@@ -23,13 +23,13 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from trioserve import Engine
-from trioserve.errors import InvalidRequest
 from trioserve.http import create_app
 from trioserve.http.auth import OPEN_PATHS
 from trioserve.http.openapi import build_document, openapi_path
 from trioserve.http.routes import ROUTES
 from trioserve.http.schemas import parse_body
 from trioserve.http.server import serve_app
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing.fake_encoder import fake_encoder_config
 

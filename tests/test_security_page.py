@@ -10,7 +10,6 @@ from gpu.constraints.grammar_trial import MAX_MEMORY
 from gpu.constraints.grammar_trial import MAX_SECONDS as TRIAL_SECONDS
 from tests.source_files import ROOT
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.auth import OPEN_PATHS
 from trioserve.http.bounds import MAX_FIELDS, MAX_VALUES
 from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
@@ -30,11 +29,12 @@ from trioserve.http.settings import MAX_HEAD_SIZE, MAX_STREAMS, server_settings
 from trioserve.kept_responses import MAX_BYTES, MAX_CONVERSATION_BYTES, MAX_RESPONSES
 from trioserve.live import MAX_WATCHERS
 from trioserve.options import options_of
-from trioserve.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
+from trioserve.protocol.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+from trioserve.protocol.wire import MAX_MESSAGE_BYTES
 from trioserve.text import template_child
 from trioserve.text.guarded import CHARACTERS_PER_TOKEN, FEWEST_MAX_CHARACTERS
 from trioserve.text.stop_regex import MAX_EXPANDED_CHARACTERS, MAX_PATTERN_CHARACTERS
-from trioserve.wire import MAX_MESSAGE_BYTES
 
 PAGE = (ROOT / "docs" / "security.md").read_text()
 SERVER = ServerConfig(engine=EngineConfig("m"))

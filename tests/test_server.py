@@ -30,7 +30,6 @@ from http_stub import (
 )
 from hypercorn.trio.worker_context import WorkerContext
 
-from trioserve.errors import TrioserveError
 from trioserve.http import create_app, protocol, serve_app
 from trioserve.http.connection import Connection
 from trioserve.http.connections import Connections
@@ -38,6 +37,7 @@ from trioserve.http.http1 import HTTP1
 from trioserve.http.server import CANCELLED_GRACE, FINAL_GRACE
 from trioserve.http.settings import ServerSettings
 from trioserve.http.unsent import UnsentBudget
+from trioserve.protocol.errors import TrioserveError
 from trioserve.stream import Chunk
 
 TEXT = "/v1/completions"

@@ -29,8 +29,8 @@ from http_stub import (
 from tls_certificates import Authority, make_authority
 
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.errors import InvalidRequest, TrioserveError
 from trioserve.http.listeners import check_address
+from trioserve.protocol.errors import InvalidRequest, TrioserveError
 from trioserve.serving import serve
 from trioserve.stream import Chunk
 

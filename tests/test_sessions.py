@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.engine import Engine
-from trioserve.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
+from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.request import TokensPrompt
 from trioserve.retention import DEFAULT_PRIORITY
 from trioserve.sessions import SESSION_PRIORITY, Continuation

@@ -28,10 +28,10 @@ from http_stub import (
     words,
 )
 
-from trioserve.errors import ShuttingDown
 from trioserve.http import create_app, serve_app
 from trioserve.http import server as server_module
 from trioserve.http.server import FINAL_GRACE
+from trioserve.protocol.errors import ShuttingDown
 from trioserve.stream import Chunk
 
 TEXT = "/v1/completions"

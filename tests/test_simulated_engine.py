@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 
-from trioserve.grammar import Grammar
+from trioserve.protocol.grammar import Grammar
 from trioserve.testing.simulation import (
     Client,
     Departure,

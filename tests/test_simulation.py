@@ -18,9 +18,9 @@ import trio
 import trio.testing
 
 from tests.scheduling import make_request, reference, reference_logprobs, sometimes_nothing
-from trioserve import wire
 from trioserve.config import EngineConfig
-from trioserve.errors import (
+from trioserve.protocol import wire
+from trioserve.protocol.errors import (
     ContextTooLong,
     EngineError,
     InvalidRequest,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from trioserve.errors import WorkerLost
+from trioserve.protocol.errors import WorkerLost
 from trioserve.worker.socket_folder import SocketFolder, sweep_socket_folders
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ import regex
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.text import regex_automaton
 from trioserve.text.regex_syntax import parse
 from trioserve.text.stop_regex import (

@@ -10,7 +10,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioserve.errors import EngineError, SlowReader
+from trioserve.protocol.errors import EngineError, SlowReader
 from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob, merge
 
 

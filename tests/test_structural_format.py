@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from test_tool_grammars import fits, token_of, vocabularies
 
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import Grammar
-from trioserve.structural_format import (
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.structural_tags import (
     MAX_FORMAT_DEPTH,
     any_lark_of,
     check_format,

@@ -18,7 +18,7 @@ from tests.json_schemas import schemas
 from tests.tiny_models import make_tiny, tiny_tokenizer
 from trioserve import Engine, InvalidRequest
 from trioserve.generation import Completion
-from trioserve.grammar import GRAMMAR_KINDS, Grammar
+from trioserve.protocol.grammar import GRAMMAR_KINDS, Grammar
 
 NUM_SCHEMAS = 1000
 CONCURRENT = 64

@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 from trioserve.engine import Engine
-from trioserve.errors import InvalidRequest, QueueFull, RequestAborted
+from trioserve.protocol.errors import InvalidRequest, QueueFull, RequestAborted
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

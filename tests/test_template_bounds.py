@@ -10,7 +10,7 @@ import pytest
 
 from fuzz.templates import HOSTILE
 from tests import test_chat
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.request import ChatPrompt
 from trioserve.text import template_bounds
 from trioserve.text.chat_template import ChatTemplate

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import trio
 
-from trioserve.errors import EngineError, InvalidRequest
+from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.request import ChatPrompt
 from trioserve.simulation import open_fake_engine
 from trioserve.text import template_processes

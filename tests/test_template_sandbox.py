@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.errors import InvalidRequest, ModelLoadError
+from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.request import ChatPrompt
 from trioserve.text.chat_template import ChatTemplate
 

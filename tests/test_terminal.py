@@ -23,8 +23,8 @@ from trioserve.cli.conversation import HELP, Conversation
 from trioserve.cli.history import History
 from trioserve.cli.partners import EnginePartner
 from trioserve.cli.terminal import Terminal
-from trioserve.errors import ContextTooLong
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.errors import ContextTooLong
+from trioserve.protocol.sampling import SamplingParams
 
 
 @attrs.define

@@ -9,9 +9,9 @@ from plans import PlanMaker
 
 from gpu.constraints.adjuster import _allowing
 from gpu.slots import SlotTable
-from trioserve.sampling import SamplerParams, SamplingParams
-from trioserve.token_ids import as_column, has_id
-from trioserve.wire import StepResult, ints
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
+from trioserve.protocol.token_ids import as_column, has_id
+from trioserve.protocol.wire import StepResult, ints
 
 IDS = st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 9), max_size=20)
 

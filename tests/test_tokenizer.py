@@ -14,7 +14,8 @@ import trio
 import trio.testing
 
 from tests import text_tokenizers
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import (
     ChatPrompt,
     Prompt,
@@ -25,7 +26,6 @@ from trioserve.request import (
     TokensPrompt,
 )
 from trioserve.request import Sequence as RequestSequence
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Stream, StreamBudget
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.prompt_size import characters_of, characters_of_contents

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests import text_tokenizers
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.huggingface import read_tokenizer
+from trioserve.protocol.errors import ModelLoadError
 
 
 def replacing(pattern: dict[str, str], content: str) -> dict[str, Any]:

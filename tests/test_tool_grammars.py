@@ -11,10 +11,10 @@ import pytest
 import tokenizers
 from llguidance.gbnf_to_lark import is_lark_syntax
 
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import Grammar
-from trioserve.lark import HEADER, MAX_GBNF_CHARACTERS, lark_of
 from trioserve.model_files import locate, open_model
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.lark import HEADER, MAX_GBNF_CHARACTERS, lark_of
 from trioserve.reasoning import after_reasoning
 from trioserve.tool_parsers import FAMILIES, TextDelta, Tool, ToolUse
 

@@ -24,8 +24,8 @@ from otlp_collector import collecting
 
 from trioserve import Engine, InvalidRequest, tracing
 from trioserve.cli.commands import main
-from trioserve.errors import ContextTooLong, DeadlineExceeded
 from trioserve.http import create_app
+from trioserve.protocol.errors import ContextTooLong, DeadlineExceeded
 from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config

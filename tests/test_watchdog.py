@@ -12,11 +12,11 @@ import trio
 import trio.testing
 
 from tests.scheduling import Bench, make_limits, worker
-from trioserve import wire
 from trioserve.engine import Engine
-from trioserve.errors import InvalidRequest, WorkerLost
-from trioserve.grammar import Grammar
 from trioserve.preparation import MAX_CALL_SECONDS
+from trioserve.protocol import wire
+from trioserve.protocol.errors import InvalidRequest, WorkerLost
+from trioserve.protocol.grammar import Grammar
 from trioserve.scheduler import SchedulerCore
 from trioserve.scheduler.draft import InFlight
 from trioserve.scheduler.watchdog import FIRST_SECONDS, MAX_FIRST_SECONDS, Watchdog

@@ -20,9 +20,9 @@ from gpu.weights.tensors import load_weights
 from tests.engines import assert_idle, open_tiny_engine, worker_of
 from tests.tiny_models import FAMILIES, make_tiny
 from trioserve import Engine, InvalidRequest
-from trioserve.errors import WorkerLost
 from trioserve.http import create_app
 from trioserve.model_files import open_model
+from trioserve.protocol.errors import WorkerLost
 
 PROMPT = [3 + (7 * place) % 200 for place in range(40)]
 LENGTH = 120

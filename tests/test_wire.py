@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioserve import wire
-from trioserve.grammar import Grammar
-from trioserve.sampling import SamplerParams
+from trioserve.protocol import wire
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.sampling import SamplerParams
 
 MESSAGES: list[wire.Message] = [
     wire.Hello(protocol=1, schema="abc", package="/x/gpu", pid=7),

@@ -32,12 +32,12 @@ from gpu.loading import choose_max_model_len
 from gpu.worker import MAX_PREPARING, Quit, Worker
 from tests.plans import GREEDY, PlanMaker, load_tiny, make_runner
 from tests.tiny_models import make_tiny, tiny_tokenizer
-from trioserve import wire
-from trioserve.errors import ModelLoadError
-from trioserve.grammar import Grammar
-from trioserve.machine import Machine
 from trioserve.model_files import RopeScaling, open_model
-from trioserve.sampling import SamplerParams
+from trioserve.protocol import wire
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.machine import Machine
+from trioserve.protocol.sampling import SamplerParams
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 180.0

@@ -25,10 +25,11 @@ import trio.testing
 from tests.engines import assert_idle, open_tiny_engine, worker_of
 from tests.rounding import apart, terms_of_folder
 from tests.tiny_models import make_tiny
-from trioserve import Engine, wire
+from trioserve import Engine
 from trioserve.child import KILL_GRACE
-from trioserve.errors import ModelLoadError, WorkerLost
-from trioserve.grammar import Grammar
+from trioserve.protocol import wire
+from trioserve.protocol.errors import ModelLoadError, WorkerLost
+from trioserve.protocol.grammar import Grammar
 from trioserve.worker import supervisor
 from trioserve.worker.link import NngLink
 from trioserve.worker.supervisor import Supervisor

@@ -9,11 +9,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trioserve.protocol.version import __version__
+
 if TYPE_CHECKING:
     from trioserve.config import EngineConfig, ServerConfig
     from trioserve.continuation import Continuation
     from trioserve.engine import Engine
-    from trioserve.errors import (
+    from trioserve.generation import Completion, GenerationStream, Output, Usage
+    from trioserve.logprobs import PromptLogprobs
+    from trioserve.nursery import open_engine
+    from trioserve.offline.async_llm import AsyncLLM
+    from trioserve.offline.llm import LLM
+    from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
+    from trioserve.protocol.errors import (
         AdapterNotFound,
         ContextTooLong,
         DeadlineExceeded,
@@ -29,64 +37,56 @@ if TYPE_CHECKING:
         SlowReader,
         TrioserveError,
     )
-    from trioserve.generation import Completion, GenerationStream, Output, Usage
-    from trioserve.grammar import Grammar
-    from trioserve.logprobs import PromptLogprobs
-    from trioserve.nursery import open_engine
-    from trioserve.offline.async_llm import AsyncLLM
-    from trioserve.offline.llm import LLM
-    from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
+    from trioserve.protocol.grammar import Grammar
+    from trioserve.protocol.sampling import SamplingParams
     from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.retention import Retention, RetentionRange
-    from trioserve.sampling import SamplingParams
     from trioserve.serving import serve
     from trioserve.sessions import Session
     from trioserve.stream import Chunk, TokenLogprob
 
-__version__ = "0.1.0"
-
 _HOME = {
     "EngineConfig": "config",
     "ServerConfig": "config",
-    "Completion": "generation",
+    "Continuation": "continuation",
     "Engine": "engine",
+    "Completion": "generation",
     "GenerationStream": "generation",
-    "Grammar": "grammar",
     "Output": "generation",
+    "Usage": "generation",
     "PromptLogprobs": "logprobs",
     "open_engine": "nursery",
-    "ContextTooLong": "errors",
-    "DeadlineExceeded": "errors",
-    "Draining": "errors",
-    "AdapterNotFound": "errors",
-    "EngineError": "errors",
-    "InvalidRequest": "errors",
-    "ModelLoadError": "errors",
-    "Paused": "errors",
-    "QueueFull": "errors",
-    "RequestAborted": "errors",
-    "SessionLimit": "errors",
-    "ShuttingDown": "errors",
-    "SlowReader": "errors",
-    "TrioserveError": "errors",
     "AsyncLLM": "offline.async_llm",
     "LLM": "offline.llm",
     "Classifications": "pooling.results",
     "Embeddings": "pooling.results",
     "LabelScores": "pooling.results",
     "Scores": "pooling.results",
+    "AdapterNotFound": "protocol.errors",
+    "ContextTooLong": "protocol.errors",
+    "DeadlineExceeded": "protocol.errors",
+    "Draining": "protocol.errors",
+    "EngineError": "protocol.errors",
+    "InvalidRequest": "protocol.errors",
+    "ModelLoadError": "protocol.errors",
+    "Paused": "protocol.errors",
+    "QueueFull": "protocol.errors",
+    "RequestAborted": "protocol.errors",
+    "SessionLimit": "protocol.errors",
+    "ShuttingDown": "protocol.errors",
+    "SlowReader": "protocol.errors",
+    "TrioserveError": "protocol.errors",
+    "Grammar": "protocol.grammar",
+    "SamplingParams": "protocol.sampling",
     "ChatPrompt": "request",
     "TextPrompt": "request",
     "TokensPrompt": "request",
     "Retention": "retention",
     "RetentionRange": "retention",
-    "SamplingParams": "sampling",
     "serve": "serving",
-    "Continuation": "continuation",
     "Session": "sessions",
     "Chunk": "stream",
     "TokenLogprob": "stream",
-    "Usage": "generation",
 }
 
 __all__ = [

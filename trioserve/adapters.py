@@ -14,7 +14,7 @@ from typing import Annotated, Protocol
 import attrs
 import msgspec
 
-from trioserve.errors import AdapterNotFound, InvalidRequest
+from trioserve.protocol.errors import AdapterNotFound, InvalidRequest
 
 __all__ = [
     "NO_ADAPTER",

@@ -1,7 +1,8 @@
 """What the engine refuses before anybody spends time on it, and what a worker is told of the rest.
 
 These checks need to know the model and the options; those of single fields are
-:mod:`trioserve.sampling`'s, and whether a prompt fits turns out once it has been tokenized.
+:mod:`trioserve.protocol.sampling`'s, and whether a prompt fits turns out once it has been
+tokenized.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Collection, Mapping
 import attrs
 
 from trioserve.config import EngineConfig
-from trioserve.errors import ContextTooLong, InvalidRequest
+from trioserve.protocol.errors import ContextTooLong, InvalidRequest
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import Prompt, TokensPrompt
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.text.prompt_size import characters_of_contents
 from trioserve.text.stop_regex import check_stop_regex
 from trioserve.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import attrs
 import trio
 
 from trioserve.config import EngineConfig
-from trioserve.errors import DeadlineExceeded
+from trioserve.protocol.errors import DeadlineExceeded
 
 __all__ = ["Deadline"]
 

@@ -20,7 +20,6 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve import wire
 from trioserve.adapters import NO_ADAPTER
 from trioserve.admission import check_arguments
 from trioserve.backend import Backend
@@ -28,7 +27,6 @@ from trioserve.config import EngineConfig
 from trioserve.control import Control
 from trioserve.deadline import Deadline
 from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
-from trioserve.errors import Draining, EngineError, InvalidRequest, Paused, RequestAborted
 from trioserve.generation import (
     Completion,
     GenerationStream,
@@ -49,10 +47,12 @@ from trioserve.pooling.decoders import AskedPrompt
 from trioserve.pooling.engine import PoolingEngine
 from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.requests import Encoding, Pooling
+from trioserve.protocol import wire
+from trioserve.protocol.errors import Draining, EngineError, InvalidRequest, Paused, RequestAborted
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import Finish, Request, Sequence
 from trioserve.request_maker import RequestMaker
 from trioserve.retention import Retention
-from trioserve.sampling import SamplingParams
 from trioserve.sessions import MAX_CAPACITY, Session, Sessions
 from trioserve.statistics import EngineStatistics
 from trioserve.stream import Chunk

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.errors import EngineError, ModelLoadError
 from trioserve.groups import holds_cancellation, sole_exception
+from trioserve.protocol.errors import EngineError, ModelLoadError
 
 __all__ = ["EngineTasks", "as_engine_error", "open_tasks"]
 

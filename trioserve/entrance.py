@@ -20,7 +20,7 @@ from typing import Protocol
 import attrs
 import trio
 
-from trioserve.errors import QueueFull
+from trioserve.protocol.errors import QueueFull
 from trioserve.request import Request
 from trioserve.tenants import TenantCounts, excess
 from trioserve.text.prompt_size import characters_of

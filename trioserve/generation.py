@@ -8,8 +8,9 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.errors import InvalidRequest
 from trioserve.logprobs import PromptLogprobs
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import (
     ChatPrompt,
     FinishReason,
@@ -19,7 +20,6 @@ from trioserve.request import (
     Times,
     TokensPrompt,
 )
-from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk, TokenLogprob
 
 __all__ = ["Completion", "GenerationStream", "Output", "PromptLike", "Usage"]

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import attrs
 import trio
 
-from trioserve.errors import EngineError, WorkerLost
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
+from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.statistics import EngineStatistics
 
 __all__ = ["IdleCheck"]

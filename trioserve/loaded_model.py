@@ -11,7 +11,6 @@ import trio
 
 from trioserve.config import EngineConfig
 from trioserve.config.override import parse_override
-from trioserve.errors import ModelLoadError
 from trioserve.logs import get_logger
 from trioserve.model_files import (
     EncoderFiles,
@@ -26,7 +25,8 @@ from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig, read_generation_file
 from trioserve.options import flag_name
 from trioserve.pooling.inputs import TextEncoder
-from trioserve.sampling import GENERATION_CONFIG_FIELDS
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.sampling import GENERATION_CONFIG_FIELDS
 from trioserve.text.absent_tokenizer import AbsentTokenizer
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.encoder_tokenizer import EncoderTokenizer

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import structlog
 
-from trioserve.log_output import WORKER_LOG, StderrHandler, escaped
+from trioserve.protocol.log_output import WORKER_LOG, StderrHandler, escaped
 
 __all__ = ["ASKED_FOR", "get_logger", "setup_logging"]
 

@@ -23,13 +23,11 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve import wire
 from trioserve.adapters import named_paths
 from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.engine_tasks import EngineTasks, open_tasks
-from trioserve.errors import EngineError
 from trioserve.idle_check import IdleCheck
 from trioserve.live.subject import Subject
 from trioserve.loaded_model import LoadedModel, in_thread
@@ -40,6 +38,8 @@ from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.pooling.batcher import supervised_batcher
 from trioserve.pooling.requests import Encoding
 from trioserve.preparation import Preparation
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError
 from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.request_maker import RequestMaker
 from trioserve.scheduler import Scheduler

@@ -16,8 +16,8 @@ import trio
 from trioserve.backend import Backend
 from trioserve.deadline import Deadline
 from trioserve.entrance import Entrance
-from trioserve.errors import EngineError, RequestAborted, SlowReader
 from trioserve.generation import GenerationStream
+from trioserve.protocol.errors import EngineError, RequestAborted, SlowReader
 from trioserve.request import Finish, FinishReason, Request, Sequence
 
 __all__ = ["OpenGenerations"]

@@ -10,9 +10,9 @@ from trioserve.adapters import Adapter, absolute, check_name
 from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.control import Control
-from trioserve.errors import InvalidRequest
 from trioserve.feed import DEFAULT_MAX_RECORDS, Subscription
 from trioserve.pooling.requests import Pooling
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.iterations import Iteration
@@ -42,7 +42,7 @@ class OperatedEngine:
                 later wait. ``retract``: they keep their tokens, and their KV is computed anew
                 after the pause. ``in_place``: they keep their KV, too.
             refuse: whether requests that come during the pause are refused with
-                :exc:`~trioserve.errors.Paused`; else they wait in the queue.
+                :exc:`~trioserve.protocol.errors.Paused`; else they wait in the queue.
 
         Raises:
             InvalidRequest: there is no such mode.
@@ -61,7 +61,7 @@ class OperatedEngine:
     def abort(self, request_id: str, *, prefix: bool = False) -> int:
         """End requests by name, with what they have and the finish reason ``abort``. Never blocks.
 
-        A request that isn't admitted yet raises :exc:`~trioserve.errors.RequestAborted`.
+        A request that isn't admitted yet raises :exc:`~trioserve.protocol.errors.RequestAborted`.
 
         Args:
             request_id: as given to :meth:`generate`.

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = [
     "PREFIX",

@@ -14,7 +14,7 @@ import attrs
 import pynng
 import trio
 
-from trioserve import wire
+from trioserve.protocol import wire
 
 __all__ = ["PairSocket", "SocketClosed", "SocketFailed"]
 

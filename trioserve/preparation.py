@@ -41,16 +41,16 @@ import msgspec
 import trio
 
 from trioserve.channels import all_waiting, pass_on
-from trioserve.errors import (
+from trioserve.fair_turns import FairTurns
+from trioserve.protocol.errors import (
     EngineError,
     InvalidRequest,
     QueueFull,
     WorkerLost,
     WorkerSentAway,
 )
-from trioserve.fair_turns import FairTurns
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import Request
-from trioserve.sampling import SamplingParams
 from trioserve.tenants import excess
 
 __all__ = ["Preparation", "PreparingWorker"]

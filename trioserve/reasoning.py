@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.lark import GAP, HEADER, TEXT, TokenOf, head, literal, nested
+from trioserve.protocol.lark import GAP, HEADER, TEXT, TokenOf, head, literal, nested
 
 __all__ = [
     "CLOSE",

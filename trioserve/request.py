@@ -35,10 +35,10 @@ import msgspec
 import trio
 
 from trioserve.adapters import NO_ADAPTER
-from trioserve.errors import InvalidRequest
 from trioserve.logprobs import PromptLogprobs
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.retention import Retention
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Stream, TokenLogprob
 
 __all__ = [

@@ -20,9 +20,9 @@ from trioserve.admission import (
 )
 from trioserve.config import EngineConfig
 from trioserve.model_files.generation_config import GenerationConfig
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import Prompt, Request, Sequence, Times, TokensPrompt
 from trioserve.retention import Retention
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["DEFAULT_PRIORITY", "MAX_PRIORITY", "MAX_RANGES", "Retention", "RetentionRange"]
 

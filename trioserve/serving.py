@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import trio
 
-from trioserve import wire
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
-from trioserve.errors import ShuttingDown
 from trioserve.front_end.serving import serve_with_front_ends
 from trioserve.groups import sole_exception
 from trioserve.http import create_app
@@ -26,6 +24,8 @@ from trioserve.http.listeners import Listening, check_address
 from trioserve.http.server import serve_app
 from trioserve.metrics import measure_loop_lag
 from trioserve.nursery import open_engine
+from trioserve.protocol import wire
+from trioserve.protocol.errors import ShuttingDown
 from trioserve.worker.supervisor import OnProgress
 
 __all__ = ["serve", "serve_engine"]
@@ -42,8 +42,8 @@ async def serve(
     """Load the model, listen, and serve until cancelled or drained.
 
     Requests that still run when this is cancelled, or when ``shutdown_timeout`` is over, end with
-    :exc:`~trioserve.errors.ShuttingDown`. For as long as that takes to reach the clients, at most a
-    second or two, this goes on; nothing else does.
+    :exc:`~trioserve.protocol.errors.ShuttingDown`. For as long as that takes to reach the clients,
+    at most a second or two, this goes on; nothing else does.
 
     Args:
         config: the engine's and the server's options.

@@ -32,10 +32,10 @@ from trioserve.continuation import (
     session_closed,
     turn_prompt,
 )
-from trioserve.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.generation import Completion, GenerationStream, PromptLike, completion_of
+from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import Request
-from trioserve.sampling import SamplingParams
 from trioserve.scheduler.holds import Holds
 from trioserve.tenants import excess
 from trioserve.turns import Turn, Turns

@@ -22,10 +22,8 @@ import tokenizers
 import trio
 from tokenizers import decoders, models, pre_tokenizers
 
-from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
-from trioserve.errors import WorkerLost
 from trioserve.groups import sole_exception
 from trioserve.loaded_model import LoadedModel, chosen_generation_config
 from trioserve.metrics import Metrics
@@ -34,6 +32,8 @@ from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.nursery import run_engine
 from trioserve.pooling.inputs import TextEncoder
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
 from trioserve.scheduler import Scheduler
 from trioserve.testing import FakeWorker, memory_link_pair, serve_fake
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config

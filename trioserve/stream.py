@@ -17,7 +17,7 @@ import attrs
 import msgspec
 import trio
 
-from trioserve.errors import SlowReader
+from trioserve.protocol.errors import SlowReader
 
 __all__ = ["Chunk", "Stream", "StreamBudget", "TokenLogprob"]
 

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import attrs
 import trio
 
-from trioserve.errors import RequestAborted
 from trioserve.generation import Completion, GenerationStream, PromptLike, completion_of
 from trioserve.groups import holds_cancellation, sole_exception
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.errors import RequestAborted
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.stream import Chunk
 
 __all__ = ["Handle", "Submissions", "open_submissions"]

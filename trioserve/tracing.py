@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from trioserve.errors import InvalidRequest
 from trioserve.logs import get_logger
-from trioserve.machine import extra_advice
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.machine import extra_advice
 from trioserve.request import FinishReason, Request
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 from gpu.draws import SamplerRow
 from gpu.sampler import Sampler
 from gpu.truncation import BLOCK
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["MARGIN", "Difference", "first_difference", "is_near_tie"]
 

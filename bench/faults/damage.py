@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pynng
 
-from trioserve import wire
+from trioserve.protocol import wire
 
 __all__ = ["DIRECTIONS", "KINDS", "damaged", "main"]
 

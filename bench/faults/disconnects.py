@@ -31,7 +31,7 @@ from bench.faults.results import RESULTS, markdown, save, spread
 from bench.faults.stage import engine_over, serve_here, tiny_model
 from bench.servers import MODEL
 from trioserve import Engine
-from trioserve.grammar import Grammar
+from trioserve.protocol.grammar import Grammar
 from trioserve.request import Request, State
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

@@ -28,7 +28,7 @@ import trio.testing
 
 from bench.faults.processes import children_of
 from trioserve import Engine
-from trioserve.errors import WorkerLost
+from trioserve.protocol.errors import WorkerLost
 
 __all__ = [
     "OUTSIDE",

@@ -12,7 +12,7 @@ import trio
 from bench.faults.answers import Difference, is_near_tie
 from bench.faults.server import Subject
 from trioserve.load import Record
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["Parted", "real_differences"]
 

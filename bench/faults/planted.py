@@ -20,9 +20,9 @@ import msgspec
 import trio
 
 from trioserve.engine import Engine
-from trioserve.errors import RequestAborted, WorkerLost
 from trioserve.generation import GenerationStream
 from trioserve.open_generations import OpenGenerations
+from trioserve.protocol.errors import RequestAborted, WorkerLost
 from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput, State
 from trioserve.request_maker import RequestMaker
 from trioserve.scheduler import Scheduler, SchedulerCore

@@ -11,7 +11,7 @@ import trio
 
 from bench.faults.mixture import texts
 from trioserve import Engine
-from trioserve.errors import TrioserveError
+from trioserve.protocol.errors import TrioserveError
 
 __all__ = ["Steady"]
 

@@ -22,7 +22,7 @@ from bench.targets import Target
 from gpu.cuda.sampler import DeviceSampler
 from gpu.draws import SamplerRow
 from gpu.sampler import Sampler
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["cases"]
 

@@ -21,9 +21,9 @@ from bench.micro.fixtures import (
 )
 from bench.micro.loops import link, server_sent_events, stream_fan_out
 from bench.prompts import tokenizer
-from trioserve import wire
+from trioserve.protocol import wire
+from trioserve.protocol.sampling import SamplerParams
 from trioserve.request import SequenceOutput
-from trioserve.sampling import SamplerParams
 from trioserve.scheduler import policy
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import PrefixCache

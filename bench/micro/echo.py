@@ -8,7 +8,7 @@ import threading
 
 import pynng
 
-from trioserve import wire
+from trioserve.protocol import wire
 
 
 def _exit_with_parent() -> None:

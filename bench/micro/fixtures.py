@@ -11,10 +11,10 @@ import numpy as np
 from gpu.mock import MockExecutor
 from gpu.runner import Runner
 from gpu.slots import SlotTable
-from trioserve import wire
 from trioserve.metrics import Metrics
+from trioserve.protocol import wire
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import Request, Sequence, Times, TokensPrompt
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler import Limits, SchedulerCore
 from trioserve.stream import Stream, StreamBudget
 

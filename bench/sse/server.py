@@ -20,8 +20,8 @@ from trioserve.generation import GenerationStream
 from trioserve.http import create_app
 from trioserve.http.connections import raise_descriptor_limit
 from trioserve.http.server import serve_app
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import Prompt, Request, Times
-from trioserve.sampling import SamplingParams
 from trioserve.simulation import open_fake_engine
 from trioserve.stream import Chunk, Stream, StreamBudget
 

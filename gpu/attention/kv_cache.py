@@ -12,7 +12,7 @@ import torch
 
 from gpu.attention import CacheShape
 from gpu.executor import Copies
-from trioserve.errors import ModelLoadError
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["KvCache", "LayerCache", "bytes_per_page"]
 

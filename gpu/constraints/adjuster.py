@@ -21,11 +21,11 @@ from gpu.constraints.lazy_grammars import Grammars
 from gpu.constraints.processors import Processors
 from gpu.constraints.refusals import GrammarError, one_line
 from gpu.slots import PlanError, Slot
-from trioserve.errors import ModelLoadError
-from trioserve.grammar import Grammar
-from trioserve.logits_processors import ProcessorRow
-from trioserve.sampling import SamplerParams
-from trioserve.wire import ints
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.logits_processors import ProcessorRow
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import ints
 
 if TYPE_CHECKING:
     import llguidance

@@ -13,7 +13,7 @@ import llguidance
 from gpu.constraints.grammar_trial import GrammarTrial, estimated_bytes
 from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
 from gpu.constraints.refusals import GrammarError
-from trioserve.grammar import Grammar
+from trioserve.protocol.grammar import Grammar
 
 __all__ = ["GrammarCache"]
 

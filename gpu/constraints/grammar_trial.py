@@ -25,7 +25,7 @@ import msgspec
 
 from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
 from gpu.constraints.refusals import GrammarError
-from trioserve.grammar import Grammar
+from trioserve.protocol.grammar import Grammar
 
 __all__ = ["GrammarTrial", "Verdict", "estimated_bytes", "main"]
 

@@ -1,4 +1,4 @@
-"""From a :class:`~trioserve.grammar.Grammar` to what llguidance masks tokens with.
+"""From a :class:`~trioserve.protocol.grammar.Grammar` to what llguidance masks tokens with.
 
 llguidance (https://github.com/guidance-ai/llguidance) parses an output byte by byte with an Earley
 parser over lexemes that are derivatives of regular expressions, and walks the vocabulary as a trie.
@@ -16,11 +16,11 @@ import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
 from gpu.constraints.refusals import GrammarError, one_line
-from trioserve.errors import InvalidRequest, ModelLoadError
-from trioserve.grammar import Grammar
 from trioserve.model_files import ModelFiles, load_tokenizer_from
 from trioserve.model_files.native import panics_raised
-from trioserve.structural_format import format_lark
+from trioserve.protocol.errors import InvalidRequest, ModelLoadError
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.structural_tags import format_lark
 
 __all__ = ["GrammarVocabulary", "compile_text", "to_llguidance"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from gpu.constraints.refusals import GrammarError
-from trioserve.errors import ModelLoadError
-from trioserve.grammar import Grammar
 from trioserve.model_files import open_model
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.grammar import Grammar
 
 if TYPE_CHECKING:
     import llguidance

@@ -1,6 +1,6 @@
 """Logits processors of the user's own: loading and calling them.
 
-See :mod:`trioserve.logits_processors` for what they are.
+See :mod:`trioserve.protocol.logits_processors` for what they are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 
 from gpu.slots import PlanError, described
-from trioserve.errors import ModelLoadError
-from trioserve.logits_processors import LogitsProcessor, ProcessorContext, ProcessorRow
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.logits_processors import LogitsProcessor, ProcessorContext, ProcessorRow
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from gpu.private_files import check_private, make_private_folder
-from trioserve.machine import (
+from trioserve.protocol.machine import (
     COMPILER_ADVICE,
     Machine,
     cache_folder,

@@ -24,8 +24,8 @@ from gpu.lora.groups import tokens_by_adapter
 from gpu.lora.store import AdapterStore
 from gpu.slots import Row, SlotTable
 from gpu.weights import BFLOAT16, FLOAT32, Blocks, Numbers, Weight
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["CompiledModel", "Format", "obstacle_in", "read_as"]
 

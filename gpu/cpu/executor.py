@@ -17,7 +17,7 @@ from gpu.extras import SlotExtras
 from gpu.pooled import PooledSpan, pooled_prompt
 from gpu.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.slots import Row, Slot, SlotTable
-from trioserve.wire import PooledPrompt, PromptPiece
+from trioserve.protocol.wire import PooledPrompt, PromptPiece
 
 __all__ = ["CpuExecutor"]
 

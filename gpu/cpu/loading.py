@@ -24,10 +24,10 @@ from gpu.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_pag
 from gpu.rope import cos_sin_table
 from gpu.slots import SlotTable
 from gpu.weights import read_weights
-from trioserve.errors import ModelLoadError
-from trioserve.machine import Machine
 from trioserve.model_files import ModelConfig, ModelFiles
-from trioserve.wire import Start
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.machine import Machine
+from trioserve.protocol.wire import Start
 
 __all__ = ["choose_cpu_pages", "load_on_cpu", "refuse_cache_format"]
 
@@ -107,7 +107,7 @@ class _Whole:
     exchange: Callable[[CpuExecutor], ReadWeights]
     """How weights are exchanged under an executor."""
     warning: str = ""
-    """As :class:`~trioserve.wire.Ready` has it."""
+    """As :class:`~trioserve.protocol.wire.Ready` has it."""
 
 
 def _by_kernels(

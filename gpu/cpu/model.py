@@ -71,7 +71,7 @@ class CpuModel(Protocol):
 
 
 class CpuSampler(Protocol):
-    """Draws tokens from logits, in the order of operations of :mod:`trioserve.sampling`."""
+    """Sampler: tokens from logits, as written down in :mod:`trioserve.protocol.sampling`."""
 
     @property
     def vocab_size(self) -> int:

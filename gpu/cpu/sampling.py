@@ -21,9 +21,9 @@ from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
 from gpu.draws import SamplerRow, TopLogprobs
 from gpu.executor import Drawn
-from trioserve.errors import ModelLoadError
-from trioserve.sampling import SamplerParams
-from trioserve.wire import ints
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import ints
 
 __all__ = ["CompiledSampler"]
 

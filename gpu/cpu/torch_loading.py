@@ -19,7 +19,7 @@ from gpu.models.decoder import Decoder
 from gpu.sampler import Sampler
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelFiles
-from trioserve.wire import Start
+from trioserve.protocol.wire import Start
 
 __all__ = ["give_cache", "load_decoder", "make_sampler", "torch_exchange"]
 

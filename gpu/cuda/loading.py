@@ -43,10 +43,10 @@ from gpu.operations.cuda_ops import CudaOperations
 from gpu.prompt_logprobs import peak_bytes
 from gpu.weights import expected_tensors
 from gpu.weights.tensors import load_weights
-from trioserve.errors import ModelLoadError
-from trioserve.machine import Machine
 from trioserve.model_files import ModelConfig, ModelFiles
-from trioserve.wire import Start
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.machine import Machine
+from trioserve.protocol.wire import Start
 
 __all__ = ["load_model", "load_on_gpu"]
 

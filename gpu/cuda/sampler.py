@@ -25,8 +25,8 @@ from gpu.kernels.sampling import (
 )
 from gpu.sampler import LOWEST_TEMPERATURE
 from gpu.upload import staged, upload
-from trioserve.sampling import SamplerParams
-from trioserve.wire import ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import ints
 
 __all__ = ["DeviceSampler", "SamplerOutputs", "scratch_bytes", "top_lists"]
 
@@ -52,7 +52,7 @@ class SamplerOutputs:
 class DeviceSampler:
     """Draws tokens for a model with ``vocab_size`` tokens, from logits that stay on the device.
 
-    The order of operations is :mod:`trioserve.sampling`'s, the random numbers are those of
+    The order of operations is :mod:`trioserve.protocol.sampling`'s, the random numbers are those of
     :class:`gpu.sampler.Sampler`, and so are the tokens up to near ties of rounding. A row's result
     depends on nothing but its logits, history and parameters.
 

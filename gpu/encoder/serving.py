@@ -20,10 +20,10 @@ from gpu.loaded import Serving, choose_num_threads, of_weights
 from gpu.runner import Runner
 from gpu.slots import PlanError, Row, Slot, SlotTable
 from gpu.weights.replacement import encoder_weights_for
-from trioserve.errors import ModelLoadError
-from trioserve.machine import Machine
 from trioserve.model_files import EncoderConfig, EncoderFiles, open_encoder
-from trioserve.wire import Ready, Start, from_floats, ints
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.machine import Machine
+from trioserve.protocol.wire import Ready, Start, from_floats, ints
 
 __all__ = ["load_encoder_to_serve"]
 

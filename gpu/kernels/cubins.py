@@ -22,7 +22,7 @@ import attrs
 from gpu.kernels import KernelSource, nvrtc
 from gpu.kernels.nvrtc import Build, KernelBuildError, Usage
 from gpu.private_files import check_private, make_private_folder
-from trioserve.machine import Machine, cache_folder
+from trioserve.protocol.machine import Machine, cache_folder
 
 __all__ = ["CubinCache", "Outcome", "build_all", "default_folder", "default_jobs"]
 

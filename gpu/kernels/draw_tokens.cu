@@ -1,8 +1,8 @@
-// draw_tokens.cu - steps 6 to 11 of trioserve/sampling.py: one token for every row.
+// draw_tokens.cu - steps 6 to 11 of trioserve/protocol/sampling.py: one token for every row.
 //
 // From the blocks' statistics that scan_logits.cu left. A greedy row takes the first largest logit.
 // For the others, candidates.cuh finds where top_k, top_p and min_p cut, as the `end` of the kept
-// ranks. Then two exponential races are run (see trioserve/sampling.py), between the blocks by the
+// ranks. Then two exponential races are run (see trioserve/protocol/sampling.py), between the blocks by the
 // sums of their kept tokens and between the tokens of the winner. The token is appended to the
 // slot's history, where the next step finds it.
 //

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 
 from gpu.kernels import FOLDER, KernelSource
-from trioserve.machine import extra_advice
+from trioserve.protocol.machine import extra_advice
 
 __all__ = [
     "Build",

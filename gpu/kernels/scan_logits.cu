@@ -1,5 +1,5 @@
 // scan_logits.cu - the sampler's one pass over all logits. It adjusts them (steps 2 to 4 of
-// trioserve/sampling.py: bias, penalties, masked stop ids), and leaves for every block of 128
+// trioserve/protocol/sampling.py: bias, penalties, masked stop ids), and leaves for every block of 128
 // tokens the largest logit and the sum of exp((x - largest) / temperature).
 //
 // These statistics are all that a plain draw needs, and tell a truncated one which few blocks to

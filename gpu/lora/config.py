@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import parse_object
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["UNSERVED", "LoraConfig"]
 

@@ -17,10 +17,10 @@ from gpu.lora.config import LoraConfig
 from gpu.lora.products import PRODUCTS
 from gpu.weights import BFLOAT16, FLOAT16, FLOAT32, Numbers, expected_tensors
 from gpu.weights.reading import check_finite, read_bytes
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig
 from trioserve.model_files.jsonfile import read_file
 from trioserve.model_files.shards import Shard, read_shard
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["Adapter", "Update", "read_adapter"]
 

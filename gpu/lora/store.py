@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpu.lora.reading import Adapter, read_adapter
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["AdapterStore"]
 

@@ -8,8 +8,8 @@ import torch
 
 from gpu.models.decoder import Decoder
 from gpu.operations import Operations
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import ModelConfig
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["MODEL_CLASSES", "build_model"]
 

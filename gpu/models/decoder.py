@@ -24,8 +24,8 @@ from gpu.models.mlp import Experts, Mlp
 from gpu.operations import Operations
 from gpu.operations.torch_ops import TorchOperations
 from gpu.weights.named import NamedTensors
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import ExpertsConfig, ModelConfig
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["Decoder"]
 

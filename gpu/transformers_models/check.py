@@ -22,8 +22,8 @@ from gpu.transformers_models.attention import LayerShape, PagedLayers
 from gpu.transformers_models.decoder import TransformersDecoder
 from gpu.transformers_models.interface import NAME
 from gpu.transformers_models.probing import refusal
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, from_ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 
 __all__ = ["check_against_plain"]
 

@@ -22,10 +22,10 @@ from gpu.transformers_models.decoder import TransformersDecoder
 from gpu.transformers_models.packing import noting_products, pack
 from gpu.transformers_models.probing import probe_layers, refusal
 from gpu.transformers_models.reading import read_model, version
-from trioserve.errors import ModelLoadError
-from trioserve.machine import Machine, extra_advice
 from trioserve.model_files import ModelFiles, TransformersConfig
-from trioserve.wire import Start
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.machine import Machine, extra_advice
+from trioserve.protocol.wire import Start
 
 __all__ = ["load_through_transformers"]
 

@@ -14,7 +14,7 @@ import torch
 
 from gpu.transformers_models.attention import LayerShape
 from gpu.transformers_models.interface import AttentionCall, answering
-from trioserve.errors import ModelLoadError
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["probe_layers", "refusal"]
 

@@ -15,8 +15,8 @@ import torch
 from gpu.loaded import OnProgress
 from gpu.transformers_models import interface
 from gpu.transformers_models.probing import refusal
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.shards import read_shards
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["growing", "read_model", "version"]
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Numbers
-from trioserve.machine import Machine
 from trioserve.model_files.gguf_header import TensorType
+from trioserve.protocol.machine import Machine
 
 __all__ = ["BLOCK_DECODERS", "dequantize"]
 

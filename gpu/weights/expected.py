@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["check_tensors", "expected_tensors"]
 

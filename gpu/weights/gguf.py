@@ -13,9 +13,9 @@ from gpu.weights.dequantize import dequantize
 from gpu.weights.expected import check_tensors, expected_tensors
 from gpu.weights.experts import split_experts
 from gpu.weights.reading import read_bytes
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.model_files.gguf_header import TensorType
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["hugging_face_name", "load", "unpermute"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from trioserve.errors import ModelLoadError
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["NamedTensors"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.weights.blocks import BFLOAT16, Numbers
-from trioserve.errors import ModelLoadError
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["check_finite", "read_bytes"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import (
     EncoderFiles,
     ModelConfig,
@@ -17,6 +16,7 @@ from trioserve.model_files import (
     open_encoder,
     open_model,
 )
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["encoder_weights_for", "weights_for"]
 

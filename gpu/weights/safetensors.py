@@ -12,9 +12,9 @@ from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Numbers, Weight
 from gpu.weights.expected import check_tensors, expected_tensors
 from gpu.weights.experts import split_experts, with_common_name
 from gpu.weights.reading import check_finite, read_bytes
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.model_files.shards import Shard, read_shards
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["load", "load_folder"]
 

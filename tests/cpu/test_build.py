@@ -20,7 +20,7 @@ from gpu.cpu.build import BuildError, build, is_temporary
 from gpu.cpu.library import load_library
 from gpu.private_files import NotPrivateError, check_private, make_private_folder
 from tests.tiny_models import make_tiny
-from trioserve.machine import Machine, compiler_version
+from trioserve.protocol.machine import Machine, compiler_version
 
 pytestmark = pytest.mark.skipif(compiler_version() is None, reason="no C++ compiler")
 
@@ -327,7 +327,7 @@ import resource, sys
 from gpu.cpu.compiled import CompiledModel
 from gpu.cpu.library import load_library
 from gpu.cpu.sampling import CompiledSampler
-from trioserve.errors import ModelLoadError
+from trioserve.protocol.errors import ModelLoadError
 from trioserve.model_files import open_model
 from pathlib import Path
 library, config = load_library(), open_model(Path(sys.argv[1])).config

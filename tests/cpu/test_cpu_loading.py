@@ -17,10 +17,10 @@ from gpu.loading import load
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import make_tiny
 from trioserve import EngineConfig
-from trioserve.errors import ModelLoadError
-from trioserve.machine import Machine
 from trioserve.model_files import open_model
 from trioserve.nursery import start_message
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.machine import Machine
 
 try:
     load_library()

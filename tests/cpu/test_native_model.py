@@ -27,8 +27,8 @@ from tests.plans import GREEDY, PlanMaker, RecordingSampler, make_attention
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import FAMILIES, make_tiny
 from trioserve.model_files import open_model
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, floats, from_ints, ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, floats, from_ints, ints
 
 try:
     load_library()

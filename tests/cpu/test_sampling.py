@@ -21,7 +21,7 @@ from gpu.cpu.torch_model import TorchSampler
 from gpu.draws import SamplerRow
 from gpu.executor import Drawn
 from gpu.sampler import Sampler
-from trioserve.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
+from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
 
 VOCAB = 5003
 """A prime: the last block, the last vector and the last word of a mask are not full."""

@@ -11,7 +11,7 @@ from gpu.cpu.library import BuildError, load_library
 from tests.engines import assert_idle, open_tiny_engine
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import make_tiny
-from trioserve.grammar import Grammar
+from trioserve.protocol.grammar import Grammar
 
 try:
     load_library()

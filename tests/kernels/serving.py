@@ -29,7 +29,7 @@ from gpu.weights.tensors import load_weights
 from tests.kernels.tape import TapeCapturer, TapedLoader
 from tests.plans import PlanMaker, make_attention
 from trioserve.model_files import open_model
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["Judge", "Server"]
 

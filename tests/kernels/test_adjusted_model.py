@@ -18,8 +18,8 @@ from tests.adjusters import CLASSES, ToyAdjuster, chained, follows
 from tests.kernels.serving import Judge, Server
 from tests.plans import GREEDY
 from tests.tiny_models import make_tiny
-from trioserve.sampling import SamplerParams
-from trioserve.wire import StepResult, floats, ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import StepResult, floats, ints
 
 VOCAB = 300
 MARGIN = 0.1

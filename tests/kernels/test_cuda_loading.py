@@ -26,9 +26,9 @@ from tests.kernels.tape import TapeCapturer, TapedLoader
 from tests.plans import PlanMaker
 from tests.test_worker import start_message
 from tests.tiny_models import make_tiny
-from trioserve import wire
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import open_model
+from trioserve.protocol import wire
+from trioserve.protocol.errors import ModelLoadError
 
 MIB = 1 << 20
 PAGE_BYTES = 2 * 2 * 2 * 64 * 2 * 16  # K and V, layers, heads, head_dim, bytes, tokens

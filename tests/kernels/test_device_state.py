@@ -9,8 +9,8 @@ from gpu.cuda.state import DeviceState
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels import KernelLoader
 from gpu.slots import PlanError, Row, SlotTable
-from trioserve.sampling import SamplerParams
-from trioserve.wire import OpenSlot, Plan, from_ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 
 NUM_SLOTS = 4
 

@@ -12,7 +12,7 @@ from tests.kernels.test_whole_model import PROMPTS, SEEDED, check
 from tests.lora.adapters import make_adapter
 from tests.plans import GREEDY
 from tests.tiny_models import make_tiny
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 
 MARGIN = 0.25
 """More than without experts: where rounding changes a choice among them, logits move further."""

@@ -13,8 +13,8 @@ from gpu.kernels import KernelLoader
 from tests.kernels.serving import PAGE_SIZE, Server
 from tests.plans import PlanMaker
 from tests.tiny_models import make_tiny
-from trioserve.sampling import SamplerParams
-from trioserve.wire import Plan, StepResult
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import Plan, StepResult
 
 PROMPTS = {0: list(range(3, 80)), 1: [9, 8, 7], 2: [5] * 40}
 PARAMS = SamplerParams(temperature=0.8, seed=11, repetition_penalty=1.2, logprobs=2)

@@ -14,9 +14,9 @@ from gpu.constraints.grammars import GrammarVocabulary
 from gpu.kernels import KernelLoader
 from tests.kernels.serving import Server
 from tests.tiny_models import make_tiny, tiny_tokenizer
-from trioserve.grammar import Grammar
 from trioserve.model_files import open_model
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.sampling import SamplerParams
 
 EOS = 2
 PATTERNS = ["[a-f]{2,5}(, [g-k]+)?x", "[0-9]{8}"]

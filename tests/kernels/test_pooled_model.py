@@ -14,7 +14,7 @@ from gpu.slots import PlanError
 from tests.kernels.serving import Judge, Server
 from tests.plans import GREEDY
 from tests.tiny_models import make_tiny
-from trioserve.wire import StepResult, floats
+from trioserve.protocol.wire import StepResult, floats
 
 PROMPT = [(7 * i * i + 3 * i) % 300 for i in range(41)]
 LEAST_COSINE = 0.9999

@@ -24,7 +24,7 @@ from tests.device_draws import (
     reference_draw,
     row,
 )
-from trioserve.sampling import NAN_LOGITS, NO_TOKEN
+from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN
 
 pytestmark = pytest.mark.every_arithmetic
 

@@ -26,8 +26,8 @@ from tests.kernels.fake_cuda.gpu import FakeGpu
 from tests.kernels.flights import Flight
 from tests.lora.adapters import make_adapter
 from tests.tiny_models import make_tiny
-from trioserve.sampling import SamplerParams
-from trioserve.wire import StepResult, ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import StepResult, ints
 
 GREEDY = SamplerParams(temperature=0.0)
 SEEDED = SamplerParams(temperature=0.8, top_k=40, seed=1234, logit_bias={17: 2.0, 250: -3.0})

@@ -22,8 +22,8 @@ from gpu.kernels import KernelLoader
 from tests.kernels.serving import PAGE_SIZE, Judge, Server
 from tests.plans import GREEDY, outputs_over_moved_pages
 from tests.tiny_models import make_tiny
-from trioserve.sampling import SamplerParams
-from trioserve.wire import StepResult, floats, ints
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import StepResult, floats, ints
 
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "llama": ("llama3", {"num_attention_heads": 4, "num_key_value_heads": 2}),

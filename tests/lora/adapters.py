@@ -15,7 +15,7 @@ from gpu.slots import Row, SlotTable
 from gpu.weights import expected_tensors
 from tests.plans import GREEDY
 from trioserve.model_files import open_model
-from trioserve.wire import OpenSlot, Plan, from_ints
+from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 
 __all__ = ["ALL_PARTS", "OF_ATTENTION", "make_adapter", "merge", "rows_of", "write_adapter"]
 

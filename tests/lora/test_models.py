@@ -26,7 +26,7 @@ from tests.rounding import apart, terms_of_folder
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import EXPERT_FAMILIES, FAMILIES, make_tiny
 from trioserve.model_files import open_model
-from trioserve.wire import OpenSlot, Plan, from_ints
+from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 
 try:
     load_library()

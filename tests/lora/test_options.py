@@ -8,7 +8,7 @@ import pytest
 
 from trioserve.adapters import named_paths
 from trioserve.config import EngineConfig
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.scheduler.limits import Limits
 from trioserve.testing import FakeWorker
 

@@ -20,8 +20,8 @@ from gpu.lora.reading import read_adapter
 from gpu.weights.reading import check_finite
 from tests.lora.adapters import ALL_PARTS, make_adapter
 from tests.tiny_models import make_tiny
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import ModelConfig, open_model, shards
+from trioserve.protocol.errors import ModelLoadError
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 _OF_EXPERT = Q.replace("self_attn.q_proj", "mlp.experts.3.up_proj")

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from trioserve import AdapterNotFound, Engine, InvalidRequest, ModelLoadError
 from trioserve.config import EngineConfig
-from trioserve.errors import WorkerLost
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.errors import WorkerLost
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import Plan, Ready
 from trioserve.scheduler.residency import Bring, Residency, Take
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies, adapter_shift, hashed_token
-from trioserve.wire import Plan, Ready
 from trioserve.worker import Link
 
 TOKENS = 12

@@ -10,8 +10,8 @@ import pytest
 
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
-from trioserve.errors import ModelLoadError
 from trioserve.offline import engine_thread
+from trioserve.protocol.errors import ModelLoadError
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -12,10 +12,10 @@ import trio.testing
 from trioserve import preparation
 from trioserve.engine import Engine
 from trioserve.generation import Completion
-from trioserve.grammar import Grammar
 from trioserve.offline.batch import Batch, complete_all
 from trioserve.offline.room import Room
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.offline.conftest import FakeModel
 from trioserve import LLM, InvalidRequest, ModelLoadError, RequestAborted, SamplingParams
-from trioserve.errors import EngineError
+from trioserve.protocol.errors import EngineError
 
 LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
 

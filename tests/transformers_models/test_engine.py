@@ -9,7 +9,7 @@ import pytest
 from tests.engines import assert_idle, open_tiny_engine
 from tests.transformers_models.models import FAMILIES, make_other
 from trioserve import InvalidRequest
-from trioserve.grammar import Grammar
+from trioserve.protocol.grammar import Grammar
 
 
 @pytest.fixture(scope="module")

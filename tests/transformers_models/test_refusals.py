@@ -25,10 +25,10 @@ from tests.tiny_gguf import write_gguf
 from tests.tiny_models import make_tiny
 from tests.transformers_models.models import FAMILIES, UNSERVED, make_other
 from trioserve import EngineConfig
-from trioserve.errors import ModelLoadError
-from trioserve.machine import extra_advice
 from trioserve.model_files import TransformersConfig, open_model
 from trioserve.nursery import start_message
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.machine import extra_advice
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,10 @@ from trioserve.load.target import AnyTarget
 from trioserve.load.texts import CountedTexts, Texts
 from trioserve.load.traces import TraceRow
 from trioserve.load.work import Conversation
-from trioserve.log_output import escaped
 from trioserve.nursery import open_engine
 from trioserve.options import options_of
-from trioserve.wire import MockSteps
+from trioserve.protocol.log_output import escaped
+from trioserve.protocol.wire import MockSteps
 
 __all__ = ["points_of", "run_bench"]
 

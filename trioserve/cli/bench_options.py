@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 
 from trioserve.cli.remote_options import RemoteOptions
-from trioserve.errors import InvalidRequest
 from trioserve.options import option, options_of
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["BENCH_GROUPS", "DATASETS", "BenchOptions"]
 

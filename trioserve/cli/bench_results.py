@@ -12,11 +12,11 @@ import attrs
 
 from trioserve.cli.bench_options import BenchOptions
 from trioserve.cli.usage import UsageError
-from trioserve.errors import TrioserveError
 from trioserve.load.measure import Measured
 from trioserve.load.report import as_json
-from trioserve.log_output import escaped
-from trioserve.machine import extra_advice
+from trioserve.protocol.errors import TrioserveError
+from trioserve.protocol.log_output import escaped
+from trioserve.protocol.machine import extra_advice
 
 __all__ = ["Results", "check_outputs", "note"]
 

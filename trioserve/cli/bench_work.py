@@ -9,7 +9,6 @@ from typing import Any
 
 from trioserve.cli.bench_options import BenchOptions
 from trioserve.cli.usage import UsageError
-from trioserve.errors import ModelLoadError
 from trioserve.load.datasets import (
     Lengths,
     chats,
@@ -24,6 +23,7 @@ from trioserve.load.texts import CountedTexts, GuessedTexts, Texts
 from trioserve.load.work import Conversation
 from trioserve.model_files import load_tokenizer_from, locate, open_model
 from trioserve.model_files.locate import KNOWN_MODELS
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["cancelled", "make_texts", "make_work"]
 

@@ -16,9 +16,9 @@ import trio
 from trioserve.cli.conversation import Conversation
 from trioserve.cli.partners import Partner, Piece, Reply
 from trioserve.cli.terminal import Terminal
-from trioserve.errors import InvalidRequest, printable
 from trioserve.groups import sole_exception
 from trioserve.load.remote import Refusal, RemoteError
+from trioserve.protocol.errors import InvalidRequest, printable
 
 __all__ = ["chat"]
 

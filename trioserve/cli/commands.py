@@ -35,10 +35,10 @@ from trioserve.cli.output import OutputError, discard_output, writing
 from trioserve.cli.parser import parse
 from trioserve.cli.usage import UsageError
 from trioserve.config import EngineConfig
-from trioserve.errors import TrioserveError
-from trioserve.heap import importing
-from trioserve.log_output import escaped
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.errors import TrioserveError
+from trioserve.protocol.gc_tuning import importing
+from trioserve.protocol.log_output import escaped
+from trioserve.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from trioserve.cli.remote_options import RemoteOptions

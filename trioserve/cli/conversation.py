@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 
 from trioserve.cli.parser import SAMPLING_OPTIONS
-from trioserve.errors import InvalidRequest
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplingParams
 
 __all__ = ["HELP", "Conversation"]
 

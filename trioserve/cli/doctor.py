@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trioserve import __version__
-from trioserve.errors import ModelLoadError
-from trioserve.machine import (
+from trioserve.model_files.locate import KNOWN_MODELS, locate
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.machine import (
     COMPILER_ADVICE,
     PIP_INSTALL,
     Machine,
     compiler_version,
     extra_advice,
 )
-from trioserve.model_files.locate import KNOWN_MODELS, locate
+from trioserve.protocol.version import __version__
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,7 +16,6 @@ from trioserve.cli.remote_options import DEFAULT_URL, RemoteOptions
 from trioserve.cli.top.options import TopOptions
 from trioserve.cli.usage import UsageError
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.errors import InvalidRequest
 from trioserve.options import (
     Option,
     closest,
@@ -25,7 +24,8 @@ from trioserve.options import (
     options_of,
     unknown_variables,
 )
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplingParams
 
 __all__ = [
     "bench_options",

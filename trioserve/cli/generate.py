@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trioserve.cli.terminal import Terminal
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from trioserve.engine import Engine

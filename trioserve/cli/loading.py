@@ -9,8 +9,8 @@ import attrs
 import rich.console
 import rich.progress
 
-from trioserve import wire
 from trioserve.logs import get_logger
+from trioserve.protocol import wire
 
 __all__ = ["LoadingReport"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trioserve.cli.usage import UsageError
 
 if TYPE_CHECKING:
-    from trioserve.wire import MockSteps
+    from trioserve.protocol.wire import MockSteps
 
 __all__ = ["add_mock_flag", "mock_steps"]
 
@@ -65,6 +65,6 @@ def mock_steps(arguments: Mapping[str, Any]) -> MockSteps | None:
             f"--mock-worker must be a step's time, a rate or both, such as 10ms, 50000/s or "
             f"10ms,50000/s, not {str(text)!r}"
         )
-    from trioserve.wire import MockSteps  # which loads NumPy: --help answers without
+    from trioserve.protocol.wire import MockSteps  # which loads NumPy: --help answers without
 
     return MockSteps(step_seconds=time, token_seconds=rate)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from trioserve.errors import TrioserveError
+from trioserve.protocol.errors import TrioserveError
 
 __all__ = ["OutputError", "discard_output", "writing"]
 

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import attrs
 
-from trioserve import __version__
 from trioserve.cli.bench_options import BENCH_GROUPS, BenchOptions
 from trioserve.cli.equivalents import explained, told, without_foreign
 from trioserve.cli.mock import add_mock_flag
@@ -20,6 +19,7 @@ from trioserve.cli.remote_options import DEFAULT_URL, RemoteOptions
 from trioserve.cli.top.options import TOP_GROUPS, TopOptions
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
 from trioserve.options import Option, options_of
+from trioserve.protocol.version import __version__
 
 __all__ = ["DEFAULT_MODEL", "SAMPLING_OPTIONS", "build_parsers", "parse"]
 

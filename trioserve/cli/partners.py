@@ -18,8 +18,8 @@ from trioserve.load.answer import (
     error_text,
 )
 from trioserve.load.remote import Events, Remote, RemoteError
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import ChatPrompt
-from trioserve.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from trioserve.engine import Engine

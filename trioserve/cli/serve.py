@@ -10,16 +10,16 @@ from pathlib import Path
 import attrs
 import trio
 
-from trioserve import wire
 from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
 from trioserve.cli.welcome import welcome
 from trioserve.config import ServerConfig
 from trioserve.groups import sole_exception
-from trioserve.heap import rare_collections
 from trioserve.http.connections import raise_descriptor_limit
 from trioserve.logs import get_logger
 from trioserve.model_files.locate import default_name
+from trioserve.protocol import wire
+from trioserve.protocol.gc_tuning import rare_collections
 from trioserve.serving import serve
 from trioserve.signals import dumping_tasks
 

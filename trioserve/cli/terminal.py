@@ -18,7 +18,7 @@ import trio
 
 from trioserve.cli.history import History
 from trioserve.cli.output import writing
-from trioserve.log_output import escaped
+from trioserve.protocol.log_output import escaped
 
 __all__ = ["PROMPT", "Terminal"]
 

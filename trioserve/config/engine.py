@@ -9,8 +9,8 @@ import attrs
 
 from trioserve.adapters import named_paths
 from trioserve.config.override import parse_override
-from trioserve.errors import InvalidRequest
 from trioserve.options import option
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["EngineConfig"]
 

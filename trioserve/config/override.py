@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from trioserve.errors import InvalidRequest
-from trioserve.sampling import GENERATION_CONFIG_FIELDS, SamplingParams
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import GENERATION_CONFIG_FIELDS, SamplingParams
 
 __all__ = ["parse_override"]
 

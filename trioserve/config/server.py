@@ -6,8 +6,8 @@ import attrs
 
 from trioserve.adapters import named_paths
 from trioserve.config.engine import EngineConfig
-from trioserve.errors import InvalidRequest
 from trioserve.options import option
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["ServerConfig"]
 

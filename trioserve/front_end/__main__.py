@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 
-from trioserve.heap import importing
+from trioserve.protocol.gc_tuning import importing
 
 __all__ = ["main"]
 

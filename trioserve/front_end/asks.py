@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.errors import TrioserveError
 from trioserve.front_end.faults import error_of, fault_of
 from trioserve.front_end.messages import Answer, Ask, Withdraw
+from trioserve.protocol.errors import TrioserveError
 
 __all__ = ["Asks", "Handlers"]
 

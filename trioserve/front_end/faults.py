@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve import errors
-from trioserve.errors import EngineError, TrioserveError
+from trioserve.protocol import errors
+from trioserve.protocol.errors import EngineError, TrioserveError
 
 __all__ = ["Fault", "error_of", "fault_of"]
 
@@ -19,7 +19,7 @@ _KINDS: dict[str, type[TrioserveError]] = {
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
-    """An error of :mod:`trioserve.errors`: its class, its message, its attributes."""
+    """An error of :mod:`trioserve.protocol.errors`: its class, its message, its attributes."""
 
     kind: str
     message: str

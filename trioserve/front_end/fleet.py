@@ -6,7 +6,6 @@ import attrs
 import trio
 
 from trioserve.config import ServerConfig
-from trioserve.errors import EngineError, FrontEndLost, TrioserveError
 from trioserve.front_end.faults import fault_of
 from trioserve.front_end.home import Home
 from trioserve.front_end.host import Host
@@ -15,6 +14,7 @@ from trioserve.front_end.process import run_front_end
 from trioserve.groups import sole_exception
 from trioserve.http.listeners import SharedListening
 from trioserve.logs import get_logger
+from trioserve.protocol.errors import EngineError, FrontEndLost, TrioserveError
 
 __all__ = ["Fleet"]
 

@@ -9,7 +9,6 @@ import attrs
 import msgspec
 import trio
 
-from trioserve.errors import FrontEndLost
 from trioserve.front_end.asks import Asks, Handlers
 from trioserve.front_end.faults import error_of
 from trioserve.front_end.hosted_requests import HostedRequest, HostedRequests
@@ -40,6 +39,7 @@ from trioserve.groups import sole_exception
 from trioserve.live.schema import TaskNode
 from trioserve.metrics.snapshot import Snapshot
 from trioserve.pair_socket import PairSocket, SocketFailed
+from trioserve.protocol.errors import FrontEndLost
 
 __all__ = ["Counted", "Home", "Looked", "receive_from_front_end"]
 

@@ -20,14 +20,12 @@ import attrs
 import msgspec
 import trio
 
-from trioserve import wire
 from trioserve.adapters import Adapter, named_paths
 from trioserve.channels import all_waiting
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.control import Control
 from trioserve.engine_tasks import open_tasks
 from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
-from trioserve.errors import EngineError, InvalidRequest, Paused, TrioserveError
 from trioserve.feed import Tail
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Home
@@ -48,6 +46,8 @@ from trioserve.pair_socket import PairSocket
 from trioserve.pooling.batcher import Batcher, supervised_batcher
 from trioserve.pooling.columns import Columns
 from trioserve.preparation import Preparation
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError, InvalidRequest, Paused, TrioserveError
 from trioserve.request import Request, SequenceOutput
 from trioserve.scheduler import Scheduler
 from trioserve.scheduler.cache_events import CacheEvent

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import attrs
 
-from trioserve.errors import Paused, QueueFull
 from trioserve.front_end.faults import Fault, fault_of
 from trioserve.front_end.hosting import Hosting
 from trioserve.front_end.merging import merged
@@ -28,6 +27,7 @@ from trioserve.front_end.messages import (
     packed,
     plain_entries,
 )
+from trioserve.protocol.errors import Paused, QueueFull
 from trioserve.request import (
     Finish,
     FinishReason,

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from trioserve.errors import EngineError
 from trioserve.front_end.asks import Handlers
 from trioserve.live import Picture, Subject, Watcher
 from trioserve.live.schema import TaskNode
+from trioserve.protocol.errors import EngineError
 
 __all__ = ["HostedWatches"]
 

@@ -14,10 +14,7 @@ import attrs
 import structlog
 import trio
 
-import trioserve
-from trioserve import wire
 from trioserve.engine_tasks import EngineTasks
-from trioserve.errors import EngineError, TrioserveError
 from trioserve.front_end.encoding import remote_encoding
 from trioserve.front_end.faults import fault_of
 from trioserve.front_end.messages import Drained, Failed, Hello, Listening, Start, Stop, encode
@@ -25,7 +22,6 @@ from trioserve.front_end.process import package_folder
 from trioserve.front_end.pulse import interval_of
 from trioserve.front_end.remote import RemoteScheduler, receive_from_engine
 from trioserve.front_end.shared import SharedServer
-from trioserve.heap import rare_collections
 from trioserve.http import create_app
 from trioserve.http.connections import raise_descriptor_limit
 from trioserve.http.listeners import inherited
@@ -34,6 +30,10 @@ from trioserve.logs import get_logger, setup_logging
 from trioserve.metrics import Metrics
 from trioserve.nursery import Place, run_tasks
 from trioserve.pair_socket import PairSocket, SocketFailed
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError, TrioserveError
+from trioserve.protocol.gc_tuning import rare_collections
+from trioserve.protocol.version import __version__
 from trioserve.serving import serve_engine
 from trioserve.signals import dumping_tasks
 from trioserve.tracing import open_tracing
@@ -80,7 +80,7 @@ class _FrontEnd:
             nursery.cancel_scope.cancel()
 
     async def _talk(self, socket: PairSocket) -> None:
-        hello = Hello(package_folder(), trioserve.__version__, os.getpid())
+        hello = Hello(package_folder(), __version__, os.getpid())
         await socket.send(encode(hello))
         start = await receive_from_engine(socket)
         if not isinstance(start, Start):

@@ -22,13 +22,13 @@ from typing import Any
 
 import msgspec
 
-from trioserve import wire
 from trioserve.adapters import Adapter
 from trioserve.config import ServerConfig
 from trioserve.front_end.faults import Fault
+from trioserve.protocol import wire
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.request import Finish, FinishReason, State
 from trioserve.retention import Retention
-from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.stream import TokenLogprob
 
 __all__ = [

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import trio
 
-import trioserve
 from trioserve.child import end_child
-from trioserve.errors import EngineError, FrontEndLost, NoRoomForWorker
 from trioserve.front_end.home import receive_from_front_end
 from trioserve.front_end.messages import Failed, Hello, Listening, Start, Stop, encode
 from trioserve.groups import sole_exception
 from trioserve.logs import get_logger
 from trioserve.pair_socket import PairSocket, SocketFailed
+from trioserve.protocol.errors import EngineError, FrontEndLost, NoRoomForWorker
+from trioserve.protocol.version import __version__
 from trioserve.task_dump import reporting
 from trioserve.worker.socket_folder import SocketFolder
 from trioserve.worker.supervisor import describe_exit, package_environment
@@ -39,7 +39,7 @@ _log = get_logger("trioserve.front_end")
 
 def package_folder() -> str:
     """Where trioserve was imported from."""
-    return str(Path(trioserve.__file__).resolve().parent)
+    return str(Path(__file__).resolve().parents[1])
 
 
 @contextlib.asynccontextmanager
@@ -139,10 +139,10 @@ async def _greet(socket: PairSocket, start: Start) -> None:
     hello = await receive_from_front_end(socket)
     if not isinstance(hello, Hello):
         raise FrontEndLost(f"it began with {type(hello).__name__} instead of Hello")
-    if (hello.package, hello.version) != (package_folder(), trioserve.__version__):
+    if (hello.package, hello.version) != (package_folder(), __version__):
         raise EngineError(
             f"the front end was loaded from {hello.package} ({hello.version}), "
-            f"not from {package_folder()} ({trioserve.__version__})"
+            f"not from {package_folder()} ({__version__})"
         )
     await socket.send(encode(start))
     listening = await receive_from_front_end(socket)

@@ -12,7 +12,7 @@ import attrs
 import trio
 
 from trioserve.config import EngineConfig
-from trioserve.errors import FrontEndLost
+from trioserve.protocol.errors import FrontEndLost
 from trioserve.scheduler import SECOND_LOOK
 from trioserve.scheduler.watchdog import MAX_LATENESS
 

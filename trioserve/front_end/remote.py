@@ -18,7 +18,6 @@ import trio
 
 from trioserve.adapters import Catalogue
 from trioserve.channels import all_waiting
-from trioserve.errors import EngineError, InvalidRequest
 from trioserve.front_end.asks import Asks, Handlers
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import error_of
@@ -43,9 +42,10 @@ from trioserve.front_end.messages import (
     packed,
 )
 from trioserve.front_end.sent_requests import SentRequests
-from trioserve.grammar import Grammar
 from trioserve.groups import sole_exception
 from trioserve.pair_socket import PairSocket, SocketFailed
+from trioserve.protocol.errors import EngineError, InvalidRequest
+from trioserve.protocol.grammar import Grammar
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.statistics import SchedulerStatistics
 

@@ -22,7 +22,7 @@ from trioserve.engine import Engine
 from trioserve.front_end.messages import LeaveTurn, numbers_of, packed
 from trioserve.front_end.remote import RemoteScheduler
 from trioserve.generation import GenerationStream, PromptLike
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.sampling import SamplingParams
 
 __all__ = ["RemoteTurns"]
 

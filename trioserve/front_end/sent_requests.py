@@ -6,11 +6,11 @@ the request. What still comes for a sequence that has ended here is dropped.
 
 from __future__ import annotations
 
-from trioserve.errors import RequestAborted
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import error_of
 from trioserve.front_end.messages import STATES, Prompt, Row, Step, Update, entries_of, numbers_of
 from trioserve.logprobs import PromptLogprobs
+from trioserve.protocol.errors import RequestAborted
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 
 __all__ = ["SentRequests"]

@@ -11,11 +11,9 @@ import attrs
 import msgspec
 import trio
 
-from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.continuation import Continuation, Generate
 from trioserve.engine import Engine
-from trioserve.errors import EngineError
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Counted, Looked
 from trioserve.front_end.host import Collected
@@ -29,6 +27,8 @@ from trioserve.live import Picture
 from trioserve.live.schema import TaskNode
 from trioserve.live.tasks import task_tree
 from trioserve.metrics.snapshot import filled, snapshot_of
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app", "serve_app"]
 
-_HOME = {"create_app": "app", "serve_app": "server"}
+_HOME = {
+    "create_app": "app",
+    "serve_app": "server",
+}
 
 
 def __getattr__(name: str) -> Any:

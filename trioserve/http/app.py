@@ -19,7 +19,6 @@ from werkzeug.routing import MapAdapter
 
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
-from trioserve.errors import QueueFull
 from trioserve.http.asgi import (
     HTTPConnection,
     Request,
@@ -54,6 +53,7 @@ from trioserve.http.utilities.admin import AdminEndpoints
 from trioserve.http.utilities.endpoint import UtilityEndpoints
 from trioserve.http.utilities.tokens import TokenEndpoints
 from trioserve.http.whole import OneProcess, Whole
+from trioserve.protocol.errors import QueueFull
 
 __all__ = ["App", "create_app"]
 

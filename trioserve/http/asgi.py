@@ -27,7 +27,6 @@ from quart.wrappers.response import Response
 from quart_trio.asgi import TrioASGIHTTPConnection, TrioASGIWebsocketConnection
 from quart_trio.wrappers import TrioRequest
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.access_log import AccessRecord, request_id_from
 from trioserve.http.bodies import Body
 from trioserve.http.dialects import error_body, id_headers
@@ -36,6 +35,7 @@ from trioserve.http.errors import ErrorReply, describe_error
 from trioserve.http.holdings import address_of
 from trioserve.http.sse import Events
 from trioserve.logs import get_logger
+from trioserve.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from trioserve.http.app import App

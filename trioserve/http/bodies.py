@@ -14,8 +14,8 @@ from typing import Any
 import attrs
 from quart_trio.wrappers.request import TrioBody
 
-from trioserve.errors import QueueFull
 from trioserve.http.holdings import Holdings
+from trioserve.protocol.errors import QueueFull
 
 __all__ = ["Body", "BodyRoom"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from trioserve.errors import InvalidRequest
 from trioserve.generation import GenerationStream
 from trioserve.http.structure import count_outside_texts
 from trioserve.http.threads import num_in_entries
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.request import TokensPrompt
 from trioserve.scheduler.limits import MAX_PROMPT_LOGPROBS
 from trioserve.stream import Chunk

@@ -13,8 +13,8 @@ import msgspec
 
 from trioserve.http.generations import Job
 from trioserve.pooling.inputs import Item
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import ChatPrompt, Prompt, TextPrompt
-from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
 
 __all__ = ["MAX_CHARACTERS", "MAX_TEXTS", "Contents", "item_texts"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["MAX_REREAD_BYTES", "alternatives", "as_invalid_request"]
 

@@ -15,7 +15,7 @@ import attrs
 import msgspec
 from werkzeug.exceptions import HTTPException
 
-from trioserve.errors import (
+from trioserve.protocol.errors import (
     AdapterNotFound,
     DeadlineExceeded,
     Draining,

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import attrs
 import msgspec
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.decoding_errors import alternatives
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = [
     "MAX_JSON_CHARACTERS",

@@ -1,8 +1,8 @@
 """Fields that requests of several dialects have: a type, its range, and what it means.
 
 A request class names each of its own fields, and takes from here what the others have, too. The
-ranges are those of :mod:`trioserve.sampling` and :mod:`trioserve.checks`, so that the schema tells
-them.
+ranges are those of :mod:`trioserve.protocol.sampling` and :mod:`trioserve.protocol.checks`, so that
+the schema tells them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from trioserve.checks import MAX_LOGIT_BIAS
 from trioserve.http import schemas
 from trioserve.http.retention import KvCacheRetentionConfig
 from trioserve.http.schemas import Count, Salt, Seconds, about
-from trioserve.sampling import MAX_EXTRA_ARGS, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+from trioserve.protocol.checks import MAX_LOGIT_BIAS
+from trioserve.protocol.sampling import MAX_EXTRA_ARGS, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
 __all__ = [
     "CacheSalt",

@@ -15,8 +15,8 @@ import attrs
 import trio
 
 from trioserve.config import ServerConfig
-from trioserve.errors import TrioserveError
 from trioserve.http.tls import tls_context
+from trioserve.protocol.errors import TrioserveError
 
 __all__ = [
     "Listening",

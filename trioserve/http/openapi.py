@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 import msgspec
 
-import trioserve
 from trioserve.http.auth import OPEN_PATHS
 from trioserve.http.dialects import error_body
 from trioserve.http.errors import ERROR_STATUSES
@@ -23,6 +22,7 @@ from trioserve.http.schemas import (
     struct_classes,
     usual_types,
 )
+from trioserve.protocol.version import __version__
 
 __all__ = ["build_document", "error_statuses", "openapi_path"]
 
@@ -98,7 +98,7 @@ def build_document(
             paths.setdefault(openapi_path(rule), {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": "trioserve", "version": trioserve.__version__},
+        "info": {"title": "trioserve", "version": __version__},
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.schemas import Count, about
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.retention import MAX_PRIORITY, MAX_RANGES, Retention, RetentionRange
 
 __all__ = ["KvCacheRetentionConfig", "TokenRangeRetentionConfig", "retention_of"]

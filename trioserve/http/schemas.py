@@ -16,13 +16,13 @@ from typing import Annotated, Any, TypeVar, cast
 import attrs
 import msgspec
 
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.bounds import check_body
 from trioserve.http.decoding_errors import MAX_REREAD_BYTES, as_invalid_request
 from trioserve.http.field_bounds import Text, bounds_of, check_fields
 from trioserve.http.ignored_fields import MAX_IGNORED, IgnoredFields, without_field
-from trioserve.sampling import MAX_SEED, MAX_SEQUENCES
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
+from trioserve.protocol.sampling import MAX_SEED, MAX_SEQUENCES
 
 __all__ = [
     "ROUTES_NOT_REPORTED",

@@ -29,7 +29,6 @@ from hypercorn.typing import (
 from hypercorn.utils import LifespanFailureError, LifespanTimeoutError
 
 from trioserve.config import ServerConfig
-from trioserve.errors import TrioserveError
 from trioserve.http.connection import Connection
 from trioserve.http.connections import (
     BoundedListener,
@@ -40,6 +39,7 @@ from trioserve.http.connections import (
 from trioserve.http.listeners import Listening, open_listening, removing_socket_file
 from trioserve.http.settings import ServerSettings, server_settings
 from trioserve.http.unsent import UnsentBudget
+from trioserve.protocol.errors import TrioserveError
 
 __all__ = ["CANCELLED_GRACE", "FINAL_GRACE", "serve_app"]
 

@@ -15,7 +15,6 @@ from werkzeug.exceptions import UnsupportedMediaType
 from trioserve.config import ServerConfig
 from trioserve.deadline import Deadline
 from trioserve.engine import Engine
-from trioserve.errors import InvalidRequest
 from trioserve.generation import Completion, GenerationStream, completion_of, sampling_params
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.asgi import Request
@@ -28,7 +27,8 @@ from trioserve.http.sse import EventStream, Framing, StreamWriter, stream_respon
 from trioserve.http.threads import LONG_BODY, run_if_long
 from trioserve.http.whole import Whole
 from trioserve.pooling.inputs import Item
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.stream import Chunk
 
 __all__ = ["CURLS_TYPE", "Service", "json_response", "response_of_view"]

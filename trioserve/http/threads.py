@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import trio
 
-from trioserve.errors import InvalidRequest
 from trioserve.generation import Completion
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.stream import TokenLogprob
 
 __all__ = ["LONG", "LONG_BODY", "num_in_entries", "num_logprobs", "run_if_long"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypercorn.config import Config
 
 from trioserve.config import ServerConfig
-from trioserve.errors import TrioserveError
+from trioserve.protocol.errors import TrioserveError
 
 __all__ = ["tls_context"]
 

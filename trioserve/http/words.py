@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import attrs
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.generations import Job
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplingParams
 
 __all__ = ["Words"]
 

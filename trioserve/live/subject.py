@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from trioserve.errors import WatcherLimit
 from trioserve.feed import Feed, Subscription
 from trioserve.health import health_word
 from trioserve.live.figures import Lately, Look, Tally, latency_of, rates_of
@@ -28,6 +27,7 @@ from trioserve.live.schema import (
     WorkerState,
 )
 from trioserve.live.tasks import task_tree
+from trioserve.protocol.errors import WatcherLimit
 from trioserve.request import Request
 from trioserve.scheduler import Scheduler
 from trioserve.scheduler.iterations import Iteration

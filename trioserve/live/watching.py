@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-import trioserve
 from trioserve.live.schema import Hello, Picture
 from trioserve.live.subject import DEFAULT_NODES, DEFAULT_REQUESTS, Subject, Watcher
+from trioserve.protocol.version import __version__
 
 if TYPE_CHECKING:
     from trioserve.engine import Engine
@@ -90,7 +90,7 @@ def hello_of(
     ready = engine.ready
     return Hello(
         model=model,
-        version=trioserve.__version__,
+        version=__version__,
         max_model_len=engine.max_model_len,
         max_num_seqs=ready.max_num_seqs,
         max_num_batched_tokens=ready.max_num_batched_tokens,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
-from trioserve.errors import InvalidRequest, TrioserveError
-from trioserve.grammar import Grammar
 from trioserve.load.records import Record
 from trioserve.load.target import Sender
 from trioserve.load.work import Cancel
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.errors import InvalidRequest, TrioserveError
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from trioserve.engine import Engine

@@ -8,13 +8,13 @@ from typing import Any
 
 import attrs
 
-from trioserve.errors import TrioserveError
 from trioserve.load.figures import Figures, Limits, figures_of
 from trioserve.load.loop import Progress, closed_loop, open_loop
 from trioserve.load.records import Run
 from trioserve.load.target import AnyTarget
 from trioserve.load.texts import Texts
 from trioserve.load.work import Conversation, Turn
+from trioserve.protocol.errors import TrioserveError
 
 __all__ = ["MeasureError", "Measured", "Point", "count_tokens", "measure", "warm_up"]
 

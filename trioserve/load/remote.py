@@ -15,11 +15,11 @@ import attrs
 import msgspec
 import trio
 
-from trioserve.errors import TrioserveError, printable
 from trioserve.load.answer import DECODING_ERRORS, error_text
 from trioserve.load.connect import Connect, reason_of
 from trioserve.load.events import Event, EventReader
 from trioserve.load.response import InvalidAnswer, ResponseReader
+from trioserve.protocol.errors import TrioserveError, printable
 
 __all__ = ["Answer", "Events", "Refusal", "Remote", "RemoteError"]
 

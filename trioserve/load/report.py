@@ -11,11 +11,11 @@ from typing import Any
 import attrs
 import msgspec
 
-from trioserve import __version__
 from trioserve.load.figures import Figures, Spread
 from trioserve.load.measure import Measured
 from trioserve.load.records import Record, Run
-from trioserve.machine import Machine
+from trioserve.protocol.machine import Machine
+from trioserve.protocol.version import __version__
 
 __all__ = ["SPREADS", "as_json", "environment", "figures_text", "summary_rows", "summary_text"]
 

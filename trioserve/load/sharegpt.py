@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from trioserve.errors import TrioserveError
 from trioserve.load.texts import Texts
 from trioserve.load.work import Conversation, Turn
+from trioserve.protocol.errors import TrioserveError
 
 __all__ = ["DataError", "load_sharegpt"]
 

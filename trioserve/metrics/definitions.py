@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 
-from trioserve.grammar import GRAMMAR_KINDS
 from trioserve.metrics.definition import (
     Definition,
     Samples,
@@ -19,6 +18,7 @@ from trioserve.metrics.definition import (
     gauge,
     histogram,
 )
+from trioserve.protocol.grammar import GRAMMAR_KINDS
 from trioserve.request import FinishReason
 
 __all__ = ["ABORT_STAGES", "DEFINITIONS", "GROUPS"]

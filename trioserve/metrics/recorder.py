@@ -11,9 +11,7 @@ import numpy.typing as npt
 import trio
 from prometheus_client import CollectorRegistry, generate_latest
 
-from trioserve import wire
 from trioserve.config import EngineConfig
-from trioserve.errors import WorkerLost
 from trioserve.metrics.exposition import Exposition
 from trioserve.metrics.histogram import (
     FIRST_TOKEN_SECONDS,
@@ -27,6 +25,8 @@ from trioserve.metrics.histogram import (
     Histogram,
 )
 from trioserve.metrics.loop_lag import LoopLag
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
 from trioserve.request import Finish, FinishReason, Request, Sequence, State
 from trioserve.statistics import EngineStatistics
 
@@ -215,7 +215,7 @@ class Metrics:
         """The worker has tried to compile a grammar, or had it already.
 
         Args:
-            kind: a :class:`~trioserve.grammar.Grammar`'s kind.
+            kind: a :class:`~trioserve.protocol.grammar.Grammar`'s kind.
             outcome: ``ok``, ``refused`` or ``timeout``.
             seconds: how long it took.
         """

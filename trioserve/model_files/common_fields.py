@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import MAX_SIZE
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_object
 from trioserve.model_files.shards import read_shards
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["architecture_of", "dtype_of", "ids_that_end", "refuse_quantized", "token_ids"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 
-from trioserve.errors import ModelLoadError
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = [
     "MAX_EXPERTS",

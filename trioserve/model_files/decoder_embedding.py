@@ -11,8 +11,8 @@ from typing import Literal
 
 import attrs
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.sentence_modules import MODULES, read_sentence_modules
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["DecoderEmbedding", "DecoderPooling", "read_decoder_embedding"]
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Literal
 
 import attrs
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import huggingface
 from trioserve.model_files.checksum import Checksum
 from trioserve.model_files.encoder_config import EncoderConfig
 from trioserve.model_files.encoder_folder import encoder_task, read_encoder_config
 from trioserve.model_files.locate import default_name
 from trioserve.model_files.shards import read_header_bytes, shard_paths
+from trioserve.protocol.errors import ModelLoadError
 
 if TYPE_CHECKING:
     import tokenizers

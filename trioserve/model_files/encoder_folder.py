@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import MAX_LAYERS, MAX_SIZE
 from trioserve.model_files.encoder_config import Activation, EncoderConfig, EncoderTask
 from trioserve.model_files.fields import Fields
@@ -17,6 +16,7 @@ from trioserve.model_files.sentence_modules import (
     activation_of_class,
     read_sentence_modules,
 )
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["encoder_task", "read_encoder_config"]
 

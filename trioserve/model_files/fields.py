@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import MAX_NUMBER, MAX_SIZE
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["Fields"]
 

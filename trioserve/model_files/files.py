@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 import attrs
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files import gguf, huggingface
 from trioserve.model_files.checksum import Checksum
 from trioserve.model_files.config import ModelConfig
@@ -22,6 +21,7 @@ from trioserve.model_files.transformers_config import (
     is_other_decoder,
     read_transformers_config,
 )
+from trioserve.protocol.errors import ModelLoadError
 
 if TYPE_CHECKING:
     import tokenizers

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from trioserve.errors import InvalidRequest, ModelLoadError
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_object
-from trioserve.sampling import GENERATION_CONFIG_FIELDS, SamplingParams
+from trioserve.protocol.errors import InvalidRequest, ModelLoadError
+from trioserve.protocol.sampling import GENERATION_CONFIG_FIELDS, SamplingParams
 
 __all__ = ["GenerationConfig", "read_generation_config", "read_generation_file"]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.config import (
     MAX_LAYERS,
     MAX_NUMBER,
@@ -23,6 +22,7 @@ from trioserve.model_files.config import (
     check_config,
 )
 from trioserve.model_files.gguf_header import GGUFHeader, GGUFTensor
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["CONTROL", "read_chat_template", "read_config", "read_token_text"]
 

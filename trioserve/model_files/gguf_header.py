@@ -24,7 +24,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.errors import ModelLoadError
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["TENSOR_TYPES", "GGUFHeader", "GGUFTensor", "TensorType", "read_header"]
 

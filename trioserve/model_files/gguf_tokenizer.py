@@ -23,10 +23,10 @@ from tokenizers import (
     processors,
 )
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.gguf import CONTROL
 from trioserve.model_files.gguf_header import GGUFHeader
 from trioserve.model_files.native import refused_by_tokenizers
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["build_tokenizer"]
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.common_fields import (
     architecture_of,
     dtype_of,
@@ -32,6 +31,7 @@ from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.model_files.sentence_modules import MODULES
 from trioserve.model_files.shards import read_shards
 from trioserve.model_files.tokenizer_growth import check_growth
+from trioserve.protocol.errors import ModelLoadError
 
 if TYPE_CHECKING:
     import tokenizers

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trioserve.errors import ModelLoadError
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["parse_object", "read_array", "read_file", "read_object"]
 

@@ -6,8 +6,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-from trioserve.errors import ModelLoadError
-from trioserve.machine import PIP_INSTALL
+from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.machine import PIP_INSTALL
 
 __all__ = ["KNOWN_MODELS", "default_name", "known_name", "locate"]
 

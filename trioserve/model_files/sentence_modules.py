@@ -13,10 +13,10 @@ from typing import Any
 
 import attrs
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.encoder_config import Activation, Dense, Pooling
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_array, read_object
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["MODULES", "SentenceModules", "activation_of_class", "read_sentence_modules"]
 

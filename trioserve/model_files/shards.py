@@ -15,8 +15,8 @@ from typing import Any, TypeGuard
 
 import attrs
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.jsonfile import parse_object, read_object
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["Shard", "read_shard", "read_shards", "shard_paths"]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import attrs
 
-from trioserve.errors import ModelLoadError
 from trioserve.model_files.common_fields import (
     architecture_of,
     dtype_of,
@@ -23,6 +22,7 @@ from trioserve.model_files.common_fields import (
 from trioserve.model_files.config import MAX_LAYERS
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_object
+from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["TransformersConfig", "is_other_decoder", "read_transformers_config"]
 

@@ -22,7 +22,7 @@ from trioserve.offline.recording import PartialOutput
 from trioserve.offline.texts import classify_all, embed_all, score_all
 from trioserve.pooling.inputs import Inputs
 from trioserve.pooling.results import Classifications, Embeddings, Scores
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.sampling import SamplingParams
 
 __all__ = ["AsyncLLM"]
 

@@ -14,8 +14,8 @@ from trioserve.engine import Engine
 from trioserve.generation import Completion, PromptLike
 from trioserve.offline.recording import Recording
 from trioserve.offline.room import Room
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import ChatPrompt
-from trioserve.sampling import SamplingParams
 
 __all__ = ["Batch", "Params", "as_chats", "complete_all"]
 

@@ -15,9 +15,9 @@ import trio
 
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
-from trioserve.errors import EngineError
 from trioserve.nursery import open_engine
 from trioserve.offline.room import Room
+from trioserve.protocol.errors import EngineError
 
 __all__ = ["EngineThread"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from trioserve.generation import PromptLike
 from trioserve.offline.engine_thread import EngineThread
 from trioserve.offline.recording import Recording
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.sampling import SamplingParams
 
 __all__ = ["Handle"]
 

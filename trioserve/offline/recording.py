@@ -10,7 +10,7 @@ import attrs
 from trioserve.engine import Engine
 from trioserve.generation import Completion, PromptLike, completion_of
 from trioserve.offline.room import Room
-from trioserve.sampling import SamplingParams
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.stream import Chunk, TokenLogprob
 
 __all__ = ["Outputs", "PartialOutput", "Recording"]

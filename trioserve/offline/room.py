@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import trio
 
-from trioserve.errors import QueueFull
 from trioserve.generation import GenerationStream
+from trioserve.protocol.errors import QueueFull
 
 __all__ = ["Room"]
 
@@ -34,7 +34,8 @@ class Room:
         """Enter ``generate()``, again and again while the queue is full.
 
         Raises:
-            TrioserveError: whatever entering raises, but for :exc:`~trioserve.errors.QueueFull`.
+            TrioserveError: whatever entering raises, but for
+                :exc:`~trioserve.protocol.errors.QueueFull`.
         """
         async with self._limiter, contextlib.AsyncExitStack() as stack:
             stream = await self._enter(generate, stack)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 import trio
 
-from trioserve import wire
 from trioserve.config import EngineConfig
 from trioserve.entrance import (
     DEFAULT_MAX_TOKENS,
@@ -16,12 +15,13 @@ from trioserve.entrance import (
     check_share,
     seconds_until_room,
 )
-from trioserve.errors import EngineError, QueueFull, RequestAborted, WorkerLost
 from trioserve.feed import Feed
 from trioserve.happening import Happenings
 from trioserve.metrics import Metrics
 from trioserve.pooling.columns import Columns, Floats, vectors_of
 from trioserve.pooling.core import MAX_UNDER_WAY, Batch, Job, PoolingCore
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError, QueueFull, RequestAborted, WorkerLost
 from trioserve.scheduler.iterations import Iteration
 from trioserve.scheduler.statistics import SchedulerStatistics
 

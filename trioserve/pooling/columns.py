@@ -9,8 +9,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trioserve import wire
-from trioserve.errors import EngineError
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError
 from trioserve.text.encoder_tokenizer import EncodedText
 
 __all__ = ["Columns", "vectors_of"]

@@ -20,8 +20,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.errors import EngineError, TrioserveError, WorkerLost
 from trioserve.pooling.columns import Columns
+from trioserve.protocol.errors import EngineError, TrioserveError, WorkerLost
 from trioserve.scheduler.gate import Gate
 from trioserve.tenants import TenantCounts
 

@@ -12,16 +12,16 @@ from collections.abc import Awaitable, Callable, Sequence
 import attrs
 import numpy as np
 
-from trioserve import wire
 from trioserve.deadline import Deadline
-from trioserve.errors import InvalidRequest
 from trioserve.model_files.decoder_embedding import DecoderPooling
 from trioserve.pooling.columns import Floats
 from trioserve.pooling.inputs import Item
 from trioserve.pooling.sender import Sender
 from trioserve.pooling.together import all_together
+from trioserve.protocol import wire
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import Prompt, TextPrompt, TokensPrompt
-from trioserve.sampling import SamplingParams
 
 __all__ = ["POOLINGS", "AskedPrompt", "PoolPrompt", "check_pooling", "pool_prompts"]
 

@@ -52,8 +52,8 @@ class PoolingEngine:
             truncate_prompt_tokens: cut longer texts to as many tokens, -1 for as many as the model
                 takes (default: refuse what is longer than that).
             request_id: a name for :meth:`abort` (default: a random one).
-            timeout: seconds after which :exc:`~trioserve.errors.DeadlineExceeded` is raised
-                (default: the option ``default_timeout``); infinity for never.
+            timeout: seconds after which :exc:`~trioserve.protocol.errors.DeadlineExceeded` is
+                raised (default: the option ``default_timeout``); infinity for never.
             arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
             tenant: as for :meth:`generate`.
             cache_salt: share cached prefixes only with requests of the same salt.

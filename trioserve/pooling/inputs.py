@@ -8,8 +8,8 @@ from typing import cast
 import attrs
 import trio
 
-from trioserve.errors import ContextTooLong, InvalidRequest
 from trioserve.model_files import EncoderConfig
+from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.request import TokensPrompt
 from trioserve.text.encoder_tokenizer import EncodedText, EncoderTokenizer
 

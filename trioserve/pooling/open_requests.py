@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import attrs
 import trio
 
-from trioserve.errors import RequestAborted, TrioserveError
+from trioserve.protocol.errors import RequestAborted, TrioserveError
 
 __all__ = ["OpenRequests"]
 

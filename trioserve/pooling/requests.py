@@ -11,7 +11,6 @@ import trio
 
 from trioserve.config import EngineConfig
 from trioserve.deadline import Deadline
-from trioserve.errors import InvalidRequest, TrioserveError
 from trioserve.generation import Completion, Usage
 from trioserve.metrics import Metrics
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
@@ -35,6 +34,7 @@ from trioserve.pooling.results import (
 )
 from trioserve.pooling.sender import Sender
 from trioserve.pooling.together import all_together
+from trioserve.protocol.errors import InvalidRequest, TrioserveError
 from trioserve.request import Prompt, TokensPrompt
 from trioserve.tracing import EndedTexts
 

@@ -9,9 +9,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.errors import InvalidRequest
 from trioserve.generation import Usage
 from trioserve.model_files.encoder_config import Activation
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = [
     "Classifications",

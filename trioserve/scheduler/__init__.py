@@ -27,12 +27,12 @@ from typing import Any
 
 import trio
 
-from trioserve import wire
 from trioserve.config import EngineConfig
-from trioserve.errors import InvalidRequest, RequestAborted, WorkerLost
 from trioserve.groups import sole_exception
 from trioserve.happening import Happenings
 from trioserve.logs import get_logger
+from trioserve.protocol import wire
+from trioserve.protocol.errors import InvalidRequest, RequestAborted, WorkerLost
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.adapters import HeldAdapters
 from trioserve.scheduler.calls import Calls

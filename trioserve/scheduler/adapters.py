@@ -9,14 +9,14 @@ import attrs
 import trio
 
 from trioserve.adapters import Adapter, Catalogue
-from trioserve.errors import (
+from trioserve.logs import get_logger
+from trioserve.protocol.errors import (
     AdapterNotFound,
     EngineError,
     InvalidRequest,
     ModelLoadError,
     WorkerLost,
 )
-from trioserve.logs import get_logger
 from trioserve.request import Finish, FinishReason, Request, SequenceOutput
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.residency import Bring, Take

@@ -10,8 +10,8 @@ import attrs
 import msgspec
 import trio
 
-from trioserve import wire
-from trioserve.errors import CallFailed, WorkerLost, WorkerSentAway
+from trioserve.protocol import wire
+from trioserve.protocol.errors import CallFailed, WorkerLost, WorkerSentAway
 
 __all__ = ["Call", "Calls"]
 

@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterator
 
 import attrs
 
-from trioserve import wire
-from trioserve.errors import AdapterNotFound, WorkerLost
-from trioserve.grammar import Grammar
+from trioserve.protocol import wire
+from trioserve.protocol.errors import AdapterNotFound, WorkerLost
+from trioserve.protocol.grammar import Grammar
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import Computation, Running, adapter_word

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.wire import ints
+from trioserve.protocol.wire import ints
 
 __all__ = ["Bools", "Counts", "Ints"]
 

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trioserve import wire
 from trioserve.logprobs import PromptLogprobs
+from trioserve.protocol import wire
 from trioserve.request import Sequence, State
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation
 from trioserve.scheduler.counts import Bools, Counts, Ints

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 
-from trioserve.errors import EngineError, InvalidRequest
+from trioserve.protocol.errors import EngineError, InvalidRequest
+from trioserve.protocol.sampling import NAN_LOGITS
 from trioserve.request import Finish, FinishReason, Sequence
-from trioserve.sampling import NAN_LOGITS
 
 __all__ = ["ending", "ending_without_token"]
 

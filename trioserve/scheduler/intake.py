@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from trioserve.errors import EngineError
+from trioserve.protocol.errors import EngineError
 from trioserve.request import SequenceOutput, State
 from trioserve.scheduler.computation import Computation
 from trioserve.scheduler.counts import Bools, Ints

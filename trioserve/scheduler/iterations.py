@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import attrs
 import msgspec
 
-from trioserve import wire
 from trioserve.feed import Feed
+from trioserve.protocol import wire
 from trioserve.scheduler.draft import InFlight
 from trioserve.scheduler.statistics import Counters
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve import wire
 from trioserve.config import EngineConfig
-from trioserve.errors import ContextTooLong, InvalidRequest
 from trioserve.logprobs import PromptLogprobs
+from trioserve.protocol import wire
+from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.request import Request
 
 __all__ = ["MAX_PROMPT_LOGPROBS", "Limits", "prompt_logprobs_for", "resolve_max_tokens"]

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from trioserve.errors import EngineError
-from trioserve.grammar import Grammar
 from trioserve.happening import Happenings
 from trioserve.logs import get_logger
+from trioserve.protocol.errors import EngineError
+from trioserve.protocol.grammar import Grammar
 from trioserve.request import Finish, FinishReason, SequenceOutput
 from trioserve.scheduler.calls import Call
 from trioserve.scheduler.core import SchedulerCore

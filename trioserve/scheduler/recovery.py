@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trioserve import wire
-from trioserve.errors import EngineError, WorkerLost
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.request import Finish, FinishReason, Request, SequenceOutput, State
 from trioserve.scheduler.blame import Blame, Flight, Verdict
 from trioserve.scheduler.draft import InFlight

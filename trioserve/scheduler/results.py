@@ -1,4 +1,4 @@
-"""Reading a worker's :class:`~trioserve.wire.StepResult` against the plan that it answers."""
+"""Check a :class:`~trioserve.protocol.wire.StepResult` against the plan that it answers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trioserve import wire
-from trioserve.errors import WorkerLost
 from trioserve.logprobs import PromptLogprobs
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
+from trioserve.protocol.sampling import NAN_LOGITS, SamplingParams
 from trioserve.request import State
-from trioserve.sampling import NAN_LOGITS, SamplingParams
 from trioserve.scheduler.counts import Ints
 from trioserve.scheduler.draft import InFlight
 from trioserve.stream import TokenLogprob

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trioserve import wire
+from trioserve.protocol import wire
 from trioserve.request import Sequence
 
 __all__ = ["Counters", "Observer", "SchedulerStatistics"]

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import attrs
 import trio
 
-from trioserve.errors import EngineError, WorkerLost
+from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.scheduler.calls import Call
 from trioserve.scheduler.quiet import Quiet
 

@@ -2,10 +2,10 @@
 
 :class:`FakeWorker` takes the same plans as the real one and answers them with tokens that a
 function of yours makes of everything before them. It is strict: a plan that breaks the rules of
-:mod:`trioserve.wire` raises. In place of keys and values its pages hold the tokens themselves, each
-with a digest of everything before it. A token is made only of what is read back through the
-sequence's block table, so a page that was recycled too early, shared wrongly or never computed
-fails the test. Log-probabilities are functions of the tokens, too (:func:`fake_logprobs`).
+:mod:`trioserve.protocol.wire` raises. In place of keys and values its pages hold the tokens
+themselves, each with a digest of everything before it. A token is made only of what is read back
+through the sequence's block table, so a page that was recycled too early, shared wrongly or never
+computed fails the test. Log-probabilities are functions of the tokens, too (:func:`fake_logprobs`).
 
 Everything waits by trio's clock, so a test under ``trio.testing.MockClock(autojump_threshold=0)``
 takes no time. The scheduler by itself, on such a worker::
@@ -33,10 +33,10 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from trioserve import wire
-from trioserve.errors import WorkerLost
 from trioserve.groups import sole_exception
-from trioserve.sampling import SamplerParams
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
+from trioserve.protocol.sampling import SamplerParams
 from trioserve.testing.fake_model import (
     TokenFunction,
     draw,

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trioserve import wire
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.pooling.columns import Columns
+from trioserve.protocol import wire
 from trioserve.testing import FakeWorker
 
 __all__ = ["fake_encoder", "fake_encoder_config", "fake_vector"]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trioserve import wire
-from trioserve.sampling import SamplerParams
+from trioserve.protocol import wire
+from trioserve.protocol.sampling import SamplerParams
 
 __all__ = [
     "TokenFunction",
@@ -25,7 +25,7 @@ __all__ = [
 
 TokenFunction = Callable[[list[int], SamplerParams], int]
 """Makes the next token of all the tokens before it and the sequence's parameters. ``NO_TOKEN`` or
-``NAN_LOGITS`` of :mod:`trioserve.sampling` is none."""
+``NAN_LOGITS`` of :mod:`trioserve.protocol.sampling` is none."""
 
 
 def hashed_token(vocab_size: int) -> TokenFunction:

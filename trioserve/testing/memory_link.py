@@ -8,8 +8,8 @@ import math
 import attrs
 import trio
 
-from trioserve import wire
-from trioserve.errors import WorkerLost
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
 
 __all__ = ["MemoryLink", "memory_link_pair"]
 

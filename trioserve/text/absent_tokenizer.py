@@ -8,7 +8,7 @@ from typing import NoReturn
 import tokenizers
 from tokenizers import models
 
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.request import ChatPrompt, Prompt, TokensPrompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.incremental import IncrementalDecoder, NoText

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import tokenizers
 
-from trioserve.errors import ContextTooLong, InvalidRequest
+from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.text.encoding_errors import reason_of
 from trioserve.text.guarded import max_characters, room_to_encode
 
@@ -43,7 +43,8 @@ def _encoding(text: str) -> Iterator[None]:
 class BoundedEncoder:
     """The texts of prompts to token ids, in ``backend``.
 
-    All methods raise :class:`~trioserve.errors.InvalidRequest` for a text that can't be encoded.
+    All methods raise :class:`~trioserve.protocol.errors.InvalidRequest` for a text that can't be
+    encoded.
 
     Args:
         backend: the tokenizer.

@@ -19,7 +19,7 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 
-from trioserve.errors import InvalidRequest, ModelLoadError
+from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.text.template_bounds import BeyondBounds, BoundedEnvironment, measure
 from trioserve.text.template_sandbox import TemplateEnvironment
 

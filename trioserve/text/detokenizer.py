@@ -29,9 +29,9 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from trioserve.errors import EngineError, InvalidRequest, SlowReader
+from trioserve.protocol.errors import EngineError, InvalidRequest, SlowReader
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput
-from trioserve.sampling import SamplingParams
 from trioserve.stream import Chunk
 from trioserve.text.incremental import IncrementalDecoder, NoText
 from trioserve.text.stop_regex import RegexStopMatcher, SearchBudget

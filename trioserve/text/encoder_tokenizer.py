@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import attrs
 import tokenizers
 
-from trioserve.errors import InvalidRequest
 from trioserve.model_files.encoder_config import EncoderConfig
 from trioserve.model_files.native import panics_raised
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.text.encoding_errors import reason_of
 from trioserve.text.guarded import max_characters, room_to_encode
 

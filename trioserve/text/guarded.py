@@ -18,8 +18,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from trioserve.heap import give_back
 from trioserve.model_files.native import panics_raised
+from trioserve.protocol.gc_tuning import give_back
 
 __all__ = ["max_characters", "room_to_encode"]
 

@@ -43,7 +43,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from trioserve.errors import InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.text.regex_automaton import Automaton, EmptyMatch, Match, Search
 from trioserve.text.regex_syntax import RegexError, parse
 from trioserve.text.stop_strings import StopMatcher

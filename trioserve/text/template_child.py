@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import msgspec
 
-from trioserve.errors import InvalidRequest, ModelLoadError
+from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.text.chat_template import ChatTemplate
 
 __all__ = ["MAX_MEMORY", "MAX_SECONDS", "Job", "Rendered", "Setup", "framed", "main"]

@@ -16,8 +16,8 @@ import msgspec
 import trio
 
 from trioserve.child import end_child
-from trioserve.errors import EngineError, InvalidRequest
 from trioserve.logs import get_logger
+from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.text.chat_template import ChatTemplate, Conversation
 from trioserve.text.template_child import (
     HEAD,

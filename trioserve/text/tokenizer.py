@@ -21,8 +21,8 @@ import tokenizers
 import trio
 
 from trioserve.channels import all_waiting, pass_on
-from trioserve.errors import ContextTooLong, EngineError, InvalidRequest, QueueFull
 from trioserve.model_files.native import panics_raised
+from trioserve.protocol.errors import ContextTooLong, EngineError, InvalidRequest, QueueFull
 from trioserve.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt
 from trioserve.stream import TokenLogprob
 from trioserve.text.bounded_encoder import BoundedEncoder, cut

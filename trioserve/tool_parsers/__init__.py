@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from trioserve.lark import TokenOf
+from trioserve.protocol.lark import TokenOf
 from trioserve.tool_parsers.base import MarkedParser, ToolParser
 from trioserve.tool_parsers.events import ArgumentsDelta, Event, TextDelta, ToolCallStart
 from trioserve.tool_parsers.grammars import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 
-from trioserve.lark import GAP, HEADER, TEXT, TokenOf, head, json_rule, literal, nested
+from trioserve.protocol.lark import GAP, HEADER, TEXT, TokenOf, head, json_rule, literal, nested
 from trioserve.tool_parsers.tools import Tool, ToolUse
 
 __all__ = [

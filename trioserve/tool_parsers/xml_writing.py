@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trioserve.lark import TEXT, TokenOf, head, json_rule, spelled
+from trioserve.protocol.lark import TEXT, TokenOf, head, json_rule, spelled
 from trioserve.tool_parsers.grammars import tagged_grammar
 from trioserve.tool_parsers.tools import Tool, ToolUse
 from trioserve.tool_parsers.xml import TagStyle

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from trioserve import wire
+from trioserve.protocol import wire
 
 __all__ = ["Link"]
 

@@ -9,9 +9,9 @@ from typing import NoReturn
 
 import attrs
 
-from trioserve import wire
-from trioserve.errors import NoRoomForWorker, WorkerLost
 from trioserve.pair_socket import PairSocket, SocketClosed, SocketFailed
+from trioserve.protocol import wire
+from trioserve.protocol.errors import NoRoomForWorker, WorkerLost
 
 __all__ = ["NngLink"]
 

@@ -15,7 +15,7 @@ import tempfile
 
 import attrs
 
-from trioserve.errors import NoRoomForWorker
+from trioserve.protocol.errors import NoRoomForWorker
 
 __all__ = ["SocketFolder", "sweep_socket_folders"]
 

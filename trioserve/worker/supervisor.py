@@ -1,9 +1,9 @@
 """Starts the worker process, watches it, replaces it when it dies, and leaves nothing behind.
 
 A worker's life is a block: :func:`run_worker` opens it when the worker has loaded its model and
-leaves it, with :exc:`~trioserve.errors.WorkerLost`, when the process exits. The worker itself ends
-when it is told to, when it is killed, or when its standard input ends, which is how it learns that
-this process is gone. No signal is needed for that, and none is sent while it behaves.
+leaves it, with :exc:`~trioserve.protocol.errors.WorkerLost`, when the process exits. The worker
+itself ends when it is told to, when it is killed, or when its standard input ends, which is how it
+learns that this process is gone. No signal is needed for that, and none is sent while it behaves.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from pathlib import Path
 import attrs
 import trio
 
-import trioserve
-from trioserve import wire
 from trioserve.child import end_child
-from trioserve.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost
 from trioserve.groups import sole_exception
 from trioserve.logs import get_logger
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost
 from trioserve.task_dump import reporting
 from trioserve.worker import Link
 from trioserve.worker.link import NngLink
@@ -63,7 +62,7 @@ SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
 libgomp's default is a hundred times as long. Beside other work on the same cores, a thread that is
 waited for may have to wait for its core itself, so each operation would take a scheduler's turn."""
 
-_PACKAGES_FOLDER = Path(trioserve.__file__).resolve().parent.parent
+_PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
 _log = get_logger("trioserve.worker")
 
 Attach = Callable[[Link, wire.Ready], Awaitable[None]]
@@ -246,7 +245,7 @@ class Workers:
         start: what each is to load.
         start_timeout: seconds it may be silent while it loads.
         on_progress: called with each sign of progress while it loads.
-        weights: tells where the weights are now, as :attr:`~trioserve.wire.Start.weights`.
+        weights: tells where the weights are now, as :attr:`~trioserve.protocol.wire.Start.weights`.
     """
 
     start: wire.Start
@@ -315,7 +314,7 @@ class Supervisor:
     ) -> None:
         """Run workers until cancelled, each served by ``attach``.
 
-        ``task_status`` gets the first worker's :class:`~trioserve.wire.Ready`.
+        ``task_status`` gets the first worker's :class:`~trioserve.protocol.wire.Ready`.
 
         Raises:
             ModelLoadError: the model can't be loaded.

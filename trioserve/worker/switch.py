@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import attrs
 import trio
 
-from trioserve.errors import WorkerLost
+from trioserve.protocol.errors import WorkerLost
 
 __all__ = ["Switch"]
 

@@ -1,4 +1,4 @@
-// What is done to a row's logits before a token is drawn: steps 2 to 5 of trioserve/sampling.py.
+// What is done to a row's logits before a token is drawn: steps 2 to 5 of trioserve/protocol/sampling.py.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Logits to tokens: steps 2 to 11 of trioserve/sampling.py, and the log-probabilities.
+// Logits to tokens: steps 2 to 11 of trioserve/protocol/sampling.py, and the log-probabilities.
 //
 // gpu/sampler.py is the reference. Every row is computed by one thread, by itself, so what it gives
 // doesn't depend on the batch or on the number of threads.
@@ -11,7 +11,7 @@
 
 namespace trioserve {
 
-// What is asked of one row's draw; trioserve/sampling.py explains.
+// What is asked of one row's draw; trioserve/protocol/sampling.py explains.
 struct Draw {
   uint64_t seed;
   double top_p;          // 1: off

@@ -10,8 +10,8 @@ from rich.text import Text
 from trioserve.cli.top.glyphs import Glyphs, bar, count, duration, seconds, sparkline
 from trioserve.cli.top.table import request_lines, task_lines
 from trioserve.cli.top.view import Moment, View
-from trioserve.errors import printable
 from trioserve.live.schema import Hello, Picture, Quantiles
+from trioserve.protocol.errors import printable
 
 __all__ = ["Drawing", "draw"]
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.messages import (
     ChatMessage,
     ChatTool,
@@ -21,6 +20,7 @@ from trioserve.http.chat.messages import (
 )
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.words import Words
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["LEGACY_WORDS", "with_tool_calls", "with_tools"]
 

@@ -10,8 +10,6 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import Grammar
 from trioserve.http.chat.answer import ReaderOptions, hidden_tokens, opens_reasoning
 from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.legacy import LEGACY_WORDS
@@ -21,9 +19,11 @@ from trioserve.http.chat.tools import tool_use
 from trioserve.http.generations import Job, renamed
 from trioserve.http.openai.fields import make_job, sampling_fields
 from trioserve.http.service import Service
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.structural_tags import any_lark_of
 from trioserve.reasoning import CLOSE, after_reasoning
 from trioserve.request import ChatPrompt
-from trioserve.structural_format import any_lark_of
 from trioserve.tool_parsers import ToolUse
 
 __all__ = ["ChatPreparation", "PreparedChat", "chat_sampling"]

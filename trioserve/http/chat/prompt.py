@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.legacy import with_tool_calls
 from trioserve.http.chat.messages import ChatMessage, MessageToolCall, TextPart
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.chat.thinking import SWITCHES, no_effort_arguments
 from trioserve.http.chat.tools import instructions, template_tools
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.request import ChatPrompt
 from trioserve.tool_parsers import FAMILIES, ToolUse
 

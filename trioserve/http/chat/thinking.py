@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.format import ChatFormat
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["SWITCHES", "no_effort_arguments", "thinking_fields"]
 

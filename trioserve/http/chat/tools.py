@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.messages import AllowedToolsChoice, ChatTool, ChosenTool
 from trioserve.http.chat.schemas import ChatCompletionRequest
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.tool_parsers import FAMILIES, Family, Tool, ToolUse
 
 __all__ = ["instructions", "template_tools", "tool_use"]

@@ -11,7 +11,6 @@ from typing import Any, cast
 import msgspec
 import quart
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.completions.schemas import CompletionRequest
 from trioserve.http.completions.writer import CompletionWriter, Wanted, completion_response
 from trioserve.http.generations import Job
@@ -26,6 +25,7 @@ from trioserve.http.openai.fields import (
 from trioserve.http.service import Service, json_response
 from trioserve.http.sessions.turns import as_turn
 from trioserve.http.threads import num_logprobs, run_if_long
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.request import Prompt, TextPrompt, TokensPrompt
 
 __all__ = ["CompletionEndpoints"]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import quart
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.control.schemas import (
     AbortManyRequest,
     AbortReply,
@@ -31,6 +30,7 @@ from trioserve.http.control.schemas import (
 from trioserve.http.generations import renamed
 from trioserve.http.openai.fields import ID_PREFIXES
 from trioserve.http.service import Service, json_response
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["ControlEndpoints"]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.messages import (
     ChatMessage,
@@ -39,6 +38,7 @@ from trioserve.http.messages.schemas import (
 )
 from trioserve.http.openai.structured_schemas import JsonSchema, JsonSchemaFormat
 from trioserve.http.words import Words
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["WORDS", "chat_request"]
 

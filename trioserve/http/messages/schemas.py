@@ -13,7 +13,7 @@ import msgspec
 from trioserve.http import fields
 from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from trioserve.http.schemas import Count, Text, about, hint, only
-from trioserve.sampling import MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+from trioserve.protocol.sampling import MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
 __all__ = [
     "AnyToolChoice",

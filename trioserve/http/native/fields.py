@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 import attrs
 
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import Grammar
 from trioserve.http.generations import Job, renamed
 from trioserve.http.native.schemas import (
     DEFAULT_NEW_TOKENS,
@@ -20,6 +18,8 @@ from trioserve.http.retention import retention_of
 from trioserve.http.sampling_fields import SHARED_NAMES
 from trioserve.http.schemas import one_or_several
 from trioserve.http.service import Service
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import Grammar
 from trioserve.request import Prompt, TextPrompt, TokensPrompt
 
 __all__ = ["NativeBatch", "read_batch"]

@@ -29,7 +29,7 @@ from trioserve.http.schemas import (
     only,
 )
 from trioserve.http.sessions.schemas import SessionParams
-from trioserve.sampling import MAX_LOGPROB_TOKEN_IDS
+from trioserve.protocol.sampling import MAX_LOGPROB_TOKEN_IDS
 
 __all__ = ["DEFAULT_NEW_TOKENS", "GenerateRequest", "GenerateResponse", "NativeSampling"]
 

@@ -9,7 +9,6 @@ import msgspec
 import quart
 import trio
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.answer import ReaderOptions
 from trioserve.http.chat.preparation import ChatPreparation, PreparedChat, chat_sampling
 from trioserve.http.chat.schemas import ChatCompletionRequest
@@ -40,6 +39,7 @@ from trioserve.http.service import CURLS_TYPE, Service, json_response
 from trioserve.http.threads import num_logprobs, run_if_long
 from trioserve.pooling.inputs import Item, as_items
 from trioserve.pooling.results import Embeddings
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.request import ChatPrompt, TextPrompt
 
 __all__ = ["OllamaEndpoints"]

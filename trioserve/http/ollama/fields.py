@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.messages import ChatMessage, MessageFunction, MessageToolCall
 from trioserve.http.chat.schemas import ChatCompletionRequest
@@ -26,6 +25,7 @@ from trioserve.http.openai.structured_schemas import (
 )
 from trioserve.http.service import Service
 from trioserve.http.words import Words
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = [
     "CHAT_WORDS",

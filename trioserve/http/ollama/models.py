@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 
 import quart
 
-import trioserve
 from trioserve.http.chat.format import ChatFormat
 from trioserve.http.ollama.fields import served_name
 from trioserve.http.ollama.model_schemas import (
@@ -20,6 +19,7 @@ from trioserve.http.ollama.model_schemas import (
     ShowResponse,
 )
 from trioserve.http.service import CURLS_TYPE, Service, json_response
+from trioserve.protocol.version import __version__
 
 __all__ = ["OllamaModelEndpoints"]
 
@@ -92,7 +92,7 @@ class OllamaModelEndpoints:
 
     async def ollama_version(self) -> quart.Response:
         """``GET /api/version``."""
-        return json_response(OllamaVersion(trioserve.__version__))
+        return json_response(OllamaVersion(__version__))
 
     def _names(self) -> list[str]:
         service = self._service

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.generations import Job
 from trioserve.http.openai.schemas import GenerationRequest
 from trioserve.http.openai.structured import grammar_field
 from trioserve.http.retention import retention_of
 from trioserve.http.sampling_fields import SHARED_NAMES
 from trioserve.http.service import Service
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import Prompt
-from trioserve.sampling import SamplingParams
 
 __all__ = [
     "check_stream_options",

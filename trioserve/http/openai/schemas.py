@@ -28,7 +28,7 @@ from trioserve.http.schemas import (
     one_worker,
     only,
 )
-from trioserve.sampling import (
+from trioserve.protocol.sampling import (
     MAX_BAD_WORDS,
     MAX_EXTRA_ARGS,
     MAX_LOGPROB_TOKEN_IDS,

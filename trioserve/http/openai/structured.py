@@ -12,8 +12,6 @@ from typing import Any
 import attrs
 import msgspec
 
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import Grammar
 from trioserve.http.decoding_errors import as_invalid_request
 from trioserve.http.openai.structured_schemas import (
     JsonSchema,
@@ -24,7 +22,9 @@ from trioserve.http.openai.structured_schemas import (
     StructuredOutputs,
     TextFormat,
 )
-from trioserve.structural_format import check_format
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.structural_tags import check_format
 
 __all__ = ["GrammarField", "grammar_field"]
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from trioserve.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.http.schemas import Exclusive, Text, about
+from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
 
 __all__ = [
     "JsonObjectFormat",

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import quart
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.generations import renamed
 from trioserve.http.pooling.asked import Asked, check_truncation, text_usage
 from trioserve.http.pooling.schemas import (
@@ -25,6 +24,7 @@ from trioserve.http.pooling.schemas import (
 from trioserve.http.service import Service, json_response
 from trioserve.http.threads import run_if_long
 from trioserve.pooling.inputs import as_items
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["EmbeddingEndpoints", "run_if_many"]
 

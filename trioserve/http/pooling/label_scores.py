@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.generations import Job
 from trioserve.http.pooling.asked import Asked, check_truncation, text_usage
 from trioserve.http.pooling.schemas import ScoreRequest, ScoreResponse
 from trioserve.http.service import Service
 from trioserve.pooling.labels import label_params, label_prompts, label_scores
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.request import Prompt
 
 __all__ = ["score_labels"]

@@ -22,7 +22,7 @@ from trioserve.http.schemas import (
     hint,
     only,
 )
-from trioserve.sampling import MAX_LOGPROB_TOKEN_IDS
+from trioserve.protocol.sampling import MAX_LOGPROB_TOKEN_IDS
 
 __all__ = [
     "ClassifiedText",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import quart
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.generations import renamed
 from trioserve.http.pooling.asked import Asked, check_truncation, text_usage
 from trioserve.http.pooling.label_scores import score_labels
@@ -22,6 +21,7 @@ from trioserve.http.pooling.schemas import (
 )
 from trioserve.http.service import Service, json_response
 from trioserve.pooling.inputs import as_items
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["ScoreEndpoints"]
 

@@ -11,7 +11,6 @@ from typing import Literal
 
 import attrs
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.messages import (
     AllowedTool,
     AllowedTools,
@@ -47,6 +46,7 @@ from trioserve.http.responses.schemas import (
     ResponsesRequest,
 )
 from trioserve.http.words import Words
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = [
     "WORDS",

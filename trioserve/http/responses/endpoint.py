@@ -15,7 +15,6 @@ import attrs
 import msgspec
 import quart
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.answer import ReaderOptions
 from trioserve.http.chat.preparation import ChatPreparation
 from trioserve.http.chat.writer import WantedChat
@@ -57,6 +56,7 @@ from trioserve.http.sse import Framing
 from trioserve.http.threads import num_in_entries, run_if_long
 from trioserve.http.utilities.tokens import TokenEndpoints
 from trioserve.kept_responses import MAX_CONVERSATION_BYTES
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["ResponseEndpoints"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import quart
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.control.schemas import Done
 from trioserve.http.generations import renamed
 from trioserve.http.service import Service, json_response
@@ -13,6 +12,7 @@ from trioserve.http.sessions.schemas import (
     CloseSessionRequest,
     OpenSessionRequest,
 )
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.sessions import MAX_CAPACITY
 
 __all__ = ["SessionEndpoints"]

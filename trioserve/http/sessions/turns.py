@@ -5,10 +5,10 @@ from __future__ import annotations
 import attrs
 
 from trioserve.continuation import Continuation
-from trioserve.errors import InvalidRequest
 from trioserve.http.generations import Job, renamed
 from trioserve.http.service import Service
 from trioserve.http.sessions.schemas import SessionParams
+from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["as_turn"]
 

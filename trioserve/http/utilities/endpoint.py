@@ -8,9 +8,7 @@ from typing import Any
 import attrs
 import quart
 
-import trioserve
 from trioserve.config import ServerConfig
-from trioserve.errors import DeadlineExceeded, Draining, EngineError, QueueFull, WorkerLost
 from trioserve.http.service import Service, json_response
 from trioserve.http.utilities.schemas import (
     HealthReply,
@@ -23,8 +21,10 @@ from trioserve.http.utilities.schemas import (
     WorkerInfo,
 )
 from trioserve.options import options_of
+from trioserve.protocol.errors import DeadlineExceeded, Draining, EngineError, QueueFull, WorkerLost
+from trioserve.protocol.sampling import SamplingParams
+from trioserve.protocol.version import __version__
 from trioserve.request import TokensPrompt
-from trioserve.sampling import SamplingParams
 from trioserve.statistics import EngineStatistics
 
 __all__ = ["UtilityEndpoints", "shown_options"]
@@ -48,14 +48,14 @@ class UtilityEndpoints:
         return json_response(
             Welcome(
                 name="trioserve",
-                version=trioserve.__version__,
+                version=__version__,
                 description=f"{prefix}/openapi.json",
             )
         )
 
     async def version(self) -> quart.Response:
         """``GET /version``."""
-        return json_response(VersionReply(trioserve.__version__))
+        return json_response(VersionReply(__version__))
 
     async def load(self) -> quart.Response:
         """``GET /load``."""
@@ -81,7 +81,7 @@ class UtilityEndpoints:
         service, ready = self._service, self._service.engine.ready
         return json_response(
             ServerInfo(
-                version=trioserve.__version__,
+                version=__version__,
                 model=service.engine.model_name,
                 served_model_name=list(service.model_names),
                 max_model_len=service.engine.max_model_len,

@@ -8,7 +8,6 @@ from typing import TypeVar
 import quart
 import trio
 
-from trioserve.errors import InvalidRequest
 from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.prompt import chat_prompt
 from trioserve.http.chat.schemas import ChatCompletionRequest, ChatMessage
@@ -25,6 +24,7 @@ from trioserve.http.utilities.schemas import (
     TokenizeResponse,
     TokenizerInfo,
 )
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 __all__ = ["TokenEndpoints"]

@@ -13,7 +13,7 @@ import attrs
 import trio
 
 from trioserve.engine import Engine
-from trioserve.errors import AdapterNotFound, InvalidRequest, TrioserveError, WorkerLost
+from trioserve.protocol.errors import AdapterNotFound, InvalidRequest, TrioserveError, WorkerLost
 from trioserve.testing.simulation.scenario import AdapterChange
 from trioserve.testing.simulation.trace import Trace, Violation
 

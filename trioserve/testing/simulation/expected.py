@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.sampling import SamplerParams
 from trioserve.testing import adapter_shift
 from trioserve.testing.fake_model import draw, fake_logprob, fake_logprobs
 from trioserve.testing.simulation.scenario import Client, Scenario

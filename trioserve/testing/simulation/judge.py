@@ -7,7 +7,8 @@ import math
 import attrs
 from trio import EndOfChannel
 
-from trioserve.errors import (
+from trioserve.generation import GenerationStream
+from trioserve.protocol.errors import (
     AdapterNotFound,
     ContextTooLong,
     DeadlineExceeded,
@@ -18,7 +19,6 @@ from trioserve.errors import (
     RequestAborted,
     SlowReader,
 )
-from trioserve.generation import GenerationStream
 from trioserve.stream import Chunk
 from trioserve.testing.fake_model import fake_logprobs
 from trioserve.testing.simulation.adapters import AdapterBooks

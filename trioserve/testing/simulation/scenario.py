@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import attrs
 
-from trioserve import wire
+from trioserve.protocol import wire
+from trioserve.protocol.sampling import SamplerParams
 from trioserve.retention import Retention
-from trioserve.sampling import SamplerParams
 from trioserve.testing.fake_model import TokenFunction
 
 __all__ = [

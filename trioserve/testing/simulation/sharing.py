@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from trioserve import wire
+from trioserve.protocol import wire
 from trioserve.testing.simulation.trace import Violation
 
 __all__ = ["Sharing"]

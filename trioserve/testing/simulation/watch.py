@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import attrs
 import trio
 
-from trioserve import wire
-from trioserve.errors import WorkerLost
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
 from trioserve.testing.simulation.scenario import client_of
 from trioserve.testing.simulation.sharing import Sharing
 from trioserve.testing.simulation.trace import Trace, Violation

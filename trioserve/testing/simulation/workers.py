@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve import wire
 from trioserve.config import EngineConfig
-from trioserve.errors import WorkerLost
 from trioserve.groups import sole_exception
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
 from trioserve.simulation import run_fake_worker
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
 from trioserve.testing.simulation.draw import REFUSED_GRAMMAR

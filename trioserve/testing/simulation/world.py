@@ -11,8 +11,8 @@ import attrs
 import trio
 
 from trioserve.engine import Engine
-from trioserve.errors import EngineError, RequestAborted, TrioserveError, WorkerLost
 from trioserve.generation import GenerationStream
+from trioserve.protocol.errors import EngineError, RequestAborted, TrioserveError, WorkerLost
 from trioserve.request import Request
 from trioserve.simulation import open_fake_engine
 from trioserve.testing.simulation.adapters import AdapterBooks

@@ -13,9 +13,17 @@ from typing import Any
 
 import msgspec
 
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import Grammar
-from trioserve.lark import HEADER, MAX_GBNF_CHARACTERS, TEXT, TokenOf, lark_of, nested, spelled
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.lark import (
+    HEADER,
+    MAX_GBNF_CHARACTERS,
+    TEXT,
+    TokenOf,
+    lark_of,
+    nested,
+    spelled,
+)
 
 __all__ = ["MAX_FORMAT_DEPTH", "any_lark_of", "check_format", "format_lark"]
 
@@ -41,7 +49,7 @@ def check_format(format: Any) -> None:
 
 
 def any_lark_of(grammar: Grammar, token_of: TokenOf) -> str:
-    """Return ``grammar`` as a Lark grammar: :func:`~trioserve.lark.lark_of` with formats.
+    """Return ``grammar`` as a Lark grammar: :func:`~trioserve.protocol.lark.lark_of` with formats.
 
     Raises:
         InvalidRequest: its text isn't of its kind.

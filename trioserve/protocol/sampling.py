@@ -12,8 +12,9 @@ For one row, with ``logits`` the model's output in float32, the worker applies, 
    ``presence_penalty`` times "occurs" are then subtracted, counting the output only;
 4. while fewer than ``min_tokens`` tokens have been produced, every stop id is masked;
 5. what the logits processors made of the raw logits is added
-   (:mod:`trioserve.logits_processors`), and then every token is masked that ``allowed_token_ids``
-   leaves out, that would complete one of ``bad_words``, or that the ``grammar`` doesn't allow next;
+   (:mod:`trioserve.protocol.logits_processors`), and then every token is masked that
+   ``allowed_token_ids`` leaves out, that would complete one of ``bad_words``, or that the
+   ``grammar`` doesn't allow next;
 6. with ``temperature == 0`` the first largest logit wins, and what follows is skipped;
 7. logits are divided by ``temperature``;
 8. ``top_k`` keeps the k largest logits (ties with the k-th are kept);
@@ -47,7 +48,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.checks import (
+from trioserve.protocol.checks import (
     as_bias,
     as_id_set,
     as_ids,
@@ -58,8 +59,8 @@ from trioserve.checks import (
     positive_number,
     refuse,
 )
-from trioserve.grammar import Grammar
-from trioserve.token_ids import as_column, has_id
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.token_ids import as_column, has_id
 
 __all__ = ["MAX_SEED", "NAN_LOGITS", "NO_TOKEN", "SamplerParams", "SamplingParams"]
 
@@ -270,7 +271,7 @@ class SamplerParams:
     """What the worker needs of a :class:`SamplingParams`, with nothing left to be looked up.
 
     ``stop_ids`` already holds the model's end-of-sequence ids unless they are ignored; it and
-    ``allowed_token_ids`` are columns of :mod:`trioserve.token_ids`. ``seed`` is
+    ``allowed_token_ids`` are columns of :mod:`trioserve.protocol.token_ids`. ``seed`` is
     in 0 to 2**64 - 1. ``logprobs`` and ``prompt_logprobs`` are -1 for none; an empty
     ``allowed_token_ids`` allows all; each of ``bad_words`` is a list of token ids.
     ``sequence_index`` enters the random counter.

@@ -5,7 +5,7 @@ The HTTP status of each is decided in one place, :mod:`trioserve.http.errors`.
 
 from __future__ import annotations
 
-from trioserve.log_output import escaped
+from trioserve.protocol.log_output import escaped
 
 __all__ = [
     "AdapterNotFound",

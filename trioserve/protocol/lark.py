@@ -13,8 +13,8 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from trioserve.errors import InvalidRequest
-from trioserve.grammar import Grammar
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.grammar import Grammar
 
 __all__ = [
     "GAP",

@@ -2,7 +2,7 @@
 
 A column of a whole vocabulary is encoded, decoded and shared by a request's outputs at no cost. A
 list of as many integers takes tens of milliseconds for each, and forty bytes an id.
-:func:`trioserve.wire.ints` gives the array of a column.
+:func:`trioserve.protocol.wire.ints` gives the array of a column.
 """
 
 from __future__ import annotations

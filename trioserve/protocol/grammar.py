@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.checks import refuse
+from trioserve.protocol.checks import refuse
 
 __all__ = ["GRAMMAR_KINDS", "MAX_GRAMMAR_CHARACTERS", "Grammar"]
 

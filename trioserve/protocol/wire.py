@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.grammar import Grammar
-from trioserve.sampling import SamplerParams
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.sampling import SamplerParams
 
 __all__ = [
     "BUFFERED_MESSAGES",
