@@ -11,6 +11,7 @@ import attrs
 import trio
 
 from trioserve import Engine, EngineConfig, ServerConfig
+from trioserve._util.pair_socket import PairSocket
 from trioserve.engine_tasks import EngineTasks
 from trioserve.front_end.encoding import remote_encoding
 from trioserve.front_end.home import Home
@@ -23,7 +24,6 @@ from trioserve.metrics import Metrics
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.nursery import Place, run_tasks
-from trioserve.pair_socket import PairSocket
 from trioserve.protocol import wire
 from trioserve.protocol.errors import FrontEndLost
 from trioserve.scheduler import Scheduler

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve.channels import all_waiting, pass_on
+from trioserve._util.channels import all_waiting, pass_on
 
 
 async def test_all_that_waits_is_taken_in_order_and_nothing_is_waited_for() -> None:

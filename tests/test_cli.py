@@ -22,7 +22,7 @@ from trioserve.cli import serve as serve_module
 from trioserve.cli.flags import engine_config, sampling_fields, server_config
 from trioserve.cli.parser import SAMPLING_OPTIONS, build_parsers, parse
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.options import options_of
+from trioserve.config.options import options_of
 from trioserve.protocol.errors import EngineError
 from trioserve.protocol.sampling import SamplingParams
 

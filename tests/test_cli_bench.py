@@ -21,7 +21,7 @@ from trioserve.cli.flags import bench_options, embedded_config
 from trioserve.cli.parser import build_parsers, parse
 from trioserve.cli.usage import UsageError
 from trioserve.config import EngineConfig
-from trioserve.options import options_of
+from trioserve.config.options import options_of
 from trioserve.protocol.machine import extra_advice
 
 ROOT = Path(__file__).parent.parent

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
-from trioserve.options import (
-    Option,
-    options_from_environment,
-    options_of,
-    unknown_variables,
-)
+from trioserve.config.options import Option, options_from_environment, options_of, unknown_variables
 from trioserve.protocol.errors import InvalidRequest
 
 CLASSES = (EngineConfig, ServerConfig)

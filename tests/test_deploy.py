@@ -17,8 +17,8 @@ from tests.test_doc_blocks import check_trioserve
 from tests.test_shutdown_page import told
 from trioserve import ServerConfig
 from trioserve.cli import flags
+from trioserve.config.options import options_of
 from trioserve.http.routes import ROUTES
-from trioserve.options import options_of
 
 DEPLOY = ROOT / "docs" / "deploy"
 PATHS = {rule for route in ROUTES for rule in route.rules}

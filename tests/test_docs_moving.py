@@ -14,11 +14,11 @@ from gpu.cpu.products import GGUF_KINDS
 from tests.doc_blocks import ROOT
 from trioserve import EngineConfig, ServerConfig
 from trioserve.cli.equivalents import equivalents
+from trioserve.config.options import options_of
 from trioserve.http.openapi import openapi_path
 from trioserve.http.routes import ROUTES
 from trioserve.metrics.definitions import DEFINITIONS
 from trioserve.model_files.gguf_header import TENSOR_TYPES
-from trioserve.options import options_of
 
 PAGES = {
     "from-vllm": ("vLLM", "vllm:"),

@@ -9,7 +9,7 @@ import pytest
 from trioserve.cli.equivalents import SERVERS, equivalents
 from trioserve.cli.parser import build_parsers, parse
 from trioserve.config import EngineConfig
-from trioserve.options import closest, options_of
+from trioserve.config.options import closest, options_of
 from trioserve.protocol.errors import InvalidRequest
 
 OWN = [flag for action in build_parsers()[1]["serve"]._actions for flag in action.option_strings]

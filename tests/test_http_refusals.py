@@ -11,10 +11,10 @@ import pytest
 
 from gpu.lora.products import PRODUCTS
 from trioserve.config import EngineConfig, ServerConfig
+from trioserve.config.options import options_of
 from trioserve.http.routes import served_routes
 from trioserve.http.schemas import struct_classes
 from trioserve.model_files import ModelConfig
-from trioserve.options import options_of
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from trioserve.stream import TokenLogprob

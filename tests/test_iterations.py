@@ -7,7 +7,7 @@ import pytest
 import trio
 from scheduling import Bench, crowd, worker
 
-from trioserve.feed import Feed
+from trioserve._util.feed import Feed
 from trioserve.protocol.errors import EngineError
 from trioserve.scheduler.iterations import Iterations
 from trioserve.scheduler.statistics import Counters

@@ -21,7 +21,7 @@ from packaging.version import Version
 import trioserve
 from tests.source_files import ROOT, imports_of, modules_of
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.options import options_of
+from trioserve.config.options import options_of
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 README = (ROOT / "README.md").read_text()

@@ -10,6 +10,7 @@ from gpu.constraints.grammar_trial import MAX_MEMORY
 from gpu.constraints.grammar_trial import MAX_SECONDS as TRIAL_SECONDS
 from tests.source_files import ROOT
 from trioserve.config import EngineConfig, ServerConfig
+from trioserve.config.options import options_of
 from trioserve.http.auth import OPEN_PATHS
 from trioserve.http.bounds import MAX_FIELDS, MAX_VALUES
 from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
@@ -28,7 +29,6 @@ from trioserve.http.routes import ROUTES
 from trioserve.http.settings import MAX_HEAD_SIZE, MAX_STREAMS, server_settings
 from trioserve.kept_responses import MAX_BYTES, MAX_CONVERSATION_BYTES, MAX_RESPONSES
 from trioserve.live import MAX_WATCHERS
-from trioserve.options import options_of
 from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.protocol.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 from trioserve.protocol.wire import MAX_MESSAGE_BYTES

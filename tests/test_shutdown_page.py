@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from trioserve import ServerConfig
-from trioserve.child import KILL_GRACE
+from trioserve._util.child_process import KILL_GRACE
 from trioserve.front_end.fleet import END_GRACE
 from trioserve.front_end.process import STOP_GRACE
 from trioserve.http.server import FINAL_GRACE

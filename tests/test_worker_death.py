@@ -26,7 +26,7 @@ from tests.engines import assert_idle, open_tiny_engine, worker_of
 from tests.rounding import apart, terms_of_folder
 from tests.tiny_models import make_tiny
 from trioserve import Engine
-from trioserve.child import KILL_GRACE
+from trioserve._util.child_process import KILL_GRACE
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError, WorkerLost
 from trioserve.protocol.grammar import Grammar

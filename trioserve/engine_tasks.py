@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.groups import holds_cancellation, sole_exception
+from trioserve._util.exception_groups import holds_cancellation, sole_exception
 from trioserve.protocol.errors import EngineError, ModelLoadError
 
 __all__ = ["EngineTasks", "as_engine_error", "open_tasks"]

@@ -6,11 +6,11 @@ import contextlib
 from os import PathLike
 from typing import Any
 
+from trioserve._util.feed import DEFAULT_MAX_RECORDS, Subscription
 from trioserve.adapters import Adapter, absolute, check_name
 from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.control import Control
-from trioserve.feed import DEFAULT_MAX_RECORDS, Subscription
 from trioserve.pooling.requests import Pooling
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.scheduler.cache_events import CacheEvent

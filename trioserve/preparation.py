@@ -40,7 +40,7 @@ import attrs
 import msgspec
 import trio
 
-from trioserve.channels import all_waiting, pass_on
+from trioserve._util.channels import all_waiting, pass_on
 from trioserve.fair_turns import FairTurns
 from trioserve.protocol.errors import (
     EngineError,

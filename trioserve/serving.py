@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import trio
 
+from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
 from trioserve.front_end.serving import serve_with_front_ends
-from trioserve.groups import sole_exception
 from trioserve.http import create_app
 from trioserve.http.app import App
 from trioserve.http.listeners import Listening, check_address

@@ -22,9 +22,9 @@ import tokenizers
 import trio
 from tokenizers import decoders, models, pre_tokenizers
 
+from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
-from trioserve.groups import sole_exception
 from trioserve.loaded_model import LoadedModel, chosen_generation_config
 from trioserve.metrics import Metrics
 from trioserve.model_files import EncoderConfig

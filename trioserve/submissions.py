@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import attrs
 import trio
 
+from trioserve._util.exception_groups import holds_cancellation, sole_exception
 from trioserve.generation import Completion, GenerationStream, PromptLike, completion_of
-from trioserve.groups import holds_cancellation, sole_exception
 from trioserve.protocol.errors import RequestAborted
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.stream import Chunk

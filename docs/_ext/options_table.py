@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
-from trioserve.options import Option, options_of
+from trioserve.config.options import Option, options_of
 
 
 def table_lines() -> Iterator[str]:

@@ -12,6 +12,7 @@ import attrs
 import rich.console
 import trio
 
+from trioserve._util.exception_groups import sole_exception
 from trioserve.cli.bench_options import BenchOptions
 from trioserve.cli.bench_points import is_chat, points_of, read_trace, streams_of
 from trioserve.cli.bench_results import Results, check_outputs, note
@@ -20,7 +21,7 @@ from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
 from trioserve.cli.remote import address_of, authorization, certificates
 from trioserve.config import EngineConfig
-from trioserve.groups import sole_exception
+from trioserve.config.options import options_of
 from trioserve.load.client import Target
 from trioserve.load.embedded import EmbeddedTarget
 from trioserve.load.figures import Limits
@@ -34,7 +35,6 @@ from trioserve.load.texts import CountedTexts, Texts
 from trioserve.load.traces import TraceRow
 from trioserve.load.work import Conversation
 from trioserve.nursery import open_engine
-from trioserve.options import options_of
 from trioserve.protocol.log_output import escaped
 from trioserve.protocol.wire import MockSteps
 

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from trioserve.cli.remote_options import RemoteOptions
-from trioserve.options import option, options_of
+from trioserve.config.options import option, options_of
 from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["BENCH_GROUPS", "DATASETS", "BenchOptions"]

@@ -13,10 +13,10 @@ from typing import Any
 import attrs
 import trio
 
+from trioserve._util.exception_groups import sole_exception
 from trioserve.cli.conversation import Conversation
 from trioserve.cli.partners import Partner, Piece, Reply
 from trioserve.cli.terminal import Terminal
-from trioserve.groups import sole_exception
 from trioserve.load.remote import Refusal, RemoteError
 from trioserve.protocol.errors import InvalidRequest, printable
 

@@ -14,7 +14,7 @@ from importlib import resources
 
 import attrs
 
-from trioserve.options import closest
+from trioserve.config.options import closest
 
 __all__ = ["SERVERS", "equivalents", "explained", "told", "without_foreign"]
 

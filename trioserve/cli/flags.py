@@ -16,7 +16,7 @@ from trioserve.cli.remote_options import DEFAULT_URL, RemoteOptions
 from trioserve.cli.top.options import TopOptions
 from trioserve.cli.usage import UsageError
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.options import (
+from trioserve.config.options import (
     Option,
     closest,
     environment_name,

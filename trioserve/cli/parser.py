@@ -18,7 +18,7 @@ from trioserve.cli.mock import add_mock_flag
 from trioserve.cli.remote_options import DEFAULT_URL, RemoteOptions
 from trioserve.cli.top.options import TOP_GROUPS, TopOptions
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
-from trioserve.options import Option, options_of
+from trioserve.config.options import Option, options_of
 from trioserve.protocol.version import __version__
 
 __all__ = ["DEFAULT_MODEL", "SAMPLING_OPTIONS", "build_parsers", "parse"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.options import option
+from trioserve.config.options import option
 
 __all__ = ["DEFAULT_URL", "REMOTE_GROUPS", "RemoteOptions"]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import attrs
 import trio
 
+from trioserve._util.exception_groups import sole_exception
 from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
 from trioserve.cli.welcome import welcome
 from trioserve.config import ServerConfig
-from trioserve.groups import sole_exception
 from trioserve.http.connections import raise_descriptor_limit
 from trioserve.logs import get_logger
 from trioserve.model_files.locate import default_name

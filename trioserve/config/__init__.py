@@ -1,6 +1,6 @@
 """Every option of the engine and of the server, once. Names follow vLLM's where it has the option.
 
-:mod:`trioserve.options` turns each into a flag and an environment variable.
+:mod:`trioserve.config.options` turns each into a flag and an environment variable.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 
 from trioserve.adapters import named_paths
+from trioserve.config.options import option
 from trioserve.config.override import parse_override
-from trioserve.options import option
 from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["EngineConfig"]

@@ -6,7 +6,7 @@ import attrs
 
 from trioserve.adapters import named_paths
 from trioserve.config.engine import EngineConfig
-from trioserve.options import option
+from trioserve.config.options import option
 from trioserve.protocol.errors import InvalidRequest
 
 __all__ = ["ServerConfig"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import attrs
 import trio
 
+from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
 from trioserve.front_end.faults import fault_of
 from trioserve.front_end.home import Home
 from trioserve.front_end.host import Host
 from trioserve.front_end.messages import Drain, Failed, Start, Stop
 from trioserve.front_end.process import run_front_end
-from trioserve.groups import sole_exception
 from trioserve.http.listeners import SharedListening
 from trioserve.logs import get_logger
 from trioserve.protocol.errors import EngineError, FrontEndLost, TrioserveError

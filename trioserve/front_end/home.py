@@ -9,6 +9,8 @@ import attrs
 import msgspec
 import trio
 
+from trioserve._util.exception_groups import sole_exception
+from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.front_end.asks import Asks, Handlers
 from trioserve.front_end.faults import error_of
 from trioserve.front_end.hosted_requests import HostedRequest, HostedRequests
@@ -35,10 +37,8 @@ from trioserve.front_end.messages import (
     encode,
 )
 from trioserve.front_end.pulse import Pulse
-from trioserve.groups import sole_exception
 from trioserve.live.schema import TaskNode
 from trioserve.metrics.snapshot import Snapshot
-from trioserve.pair_socket import PairSocket, SocketFailed
 from trioserve.protocol.errors import FrontEndLost
 
 __all__ = ["Counted", "Home", "Looked", "receive_from_front_end"]

@@ -20,13 +20,14 @@ import attrs
 import msgspec
 import trio
 
+from trioserve._util.channels import all_waiting
+from trioserve._util.feed import Tail
+from trioserve._util.pair_socket import PairSocket
 from trioserve.adapters import Adapter, named_paths
-from trioserve.channels import all_waiting
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.control import Control
 from trioserve.engine_tasks import open_tasks
 from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
-from trioserve.feed import Tail
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Home
 from trioserve.front_end.hosting import Hosting
@@ -42,7 +43,6 @@ from trioserve.live.schema import TaskNode
 from trioserve.metrics import Metrics
 from trioserve.metrics.snapshot import Snapshot, add_up, snapshot_of
 from trioserve.model_files.encoder_files import ModelTask
-from trioserve.pair_socket import PairSocket
 from trioserve.pooling.batcher import Batcher, supervised_batcher
 from trioserve.pooling.columns import Columns
 from trioserve.preparation import Preparation

@@ -14,6 +14,7 @@ import attrs
 import structlog
 import trio
 
+from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.engine_tasks import EngineTasks
 from trioserve.front_end.encoding import remote_encoding
 from trioserve.front_end.faults import fault_of
@@ -29,7 +30,6 @@ from trioserve.loaded_model import LoadedModel
 from trioserve.logs import get_logger, setup_logging
 from trioserve.metrics import Metrics
 from trioserve.nursery import Place, run_tasks
-from trioserve.pair_socket import PairSocket, SocketFailed
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, TrioserveError
 from trioserve.protocol.gc_tuning import rare_collections

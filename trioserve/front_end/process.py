@@ -15,12 +15,12 @@ from pathlib import Path
 
 import trio
 
-from trioserve.child import end_child
+from trioserve._util.child_process import end_child
+from trioserve._util.exception_groups import sole_exception
+from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.front_end.home import receive_from_front_end
 from trioserve.front_end.messages import Failed, Hello, Listening, Start, Stop, encode
-from trioserve.groups import sole_exception
 from trioserve.logs import get_logger
-from trioserve.pair_socket import PairSocket, SocketFailed
 from trioserve.protocol.errors import EngineError, FrontEndLost, NoRoomForWorker
 from trioserve.protocol.version import __version__
 from trioserve.task_dump import reporting

@@ -16,8 +16,10 @@ import attrs
 import msgspec
 import trio
 
+from trioserve._util.channels import all_waiting
+from trioserve._util.exception_groups import sole_exception
+from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.adapters import Catalogue
-from trioserve.channels import all_waiting
 from trioserve.front_end.asks import Asks, Handlers
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import error_of
@@ -42,8 +44,6 @@ from trioserve.front_end.messages import (
     packed,
 )
 from trioserve.front_end.sent_requests import SentRequests
-from trioserve.groups import sole_exception
-from trioserve.pair_socket import PairSocket, SocketFailed
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.request import Finish, Request, Sequence, SequenceOutput, State

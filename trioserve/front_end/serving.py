@@ -8,10 +8,10 @@ from pathlib import Path
 import attrs
 import trio
 
+from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
 from trioserve.front_end.fleet import Fleet
 from trioserve.front_end.host import open_host
-from trioserve.groups import sole_exception
 from trioserve.http.listeners import open_shared_listening, removing_socket_file
 from trioserve.metrics import Metrics, measure_loop_lag
 from trioserve.model_files import task_of

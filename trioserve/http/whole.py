@@ -14,9 +14,9 @@ from typing import Protocol
 
 import attrs
 
+from trioserve._util.feed import Tail
 from trioserve.continuation import Continuation, Generate
 from trioserve.engine import Engine
-from trioserve.feed import Tail
 from trioserve.health import health_word
 from trioserve.http.auth import Caller, Keys
 from trioserve.kept_responses import KeptResponses

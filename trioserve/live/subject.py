@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from trioserve.feed import Feed, Subscription
+from trioserve._util.feed import Feed, Subscription
 from trioserve.health import health_word
 from trioserve.live.figures import Lately, Look, Tally, latency_of, rates_of
 from trioserve.live.prefix import prefix_of

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 import trio
 
+from trioserve._util.conditions import Happenings
+from trioserve._util.feed import Feed
 from trioserve.config import EngineConfig
 from trioserve.entrance import (
     DEFAULT_MAX_TOKENS,
@@ -15,8 +17,6 @@ from trioserve.entrance import (
     check_share,
     seconds_until_room,
 )
-from trioserve.feed import Feed
-from trioserve.happening import Happenings
 from trioserve.metrics import Metrics
 from trioserve.pooling.columns import Columns, Floats, vectors_of
 from trioserve.pooling.core import MAX_UNDER_WAY, Batch, Job, PoolingCore

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import trio
 
-from trioserve.groups import sole_exception
+from trioserve._util.exception_groups import sole_exception
 
 __all__ = ["all_together"]
 

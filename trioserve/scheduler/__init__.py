@@ -27,9 +27,9 @@ from typing import Any
 
 import trio
 
+from trioserve._util.conditions import Happenings
+from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
-from trioserve.groups import sole_exception
-from trioserve.happening import Happenings
 from trioserve.logs import get_logger
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, RequestAborted, WorkerLost

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import attrs
 import msgspec
 
-from trioserve.feed import Feed
+from trioserve._util.feed import Feed
 
 if TYPE_CHECKING:
     from trioserve.scheduler.prefix import Node

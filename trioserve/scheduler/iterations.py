@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 import msgspec
 
-from trioserve.feed import Feed
+from trioserve._util.feed import Feed
 from trioserve.protocol import wire
 from trioserve.scheduler.draft import InFlight
 from trioserve.scheduler.statistics import Counters

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
-from trioserve.happening import Happenings
+from trioserve._util.conditions import Happenings
 from trioserve.scheduler.core import SchedulerCore
 
 __all__ = ["Quiet"]

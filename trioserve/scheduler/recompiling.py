@@ -13,7 +13,7 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from trioserve.happening import Happenings
+from trioserve._util.conditions import Happenings
 from trioserve.logs import get_logger
 from trioserve.protocol.errors import EngineError
 from trioserve.protocol.grammar import Grammar

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from trioserve.groups import sole_exception
+from trioserve._util.exception_groups import sole_exception
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.protocol.sampling import SamplerParams

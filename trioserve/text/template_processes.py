@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import trio
 
-from trioserve.child import end_child
+from trioserve._util.child_process import end_child
 from trioserve.logs import get_logger
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.text.chat_template import ChatTemplate, Conversation

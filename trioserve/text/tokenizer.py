@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import tokenizers
 import trio
 
-from trioserve.channels import all_waiting, pass_on
+from trioserve._util.channels import all_waiting, pass_on
 from trioserve.model_files.native import panics_raised
 from trioserve.protocol.errors import ContextTooLong, EngineError, InvalidRequest, QueueFull
 from trioserve.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt

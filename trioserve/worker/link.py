@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import attrs
 
-from trioserve.pair_socket import PairSocket, SocketClosed, SocketFailed
+from trioserve._util.pair_socket import PairSocket, SocketClosed, SocketFailed
 from trioserve.protocol import wire
 from trioserve.protocol.errors import NoRoomForWorker, WorkerLost
 

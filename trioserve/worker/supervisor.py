@@ -21,8 +21,8 @@ from pathlib import Path
 import attrs
 import trio
 
-from trioserve.child import end_child
-from trioserve.groups import sole_exception
+from trioserve._util.child_process import end_child
+from trioserve._util.exception_groups import sole_exception
 from trioserve.logs import get_logger
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost

@@ -13,6 +13,7 @@ import attrs
 import rich.console
 import trio
 
+from trioserve._util.exception_groups import sole_exception
 from trioserve.cli.output import writing
 from trioserve.cli.remote import remote_of
 from trioserve.cli.top.drawing import draw
@@ -21,7 +22,6 @@ from trioserve.cli.top.glyphs import Glyphs
 from trioserve.cli.top.options import TopOptions
 from trioserve.cli.top.screen import Screen, glyphs_of
 from trioserve.cli.top.view import View
-from trioserve.groups import sole_exception
 from trioserve.load.remote import Remote, RemoteError
 
 __all__ = ["Top", "run_top"]

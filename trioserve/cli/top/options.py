@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from trioserve.cli.remote_options import RemoteOptions
-from trioserve.options import option
+from trioserve.config.options import option
 
 __all__ = ["TOP_GROUPS", "TopOptions"]
 

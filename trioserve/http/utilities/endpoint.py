@@ -9,6 +9,7 @@ import attrs
 import quart
 
 from trioserve.config import ServerConfig
+from trioserve.config.options import options_of
 from trioserve.http.service import Service, json_response
 from trioserve.http.utilities.schemas import (
     HealthReply,
@@ -20,7 +21,6 @@ from trioserve.http.utilities.schemas import (
     Welcome,
     WorkerInfo,
 )
-from trioserve.options import options_of
 from trioserve.protocol.errors import DeadlineExceeded, Draining, EngineError, QueueFull, WorkerLost
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.protocol.version import __version__

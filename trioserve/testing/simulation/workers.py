@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 import trio
 
+from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
-from trioserve.groups import sole_exception
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.simulation import run_fake_worker
