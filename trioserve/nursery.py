@@ -23,9 +23,9 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.adapters import named_paths
 from trioserve.backend import Backend
 from trioserve.config import EngineConfig
+from trioserve.config.adapter_paths import named_paths
 from trioserve.engine import Engine
 from trioserve.engine_tasks import EngineTasks, open_tasks
 from trioserve.idle_check import IdleCheck

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from trioserve.adapters import named_paths
 from trioserve.config import EngineConfig
+from trioserve.config.adapter_paths import named_paths
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.scheduler.limits import Limits
 from trioserve.testing import FakeWorker

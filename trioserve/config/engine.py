@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.adapters import named_paths
+from trioserve.config.adapter_paths import named_paths
 from trioserve.config.options import option
 from trioserve.config.override import parse_override
 from trioserve.protocol.errors import InvalidRequest

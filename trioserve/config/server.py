@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.adapters import named_paths
+from trioserve.config.adapter_paths import named_paths
 from trioserve.config.engine import EngineConfig
 from trioserve.config.options import option
 from trioserve.protocol.errors import InvalidRequest

@@ -23,8 +23,9 @@ import trio
 from trioserve._util.channels import all_waiting
 from trioserve._util.feed import Tail
 from trioserve._util.pair_socket import PairSocket
-from trioserve.adapters import Adapter, named_paths
+from trioserve.adapters import Adapter
 from trioserve.config import EngineConfig, ServerConfig
+from trioserve.config.adapter_paths import named_paths
 from trioserve.control import Control
 from trioserve.engine_tasks import open_tasks
 from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
