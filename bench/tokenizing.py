@@ -22,9 +22,9 @@ import trio
 from bench.prompts import exact_prompts, tokenizer
 from bench.report import asked, markdown, show
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import Request, TextPrompt, Times
-from trioserve.request import Sequence as Output
-from trioserve.stream import Stream, StreamBudget
+from trioserve.requests.request import Request, TextPrompt, Times
+from trioserve.requests.request import Sequence as Output
+from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["Measurement", "main", "measure", "table"]

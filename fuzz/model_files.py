@@ -25,7 +25,7 @@ from trioserve.loaded_model import LoadedModel
 from trioserve.model_files import open_model
 from trioserve.nursery import start_message
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.request import ChatPrompt
+from trioserve.requests.request import ChatPrompt
 
 __all__ = ["TARGETS", "check_loading"]
 

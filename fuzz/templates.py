@@ -12,7 +12,7 @@ from fuzz.target import Target
 from fuzz.values import JSON, TEXTS
 from tests.tiny_models import CHAT_TEMPLATE
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
-from trioserve.request import ChatPrompt
+from trioserve.requests.request import ChatPrompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.template_bounds import BeyondBounds
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from http_stub import Step, StubEngine, StubTokenizer, client_of, http_client, served
 
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -17,11 +17,11 @@ from trioserve.cli.conversation import Conversation
 from trioserve.cli.history import History, history_path
 from trioserve.cli.partners import EnginePartner
 from trioserve.cli.terminal import Terminal
-from trioserve.generation import Usage
 from trioserve.protocol.errors import ContextTooLong
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import ChatPrompt
-from trioserve.stream import Chunk
+from trioserve.requests.generation import Usage
+from trioserve.requests.request import ChatPrompt
+from trioserve.requests.stream import Chunk
 
 if TYPE_CHECKING:
     from trioserve.engine import Engine

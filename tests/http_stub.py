@@ -16,20 +16,20 @@ import msgspec
 import trio
 from quart_trio.testing import TrioClient
 
-from trioserve.adapters import Adapter
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine import Engine
-from trioserve.generation import GenerationStream
 from trioserve.http import create_app
 from trioserve.http.app import App
 from trioserve.http.server import serve_app
-from trioserve.logprobs import PromptLogprobs
 from trioserve.metrics import Metrics
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.protocol.errors import Draining, RequestAborted, ShuttingDown
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import ChatPrompt, Prompt, Request, TextPrompt, Times, TokensPrompt
-from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob
+from trioserve.requests.adapters import Adapter
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import ChatPrompt, Prompt, Request, TextPrompt, Times, TokensPrompt
+from trioserve.requests.stream import Chunk, Stream, StreamBudget, TokenLogprob
 from trioserve.text.chat_template import ChatTemplate
 
 Step = Chunk | float | trio.Event | Exception

@@ -9,10 +9,10 @@ from trioserve.config import EngineConfig
 from trioserve.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
+from trioserve.requests.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
+from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.scheduler import SchedulerStatistics
 from trioserve.statistics import EngineStatistics
-from trioserve.stream import Stream, StreamBudget
 from trioserve.testing import FakeWorker
 
 Labels = tuple[tuple[str, str], ...]

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import (
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import (
     Finish,
     FinishReason,
     Request,
@@ -20,8 +20,8 @@ from trioserve.request import (
     Times,
     TokensPrompt,
 )
+from trioserve.requests.stream import Stream, StreamBudget, TokenLogprob
 from trioserve.scheduler import Limits, SchedulerCore
-from trioserve.stream import Stream, StreamBudget, TokenLogprob
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_model import TokenFunction, draw, hashed_token, prompt_piece
 

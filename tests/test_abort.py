@@ -17,7 +17,7 @@ import trio
 from tests.engines import assert_idle, open_tiny_engine
 from tests.tiny_models import make_tiny
 from trioserve import Engine, InvalidRequest, RequestAborted
-from trioserve.request import Finish, FinishReason, State
+from trioserve.requests.request import Finish, FinishReason, State
 
 
 @pytest.fixture(scope="module")

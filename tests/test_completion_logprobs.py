@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import text_tokenizers
 
-from trioserve.generation import Completion, Output, Usage
 from trioserve.http.completions.writer import Wanted, completion_response
 from trioserve.http.threads import num_in_entries
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol import wire
-from trioserve.request import TextPrompt, TokensPrompt
-from trioserve.stream import TokenLogprob
+from trioserve.requests.generation import Completion, Output, Usage
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import TextPrompt, TokensPrompt
+from trioserve.requests.stream import TokenLogprob
 from trioserve.text.tokenizer import Tokenizer
 
 TEXTS = {

@@ -19,7 +19,7 @@ from trioserve.http import create_app
 from trioserve.http.app import App
 from trioserve.protocol import wire
 from trioserve.protocol.grammar import Grammar
-from trioserve.request import State
+from trioserve.requests.request import State
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.worker import Link

@@ -21,7 +21,7 @@ from trioserve.protocol.errors import (
     SlowReader,
 )
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import (
+from trioserve.requests.request import (
     Finish,
     FinishReason,
     Request,
@@ -30,7 +30,7 @@ from trioserve.request import (
     TextPrompt,
     Times,
 )
-from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob
+from trioserve.requests.stream import Chunk, Stream, StreamBudget, TokenLogprob
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer
 

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve import Engine, EngineError, QueueFull, TextPrompt
-from trioserve.entrance import (
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
+from trioserve.requests.admission import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
     WINDOW_SECONDS,
@@ -23,10 +24,9 @@ from trioserve.entrance import (
     Entrance,
     seconds_until_room,
 )
-from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import Request, Sequence, Times
+from trioserve.requests.request import Request, Sequence, Times
+from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.simulation import open_fake_engine
-from trioserve.stream import Stream, StreamBudget
 from trioserve.testing import FakeWorker
 
 Clock = trio.testing.MockClock

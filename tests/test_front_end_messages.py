@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve import EngineConfig, Grammar, SamplingParams, ServerConfig
-from trioserve.adapters import Adapter
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import Fault, error_of, fault_of
 from trioserve.front_end.merging import merged
@@ -37,7 +36,6 @@ from trioserve.front_end.messages import (
     packed,
     plain_entries,
 )
-from trioserve.logprobs import PromptLogprobs
 from trioserve.metrics import Metrics
 from trioserve.metrics.snapshot import Snapshot, add_up, filled, snapshot_of
 from trioserve.protocol import errors, wire
@@ -51,8 +49,10 @@ from trioserve.protocol.errors import (
     WorkerLost,
 )
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.request import Finish, FinishReason, Request
-from trioserve.retention import Retention, RetentionRange
+from trioserve.requests.adapters import Adapter
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import Finish, FinishReason, Request
+from trioserve.requests.retention import Retention, RetentionRange
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_model import prompt_piece
 

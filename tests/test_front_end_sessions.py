@@ -15,10 +15,10 @@ import trio
 from tests.front_ends import Server, open_server
 from trioserve import Completion, InvalidRequest
 from trioserve.continuation import Continuation
-from trioserve.generation import GenerationStream, completion_of
 from trioserve.http.whole import OneProcess, Whole
 from trioserve.protocol.errors import DeadlineExceeded, RequestAborted, SessionLimit
-from trioserve.request import ChatPrompt, TokensPrompt
+from trioserve.requests.generation import GenerationStream, completion_of
+from trioserve.requests.request import ChatPrompt, TokensPrompt
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -27,13 +27,13 @@ from trioserve import (
 )
 from trioserve.front_end import host, shared
 from trioserve.front_end.hosted_requests import MAX_UNTAKEN
-from trioserve.generation import completion_of
 from trioserve.http.auth import Caller, Keys
 from trioserve.http.errors import KeyLimit
 from trioserve.http.whole import Seat
 from trioserve.protocol.errors import Paused
-from trioserve.request import State, Times
-from trioserve.retention import Retention, RetentionRange
+from trioserve.requests.generation import completion_of
+from trioserve.requests.request import State, Times
+from trioserve.requests.retention import Retention, RetentionRange
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.scheduling import ABORT, Bench, reference, worker
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
-from trioserve.request import Sequence, State
+from trioserve.requests.request import Sequence, State
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import Namespace, Node, PrefixCache
 from trioserve.testing import hashed_token

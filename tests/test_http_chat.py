@@ -23,8 +23,8 @@ from chats import (
 )
 from http_stub import Step, StubEngine, StubTokenizer, client_of, post, with_logprobs
 
-from trioserve.request import ChatPrompt
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.requests.request import ChatPrompt
+from trioserve.requests.stream import Chunk, TokenLogprob
 
 
 class TestPrompts:

@@ -24,12 +24,12 @@ from http_stub import (
     with_logprobs,
 )
 
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
-from trioserve.request import TextPrompt, TokensPrompt
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import TextPrompt, TokensPrompt
+from trioserve.requests.stream import Chunk, TokenLogprob
 
 PATH = "/v1/completions"
 USAGE = {"stream_options": {"include_usage": True}}

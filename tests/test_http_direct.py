@@ -30,7 +30,6 @@ from http_stub import (
 )
 from tls_certificates import make_authority
 
-from trioserve.generation import GenerationStream
 from trioserve.http import connection as connection_module
 from trioserve.http.completions.writer import CompletionWriter
 from trioserve.http.connection import Connection
@@ -39,7 +38,8 @@ from trioserve.http.server import serve_app
 from trioserve.http.settings import server_settings
 from trioserve.http.unsent import UnsentBudget
 from trioserve.protocol.errors import SlowReader
-from trioserve.stream import Chunk, Stream
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.stream import Chunk, Stream
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -22,7 +22,7 @@ from trioserve.protocol.errors import (
     SlowReader,
     WorkerLost,
 )
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"
 ERRORS = [

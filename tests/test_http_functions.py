@@ -8,7 +8,7 @@ import pytest
 from chats import CALLS, CHAT, HERMES, MESSAGES, SEARCH, TOOLS, WEATHER, engine, events, refusal
 from http_stub import post
 
-from trioserve.request import ChatPrompt
+from trioserve.requests.request import ChatPrompt
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 ONE_CALL = CALLS[: CALLS.index("</tool_call>") + len("</tool_call>")]

@@ -28,8 +28,8 @@ from trioserve.protocol.errors import (
     InvalidRequest,
     QueueFull,
 )
-from trioserve.request import ChatPrompt
-from trioserve.stream import Chunk
+from trioserve.requests.request import ChatPrompt
+from trioserve.requests.stream import Chunk
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from http_stub import Call, Step, StubEngine, client_of, with_logprobs, words
 
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol import wire
-from trioserve.request import TextPrompt, TokensPrompt
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import TextPrompt, TokensPrompt
+from trioserve.requests.stream import Chunk, TokenLogprob
 
 
 async def post(stub: StubEngine, **body: Any) -> Any:

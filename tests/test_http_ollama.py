@@ -25,9 +25,9 @@ from http_stub import (
 
 import trioserve
 from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
-from trioserve.request import ChatPrompt, TextPrompt
+from trioserve.requests.request import ChatPrompt, TextPrompt
+from trioserve.requests.stream import Chunk
 from trioserve.simulation import open_fake_encoder
-from trioserve.stream import Chunk
 
 CHAT = "/api/chat"
 TEXT = "/api/generate"

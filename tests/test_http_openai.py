@@ -21,8 +21,8 @@ from http_stub import (
     words,
 )
 
-from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
-from trioserve.stream import Chunk
+from trioserve.requests.request import ChatPrompt, TextPrompt, TokensPrompt
+from trioserve.requests.stream import Chunk
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

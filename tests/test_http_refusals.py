@@ -16,8 +16,8 @@ from trioserve.http.routes import served_routes
 from trioserve.http.schemas import struct_classes
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
-from trioserve.stream import TokenLogprob
+from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.stream import TokenLogprob
 
 ROUTES = served_routes(ServerConfig(engine=EngineConfig("m")))
 RULES = {rule for route in ROUTES for rule in route.rules}

@@ -28,7 +28,7 @@ from trioserve.protocol.errors import (
     InvalidRequest,
     QueueFull,
 )
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 WEATHER = {
     "type": "function",

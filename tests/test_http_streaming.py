@@ -25,7 +25,7 @@ from http_stub import (
 )
 
 from trioserve.protocol.errors import EngineError, QueueFull
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"
 FLOOD = [Chunk("a" * 100_000, (97,)) for _ in range(1000)]

@@ -16,7 +16,7 @@ from tls_certificates import make_authority
 
 from trioserve.config import EngineConfig
 from trioserve.http.responses.turns import response_of
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"
 WHOLE = json.dumps({"prompt": "x"}).encode()

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from trioserve.generation import GenerationStream
 from trioserve.http.chat.answer import ReaderOptions
 from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.schemas import ChatChunkChoice, ChatCompletionChunk, Delta
@@ -31,8 +30,9 @@ from trioserve.http.ollama.schemas import (
 )
 from trioserve.http.ollama.writer import ChatLines, GenerateLines
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import ChatPrompt, Request, TextPrompt, Times
-from trioserve.stream import Chunk, Stream, StreamBudget
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.request import ChatPrompt, Request, TextPrompt, Times
+from trioserve.requests.stream import Chunk, Stream, StreamBudget
 
 # A backslash, a quote and a NUL are what a prepared event could be cut at in the wrong place.
 TEXTS = st.text(st.one_of(st.characters(exclude_categories=("Cs",)), st.sampled_from('\\"\0u')))

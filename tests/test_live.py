@@ -21,7 +21,7 @@ from trioserve.live.schema import Picture, RequestRow, TaskNode
 from trioserve.live.subject import MAX_STEPS, MAX_WATCHERS, STAY_SECONDS, Watcher
 from trioserve.live.tasks import task_tree
 from trioserve.protocol.errors import ContextTooLong, WatcherLimit
-from trioserve.request import TRANSITIONS
+from trioserve.requests.request import TRANSITIONS
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import PrefixCache
 from trioserve.simulation import open_fake_encoder, open_fake_engine

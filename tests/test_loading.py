@@ -18,7 +18,7 @@ from trioserve.loaded_model import LoadedModel
 from trioserve.model_files import open_model
 from trioserve.nursery import start_message
 from trioserve.protocol import wire
-from trioserve.request import ChatPrompt
+from trioserve.requests.request import ChatPrompt
 from trioserve.simulation import byte_tokenizer
 
 HELLO = ChatPrompt(messages=({"role": "user", "content": "hello"},))

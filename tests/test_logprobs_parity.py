@@ -18,7 +18,7 @@ import trio
 from tests.engines import assert_idle, open_tiny_engine
 from tests.tiny_models import make_tiny
 from trioserve import LLM, Completion, Engine
-from trioserve.stream import TokenLogprob
+from trioserve.requests.stream import TokenLogprob
 
 TOLERANCE = 1e-3
 PAGE = 16

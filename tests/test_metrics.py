@@ -13,7 +13,7 @@ from trioserve.metrics import Histogram, Metrics, measure_loop_lag
 from trioserve.metrics.loop_lag import INTERVAL, WINDOW, LoopLag
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.protocol.grammar import Grammar
-from trioserve.request import FinishReason, State, Times
+from trioserve.requests.request import FinishReason, State, Times
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -34,9 +34,17 @@ from trioserve.protocol.errors import (
 )
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import Finish, FinishReason, Request, Sequence, State, TextPrompt, Times
+from trioserve.requests.request import (
+    Finish,
+    FinishReason,
+    Request,
+    Sequence,
+    State,
+    TextPrompt,
+    Times,
+)
+from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.simulation import open_fake_engine
-from trioserve.stream import Stream, StreamBudget
 from trioserve.testing import FakeWorker
 
 Clock = trio.testing.MockClock

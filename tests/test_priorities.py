@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trioserve.retention import DEFAULT_PRIORITY
+from trioserve.requests.retention import DEFAULT_PRIORITY
 from trioserve.scheduler.idle import IdlePages
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import Node, PrefixCache

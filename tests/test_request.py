@@ -8,7 +8,7 @@ import pytest
 
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import (
+from trioserve.requests.request import (
     TRANSITIONS,
     FinishReason,
     Request,
@@ -17,7 +17,7 @@ from trioserve.request import (
     Times,
     TokensPrompt,
 )
-from trioserve.stream import Stream, StreamBudget
+from trioserve.requests.stream import Stream, StreamBudget
 
 
 def make_request() -> Request:

@@ -20,7 +20,6 @@ from http_stub import (
 from http_stub import words as said
 from quart_trio.testing import TrioClient
 
-from trioserve.generation import GenerationStream
 from trioserve.http import create_app
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.contents import MAX_CHARACTERS, MAX_TEXTS, Contents
@@ -28,9 +27,10 @@ from trioserve.http.generations import Job
 from trioserve.metrics import Metrics
 from trioserve.protocol.errors import DeadlineExceeded, EngineError, QueueFull
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import ChatPrompt, Request, TextPrompt, Times, TokensPrompt
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.request import ChatPrompt, Request, TextPrompt, Times, TokensPrompt
+from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.simulation import open_fake_engine
-from trioserve.stream import Chunk, Stream, StreamBudget
 from trioserve.testing import FakeWorker
 
 TEXT = "/v1/completions"

@@ -11,8 +11,8 @@ import trio
 from scheduling import ABORT, Bench, make_request, worker
 
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.request import Sequence, State
-from trioserve.retention import MAX_RANGES, Retention, RetentionRange
+from trioserve.requests.request import Sequence, State
+from trioserve.requests.retention import MAX_RANGES, Retention, RetentionRange
 from trioserve.scheduler.cache_events import CacheEvent, page_hash
 from trioserve.scheduler.prefix import Node
 from trioserve.simulation import open_fake_engine

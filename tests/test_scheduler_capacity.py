@@ -12,7 +12,7 @@ from tests.scheduling import (
     worker,
 )
 from trioserve.protocol import wire
-from trioserve.request import Sequence, State
+from trioserve.requests.request import Sequence, State
 from trioserve.testing import FakeWorker
 
 # ---- capacity

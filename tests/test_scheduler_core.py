@@ -15,7 +15,7 @@ from tests.scheduling import (
 from trioserve.config import EngineConfig
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
-from trioserve.request import Finish, FinishReason, Sequence, State
+from trioserve.requests.request import Finish, FinishReason, Sequence, State
 from trioserve.scheduler import Limits, draft
 from trioserve.scheduler.core import MAX_PENDING
 from trioserve.testing import FakeWorker

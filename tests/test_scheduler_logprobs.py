@@ -10,12 +10,12 @@ import attrs
 import pytest
 
 from tests.scheduling import Bench, make_limits, reference, reference_logprobs, worker
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, WorkerLost
-from trioserve.request import Sequence
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import Sequence
+from trioserve.requests.stream import TokenLogprob
 from trioserve.scheduler import limits
-from trioserve.stream import TokenLogprob
 from trioserve.testing import FakeWorker, hashed_token
 from trioserve.testing.fake_model import fake_logprobs
 

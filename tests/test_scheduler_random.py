@@ -28,7 +28,7 @@ from tests.scheduling import (
 )
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest, WorkerLost
-from trioserve.request import FinishReason, Request, Sequence, SequenceOutput, State
+from trioserve.requests.request import FinishReason, Request, Sequence, SequenceOutput, State
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_model import draw, fake_logprobs
 

@@ -19,7 +19,7 @@ from tests.scheduling import (
 )
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
-from trioserve.request import Sequence, State
+from trioserve.requests.request import Sequence, State
 from trioserve.scheduler import SchedulerCore
 from trioserve.scheduler.recovery import MAX_FAILURES
 from trioserve.testing import FakeWorker, StepFails, fake_logprob

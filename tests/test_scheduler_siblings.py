@@ -11,7 +11,7 @@ from tests.scheduling import ABORT, Bench, make_limits, reference, worker
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.request import Finish, FinishReason, Sequence, State
+from trioserve.requests.request import Finish, FinishReason, Sequence, State
 from trioserve.scheduler.core import MAX_PENDING
 from trioserve.testing import FakeWorker, hashed_token
 

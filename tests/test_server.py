@@ -38,7 +38,7 @@ from trioserve.http.server import CANCELLED_GRACE, FINAL_GRACE
 from trioserve.http.settings import ServerSettings
 from trioserve.http.unsent import UnsentBudget
 from trioserve.protocol.errors import TrioserveError
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()

@@ -36,7 +36,7 @@ from hypercorn.config import Config
 from hypercorn.trio import serve
 
 from trioserve.http import create_app, serve_app
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()

@@ -40,7 +40,7 @@ from trioserve.http.connections import (
     raise_descriptor_limit,
 )
 from trioserve.http.server import serve_app
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"
 WHOLE = json.dumps({"prompt": "x"}).encode()

@@ -21,7 +21,7 @@ from http_stub import (
 
 from trioserve.http.http1 import MAX_HEADERS, path_of
 from trioserve.http.settings import MAX_HEAD_SIZE
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"
 WHOLE = json.dumps({"prompt": "x"}).encode()

@@ -49,7 +49,7 @@ from trioserve.http import frames, serve_app
 from trioserve.http.asgi import CONNECTION_STATE
 from trioserve.http.frames import BURST
 from trioserve.http.settings import MAX_FRAME_SIZE, MAX_HEAD_SIZE, MAX_STREAMS
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"
 WHOLE = json.dumps({"prompt": "x"}).encode()

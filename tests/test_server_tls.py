@@ -31,8 +31,8 @@ from tls_certificates import Authority, make_authority
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.http.listeners import check_address
 from trioserve.protocol.errors import InvalidRequest, TrioserveError
+from trioserve.requests.stream import Chunk
 from trioserve.serving import serve
-from trioserve.stream import Chunk
 
 TEXT = "/v1/completions"
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()

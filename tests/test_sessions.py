@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from trioserve.engine import Engine
 from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
-from trioserve.request import TokensPrompt
-from trioserve.retention import DEFAULT_PRIORITY
+from trioserve.requests.request import TokensPrompt
+from trioserve.requests.retention import DEFAULT_PRIORITY
 from trioserve.sessions import SESSION_PRIORITY, Continuation
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

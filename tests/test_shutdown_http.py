@@ -32,7 +32,7 @@ from trioserve.http import create_app, serve_app
 from trioserve.http import server as server_module
 from trioserve.http.server import FINAL_GRACE
 from trioserve.protocol.errors import ShuttingDown
-from trioserve.stream import Chunk
+from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()

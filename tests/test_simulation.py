@@ -27,7 +27,14 @@ from trioserve.protocol.errors import (
     RequestAborted,
     WorkerLost,
 )
-from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput, State
+from trioserve.requests.request import (
+    Finish,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceOutput,
+    State,
+)
 from trioserve.scheduler import Scheduler
 from trioserve.testing import (
     FakeWorker,

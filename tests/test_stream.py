@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve.protocol.errors import EngineError, SlowReader
-from trioserve.stream import Chunk, Stream, StreamBudget, TokenLogprob, merge
+from trioserve.requests.stream import Chunk, Stream, StreamBudget, TokenLogprob, merge
 
 
 def make_stream(per_stream: int = 1 << 20, total: int = 1 << 20) -> Stream:

@@ -17,8 +17,8 @@ from tests.engines import assert_idle, open_tiny_engine, worker_of
 from tests.json_schemas import schemas
 from tests.tiny_models import make_tiny, tiny_tokenizer
 from trioserve import Engine, InvalidRequest
-from trioserve.generation import Completion
 from trioserve.protocol.grammar import GRAMMAR_KINDS, Grammar
+from trioserve.requests.generation import Completion
 
 NUM_SCHEMAS = 1000
 CONCURRENT = 64

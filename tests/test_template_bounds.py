@@ -11,7 +11,7 @@ import pytest
 from fuzz.templates import HOSTILE
 from tests import test_chat
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.request import ChatPrompt
+from trioserve.requests.request import ChatPrompt
 from trioserve.text import template_bounds
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.template_bounds import BeyondBounds

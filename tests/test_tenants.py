@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from trioserve import InvalidRequest, QueueFull, SessionLimit
 from trioserve.http.auth import Caller, Keys
+from trioserve.requests.tenants import TenantCounts, excess
 from trioserve.simulation import open_fake_engine
-from trioserve.tenants import TenantCounts, excess
 from trioserve.testing import FakeWorker
 
 Clock = trio.testing.MockClock

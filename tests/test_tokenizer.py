@@ -16,7 +16,8 @@ import trio.testing
 from tests import text_tokenizers
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import (
+from trioserve.requests.prompt_size import characters_of, characters_of_contents
+from trioserve.requests.request import (
     ChatPrompt,
     Prompt,
     Request,
@@ -25,10 +26,9 @@ from trioserve.request import (
     Times,
     TokensPrompt,
 )
-from trioserve.request import Sequence as RequestSequence
-from trioserve.stream import Stream, StreamBudget
+from trioserve.requests.request import Sequence as RequestSequence
+from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.text.chat_template import ChatTemplate
-from trioserve.text.prompt_size import characters_of, characters_of_contents
 from trioserve.text.tokenizer import INLINE_CHARACTERS, MAX_THREADS, Tokenizer
 
 TEMPLATE = ChatTemplate(

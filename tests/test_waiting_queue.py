@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.scheduling import ABORT, Bench, make_limits, make_request, worker
-from trioserve.request import Sequence
+from trioserve.requests.request import Sequence
 from trioserve.scheduler.computation import Computation, Line
 from trioserve.scheduler.waiting import WaitingQueue
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from trioserve.config import EngineConfig, ServerConfig
     from trioserve.continuation import Continuation
     from trioserve.engine import Engine
-    from trioserve.generation import Completion, GenerationStream, Output, Usage
-    from trioserve.logprobs import PromptLogprobs
     from trioserve.nursery import open_engine
     from trioserve.offline.async_llm import AsyncLLM
     from trioserve.offline.llm import LLM
@@ -39,22 +37,24 @@ if TYPE_CHECKING:
     )
     from trioserve.protocol.grammar import Grammar
     from trioserve.protocol.sampling import SamplingParams
-    from trioserve.request import ChatPrompt, TextPrompt, TokensPrompt
-    from trioserve.retention import Retention, RetentionRange
+    from trioserve.requests.generation import Completion, GenerationStream, Output, Usage
+    from trioserve.requests.logprobs import PromptLogprobs
+    from trioserve.requests.request import ChatPrompt, TextPrompt, TokensPrompt
+    from trioserve.requests.retention import Retention, RetentionRange
+    from trioserve.requests.stream import Chunk, TokenLogprob
     from trioserve.serving import serve
     from trioserve.sessions import Session
-    from trioserve.stream import Chunk, TokenLogprob
 
 _HOME = {
     "EngineConfig": "config",
     "ServerConfig": "config",
     "Continuation": "continuation",
     "Engine": "engine",
-    "Completion": "generation",
-    "GenerationStream": "generation",
-    "Output": "generation",
-    "Usage": "generation",
-    "PromptLogprobs": "logprobs",
+    "Completion": "requests.generation",
+    "GenerationStream": "requests.generation",
+    "Output": "requests.generation",
+    "Usage": "requests.generation",
+    "PromptLogprobs": "requests.logprobs",
     "open_engine": "nursery",
     "AsyncLLM": "offline.async_llm",
     "LLM": "offline.llm",
@@ -78,15 +78,15 @@ _HOME = {
     "TrioserveError": "protocol.errors",
     "Grammar": "protocol.grammar",
     "SamplingParams": "protocol.sampling",
-    "ChatPrompt": "request",
-    "TextPrompt": "request",
-    "TokensPrompt": "request",
-    "Retention": "retention",
-    "RetentionRange": "retention",
+    "ChatPrompt": "requests.request",
+    "TextPrompt": "requests.request",
+    "TokensPrompt": "requests.request",
+    "Retention": "requests.retention",
+    "RetentionRange": "requests.retention",
     "serve": "serving",
     "Session": "sessions",
-    "Chunk": "stream",
-    "TokenLogprob": "stream",
+    "Chunk": "requests.stream",
+    "TokenLogprob": "requests.stream",
 }
 
 __all__ = [

@@ -15,8 +15,8 @@ import attrs
 from trioserve.config import EngineConfig
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import Prompt, TokensPrompt
-from trioserve.text.prompt_size import characters_of_contents
+from trioserve.requests.prompt_size import characters_of_contents
+from trioserve.requests.request import Prompt, TokensPrompt
 from trioserve.text.stop_regex import check_stop_regex
 from trioserve.text.tokenizer import Tokenizer
 

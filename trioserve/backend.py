@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import trio
 
-from trioserve.adapters import Adapters
-from trioserve.request import Finish, Request, Sequence, SequenceOutput
+from trioserve.requests.adapters import Adapters
+from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.holds import Holds
 from trioserve.scheduler.quiet import Quiet

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import attrs
 
-from trioserve.generation import GenerationStream, PromptLike, as_prompt
 from trioserve.protocol.errors import InvalidRequest, RequestAborted
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import ChatPrompt, Prompt, TextPrompt
+from trioserve.requests.generation import GenerationStream, PromptLike, as_prompt
+from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt
 from trioserve.turns import Turn
 
 __all__ = [

@@ -15,7 +15,7 @@ from trioserve.backend import Backend
 from trioserve.logs import get_logger
 from trioserve.model_files import locate
 from trioserve.protocol.errors import CallFailed, InvalidRequest, ModelLoadError
-from trioserve.request import Finish, FinishReason, Request, State
+from trioserve.requests.request import Finish, FinishReason, Request, State
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.weights import HOLDER
 from trioserve.worker.switch import Switch

@@ -20,21 +20,10 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.adapters import NO_ADAPTER
 from trioserve.admission import check_arguments
 from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.control import Control
-from trioserve.deadline import Deadline
-from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
-from trioserve.generation import (
-    Completion,
-    GenerationStream,
-    PromptLike,
-    as_prompt,
-    completion_of,
-    sampling_params,
-)
 from trioserve.live.subject import Subject
 from trioserve.metrics import Metrics
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
@@ -50,12 +39,23 @@ from trioserve.pooling.requests import Encoding, Pooling
 from trioserve.protocol import wire
 from trioserve.protocol.errors import Draining, EngineError, InvalidRequest, Paused, RequestAborted
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import Finish, Request, Sequence
 from trioserve.request_maker import RequestMaker
-from trioserve.retention import Retention
+from trioserve.requests.adapters import NO_ADAPTER
+from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Entrance
+from trioserve.requests.deadline import Deadline
+from trioserve.requests.generation import (
+    Completion,
+    GenerationStream,
+    PromptLike,
+    as_prompt,
+    completion_of,
+    sampling_params,
+)
+from trioserve.requests.request import Finish, Request, Sequence
+from trioserve.requests.retention import Retention
+from trioserve.requests.stream import Chunk
 from trioserve.sessions import MAX_CAPACITY, Session, Sessions
 from trioserve.statistics import EngineStatistics
-from trioserve.stream import Chunk
 from trioserve.submissions import Submissions, open_submissions
 from trioserve.text.tokenizer import Tokenizer
 

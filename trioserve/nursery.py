@@ -40,10 +40,10 @@ from trioserve.pooling.requests import Encoding
 from trioserve.preparation import Preparation
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
-from trioserve.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.request_maker import RequestMaker
+from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
+from trioserve.requests.stream import StreamBudget
 from trioserve.scheduler import Scheduler
-from trioserve.stream import StreamBudget
 from trioserve.task_dump import reporting
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.tracing import open_tracing

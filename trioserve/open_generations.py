@@ -14,11 +14,11 @@ import attrs
 import trio
 
 from trioserve.backend import Backend
-from trioserve.deadline import Deadline
-from trioserve.entrance import Entrance
-from trioserve.generation import GenerationStream
 from trioserve.protocol.errors import EngineError, RequestAborted, SlowReader
-from trioserve.request import Finish, FinishReason, Request, Sequence
+from trioserve.requests.admission import Entrance
+from trioserve.requests.deadline import Deadline
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.request import Finish, FinishReason, Request, Sequence
 
 __all__ = ["OpenGenerations"]
 

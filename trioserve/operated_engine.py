@@ -7,13 +7,13 @@ from os import PathLike
 from typing import Any
 
 from trioserve._util.feed import DEFAULT_MAX_RECORDS, Subscription
-from trioserve.adapters import Adapter
 from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.config.adapter_paths import absolute, check_name
 from trioserve.control import Control
 from trioserve.pooling.requests import Pooling
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.adapters import Adapter
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.iterations import Iteration

@@ -50,8 +50,8 @@ from trioserve.protocol.errors import (
     WorkerSentAway,
 )
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import Request
-from trioserve.tenants import excess
+from trioserve.requests.request import Request
+from trioserve.requests.tenants import excess
 
 __all__ = ["Preparation", "PreparingWorker"]
 

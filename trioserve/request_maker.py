@@ -9,7 +9,6 @@ from collections.abc import Sequence as Seq
 import attrs
 import trio
 
-from trioserve.adapters import NO_ADAPTER
 from trioserve.admission import (
     check_params,
     check_prompt,
@@ -21,9 +20,10 @@ from trioserve.admission import (
 from trioserve.config import EngineConfig
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import Prompt, Request, Sequence, Times, TokensPrompt
-from trioserve.retention import Retention
-from trioserve.stream import Stream, StreamBudget
+from trioserve.requests.adapters import NO_ADAPTER
+from trioserve.requests.request import Prompt, Request, Sequence, Times, TokensPrompt
+from trioserve.requests.retention import Retention
+from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["RequestMaker"]

@@ -32,12 +32,12 @@ from trioserve.continuation import (
     session_closed,
     turn_prompt,
 )
-from trioserve.generation import Completion, GenerationStream, PromptLike, completion_of
 from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import Request
+from trioserve.requests.generation import Completion, GenerationStream, PromptLike, completion_of
+from trioserve.requests.request import Request
+from trioserve.requests.tenants import excess
 from trioserve.scheduler.holds import Holds
-from trioserve.tenants import excess
 from trioserve.turns import Turn, Turns
 
 __all__ = ["MAX_CAPACITY", "SESSION_PRIORITY", "Continuation", "Session", "Sessions"]

@@ -16,10 +16,10 @@ import attrs
 import trio
 
 from trioserve._util.exception_groups import holds_cancellation, sole_exception
-from trioserve.generation import Completion, GenerationStream, PromptLike, completion_of
 from trioserve.protocol.errors import RequestAborted
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.stream import Chunk
+from trioserve.requests.generation import Completion, GenerationStream, PromptLike, completion_of
+from trioserve.requests.stream import Chunk
 
 __all__ = ["Handle", "Submissions", "open_submissions"]
 

@@ -24,7 +24,7 @@ import trio
 from trioserve.logs import get_logger
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.machine import extra_advice
-from trioserve.request import FinishReason, Request
+from trioserve.requests.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

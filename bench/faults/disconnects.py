@@ -32,7 +32,7 @@ from bench.faults.stage import engine_over, serve_here, tiny_model
 from bench.servers import MODEL
 from trioserve import Engine
 from trioserve.protocol.grammar import Grammar
-from trioserve.request import Request, State
+from trioserve.requests.request import Request, State
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -20,11 +20,19 @@ import msgspec
 import trio
 
 from trioserve.engine import Engine
-from trioserve.generation import GenerationStream
 from trioserve.open_generations import OpenGenerations
 from trioserve.protocol.errors import RequestAborted, WorkerLost
-from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput, State
 from trioserve.request_maker import RequestMaker
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.request import (
+    Finish,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceOutput,
+    State,
+)
+from trioserve.requests.stream import Chunk
 from trioserve.scheduler import Scheduler, SchedulerCore
 from trioserve.scheduler import computation as computations
 from trioserve.scheduler.computation import Computation
@@ -36,7 +44,6 @@ from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.residency import Residency
 from trioserve.scheduler.slots import SlotTable
 from trioserve.sessions import Session
-from trioserve.stream import Chunk
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.worker.supervisor import Supervisor

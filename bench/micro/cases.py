@@ -23,12 +23,12 @@ from bench.micro.loops import link, server_sent_events, stream_fan_out
 from bench.prompts import tokenizer
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.request import SequenceOutput
+from trioserve.requests.request import SequenceOutput
+from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.scheduler import policy
 from trioserve.scheduler.pages import PagePool
 from trioserve.scheduler.prefix import PrefixCache
 from trioserve.scheduler.results import Results
-from trioserve.stream import Chunk, Stream, StreamBudget
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer
 

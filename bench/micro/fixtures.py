@@ -14,9 +14,9 @@ from gpu.slots import SlotTable
 from trioserve.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import Request, Sequence, Times, TokensPrompt
+from trioserve.requests.request import Request, Sequence, Times, TokensPrompt
+from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.scheduler import Limits, SchedulerCore
-from trioserve.stream import Stream, StreamBudget
 
 __all__ = [
     "PAGE_SIZE",

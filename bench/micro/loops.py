@@ -17,14 +17,14 @@ from hypercorn.trio.worker_context import WorkerContext
 
 from bench.micro.fixtures import Loop, Prepared, make_request
 from bench.prompts import tokenizer
-from trioserve.generation import GenerationStream
 from trioserve.http.completions.writer import CompletionWriter, Wanted
 from trioserve.http.connection import Connection
 from trioserve.http.connections import Connections
 from trioserve.http.settings import ServerSettings
 from trioserve.http.unsent import UnsentBudget
 from trioserve.protocol import wire
-from trioserve.stream import Chunk, Stream, StreamBudget
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.worker.link import NngLink
 from trioserve.worker.socket_folder import SocketFolder

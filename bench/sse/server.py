@@ -16,14 +16,14 @@ import trio
 from trioserve.cli.serve import rare_collections
 from trioserve.config import ServerConfig
 from trioserve.engine import Engine
-from trioserve.generation import GenerationStream
 from trioserve.http import create_app
 from trioserve.http.connections import raise_descriptor_limit
 from trioserve.http.server import serve_app
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import Prompt, Request, Times
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.request import Prompt, Request, Times
+from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.simulation import open_fake_engine
-from trioserve.stream import Chunk, Stream, StreamBudget
 
 _TOKEN = Chunk(" token", (17,))
 

@@ -11,11 +11,11 @@ import trio.testing
 
 from trioserve import preparation
 from trioserve.engine import Engine
-from trioserve.generation import Completion
 from trioserve.offline.batch import Batch, complete_all
 from trioserve.offline.room import Room
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplingParams
+from trioserve.requests.generation import Completion
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -9,7 +9,7 @@ from trioserve.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from trioserve.engine import Engine
-    from trioserve.generation import PromptLike
+    from trioserve.requests.generation import PromptLike
 
 __all__ = ["generate"]
 

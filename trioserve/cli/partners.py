@@ -19,11 +19,11 @@ from trioserve.load.answer import (
 )
 from trioserve.load.remote import Events, Remote, RemoteError
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import ChatPrompt
+from trioserve.requests.request import ChatPrompt
 
 if TYPE_CHECKING:
     from trioserve.engine import Engine
-    from trioserve.generation import GenerationStream
+    from trioserve.requests.generation import GenerationStream
 
 __all__ = ["EnginePartner", "Messages", "Partner", "Piece", "Reply", "ServerPartner", "find_server"]
 

@@ -23,12 +23,10 @@ import trio
 from trioserve._util.channels import all_waiting
 from trioserve._util.feed import Tail
 from trioserve._util.pair_socket import PairSocket
-from trioserve.adapters import Adapter
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.adapter_paths import named_paths
 from trioserve.control import Control
 from trioserve.engine_tasks import open_tasks
-from trioserve.entrance import DEFAULT_MAX_TOKENS, Entrance
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Home
 from trioserve.front_end.hosting import Hosting
@@ -49,7 +47,9 @@ from trioserve.pooling.columns import Columns
 from trioserve.preparation import Preparation
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, InvalidRequest, Paused, TrioserveError
-from trioserve.request import Request, SequenceOutput
+from trioserve.requests.adapters import Adapter
+from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Entrance
+from trioserve.requests.request import Request, SequenceOutput
 from trioserve.scheduler import Scheduler
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration

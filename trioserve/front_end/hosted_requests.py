@@ -28,7 +28,7 @@ from trioserve.front_end.messages import (
     plain_entries,
 )
 from trioserve.protocol.errors import Paused, QueueFull
-from trioserve.request import (
+from trioserve.requests.request import (
     Finish,
     FinishReason,
     Request,
@@ -38,7 +38,7 @@ from trioserve.request import (
     Times,
     TokensPrompt,
 )
-from trioserve.stream import Stream, StreamBudget
+from trioserve.requests.stream import Stream, StreamBudget
 
 __all__ = ["MAX_UNTAKEN", "HostedRequest", "HostedRequests", "HostedSequence"]
 

@@ -11,7 +11,7 @@ import attrs
 from trioserve.front_end.clock import SharedClock
 from trioserve.live import Subject
 from trioserve.live.schema import TaskNode
-from trioserve.request import Finish, Request, Sequence
+from trioserve.requests.request import Finish, Request, Sequence
 from trioserve.sessions import Sessions
 
 __all__ = ["Hosting", "Line"]

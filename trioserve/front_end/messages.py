@@ -22,14 +22,14 @@ from typing import Any
 
 import msgspec
 
-from trioserve.adapters import Adapter
 from trioserve.config import ServerConfig
 from trioserve.front_end.faults import Fault
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.request import Finish, FinishReason, State
-from trioserve.retention import Retention
-from trioserve.stream import TokenLogprob
+from trioserve.requests.adapters import Adapter
+from trioserve.requests.request import Finish, FinishReason, State
+from trioserve.requests.retention import Retention
+from trioserve.requests.stream import TokenLogprob
 
 __all__ = [
     "STATES",

@@ -19,7 +19,6 @@ import trio
 from trioserve._util.channels import all_waiting
 from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
-from trioserve.adapters import Catalogue
 from trioserve.front_end.asks import Asks, Handlers
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import error_of
@@ -46,7 +45,8 @@ from trioserve.front_end.messages import (
 from trioserve.front_end.sent_requests import SentRequests
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.protocol.grammar import Grammar
-from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.requests.adapters import Catalogue
+from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.statistics import SchedulerStatistics
 
 __all__ = ["TAKEN_TOGETHER", "EngineState", "RemoteScheduler"]
@@ -71,7 +71,7 @@ class EngineState:
 
 @attrs.define(eq=False)
 class RemoteAdapters:
-    """:class:`~trioserve.adapters.Adapters` that the engine process keeps, and tells of."""
+    """The requests sent, as :class:`~trioserve.requests.admission.Entrance` counts them."""
 
     _asks: Asks
     catalogue: Catalogue = attrs.field(init=False, factory=Catalogue)

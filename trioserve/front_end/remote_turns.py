@@ -17,12 +17,12 @@ from trioserve.continuation import (
     session_closed,
     turn_prompt,
 )
-from trioserve.deadline import Deadline
 from trioserve.engine import Engine
 from trioserve.front_end.messages import LeaveTurn, numbers_of, packed
 from trioserve.front_end.remote import RemoteScheduler
-from trioserve.generation import GenerationStream, PromptLike
 from trioserve.protocol.sampling import SamplingParams
+from trioserve.requests.deadline import Deadline
+from trioserve.requests.generation import GenerationStream, PromptLike
 
 __all__ = ["RemoteTurns"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.faults import error_of
 from trioserve.front_end.messages import STATES, Prompt, Row, Step, Update, entries_of, numbers_of
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol.errors import RequestAborted
-from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 
 __all__ = ["SentRequests"]
 

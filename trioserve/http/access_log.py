@@ -13,15 +13,15 @@ from collections.abc import Sequence
 import attrs
 import trio
 
-from trioserve.generation import GenerationStream, Usage
 from trioserve.http.contents import Contents, item_texts
 from trioserve.http.errors import CLIENT_CLOSED_REQUEST
 from trioserve.http.generations import Job, total_usage
 from trioserve.logs import get_logger
 from trioserve.metrics import Metrics
 from trioserve.pooling.inputs import Item
-from trioserve.request import Times
-from trioserve.stream import Chunk
+from trioserve.requests.generation import GenerationStream, Usage
+from trioserve.requests.request import Times
+from trioserve.requests.stream import Chunk
 
 __all__ = ["AccessRecord", "request_id_from"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from trioserve.generation import GenerationStream
 from trioserve.http.structure import count_outside_texts
 from trioserve.http.threads import num_in_entries
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.request import TokensPrompt
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.request import TokensPrompt
+from trioserve.requests.stream import Chunk
 from trioserve.scheduler.limits import MAX_PROMPT_LOGPROBS
-from trioserve.stream import Chunk
 
 if TYPE_CHECKING:
     from trioserve.engine import Engine

@@ -14,8 +14,8 @@ import msgspec
 from trioserve.http.generations import Job
 from trioserve.pooling.inputs import Item
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import ChatPrompt, Prompt, TextPrompt
-from trioserve.stream import Chunk
+from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt
+from trioserve.requests.stream import Chunk
 
 __all__ = ["MAX_CHARACTERS", "MAX_TEXTS", "Contents", "item_texts"]
 

@@ -18,13 +18,13 @@ import trio
 
 from trioserve.continuation import Generate
 from trioserve.engine import Engine
-from trioserve.generation import GenerationStream, Usage
 from trioserve.http.bounds import check_prompt_logprobs
 from trioserve.protocol.errors import AdapterNotFound, InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import Prompt
-from trioserve.retention import Retention
-from trioserve.stream import Chunk
+from trioserve.requests.generation import GenerationStream, Usage
+from trioserve.requests.request import Prompt
+from trioserve.requests.retention import Retention
+from trioserve.requests.stream import Chunk
 
 __all__ = ["Generations", "Job", "open_generations", "renamed", "total_usage"]
 

@@ -8,7 +8,7 @@ import msgspec
 
 from trioserve.http.schemas import Count, about
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.retention import MAX_PRIORITY, MAX_RANGES, Retention, RetentionRange
+from trioserve.requests.retention import MAX_PRIORITY, MAX_RANGES, Retention, RetentionRange
 
 __all__ = ["KvCacheRetentionConfig", "TokenRangeRetentionConfig", "retention_of"]
 

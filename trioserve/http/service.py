@@ -13,9 +13,7 @@ from quart.wrappers.response import DataBody
 from werkzeug.exceptions import UnsupportedMediaType
 
 from trioserve.config import ServerConfig
-from trioserve.deadline import Deadline
 from trioserve.engine import Engine
-from trioserve.generation import Completion, GenerationStream, completion_of, sampling_params
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.asgi import Request
 from trioserve.http.bounds import AnswerSize, check_batch
@@ -29,7 +27,14 @@ from trioserve.http.whole import Whole
 from trioserve.pooling.inputs import Item
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.stream import Chunk
+from trioserve.requests.deadline import Deadline
+from trioserve.requests.generation import (
+    Completion,
+    GenerationStream,
+    completion_of,
+    sampling_params,
+)
+from trioserve.requests.stream import Chunk
 
 __all__ = ["CURLS_TYPE", "Service", "json_response", "response_of_view"]
 

@@ -19,12 +19,12 @@ import msgspec
 import trio
 from quart.wrappers.response import Response, ResponseBody
 
-from trioserve.generation import GenerationStream
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.direct import WriteNow
 from trioserve.http.generations import Generations
 from trioserve.http.threads import num_in_entries, run_if_long
-from trioserve.stream import Chunk
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.stream import Chunk
 
 __all__ = [
     "DONE",

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import trio
 
-from trioserve.generation import Completion
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.stream import TokenLogprob
+from trioserve.requests.generation import Completion
+from trioserve.requests.stream import TokenLogprob
 
 __all__ = ["LONG", "LONG_BODY", "num_in_entries", "num_logprobs", "run_if_long"]
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from trioserve.live.schema import RequestRow
-from trioserve.request import FinishReason, Request, Sequence, State
+from trioserve.requests.request import FinishReason, Request, Sequence, State
 
 __all__ = ["newest_first", "request_row", "shown_requests"]
 

@@ -28,7 +28,7 @@ from trioserve.live.schema import (
 )
 from trioserve.live.tasks import task_tree
 from trioserve.protocol.errors import WatcherLimit
-from trioserve.request import Request
+from trioserve.requests.request import Request
 from trioserve.scheduler import Scheduler
 from trioserve.scheduler.iterations import Iteration
 from trioserve.statistics import EngineStatistics

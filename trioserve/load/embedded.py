@@ -20,7 +20,7 @@ from trioserve.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from trioserve.engine import Engine
-    from trioserve.generation import GenerationStream
+    from trioserve.requests.generation import GenerationStream
 
 __all__ = ["EmbeddedTarget"]
 

@@ -19,7 +19,7 @@ from trioserve.metrics.definition import (
     histogram,
 )
 from trioserve.protocol.grammar import GRAMMAR_KINDS
-from trioserve.request import FinishReason
+from trioserve.requests.request import FinishReason
 
 __all__ = ["ABORT_STAGES", "DEFINITIONS", "GROUPS"]
 

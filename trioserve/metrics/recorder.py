@@ -27,7 +27,7 @@ from trioserve.metrics.histogram import (
 from trioserve.metrics.loop_lag import LoopLag
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
-from trioserve.request import Finish, FinishReason, Request, Sequence, State
+from trioserve.requests.request import Finish, FinishReason, Request, Sequence, State
 from trioserve.statistics import EngineStatistics
 
 __all__ = ["Metrics", "Watched"]

@@ -11,11 +11,11 @@ import rich.progress
 import trio
 
 from trioserve.engine import Engine
-from trioserve.generation import Completion, PromptLike
 from trioserve.offline.recording import Recording
 from trioserve.offline.room import Room
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import ChatPrompt
+from trioserve.requests.generation import Completion, PromptLike
+from trioserve.requests.request import ChatPrompt
 
 __all__ = ["Batch", "Params", "as_chats", "complete_all"]
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from trioserve.generation import Completion, PromptLike
 from trioserve.offline.engine_thread import EngineThread
 from trioserve.offline.handle import Handle
 from trioserve.offline.recording import Outputs, PartialOutput
 from trioserve.protocol.errors import RequestAborted
 from trioserve.protocol.sampling import SamplingParams
+from trioserve.requests.generation import Completion, PromptLike
 
 __all__ = ["Generation"]
 

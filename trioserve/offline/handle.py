@@ -7,10 +7,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from trioserve.generation import PromptLike
 from trioserve.offline.engine_thread import EngineThread
 from trioserve.offline.recording import Recording
 from trioserve.protocol.sampling import SamplingParams
+from trioserve.requests.generation import PromptLike
 
 __all__ = ["Handle"]
 

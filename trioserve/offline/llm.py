@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
-from trioserve.generation import Completion, PromptLike
 from trioserve.offline import properties
 from trioserve.offline.batch import Batch, Params, as_chats, complete_all
 from trioserve.offline.engine_thread import EngineThread
@@ -22,6 +21,7 @@ from trioserve.offline.texts import classify_all, embed_all, score_all
 from trioserve.pooling.inputs import Inputs
 from trioserve.pooling.results import Classifications, Embeddings, Scores
 from trioserve.protocol.sampling import SamplingParams
+from trioserve.requests.generation import Completion, PromptLike
 
 __all__ = ["LLM"]
 

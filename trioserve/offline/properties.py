@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trioserve.adapters import Adapter
 from trioserve.engine import Engine
+from trioserve.requests.adapters import Adapter
 
 __all__ = ["is_paused", "list_adapters", "weight_version"]
 

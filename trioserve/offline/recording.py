@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 
 from trioserve.engine import Engine
-from trioserve.generation import Completion, PromptLike, completion_of
 from trioserve.offline.room import Room
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.requests.generation import Completion, PromptLike, completion_of
+from trioserve.requests.stream import Chunk, TokenLogprob
 
 __all__ = ["Outputs", "PartialOutput", "Recording"]
 

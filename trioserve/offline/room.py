@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import trio
 
-from trioserve.generation import GenerationStream
 from trioserve.protocol.errors import QueueFull
+from trioserve.requests.generation import GenerationStream
 
 __all__ = ["Room"]
 

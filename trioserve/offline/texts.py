@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from trioserve.engine import Engine
-from trioserve.generation import Usage
 from trioserve.pooling.inputs import Inputs, Item, as_items
 from trioserve.pooling.results import Classifications, Embeddings, Scores
+from trioserve.requests.generation import Usage
 
 __all__ = ["classify_all", "embed_all", "score_all"]
 

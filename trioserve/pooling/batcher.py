@@ -11,17 +11,17 @@ import trio
 from trioserve._util.conditions import Happenings
 from trioserve._util.feed import Feed
 from trioserve.config import EngineConfig
-from trioserve.entrance import (
-    DEFAULT_MAX_TOKENS,
-    Departures,
-    check_share,
-    seconds_until_room,
-)
 from trioserve.metrics import Metrics
 from trioserve.pooling.columns import Columns, Floats, vectors_of
 from trioserve.pooling.core import MAX_UNDER_WAY, Batch, Job, PoolingCore
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, QueueFull, RequestAborted, WorkerLost
+from trioserve.requests.admission import (
+    DEFAULT_MAX_TOKENS,
+    Departures,
+    check_share,
+    seconds_until_room,
+)
 from trioserve.scheduler.iterations import Iteration
 from trioserve.scheduler.statistics import SchedulerStatistics
 

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import attrs
 import numpy as np
 
-from trioserve.deadline import Deadline
 from trioserve.model_files.decoder_embedding import DecoderPooling
 from trioserve.pooling.columns import Floats
 from trioserve.pooling.inputs import Item
@@ -21,7 +20,8 @@ from trioserve.pooling.together import all_together
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.deadline import Deadline
+from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
 __all__ = ["POOLINGS", "AskedPrompt", "PoolPrompt", "check_pooling", "pool_prompts"]
 

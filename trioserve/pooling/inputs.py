@@ -10,7 +10,7 @@ import trio
 
 from trioserve.model_files import EncoderConfig
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
-from trioserve.request import TokensPrompt
+from trioserve.requests.request import TokensPrompt
 from trioserve.text.encoder_tokenizer import EncodedText, EncoderTokenizer
 
 __all__ = ["Inputs", "Item", "TextEncoder", "as_items"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from trioserve.generation import Completion, Usage
 from trioserve.pooling.results import LabelScores
 from trioserve.protocol.errors import InvalidRequest, RequestAborted
-from trioserve.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.generation import Completion, Usage
+from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
 __all__ = ["label_params", "label_prompts", "label_scores"]
 

@@ -10,8 +10,6 @@ import numpy.typing as npt
 import trio
 
 from trioserve.config import EngineConfig
-from trioserve.deadline import Deadline
-from trioserve.generation import Completion, Usage
 from trioserve.metrics import Metrics
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_config import EncoderConfig
@@ -35,7 +33,9 @@ from trioserve.pooling.results import (
 from trioserve.pooling.sender import Sender
 from trioserve.pooling.together import all_together
 from trioserve.protocol.errors import InvalidRequest, TrioserveError
-from trioserve.request import Prompt, TokensPrompt
+from trioserve.requests.deadline import Deadline
+from trioserve.requests.generation import Completion, Usage
+from trioserve.requests.request import Prompt, TokensPrompt
 from trioserve.tracing import EndedTexts
 
 __all__ = ["Compute", "Pooling"]

@@ -9,9 +9,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.generation import Usage
 from trioserve.model_files.encoder_config import Activation
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.generation import Usage
 
 __all__ = [
     "Classifications",

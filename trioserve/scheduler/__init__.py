@@ -33,7 +33,7 @@ from trioserve.config import EngineConfig
 from trioserve.logs import get_logger
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, RequestAborted, WorkerLost
-from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.adapters import HeldAdapters
 from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore

@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.adapters import Adapter, Catalogue
 from trioserve.logs import get_logger
 from trioserve.protocol.errors import (
     AdapterNotFound,
@@ -17,7 +16,8 @@ from trioserve.protocol.errors import (
     ModelLoadError,
     WorkerLost,
 )
-from trioserve.request import Finish, FinishReason, Request, SequenceOutput
+from trioserve.requests.adapters import Adapter, Catalogue
+from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.residency import Bring, Take
 from trioserve.scheduler.statistics import SchedulerStatistics
@@ -44,7 +44,7 @@ class _Held:
 
 @attrs.define(eq=False)
 class HeldAdapters:
-    """:class:`~trioserve.adapters.Adapters` in the process that has the scheduler.
+    """:class:`~trioserve.requests.adapters.Adapters` in the process that has the scheduler.
 
     Args:
         core: gives the scheduler's core, which is there as soon as anybody can ask.

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from trioserve.request import Request, Sequence, State
+from trioserve.requests.request import Request, Sequence, State
 from trioserve.scheduler.computation import Computation
 
 __all__ = ["Blame", "Flight", "Verdict"]

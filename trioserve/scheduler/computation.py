@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from trioserve.request import Sequence
+from trioserve.requests.request import Sequence
 from trioserve.scheduler.counts import Counts, Ints
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.policy import NO_TURN, Order, queue_order

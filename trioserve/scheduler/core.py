@@ -30,7 +30,8 @@ import attrs
 from trioserve.protocol import wire
 from trioserve.protocol.errors import AdapterNotFound, WorkerLost
 from trioserve.protocol.grammar import Grammar
-from trioserve.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.requests.tenants import TenantCounts
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import Computation, Running, adapter_word
 from trioserve.scheduler.counts import Ints
@@ -48,7 +49,6 @@ from trioserve.scheduler.results import Results
 from trioserve.scheduler.siblings import Siblings
 from trioserve.scheduler.statistics import Observer, SchedulerStatistics
 from trioserve.scheduler.waiting import WaitingQueue
-from trioserve.tenants import TenantCounts
 
 __all__ = ["SchedulerCore"]
 

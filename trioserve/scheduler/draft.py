@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol import wire
-from trioserve.request import Sequence, State
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import Sequence, State
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation
 from trioserve.scheduler.counts import Bools, Counts, Ints
 

@@ -6,7 +6,7 @@ import bisect
 
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.protocol.sampling import NAN_LOGITS
-from trioserve.request import Finish, FinishReason, Sequence
+from trioserve.requests.request import Finish, FinishReason, Sequence
 
 __all__ = ["ending", "ending_without_token"]
 

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from trioserve.protocol.errors import EngineError
-from trioserve.request import SequenceOutput, State
+from trioserve.requests.request import SequenceOutput, State
 from trioserve.scheduler.computation import Computation
 from trioserve.scheduler.counts import Bools, Ints
 from trioserve.scheduler.draft import InFlight

@@ -17,9 +17,9 @@ import collections
 import itertools
 from typing import TYPE_CHECKING
 
-from trioserve.request import State
+from trioserve.requests.request import State
+from trioserve.requests.tenants import TenantCounts
 from trioserve.scheduler.siblings import leader_of
-from trioserve.tenants import TenantCounts
 
 if TYPE_CHECKING:
     from trioserve.scheduler.computation import Computation

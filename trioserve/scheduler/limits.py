@@ -5,10 +5,10 @@ from __future__ import annotations
 import attrs
 
 from trioserve.config import EngineConfig
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
-from trioserve.request import Request
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import Request
 
 __all__ = ["MAX_PROMPT_LOGPROBS", "Limits", "prompt_logprobs_for", "resolve_max_tokens"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from trioserve.retention import Retention
+from trioserve.requests.retention import Retention
 from trioserve.scheduler import policy
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation
 from trioserve.scheduler.counts import Counts, Ints

@@ -35,7 +35,7 @@ from collections.abc import Iterable, Set
 
 import attrs
 
-from trioserve.retention import DEFAULT_PRIORITY
+from trioserve.requests.retention import DEFAULT_PRIORITY
 from trioserve.scheduler.host_pages import HostPages
 from trioserve.scheduler.idle import IdlePages
 

@@ -1,10 +1,11 @@
 """How much each page of the prefix cache is worth keeping, and what that is made of.
 
 A page has a priority of its own, the usual one unless a request said otherwise
-(:mod:`trioserve.retention`), for ever or for a time. What counts is its **level**: the highest of
-its own priority, of the levels of the pages right below it, and of the **holds** on it. A hold is
-somebody's interest in a whole path, such as that of a session in its conversation; it stands at the
-deepest page of the path, and if that page is evicted nevertheless, it moves up to the one above.
+(:mod:`trioserve.requests.retention`), for ever or for a time. What counts is its **level**: the
+highest of its own priority, of the levels of the pages right below it, and of the **holds** on it.
+A hold is somebody's interest in a whole path, such as that of a session in its conversation; it
+stands at the deepest page of the path, and if that page is evicted nevertheless, it moves up to the
+one above.
 
 So a page's level is at least that of what is below it, and who evicts the lowest level first never
 comes to a page before its children (rule 4 of :mod:`~trioserve.scheduler.prefix`). The same has to
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trioserve.retention import DEFAULT_PRIORITY
+from trioserve.requests.retention import DEFAULT_PRIORITY
 from trioserve.scheduler.pages import PagePool
 
 if TYPE_CHECKING:

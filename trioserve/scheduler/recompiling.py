@@ -17,7 +17,7 @@ from trioserve._util.conditions import Happenings
 from trioserve.logs import get_logger
 from trioserve.protocol.errors import EngineError
 from trioserve.protocol.grammar import Grammar
-from trioserve.request import Finish, FinishReason, SequenceOutput
+from trioserve.requests.request import Finish, FinishReason, SequenceOutput
 from trioserve.scheduler.calls import Call
 from trioserve.scheduler.core import SchedulerCore
 

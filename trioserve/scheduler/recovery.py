@@ -17,7 +17,7 @@ import attrs
 
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
-from trioserve.request import Finish, FinishReason, Request, SequenceOutput, State
+from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput, State
 from trioserve.scheduler.blame import Blame, Flight, Verdict
 from trioserve.scheduler.draft import InFlight
 from trioserve.scheduler.limits import Limits

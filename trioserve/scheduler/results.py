@@ -6,14 +6,14 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.protocol.sampling import NAN_LOGITS, SamplingParams
-from trioserve.request import State
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import State
+from trioserve.requests.stream import TokenLogprob
 from trioserve.scheduler.counts import Ints
 from trioserve.scheduler.draft import InFlight
-from trioserve.stream import TokenLogprob
 
 __all__ = ["Results"]
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from trioserve.request import Request, Sequence, State
+from trioserve.requests.request import Request, Sequence, State
 from trioserve.scheduler.computation import NO_LOGPROBS, Computation, Line
 
 __all__ = ["Siblings", "first_logprob", "leader_of"]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.protocol import wire
-from trioserve.request import Sequence
+from trioserve.requests.request import Sequence
 
 __all__ = ["Counters", "Observer", "SchedulerStatistics"]
 

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models
 
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.request import ChatPrompt, Prompt, TokensPrompt
+from trioserve.requests.request import ChatPrompt, Prompt, TokensPrompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.incremental import IncrementalDecoder, NoText
 from trioserve.text.tokenizer import Tokenizer

@@ -30,7 +30,7 @@ _CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "
 
 
 class Conversation(Protocol):
-    """What is rendered: a :class:`trioserve.request.ChatPrompt`, or its fields in the child."""
+    """A conversation to render: a ``ChatPrompt``, or its fields in the child process."""
 
     @property
     def messages(self) -> Sequence[Any]:

@@ -31,8 +31,8 @@ import trio
 
 from trioserve.protocol.errors import EngineError, InvalidRequest, SlowReader
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import Finish, FinishReason, Request, Sequence, SequenceOutput
-from trioserve.stream import Chunk
+from trioserve.requests.request import Finish, FinishReason, Request, Sequence, SequenceOutput
+from trioserve.requests.stream import Chunk
 from trioserve.text.incremental import IncrementalDecoder, NoText
 from trioserve.text.stop_regex import RegexStopMatcher, SearchBudget
 from trioserve.text.stop_strings import StopMatcher

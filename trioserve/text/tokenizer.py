@@ -23,17 +23,17 @@ import trio
 from trioserve._util.channels import all_waiting, pass_on
 from trioserve.model_files.native import panics_raised
 from trioserve.protocol.errors import ContextTooLong, EngineError, InvalidRequest, QueueFull
-from trioserve.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt
-from trioserve.stream import TokenLogprob
-from trioserve.text.bounded_encoder import BoundedEncoder, cut
-from trioserve.text.chat_template import ChatTemplate
-from trioserve.text.guarded import room_to_encode
-from trioserve.text.incremental import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
-from trioserve.text.prompt_size import (
+from trioserve.requests.prompt_size import (
     characters_of,
     characters_of_contents,
     characters_of_roles,
 )
+from trioserve.requests.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt
+from trioserve.requests.stream import TokenLogprob
+from trioserve.text.bounded_encoder import BoundedEncoder, cut
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.guarded import room_to_encode
+from trioserve.text.incremental import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
 from trioserve.text.template_bounds import BeyondBounds
 from trioserve.text.template_processes import TemplateProcesses
 

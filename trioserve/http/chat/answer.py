@@ -17,7 +17,7 @@ from trioserve.http.chat.schemas import (
     ToolCallDelta,
 )
 from trioserve.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
-from trioserve.request import ChatPrompt
+from trioserve.requests.request import ChatPrompt
 from trioserve.tool_parsers import ArgumentsDelta, TextDelta, ToolCallStart, ToolParser, ToolUse
 
 __all__ = ["AnswerReader", "ReaderOptions", "hidden_tokens", "opens_reasoning"]

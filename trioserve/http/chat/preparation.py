@@ -23,7 +23,7 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.structural_tags import any_lark_of
 from trioserve.reasoning import CLOSE, after_reasoning
-from trioserve.request import ChatPrompt
+from trioserve.requests.request import ChatPrompt
 from trioserve.tool_parsers import ToolUse
 
 __all__ = ["ChatPreparation", "PreparedChat", "chat_sampling"]

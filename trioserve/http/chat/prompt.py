@@ -15,7 +15,7 @@ from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.http.chat.thinking import SWITCHES, no_effort_arguments
 from trioserve.http.chat.tools import instructions, template_tools
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.request import ChatPrompt
+from trioserve.requests.request import ChatPrompt
 from trioserve.tool_parsers import FAMILIES, ToolUse
 
 __all__ = ["chat_prompt", "template_messages"]

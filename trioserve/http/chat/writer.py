@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import attrs
 from msgspec import UNSET, UnsetType
 
-from trioserve.generation import Completion, GenerationStream, Output
 from trioserve.http.chat.answer import AnswerReader, ReaderOptions
 from trioserve.http.chat.schemas import (
     ChatChoice,
@@ -31,7 +30,8 @@ from trioserve.http.openai.writer import (
     token_name,
     usage_reply,
 )
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.requests.generation import Completion, GenerationStream, Output
+from trioserve.requests.stream import Chunk, TokenLogprob
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["ChatWriter", "WantedChat", "chat_response"]

@@ -26,7 +26,7 @@ from trioserve.http.service import Service, json_response
 from trioserve.http.sessions.turns import as_turn
 from trioserve.http.threads import num_logprobs, run_if_long
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
 __all__ = ["CompletionEndpoints"]
 

@@ -8,8 +8,8 @@ import attrs
 
 from trioserve.http.completions.schemas import CompletionLogprobs
 from trioserve.http.openai.writer import MIN_LOGPROB
-from trioserve.logprobs import PromptLogprobs
-from trioserve.stream import TokenLogprob
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.stream import TokenLogprob
 from trioserve.text.incremental import IncrementalDecoder
 
 __all__ = ["Offsets", "output_columns", "prompt_columns"]

@@ -8,7 +8,6 @@ import attrs
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.generation import Completion, Output
 from trioserve.http.completions.logprobs import Offsets, output_columns, prompt_columns
 from trioserve.http.completions.schemas import (
     CompletionChoice,
@@ -26,9 +25,10 @@ from trioserve.http.openai.writer import (
     token_name,
     usage_reply,
 )
-from trioserve.logprobs import PromptLogprobs
-from trioserve.request import Prompt, TextPrompt, TokensPrompt
-from trioserve.stream import Chunk
+from trioserve.requests.generation import Completion, Output
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.stream import Chunk
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["CompletionWriter", "Wanted", "completion_response"]

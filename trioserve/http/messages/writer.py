@@ -5,7 +5,6 @@ from __future__ import annotations
 import attrs
 import msgspec
 
-from trioserve.generation import Completion, GenerationStream, Usage
 from trioserve.http.chat.answer import AnswerReader, ReaderOptions
 from trioserve.http.chat.arguments import arguments_object
 from trioserve.http.chat.schemas import ToolCallDelta
@@ -29,7 +28,8 @@ from trioserve.http.messages.schemas import (
 )
 from trioserve.http.openai.writer import TextEvent
 from trioserve.http.sse import Framing, typed_event
-from trioserve.stream import Chunk
+from trioserve.requests.generation import Completion, GenerationStream, Usage
+from trioserve.requests.stream import Chunk
 
 __all__ = ["FRAMING", "MessageWriter", "message_reply"]
 

@@ -20,7 +20,7 @@ from trioserve.http.schemas import one_or_several
 from trioserve.http.service import Service
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
-from trioserve.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
 __all__ = ["NativeBatch", "read_batch"]
 

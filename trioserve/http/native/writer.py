@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 import msgspec
 
-from trioserve.generation import Completion, GenerationStream, Usage
 from trioserve.http.native.fields import NativeBatch
 from trioserve.http.native.schemas import (
     GenerateResponse,
@@ -19,8 +18,9 @@ from trioserve.http.native.schemas import (
 )
 from trioserve.http.openai.writer import MIN_LOGPROB, matched_stop
 from trioserve.http.sse import event
-from trioserve.logprobs import PromptLogprobs
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.requests.generation import Completion, GenerationStream, Usage
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.stream import Chunk, TokenLogprob
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["NativeWriter"]

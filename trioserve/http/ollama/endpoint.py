@@ -40,7 +40,7 @@ from trioserve.http.threads import num_logprobs, run_if_long
 from trioserve.pooling.inputs import Item, as_items
 from trioserve.pooling.results import Embeddings
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.request import ChatPrompt, TextPrompt
+from trioserve.requests.request import ChatPrompt, TextPrompt
 
 __all__ = ["OllamaEndpoints"]
 

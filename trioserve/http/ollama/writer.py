@@ -11,7 +11,6 @@ import msgspec
 import trio
 from msgspec import UNSET, UnsetType
 
-from trioserve.generation import Completion, GenerationStream, Usage
 from trioserve.http.chat.answer import AnswerReader
 from trioserve.http.chat.arguments import arguments_object
 from trioserve.http.chat.schemas import ChatLogprob, Delta, ToolCallDelta
@@ -26,8 +25,9 @@ from trioserve.http.ollama.schemas import (
 )
 from trioserve.http.openai.writer import TextEvent
 from trioserve.http.sse import Framing
-from trioserve.request import Times
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.requests.generation import Completion, GenerationStream, Usage
+from trioserve.requests.request import Times
+from trioserve.requests.stream import Chunk, TokenLogprob
 
 __all__ = ["LINES", "ChatLines", "GenerateLines", "OllamaWriter", "nanoseconds"]
 

@@ -12,7 +12,7 @@ from trioserve.http.sampling_fields import SHARED_NAMES
 from trioserve.http.service import Service
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import Prompt
+from trioserve.requests.request import Prompt
 
 __all__ = [
     "check_stream_options",

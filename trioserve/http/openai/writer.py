@@ -10,7 +10,6 @@ import attrs
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.generation import GenerationStream, Usage
 from trioserve.http.generations import total_usage
 from trioserve.http.openai.schemas import (
     CompletionTokensDetails,
@@ -19,8 +18,9 @@ from trioserve.http.openai.schemas import (
     UsageReply,
 )
 from trioserve.http.sse import event
-from trioserve.logprobs import PromptLogprobs
-from trioserve.stream import Chunk
+from trioserve.requests.generation import GenerationStream, Usage
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.stream import Chunk
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = [

@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 
-from trioserve.generation import Usage
 from trioserve.http.pooling.schemas import PoolingRequest, TextUsage
 from trioserve.http.service import Service
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.generation import Usage
 
 __all__ = ["Asked", "check_truncation", "text_usage"]
 

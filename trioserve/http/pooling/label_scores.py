@@ -8,7 +8,7 @@ from trioserve.http.pooling.schemas import ScoreRequest, ScoreResponse
 from trioserve.http.service import Service
 from trioserve.pooling.labels import label_params, label_prompts, label_scores
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.request import Prompt
+from trioserve.requests.request import Prompt
 
 __all__ = ["score_labels"]
 

@@ -39,7 +39,7 @@ from trioserve.http.responses.replies import (
     OutputReasoning,
     OutputTextReply,
 )
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.requests.stream import Chunk, TokenLogprob
 
 __all__ = ["Answer", "Tell", "item_id"]
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import attrs
 import msgspec
 
-from trioserve.generation import GenerationStream
 from trioserve.http.chat.writer import WantedChat
 from trioserve.http.errors import ErrorResponse
 from trioserve.http.responses.events import (
@@ -30,7 +29,8 @@ from trioserve.http.responses.replies import (
     ResponseUsage,
 )
 from trioserve.http.sse import typed_event
-from trioserve.stream import Chunk
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.stream import Chunk
 
 __all__ = ["ResponseMaker", "ResponseWriter"]
 

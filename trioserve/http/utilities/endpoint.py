@@ -24,7 +24,7 @@ from trioserve.http.utilities.schemas import (
 from trioserve.protocol.errors import DeadlineExceeded, Draining, EngineError, QueueFull, WorkerLost
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.protocol.version import __version__
-from trioserve.request import TokensPrompt
+from trioserve.requests.request import TokensPrompt
 from trioserve.statistics import EngineStatistics
 
 __all__ = ["UtilityEndpoints", "shown_options"]

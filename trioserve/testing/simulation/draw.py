@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from trioserve.protocol.grammar import Grammar
-from trioserve.retention import Retention, RetentionRange
+from trioserve.requests.retention import Retention, RetentionRange
 from trioserve.testing.simulation.expected import ids_of
 from trioserve.testing.simulation.scenario import (
     AdapterChange,

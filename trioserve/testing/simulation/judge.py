@@ -7,7 +7,6 @@ import math
 import attrs
 from trio import EndOfChannel
 
-from trioserve.generation import GenerationStream
 from trioserve.protocol.errors import (
     AdapterNotFound,
     ContextTooLong,
@@ -19,7 +18,8 @@ from trioserve.protocol.errors import (
     RequestAborted,
     SlowReader,
 )
-from trioserve.stream import Chunk
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.stream import Chunk
 from trioserve.testing.fake_model import fake_logprobs
 from trioserve.testing.simulation.adapters import AdapterBooks
 from trioserve.testing.simulation.draw import REFUSED_GRAMMAR

@@ -10,7 +10,7 @@ import attrs
 
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.retention import Retention
+from trioserve.requests.retention import Retention
 from trioserve.testing.fake_model import TokenFunction
 
 __all__ = [

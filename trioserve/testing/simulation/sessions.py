@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from trioserve.engine import Engine
-from trioserve.generation import GenerationStream
+from trioserve.requests.generation import GenerationStream
 from trioserve.sessions import Continuation, Session
 from trioserve.testing.simulation.judge import Visit
 from trioserve.testing.simulation.scenario import SessionUse

@@ -11,9 +11,9 @@ import attrs
 import trio
 
 from trioserve.engine import Engine
-from trioserve.generation import GenerationStream
 from trioserve.protocol.errors import EngineError, RequestAborted, TrioserveError, WorkerLost
-from trioserve.request import Request
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.request import Request
 from trioserve.simulation import open_fake_engine
 from trioserve.testing.simulation.adapters import AdapterBooks
 from trioserve.testing.simulation.judge import Circumstances, Visit

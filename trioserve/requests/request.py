@@ -34,12 +34,12 @@ import attrs
 import msgspec
 import trio
 
-from trioserve.adapters import NO_ADAPTER
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.retention import Retention
-from trioserve.stream import Stream, TokenLogprob
+from trioserve.requests.adapters import NO_ADAPTER
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.retention import Retention
+from trioserve.requests.stream import Stream, TokenLogprob
 
 __all__ = [
     "TRANSITIONS",

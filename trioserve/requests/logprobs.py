@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.protocol import wire
-from trioserve.stream import TokenLogprob
+from trioserve.requests.stream import TokenLogprob
 
 __all__ = ["PromptLogprobs"]
 

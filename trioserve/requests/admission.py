@@ -21,9 +21,9 @@ import attrs
 import trio
 
 from trioserve.protocol.errors import QueueFull
-from trioserve.request import Request
-from trioserve.tenants import TenantCounts, excess
-from trioserve.text.prompt_size import characters_of
+from trioserve.requests.prompt_size import characters_of
+from trioserve.requests.request import Request
+from trioserve.requests.tenants import TenantCounts, excess
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",

@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.logprobs import PromptLogprobs
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request import (
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import (
     ChatPrompt,
     FinishReason,
     Prompt,
@@ -20,7 +20,7 @@ from trioserve.request import (
     Times,
     TokensPrompt,
 )
-from trioserve.stream import Chunk, TokenLogprob
+from trioserve.requests.stream import Chunk, TokenLogprob
 
 __all__ = ["Completion", "GenerationStream", "Output", "PromptLike", "Usage"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 
 __all__ = ["characters_of", "characters_of_contents", "characters_of_roles"]
 
