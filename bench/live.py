@@ -22,7 +22,8 @@ import trio
 from bench.engine_load import answer_all, random_ids
 from bench.report import markdown, show
 from bench.servers import MODEL
-from trioserve import Engine, live, open_engine
+from trioserve import Engine, open_engine
+from trioserve.observability import live
 from trioserve.protocol import wire
 
 __all__ = ["Cost", "Rate", "main", "measure_cost", "measure_rate", "tables"]

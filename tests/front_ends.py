@@ -20,10 +20,10 @@ from trioserve.front_end.pulse import interval_of
 from trioserve.front_end.remote import RemoteScheduler
 from trioserve.front_end.shared import SharedServer
 from trioserve.loaded_model import LoadedModel, chosen_generation_config
-from trioserve.metrics import Metrics
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.nursery import Place, run_tasks
+from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import FrontEndLost
 from trioserve.scheduler import Scheduler

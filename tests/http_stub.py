@@ -21,8 +21,8 @@ from trioserve.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.app import App
 from trioserve.http.server import serve_app
-from trioserve.metrics import Metrics
 from trioserve.model_files.generation_config import GenerationConfig
+from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import Draining, RequestAborted, ShuttingDown
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.adapters import Adapter

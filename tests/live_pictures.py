@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.live.schema import (
+from trioserve.observability.live.schema import (
     Counts,
     Hello,
     Latency,

@@ -6,13 +6,13 @@ import attrs
 from prometheus_client.parser import text_string_to_metric_families
 
 from trioserve.config import EngineConfig
-from trioserve.metrics import Metrics
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.scheduler import SchedulerStatistics
-from trioserve.statistics import EngineStatistics
 from trioserve.testing import FakeWorker
 
 Labels = tuple[tuple[str, str], ...]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduling import ABORT, Bench, make_limits, make_request, worker
-from trioserve.metrics import Metrics
-from trioserve.metrics.histogram import INTER_TOKEN_SECONDS, Histogram
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.metrics.histogram import INTER_TOKEN_SECONDS, Histogram
 from trioserve.protocol import wire
 from trioserve.protocol.token_ids import as_column
 from trioserve.scheduler import SchedulerCore

@@ -17,8 +17,8 @@ from trioserve.cli.equivalents import equivalents
 from trioserve.config.options import options_of
 from trioserve.http.openapi import openapi_path
 from trioserve.http.routes import ROUTES
-from trioserve.metrics.definitions import DEFINITIONS
 from trioserve.model_files.gguf_header import TENSOR_TYPES
+from trioserve.observability.metrics.definitions import DEFINITIONS
 
 PAGES = {
     "from-vllm": ("vLLM", "vllm:"),

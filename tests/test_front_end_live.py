@@ -11,12 +11,13 @@ import trio
 import trio.testing
 
 from tests.front_ends import Server, open_server
-from trioserve import EngineError, live
+from trioserve import EngineError
 from trioserve.front_end.asks import Asks
 from trioserve.front_end.hosted_watches import HostedWatches
 from trioserve.front_end.messages import Ask, Withdraw
 from trioserve.http.whole import Pictures
-from trioserve.live.schema import Picture, TaskNode
+from trioserve.observability import live
+from trioserve.observability.live.schema import Picture, TaskNode
 from trioserve.protocol.errors import WatcherLimit
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

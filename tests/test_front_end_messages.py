@@ -36,8 +36,8 @@ from trioserve.front_end.messages import (
     packed,
     plain_entries,
 )
-from trioserve.metrics import Metrics
-from trioserve.metrics.snapshot import Snapshot, add_up, filled, snapshot_of
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.metrics.snapshot import Snapshot, add_up, filled, snapshot_of
 from trioserve.protocol import errors, wire
 from trioserve.protocol.errors import (
     ContextTooLong,

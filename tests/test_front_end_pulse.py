@@ -10,9 +10,9 @@ import trio.testing
 
 from trioserve import EngineConfig
 from trioserve.front_end.pulse import MIN_PATIENCE, Pulse, interval_of, patience_of
+from trioserve.observability.tracing import FLUSH_SECONDS
 from trioserve.protocol.errors import FrontEndLost
 from trioserve.scheduler import SECOND_LOOK
-from trioserve.tracing import FLUSH_SECONDS
 
 Clock = trio.testing.MockClock
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 import trio
 
-from trioserve.metrics import hang_watch, measure_loop_lag
-from trioserve.metrics.hang_watch import HangWatch
-from trioserve.metrics.loop_lag import LoopLag
+from trioserve.observability.metrics import hang_watch, measure_loop_lag
+from trioserve.observability.metrics.hang_watch import HangWatch
+from trioserve.observability.metrics.loop_lag import LoopLag
 
 SOON = 0.05
 PATIENCE = 60.0

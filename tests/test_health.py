@@ -17,7 +17,7 @@ from quart_trio.testing import TrioClient
 from trioserve import Engine, EngineError
 from trioserve.http import create_app
 from trioserve.idle_check import IdleCheck
-from trioserve.metrics import Metrics
+from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

@@ -17,7 +17,7 @@ from trioserve.http import create_app
 from trioserve.http.app import App
 from trioserve.http.console.files import FOLDER, SECURITY_HEADERS
 from trioserve.http.server import serve_app
-from trioserve.live import MAX_WATCHERS, subject_of
+from trioserve.observability.live import MAX_WATCHERS, subject_of
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

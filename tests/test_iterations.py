@@ -8,9 +8,9 @@ import trio
 from scheduling import Bench, crowd, worker
 
 from trioserve._util.feed import Feed
+from trioserve.observability.scheduler_statistics import Counters
 from trioserve.protocol.errors import EngineError
 from trioserve.scheduler.iterations import Iterations
-from trioserve.scheduler.statistics import Counters
 from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config

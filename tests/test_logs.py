@@ -17,7 +17,7 @@ import structlog
 
 from gpu.logs import ConsoleFormatter as WorkerFormatter
 from trioserve.cli.terminal import Terminal
-from trioserve.logs import ASKED_FOR, get_logger, setup_logging
+from trioserve.observability.logs import ASKED_FOR, get_logger, setup_logging
 from trioserve.protocol.log_output import WORKER_LOG, escaped
 
 ROOT = Path(__file__).parent.parent

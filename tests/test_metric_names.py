@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from trioserve import EngineConfig, InvalidRequest
-from trioserve.metrics import DEFINITIONS, Metrics
+from trioserve.observability.metrics import DEFINITIONS, Metrics
 
 
 def _words(text: str) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 import trio
 from metric_samples import Watched, finish, make_request, samples, value
 
-from trioserve.metrics import Histogram, Metrics, measure_loop_lag
-from trioserve.metrics.loop_lag import INTERVAL, WINDOW, LoopLag
+from trioserve.observability.metrics import Histogram, Metrics, measure_loop_lag
+from trioserve.observability.metrics.loop_lag import INTERVAL, WINDOW, LoopLag
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import FinishReason, State, Times

@@ -14,8 +14,8 @@ from http_stub import StubEngine, captured_logs, client_of
 from metric_samples import Watched
 from prometheus_client.parser import text_string_to_metric_families
 
-from trioserve.metrics import DEFINITIONS, Metrics
-from trioserve.metrics.definitions import GROUPS
+from trioserve.observability.metrics import DEFINITIONS, Metrics
+from trioserve.observability.metrics.definitions import GROUPS
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "observability.md").read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tiny_models import make_tiny
 from trioserve import EngineConfig, ServerConfig, TrioserveError, serve, serving
+from trioserve.observability.task_dump import ask_others
 from trioserve.simulation import open_fake_engine
-from trioserve.task_dump import ask_others
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 

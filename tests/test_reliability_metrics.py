@@ -8,8 +8,8 @@ from http_stub import Call, StubEngine, client_of
 from metric_samples import samples, value
 
 from trioserve.config import EngineConfig
-from trioserve.metrics import Metrics
-from trioserve.metrics.recorder import MAX_ERROR_CODES, REFUSALS
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.metrics.recorder import MAX_ERROR_CODES, REFUSALS
 from trioserve.protocol.errors import QueueFull, WorkerLost
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker

@@ -24,7 +24,7 @@ from trioserve.http import create_app
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.contents import MAX_CHARACTERS, MAX_TEXTS, Contents
 from trioserve.http.generations import Job
-from trioserve.metrics import Metrics
+from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import DeadlineExceeded, EngineError, QueueFull
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream

@@ -28,7 +28,7 @@ from trioserve.http.responses.items import MAX_ITEMS
 from trioserve.http.routes import ROUTES
 from trioserve.http.settings import MAX_HEAD_SIZE, MAX_STREAMS, server_settings
 from trioserve.kept_responses import MAX_BYTES, MAX_CONVERSATION_BYTES, MAX_RESPONSES
-from trioserve.live import MAX_WATCHERS
+from trioserve.observability.live import MAX_WATCHERS
 from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.protocol.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 from trioserve.protocol.wire import MAX_MESSAGE_BYTES

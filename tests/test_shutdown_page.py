@@ -11,7 +11,7 @@ from trioserve._util.child_process import KILL_GRACE
 from trioserve.front_end.fleet import END_GRACE
 from trioserve.front_end.process import STOP_GRACE
 from trioserve.http.server import FINAL_GRACE
-from trioserve.tracing import FLUSH_SECONDS
+from trioserve.observability.tracing import FLUSH_SECONDS
 from trioserve.worker.supervisor import QUIT_GRACE
 
 DOCS = Path(__file__).parent.parent / "docs"

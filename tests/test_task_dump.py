@@ -13,9 +13,9 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import task_dump
+from trioserve.observability import task_dump
+from trioserve.observability.task_dump import ask_others, dump_tasks, reporting
 from trioserve.simulation import open_fake_engine
-from trioserve.task_dump import ask_others, dump_tasks, reporting
 from trioserve.testing import FakeWorker
 
 

@@ -34,8 +34,8 @@ from trioserve.cli.top.glyphs import (
 from trioserve.cli.top.keys import KeyReader
 from trioserve.cli.top.screen import Screen
 from trioserve.cli.top.view import View
-from trioserve.live.schema import Counts, Pages, Rates, WorkerState
 from trioserve.load.remote import Remote, RemoteError
+from trioserve.observability.live.schema import Counts, Pages, Rates, WorkerState
 
 # -- drawing
 

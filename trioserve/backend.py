@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import trio
 
+from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.requests.adapters import Adapters
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.holds import Holds
 from trioserve.scheduler.quiet import Quiet
-from trioserve.scheduler.statistics import SchedulerStatistics
 from trioserve.scheduler.weights import Weights
 from trioserve.worker.switch import Switch
 

@@ -12,8 +12,8 @@ import attrs
 import trio
 
 from trioserve.backend import Backend
-from trioserve.logs import get_logger
 from trioserve.model_files import locate
+from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import CallFailed, InvalidRequest, ModelLoadError
 from trioserve.requests.request import Finish, FinishReason, Request, State
 from trioserve.scheduler.quiet import Quiet

@@ -24,11 +24,12 @@ from trioserve.admission import check_arguments
 from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.control import Control
-from trioserve.live.subject import Subject
-from trioserve.metrics import Metrics
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
+from trioserve.observability.live.subject import Subject
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.statistics import EngineStatistics
 from trioserve.open_generations import OpenGenerations
 from trioserve.operated_engine import OperatedEngine
 from trioserve.pooling.batcher import Batcher
@@ -55,7 +56,6 @@ from trioserve.requests.request import Finish, Request, Sequence
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Chunk
 from trioserve.sessions import MAX_CAPACITY, Session, Sessions
-from trioserve.statistics import EngineStatistics
 from trioserve.submissions import Submissions, open_submissions
 from trioserve.text.tokenizer import Tokenizer
 

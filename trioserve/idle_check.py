@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import attrs
 import trio
 
-from trioserve.logs import get_logger
-from trioserve.metrics import Metrics
+from trioserve.observability.logs import get_logger
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol.errors import EngineError, WorkerLost
-from trioserve.statistics import EngineStatistics
 
 __all__ = ["IdleCheck"]
 

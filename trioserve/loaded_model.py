@@ -12,7 +12,6 @@ import trio
 from trioserve.config import EngineConfig
 from trioserve.config.options import flag_name
 from trioserve.config.override import parse_override
-from trioserve.logs import get_logger
 from trioserve.model_files import (
     EncoderFiles,
     ModelFiles,
@@ -24,6 +23,7 @@ from trioserve.model_files import (
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig, read_generation_file
+from trioserve.observability.logs import get_logger
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.sampling import GENERATION_CONFIG_FIELDS

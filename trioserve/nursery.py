@@ -29,12 +29,14 @@ from trioserve.config.adapter_paths import named_paths
 from trioserve.engine import Engine
 from trioserve.engine_tasks import EngineTasks, open_tasks
 from trioserve.idle_check import IdleCheck
-from trioserve.live.subject import Subject
 from trioserve.loaded_model import LoadedModel, in_thread
-from trioserve.logs import get_logger
-from trioserve.metrics import Metrics
 from trioserve.model_files import locate
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
+from trioserve.observability.live.subject import Subject
+from trioserve.observability.logs import get_logger
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.task_dump import reporting
+from trioserve.observability.tracing import open_tracing
 from trioserve.pooling.batcher import supervised_batcher
 from trioserve.pooling.requests import Encoding
 from trioserve.preparation import Preparation
@@ -44,9 +46,7 @@ from trioserve.request_maker import RequestMaker
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.stream import StreamBudget
 from trioserve.scheduler import Scheduler
-from trioserve.task_dump import reporting
 from trioserve.text.detokenizer import Detokenizer
-from trioserve.tracing import open_tracing
 from trioserve.worker.socket_folder import sweep_socket_folders
 from trioserve.worker.supervisor import OnProgress, Supervisor, Workers
 

@@ -22,8 +22,8 @@ from trioserve.http import create_app
 from trioserve.http.app import App
 from trioserve.http.listeners import Listening, check_address
 from trioserve.http.server import serve_app
-from trioserve.metrics import measure_loop_lag
 from trioserve.nursery import open_engine
+from trioserve.observability.metrics import measure_loop_lag
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ShuttingDown
 from trioserve.worker.supervisor import OnProgress

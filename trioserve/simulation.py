@@ -26,11 +26,11 @@ from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
 from trioserve.engine import Engine
 from trioserve.loaded_model import LoadedModel, chosen_generation_config
-from trioserve.metrics import Metrics
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.nursery import run_engine
+from trioserve.observability.metrics import Metrics
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost

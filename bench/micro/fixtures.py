@@ -11,7 +11,7 @@ import numpy as np
 from gpu.mock import MockExecutor
 from gpu.runner import Runner
 from gpu.slots import SlotTable
-from trioserve.metrics import Metrics
+from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.request import Request, Sequence, Times, TokensPrompt

@@ -1,6 +1,7 @@
 """Tables of the metrics and of the dashboard's panels.
 
-The first is made from :mod:`trioserve.metrics`, the second from the Grafana dashboard itself.
+The first is made from :mod:`trioserve.observability.metrics`, the second from the Grafana dashboard
+itself.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trioserve.metrics.definition import COMMON_LABELS, Definition
-from trioserve.metrics.definitions import DEFINITIONS, GROUPS
+from trioserve.observability.metrics.definition import COMMON_LABELS, Definition
+from trioserve.observability.metrics.definitions import DEFINITIONS, GROUPS
 
 DASHBOARD = Path(__file__).parent.parent / "grafana" / "trioserve.json"
 

@@ -108,7 +108,7 @@ def _serve(arguments: dict[str, Any]) -> int:
         import trio
 
         from trioserve.cli.serve import run_server
-        from trioserve.logs import setup_logging
+        from trioserve.observability.logs import setup_logging
 
     setup_logging(config.log_level, config.log_format)
     return trio.run(run_server, config, mock)
@@ -162,8 +162,8 @@ def _with_engine(config: EngineConfig, use: Callable[[Engine], Awaitable[None]])
     import trio
 
     from trioserve.cli.loading import LoadingReport
-    from trioserve.logs import setup_logging
     from trioserve.nursery import open_engine
+    from trioserve.observability.logs import setup_logging
 
     async def main() -> None:
         with LoadingReport() as report:
@@ -216,7 +216,7 @@ def _bench(arguments: dict[str, Any]) -> int:
     if mock is not None and engine is None:
         raise UsageError("--mock-worker needs --embedded")
     from trioserve.cli.bench import run_bench
-    from trioserve.logs import setup_logging
+    from trioserve.observability.logs import setup_logging
 
     setup_logging("warning", "console")
     return run_bench(options, engine, mock)

@@ -9,7 +9,7 @@ import attrs
 import rich.console
 import rich.progress
 
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
 
 __all__ = ["LoadingReport"]

@@ -16,12 +16,12 @@ from trioserve.cli.output import writing
 from trioserve.cli.welcome import welcome
 from trioserve.config import ServerConfig
 from trioserve.http.connections import raise_descriptor_limit
-from trioserve.logs import get_logger
 from trioserve.model_files.locate import default_name
+from trioserve.observability.logs import get_logger
+from trioserve.observability.signals import dumping_tasks
 from trioserve.protocol import wire
 from trioserve.protocol.gc_tuning import rare_collections
 from trioserve.serving import serve
-from trioserve.signals import dumping_tasks
 
 __all__ = ["CUT_OFF", "rare_collections", "run_server"]
 

@@ -37,8 +37,8 @@ from trioserve.front_end.messages import (
     encode,
 )
 from trioserve.front_end.pulse import Pulse
-from trioserve.live.schema import TaskNode
-from trioserve.metrics.snapshot import Snapshot
+from trioserve.observability.live.schema import TaskNode
+from trioserve.observability.metrics.snapshot import Snapshot
 from trioserve.protocol.errors import FrontEndLost
 
 __all__ = ["Counted", "Home", "Looked", "receive_from_front_end"]

@@ -35,13 +35,16 @@ from trioserve.front_end.pulse import patience_of
 from trioserve.front_end.remote import EngineState
 from trioserve.idle_check import IdleCheck
 from trioserve.kept_responses import KeptResponses
-from trioserve.live import Subject
-from trioserve.live.figures import Tally
-from trioserve.live.requests import newest_first
-from trioserve.live.schema import TaskNode
-from trioserve.metrics import Metrics
-from trioserve.metrics.snapshot import Snapshot, add_up, snapshot_of
 from trioserve.model_files.encoder_files import ModelTask
+from trioserve.observability.live import Subject
+from trioserve.observability.live.figures import Tally
+from trioserve.observability.live.requests import newest_first
+from trioserve.observability.live.schema import TaskNode
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.metrics.snapshot import Snapshot, add_up, snapshot_of
+from trioserve.observability.scheduler_statistics import SchedulerStatistics
+from trioserve.observability.statistics import EngineStatistics
+from trioserve.observability.task_dump import reporting
 from trioserve.pooling.batcher import Batcher, supervised_batcher
 from trioserve.pooling.columns import Columns
 from trioserve.preparation import Preparation
@@ -53,10 +56,7 @@ from trioserve.requests.request import Request, SequenceOutput
 from trioserve.scheduler import Scheduler
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
-from trioserve.scheduler.statistics import SchedulerStatistics
 from trioserve.sessions import Sessions
-from trioserve.statistics import EngineStatistics
-from trioserve.task_dump import reporting
 from trioserve.worker.supervisor import Supervisor
 
 __all__ = ["Collected", "Host", "open_host"]

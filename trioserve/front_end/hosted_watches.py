@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from trioserve.front_end.asks import Handlers
-from trioserve.live import Picture, Subject, Watcher
-from trioserve.live.schema import TaskNode
+from trioserve.observability.live import Picture, Subject, Watcher
+from trioserve.observability.live.schema import TaskNode
 from trioserve.protocol.errors import EngineError
 
 __all__ = ["HostedWatches"]

@@ -9,8 +9,8 @@ from typing import Protocol
 import attrs
 
 from trioserve.front_end.clock import SharedClock
-from trioserve.live import Subject
-from trioserve.live.schema import TaskNode
+from trioserve.observability.live import Subject
+from trioserve.observability.live.schema import TaskNode
 from trioserve.requests.request import Finish, Request, Sequence
 from trioserve.sessions import Sessions
 

@@ -27,16 +27,16 @@ from trioserve.http import create_app
 from trioserve.http.connections import raise_descriptor_limit
 from trioserve.http.listeners import inherited
 from trioserve.loaded_model import LoadedModel
-from trioserve.logs import get_logger, setup_logging
-from trioserve.metrics import Metrics
 from trioserve.nursery import Place, run_tasks
+from trioserve.observability.logs import get_logger, setup_logging
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.signals import dumping_tasks
+from trioserve.observability.tracing import open_tracing
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, TrioserveError
 from trioserve.protocol.gc_tuning import rare_collections
 from trioserve.protocol.version import __version__
 from trioserve.serving import serve_engine
-from trioserve.signals import dumping_tasks
-from trioserve.tracing import open_tracing
 
 __all__ = ["run"]
 

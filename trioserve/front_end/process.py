@@ -20,10 +20,10 @@ from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.front_end.home import receive_from_front_end
 from trioserve.front_end.messages import Failed, Hello, Listening, Start, Stop, encode
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
+from trioserve.observability.task_dump import reporting
 from trioserve.protocol.errors import EngineError, FrontEndLost, NoRoomForWorker
 from trioserve.protocol.version import __version__
-from trioserve.task_dump import reporting
 from trioserve.worker.socket_folder import SocketFolder
 from trioserve.worker.supervisor import describe_exit, package_environment
 

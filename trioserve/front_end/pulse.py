@@ -20,7 +20,8 @@ __all__ = ["Pulse", "interval_of", "patience_of"]
 
 MIN_PATIENCE = 10.0
 """Seconds, however little ``watchdog_timeout`` is: a front end that is at its end says nothing
-while its last spans leave, which may take :data:`~trioserve.tracing.FLUSH_SECONDS`."""
+while its last spans leave, which may take
+:data:`~trioserve.observability.tracing.FLUSH_SECONDS`."""
 SIGNS = 4
 """That a front end gives within that time."""
 

@@ -43,11 +43,11 @@ from trioserve.front_end.messages import (
     packed,
 )
 from trioserve.front_end.sent_requests import SentRequests
+from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.adapters import Catalogue
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
-from trioserve.scheduler.statistics import SchedulerStatistics
 
 __all__ = ["TAKEN_TOGETHER", "EngineState", "RemoteScheduler"]
 

@@ -13,9 +13,9 @@ from trioserve.config import ServerConfig
 from trioserve.front_end.fleet import Fleet
 from trioserve.front_end.host import open_host
 from trioserve.http.listeners import open_shared_listening, removing_socket_file
-from trioserve.metrics import Metrics, measure_loop_lag
 from trioserve.model_files import task_of
 from trioserve.nursery import locate_model, log_loaded, open_scheduler
+from trioserve.observability.metrics import Metrics, measure_loop_lag
 from trioserve.protocol import wire
 from trioserve.worker.supervisor import OnProgress
 

@@ -20,18 +20,18 @@ from trioserve.front_end.host import Collected
 from trioserve.front_end.messages import LeaveSeat, LeaveWatch
 from trioserve.front_end.remote import RemoteScheduler
 from trioserve.front_end.remote_turns import RemoteTurns
-from trioserve.health import health_word
 from trioserve.http.auth import Caller, Keys
 from trioserve.http.whole import Pictures, Seat
-from trioserve.live import Picture
-from trioserve.live.schema import TaskNode
-from trioserve.live.tasks import task_tree
-from trioserve.metrics.snapshot import filled, snapshot_of
+from trioserve.observability.health import health_word
+from trioserve.observability.live import Picture
+from trioserve.observability.live.schema import TaskNode
+from trioserve.observability.live.tasks import task_tree
+from trioserve.observability.metrics.snapshot import filled, snapshot_of
+from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
-from trioserve.statistics import EngineStatistics
 
 __all__ = ["SharedServer"]
 
@@ -179,7 +179,7 @@ class SharedServer:
 
     @contextlib.asynccontextmanager
     async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
-        """As :meth:`trioserve.live.Subject.watched`, of the engine process and all front ends."""
+        """As :meth:`trioserve.observability.live.Subject.watched`, of the engine process and all front ends."""
         self._num_watches += 1
         number = self._num_watches
 

@@ -16,8 +16,8 @@ import trio
 from trioserve.http.contents import Contents, item_texts
 from trioserve.http.errors import CLIENT_CLOSED_REQUEST
 from trioserve.http.generations import Job, total_usage
-from trioserve.logs import get_logger
-from trioserve.metrics import Metrics
+from trioserve.observability.logs import get_logger
+from trioserve.observability.metrics import Metrics
 from trioserve.pooling.inputs import Item
 from trioserve.requests.generation import GenerationStream, Usage
 from trioserve.requests.request import Times

@@ -34,7 +34,7 @@ from trioserve.http.direct import WriteNow, body_message, takes_views, writer_fo
 from trioserve.http.errors import ErrorReply, describe_error
 from trioserve.http.holdings import address_of
 from trioserve.http.sse import Events
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from trioserve.http.http1 import HeadBegun
 from trioserve.http.protocol import Protocol
 from trioserve.http.settings import ServerSettings
 from trioserve.http.unsent import UnsentBudget
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 
 __all__ = ["Connection"]
 

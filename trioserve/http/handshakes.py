@@ -11,7 +11,7 @@ import contextlib
 import trio
 
 from trioserve.http.settings import MAX_HEAD_SIZE
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 
 __all__ = ["HANDSHAKES_TOGETHER", "LINGER", "HandshakeStream", "refuse_without_tls"]
 

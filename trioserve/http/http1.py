@@ -21,7 +21,7 @@ from hypercorn.typing import H11SendableEvent
 from trioserve.http.direct import DirectStream, Output
 from trioserve.http.errors import ErrorDetail, ErrorResponse
 from trioserve.http.settings import ServerSettings
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 
 __all__ = ["HTTP1", "MAX_HEADERS", "HeadBegun", "path_of"]
 

@@ -34,7 +34,7 @@ from trioserve.http.holdings import address_of
 from trioserve.http.http1 import path_of
 from trioserve.http.settings import ServerSettings
 from trioserve.http.unsent import UnsentBudget
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 
 __all__ = ["HTTP2"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 
 __all__ = ["MAX_IGNORED", "IgnoredFields", "without_field"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from trioserve.http.holdings import Holdings
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 
 __all__ = ["Unsent", "UnsentBudget"]
 

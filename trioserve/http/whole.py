@@ -17,13 +17,13 @@ import attrs
 from trioserve._util.feed import Tail
 from trioserve.continuation import Continuation, Generate
 from trioserve.engine import Engine
-from trioserve.health import health_word
 from trioserve.http.auth import Caller, Keys
 from trioserve.kept_responses import KeptResponses
-from trioserve.live import Picture, subject_of
+from trioserve.observability.health import health_word
+from trioserve.observability.live import Picture, subject_of
+from trioserve.observability.statistics import EngineStatistics
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
-from trioserve.statistics import EngineStatistics
 
 __all__ = ["OneProcess", "Pictures", "Seat", "Whole"]
 
@@ -89,7 +89,7 @@ class Whole(Protocol):
         """The same of the prefix cache's events."""
 
     def watch(self, *, requests: int, nodes: int) -> AbstractAsyncContextManager[Pictures]:
-        """Somebody who takes pictures of the server, as :meth:`trioserve.live.Subject.watched`."""
+        """Somebody who takes pictures of the server, as :meth:`trioserve.observability.live.Subject.watched`."""
 
     async def open_session(
         self,
@@ -216,7 +216,7 @@ class OneProcess:
 
     @contextlib.asynccontextmanager
     async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
-        """As :meth:`trioserve.live.Subject.watched`."""
+        """As :meth:`trioserve.observability.live.Subject.watched`."""
         with subject_of(self._engine).watched(requests=requests, nodes=nodes) as watcher:
 
             async def take() -> Picture:

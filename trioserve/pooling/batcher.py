@@ -11,7 +11,8 @@ import trio
 from trioserve._util.conditions import Happenings
 from trioserve._util.feed import Feed
 from trioserve.config import EngineConfig
-from trioserve.metrics import Metrics
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.pooling.columns import Columns, Floats, vectors_of
 from trioserve.pooling.core import MAX_UNDER_WAY, Batch, Job, PoolingCore
 from trioserve.protocol import wire
@@ -23,7 +24,6 @@ from trioserve.requests.admission import (
     seconds_until_room,
 )
 from trioserve.scheduler.iterations import Iteration
-from trioserve.scheduler.statistics import SchedulerStatistics
 
 if TYPE_CHECKING:
     from trioserve.scheduler import Scheduler

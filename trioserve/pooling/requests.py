@@ -10,10 +10,11 @@ import numpy.typing as npt
 import trio
 
 from trioserve.config import EngineConfig
-from trioserve.metrics import Metrics
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_config import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.tracing import EndedTexts
 from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.columns import Columns
 from trioserve.pooling.decoders import PoolPrompt, check_pooling, pool_prompts
@@ -36,7 +37,6 @@ from trioserve.protocol.errors import InvalidRequest, TrioserveError
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import Completion, Usage
 from trioserve.requests.request import Prompt, TokensPrompt
-from trioserve.tracing import EndedTexts
 
 __all__ = ["Compute", "Pooling"]
 

@@ -96,7 +96,7 @@ class SessionLimit(TrioserveError):
 
 
 class WatcherLimit(TrioserveError):
-    """As many watch the engine (:func:`trioserve.live.watch`) as may."""
+    """As many watch the engine (:func:`trioserve.observability.live.watch`) as may."""
 
 
 class Draining(TrioserveError):

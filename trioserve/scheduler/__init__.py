@@ -30,7 +30,8 @@ import trio
 from trioserve._util.conditions import Happenings
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
+from trioserve.observability.scheduler_statistics import Observer, SchedulerStatistics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, RequestAborted, WorkerLost
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
@@ -42,7 +43,6 @@ from trioserve.scheduler.holds import Holds
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.recompiling import recompile
-from trioserve.scheduler.statistics import Observer, SchedulerStatistics
 from trioserve.scheduler.watchdog import Watchdog
 from trioserve.scheduler.weights import Weights
 from trioserve.worker import Link

@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
+from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.protocol.errors import (
     AdapterNotFound,
     EngineError,
@@ -20,7 +21,6 @@ from trioserve.requests.adapters import Adapter, Catalogue
 from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.residency import Bring, Take
-from trioserve.scheduler.statistics import SchedulerStatistics
 
 __all__ = ["HeldAdapters"]
 

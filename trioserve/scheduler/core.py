@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 
 import attrs
 
+from trioserve.observability.scheduler_statistics import Observer, SchedulerStatistics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import AdapterNotFound, WorkerLost
 from trioserve.protocol.grammar import Grammar
@@ -47,7 +48,6 @@ from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.residency import Residency
 from trioserve.scheduler.results import Results
 from trioserve.scheduler.siblings import Siblings
-from trioserve.scheduler.statistics import Observer, SchedulerStatistics
 from trioserve.scheduler.waiting import WaitingQueue
 
 __all__ = ["SchedulerCore"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import attrs
 
+from trioserve.observability.scheduler_statistics import Counters
 from trioserve.scheduler.cache_events import CacheEvents
 from trioserve.scheduler.iterations import Iterations
-from trioserve.scheduler.statistics import Counters
 
 __all__ = ["Feeds"]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
+from trioserve.observability.scheduler_statistics import Observer
 from trioserve.protocol.errors import EngineError
 from trioserve.requests.request import SequenceOutput, State
 from trioserve.scheduler.computation import Computation
@@ -20,7 +21,6 @@ from trioserve.scheduler.counts import Bools, Ints
 from trioserve.scheduler.draft import InFlight
 from trioserve.scheduler.endings import ending, ending_without_token
 from trioserve.scheduler.results import Results
-from trioserve.scheduler.statistics import Observer
 
 if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore

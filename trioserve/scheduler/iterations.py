@@ -8,9 +8,9 @@ import attrs
 import msgspec
 
 from trioserve._util.feed import Feed
+from trioserve.observability.scheduler_statistics import Counters
 from trioserve.protocol import wire
 from trioserve.scheduler.draft import InFlight
-from trioserve.scheduler.statistics import Counters
 
 if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore

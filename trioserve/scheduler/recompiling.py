@@ -14,7 +14,7 @@ import attrs
 import trio
 
 from trioserve._util.conditions import Happenings
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import EngineError
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Finish, FinishReason, SequenceOutput

@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from trioserve._util.child_process import end_child
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.text.chat_template import ChatTemplate, Conversation
 from trioserve.text.template_child import (

@@ -23,10 +23,10 @@ import trio
 
 from trioserve._util.child_process import end_child
 from trioserve._util.exception_groups import sole_exception
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
+from trioserve.observability.task_dump import reporting
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost
-from trioserve.task_dump import reporting
 from trioserve.worker import Link
 from trioserve.worker.link import NngLink
 from trioserve.worker.socket_folder import SocketFolder

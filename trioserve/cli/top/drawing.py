@@ -10,7 +10,7 @@ from rich.text import Text
 from trioserve.cli.top.glyphs import Glyphs, bar, count, duration, seconds, sparkline
 from trioserve.cli.top.table import request_lines, task_lines
 from trioserve.cli.top.view import Moment, View
-from trioserve.live.schema import Hello, Picture, Quantiles
+from trioserve.observability.live.schema import Hello, Picture, Quantiles
 from trioserve.protocol.errors import printable
 
 __all__ = ["Drawing", "draw"]

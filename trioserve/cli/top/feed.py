@@ -10,10 +10,10 @@ import attrs
 import msgspec
 import trio
 
-from trioserve.live.schema import SCHEMA, Hello, Picture
 from trioserve.load.answer import DECODING_ERRORS
 from trioserve.load.events import Event
 from trioserve.load.remote import Events, Refusal, Remote, RemoteError
+from trioserve.observability.live.schema import SCHEMA, Hello, Picture
 from trioserve.protocol.errors import printable
 
 __all__ = ["Feed", "Shown"]

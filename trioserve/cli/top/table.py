@@ -9,7 +9,7 @@ from rich.text import Text
 
 from trioserve.cli.top.glyphs import Glyphs, bar, count, duration
 from trioserve.cli.top.view import View, began
-from trioserve.live.schema import RequestRow, TaskNode
+from trioserve.observability.live.schema import RequestRow, TaskNode
 from trioserve.protocol.errors import printable
 
 __all__ = ["request_lines", "task_lines"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import attrs
 
-from trioserve.live.schema import Hello, Picture, Quantiles, RequestRow, TaskNode
+from trioserve.observability.live.schema import Hello, Picture, Quantiles, RequestRow, TaskNode
 
 __all__ = ["SORTS", "Moment", "View", "began"]
 

@@ -16,7 +16,7 @@ from trioserve.http.console.schemas import LiveQuery
 from trioserve.http.service import Service
 from trioserve.http.sse import Events, Framing, named_event, stream_response
 from trioserve.http.whole import Pictures
-from trioserve.live import Hello, due_after, hello_of
+from trioserve.observability.live import Hello, due_after, hello_of
 
 __all__ = ["ConsoleEndpoints"]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from trioserve.http.schemas import about
-from trioserve.live import (
+from trioserve.observability.live import (
     DEFAULT_INTERVAL,
     DEFAULT_NODES,
     DEFAULT_REQUESTS,

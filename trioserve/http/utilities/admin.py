@@ -10,8 +10,8 @@ from trioserve.http.openapi import build_document
 from trioserve.http.routes import served_routes
 from trioserve.http.service import Service, json_response
 from trioserve.http.utilities.schemas import HealthReply
-from trioserve.metrics import CONTENT_TYPE_LATEST
-from trioserve.task_dump import dump_tasks
+from trioserve.observability.metrics import CONTENT_TYPE_LATEST
+from trioserve.observability.task_dump import dump_tasks
 
 __all__ = ["AdminEndpoints"]
 

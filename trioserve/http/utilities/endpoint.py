@@ -21,11 +21,11 @@ from trioserve.http.utilities.schemas import (
     Welcome,
     WorkerInfo,
 )
+from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol.errors import DeadlineExceeded, Draining, EngineError, QueueFull, WorkerLost
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.protocol.version import __version__
 from trioserve.requests.request import TokensPrompt
-from trioserve.statistics import EngineStatistics
 
 __all__ = ["UtilityEndpoints", "shown_options"]
 

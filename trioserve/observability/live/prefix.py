@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from trioserve.live.schema import Prefix, PrefixNode
+from trioserve.observability.live.schema import Prefix, PrefixNode
 from trioserve.scheduler.prefix import Node, PrefixCache
 
 __all__ = ["PAGES_FOR_EACH", "prefix_of"]

@@ -12,8 +12,8 @@ import trio
 from prometheus_client import CollectorRegistry, generate_latest
 
 from trioserve.config import EngineConfig
-from trioserve.metrics.exposition import Exposition
-from trioserve.metrics.histogram import (
+from trioserve.observability.metrics.exposition import Exposition
+from trioserve.observability.metrics.histogram import (
     FIRST_TOKEN_SECONDS,
     INTER_TOKEN_SECONDS,
     NUM_OUTPUTS,
@@ -24,11 +24,11 @@ from trioserve.metrics.histogram import (
     TOKENS_PER_SECOND,
     Histogram,
 )
-from trioserve.metrics.loop_lag import LoopLag
+from trioserve.observability.metrics.loop_lag import LoopLag
+from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.request import Finish, FinishReason, Request, Sequence, State
-from trioserve.statistics import EngineStatistics
 
 __all__ = ["Metrics", "Watched"]
 

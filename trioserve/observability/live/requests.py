@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
-from trioserve.live.schema import RequestRow
+from trioserve.observability.live.schema import RequestRow
 from trioserve.requests.request import FinishReason, Request, Sequence, State
 
 __all__ = ["newest_first", "request_row", "shown_requests"]

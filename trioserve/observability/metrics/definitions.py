@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from trioserve.metrics.definition import (
+from trioserve.observability.metrics.definition import (
     Definition,
     Samples,
     Scrape,

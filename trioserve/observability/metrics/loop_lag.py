@@ -12,9 +12,9 @@ from collections import deque
 import attrs
 import trio
 
-from trioserve.logs import get_logger
-from trioserve.metrics.hang_watch import HangWatch
-from trioserve.metrics.histogram import LOOP_LAG_SECONDS, Histogram
+from trioserve.observability.logs import get_logger
+from trioserve.observability.metrics.hang_watch import HangWatch
+from trioserve.observability.metrics.histogram import LOOP_LAG_SECONDS, Histogram
 
 __all__ = ["LoopLag", "measure_loop_lag"]
 

@@ -9,8 +9,8 @@ import signal
 import time
 from collections.abc import Iterator
 
-from trioserve.logs import ASKED_FOR, get_logger
-from trioserve.task_dump import ask_others, dump_tasks
+from trioserve.observability.logs import ASKED_FOR, get_logger
+from trioserve.observability.task_dump import ask_others, dump_tasks
 
 __all__ = ["dumping_tasks"]
 

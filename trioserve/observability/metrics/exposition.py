@@ -14,12 +14,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from trioserve.metrics.definition import Definition, Scrape, Value
-from trioserve.metrics.definitions import DEFINITIONS
-from trioserve.metrics.histogram import Histogram
+from trioserve.observability.metrics.definition import Definition, Scrape, Value
+from trioserve.observability.metrics.definitions import DEFINITIONS
+from trioserve.observability.metrics.histogram import Histogram
 
 if TYPE_CHECKING:
-    from trioserve.metrics.recorder import Metrics
+    from trioserve.observability.metrics.recorder import Metrics
 
 __all__ = ["Exposition"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from trioserve.metrics.definition import Definition
-from trioserve.metrics.definitions import DEFINITIONS
-from trioserve.metrics.histogram import Histogram
-from trioserve.metrics.loop_lag import measure_loop_lag
-from trioserve.metrics.recorder import Metrics
+from trioserve.observability.metrics.definition import Definition
+from trioserve.observability.metrics.definitions import DEFINITIONS
+from trioserve.observability.metrics.histogram import Histogram
+from trioserve.observability.metrics.loop_lag import measure_loop_lag
+from trioserve.observability.metrics.recorder import Metrics
 
 __all__ = [
     "CONTENT_TYPE_LATEST",

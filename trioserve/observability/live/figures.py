@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from trioserve.live.schema import Latency, Quantiles, Rates
-from trioserve.metrics import Metrics
-from trioserve.metrics.histogram import FIRST_TOKEN_SECONDS, INTER_TOKEN_SECONDS, REQUEST_SECONDS
-from trioserve.metrics.snapshot import Snapshot
+from trioserve.observability.live.schema import Latency, Quantiles, Rates
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.metrics.histogram import (
+    FIRST_TOKEN_SECONDS,
+    INTER_TOKEN_SECONDS,
+    REQUEST_SECONDS,
+)
+from trioserve.observability.metrics.snapshot import Snapshot
+from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.scheduler.iterations import Iteration
-from trioserve.scheduler.statistics import SchedulerStatistics
 
 __all__ = ["LATENCY_SECONDS", "Lately", "Look", "Tally", "latency_of", "quantile", "rates_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.scheduler.statistics import SchedulerStatistics
+from trioserve.observability.scheduler_statistics import SchedulerStatistics
 
 __all__ = ["EngineStatistics"]
 

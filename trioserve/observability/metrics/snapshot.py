@@ -1,7 +1,7 @@
 """What one process has counted, as a message, and the sum over several processes.
 
-Whatever is an attribute of :class:`~trioserve.metrics.recorder.Metrics` and of a type that can be
-added up is part of it, by its name.
+Whatever is an attribute of :class:`~trioserve.observability.metrics.recorder.Metrics` and of a type
+that can be added up is part of it, by its name.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import attrs
 
-from trioserve.metrics.histogram import Histogram
-from trioserve.metrics.loop_lag import LoopLag
-from trioserve.metrics.recorder import Metrics
+from trioserve.observability.metrics.histogram import Histogram
+from trioserve.observability.metrics.loop_lag import LoopLag
+from trioserve.observability.metrics.recorder import Metrics
 
 __all__ = ["Snapshot", "add_up", "filled", "snapshot_of"]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.machine import extra_advice
 from trioserve.requests.request import FinishReason, Request

@@ -1,7 +1,7 @@
 """The tree of trio's tasks as a picture shows it: names and states, those that look alike as one.
 
 It tells no stacks: reading one costs more than all else, and they are for operators
-(:mod:`trioserve.task_dump`).
+(:mod:`trioserve.observability.task_dump`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import attrs
 import msgspec
 import trio
 
-from trioserve.live.schema import TaskNode
-from trioserve.task_dump import order_of, state_of
+from trioserve.observability.live.schema import TaskNode
+from trioserve.observability.task_dump import order_of, state_of
 
 __all__ = ["MAX_IN_NURSERY", "MAX_TASKS", "task_tree"]
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trioserve.metrics.histogram import Histogram
-from trioserve.scheduler.statistics import SchedulerStatistics
-from trioserve.statistics import EngineStatistics
+from trioserve.observability.metrics.histogram import Histogram
+from trioserve.observability.scheduler_statistics import SchedulerStatistics
+from trioserve.observability.statistics import EngineStatistics
 
 if TYPE_CHECKING:
-    from trioserve.metrics.recorder import Metrics, Watched
+    from trioserve.observability.metrics.recorder import Metrics, Watched
 
 __all__ = [
     "COMMON_LABELS",

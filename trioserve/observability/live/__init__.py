@@ -12,8 +12,8 @@ gone by then is recorded, as long as somebody watches: the newest steps, and the
 
 from __future__ import annotations
 
-from trioserve.live.schema import SCHEMA, Hello, Picture
-from trioserve.live.subject import (
+from trioserve.observability.live.schema import SCHEMA, Hello, Picture
+from trioserve.observability.live.subject import (
     DEFAULT_NODES,
     DEFAULT_REQUESTS,
     MAX_NODES,
@@ -22,7 +22,7 @@ from trioserve.live.subject import (
     Subject,
     Watcher,
 )
-from trioserve.live.watching import (
+from trioserve.observability.live.watching import (
     DEFAULT_INTERVAL,
     Watching,
     due_after,

@@ -12,11 +12,11 @@ import attrs
 import trio
 
 from trioserve._util.feed import Feed, Subscription
-from trioserve.health import health_word
-from trioserve.live.figures import Lately, Look, Tally, latency_of, rates_of
-from trioserve.live.prefix import prefix_of
-from trioserve.live.requests import request_row, shown_requests
-from trioserve.live.schema import (
+from trioserve.observability.health import health_word
+from trioserve.observability.live.figures import Lately, Look, Tally, latency_of, rates_of
+from trioserve.observability.live.prefix import prefix_of
+from trioserve.observability.live.requests import request_row, shown_requests
+from trioserve.observability.live.schema import (
     Counts,
     Pages,
     Picture,
@@ -26,12 +26,12 @@ from trioserve.live.schema import (
     TaskNode,
     WorkerState,
 )
-from trioserve.live.tasks import task_tree
+from trioserve.observability.live.tasks import task_tree
+from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol.errors import WatcherLimit
 from trioserve.requests.request import Request
 from trioserve.scheduler import Scheduler
 from trioserve.scheduler.iterations import Iteration
-from trioserve.statistics import EngineStatistics
 from trioserve.worker.supervisor import WorkerLife
 
 if TYPE_CHECKING:

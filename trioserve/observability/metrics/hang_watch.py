@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 
 import attrs
 
-from trioserve.logs import get_logger
+from trioserve.observability.logs import get_logger
 
 __all__ = ["HANGS_AFTER", "HangWatch"]
 
