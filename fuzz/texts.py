@@ -14,10 +14,10 @@ from tests.tiny_models import tiny_tokenizer
 from trioserve.load import Record
 from trioserve.load.exchange import Exchange
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.reasoning import ReasoningSplitter
+from trioserve.text.reasoning import ReasoningSplitter
 from trioserve.text.stop_regex import RegexStopMatcher, SearchBudget, check_stop_regex
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.tool_parsers import FAMILIES, ArgumentsDelta, TextDelta, ToolCallStart
+from trioserve.text.tool_parsers import FAMILIES, ArgumentsDelta, TextDelta, ToolCallStart
 
 __all__ = ["TARGETS"]
 

@@ -17,7 +17,6 @@ from trioserve import (
     SamplingParams,
     TokensPrompt,
 )
-from trioserve.preparation import MAX_WORKERS_LOST
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.protocol.grammar import Grammar
@@ -25,6 +24,7 @@ from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests.stream import Chunk
 from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies
+from trioserve.text.preparation import MAX_WORKERS_LOST
 
 Clock = trio.testing.MockClock
 PROMPT = "hello"

@@ -6,7 +6,7 @@ import attrs
 import trio
 import trio.testing
 
-from trioserve.fair_turns import FairTurns
+from trioserve.text.fair_turns import FairTurns
 
 DEAR = 100
 

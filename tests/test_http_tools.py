@@ -23,7 +23,7 @@ from chats import (
 )
 from http_stub import client_of, post
 
-from trioserve.tool_parsers import FAMILIES
+from trioserve.text.tool_parsers import FAMILIES
 
 
 class TestToolCalls:

@@ -12,19 +12,6 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import preparation
-from trioserve.preparation import (
-    LONG_BYTES,
-    MAX_CALLS,
-    MAX_CALLS_OF_TENANT,
-    MAX_EXTRA_ARGS_BYTES,
-    MAX_EXTRA_ARGS_DEPTH,
-    MAX_LONG_CALLS,
-    MAX_QUESTIONS,
-    MAX_VERDICT_BYTES,
-    MAX_WORKERS_LOST,
-    Preparation,
-)
 from trioserve.protocol.errors import (
     EngineError,
     InvalidRequest,
@@ -46,6 +33,19 @@ from trioserve.requests.request import (
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.text import preparation
+from trioserve.text.preparation import (
+    LONG_BYTES,
+    MAX_CALLS,
+    MAX_CALLS_OF_TENANT,
+    MAX_EXTRA_ARGS_BYTES,
+    MAX_EXTRA_ARGS_DEPTH,
+    MAX_LONG_CALLS,
+    MAX_QUESTIONS,
+    MAX_VERDICT_BYTES,
+    MAX_WORKERS_LOST,
+    Preparation,
+)
 
 Clock = trio.testing.MockClock
 TIMEOUT = 10.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trioserve.reasoning import ReasoningSplitter, Split, is_open, marks_reasoning
+from trioserve.text.reasoning import ReasoningSplitter, Split, is_open, marks_reasoning
 
 
 def split(pieces: list[str], *, inside: bool = False) -> tuple[str, str]:

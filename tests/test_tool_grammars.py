@@ -15,8 +15,8 @@ from trioserve.model_files import locate, open_model
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.lark import HEADER, MAX_GBNF_CHARACTERS, lark_of
-from trioserve.reasoning import after_reasoning
-from trioserve.tool_parsers import FAMILIES, TextDelta, Tool, ToolUse
+from trioserve.text.reasoning import after_reasoning
+from trioserve.text.tool_parsers import FAMILIES, TextDelta, Tool, ToolUse
 
 SCHEMA = {
     "type": "object",

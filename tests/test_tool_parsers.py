@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trioserve.tool_parsers import (
+from trioserve.text.tool_parsers import (
     FAMILIES,
     ArgumentsDelta,
     TextDelta,
@@ -20,7 +20,7 @@ from trioserve.tool_parsers import (
     ToolCallStart,
     family_of_template,
 )
-from trioserve.tool_parsers.mistral import mistral_call_id
+from trioserve.text.tool_parsers.mistral import mistral_call_id
 
 NAMES = ("weather", "search")
 

@@ -10,14 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trioserve.tool_parsers import (
-    FAMILIES,
-    ArgumentsDelta,
-    TextDelta,
-    Tool,
-    ToolCallStart,
-)
-from trioserve.tool_parsers.xml_values import types_of
+from trioserve.text.tool_parsers import FAMILIES, ArgumentsDelta, TextDelta, Tool, ToolCallStart
+from trioserve.text.tool_parsers.xml_values import types_of
 
 SCHEMA = {
     "type": "object",

@@ -13,7 +13,6 @@ import trio.testing
 
 from tests.scheduling import Bench, make_limits, worker
 from trioserve.engine import Engine
-from trioserve.preparation import MAX_CALL_SECONDS
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, WorkerLost
 from trioserve.protocol.grammar import Grammar
@@ -22,6 +21,7 @@ from trioserve.scheduler.draft import InFlight
 from trioserve.scheduler.watchdog import FIRST_SECONDS, MAX_FIRST_SECONDS, Watchdog
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.text.preparation import MAX_CALL_SECONDS
 
 Clock = trio.testing.MockClock
 

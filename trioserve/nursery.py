@@ -39,7 +39,6 @@ from trioserve.observability.task_dump import reporting
 from trioserve.observability.tracing import open_tracing
 from trioserve.pooling.batcher import supervised_batcher
 from trioserve.pooling.requests import Encoding
-from trioserve.preparation import Preparation
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
 from trioserve.request_maker import RequestMaker
@@ -47,6 +46,7 @@ from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.stream import StreamBudget
 from trioserve.scheduler import Scheduler
 from trioserve.text.detokenizer import Detokenizer
+from trioserve.text.preparation import Preparation
 from trioserve.worker.socket_folder import sweep_socket_folders
 from trioserve.worker.supervisor import OnProgress, Supervisor, Workers
 

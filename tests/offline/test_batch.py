@@ -9,7 +9,6 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import preparation
 from trioserve.engine import Engine
 from trioserve.offline.batch import Batch, complete_all
 from trioserve.offline.room import Room
@@ -18,6 +17,7 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.text import preparation
 
 Clock = trio.testing.MockClock
 

@@ -47,7 +47,6 @@ from trioserve.observability.statistics import EngineStatistics
 from trioserve.observability.task_dump import reporting
 from trioserve.pooling.batcher import Batcher, supervised_batcher
 from trioserve.pooling.columns import Columns
-from trioserve.preparation import Preparation
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, InvalidRequest, Paused, TrioserveError
 from trioserve.requests.adapters import Adapter
@@ -57,6 +56,7 @@ from trioserve.scheduler import Scheduler
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 from trioserve.sessions import Sessions
+from trioserve.text.preparation import Preparation
 from trioserve.worker.supervisor import Supervisor
 
 __all__ = ["Collected", "Host", "open_host"]

@@ -16,9 +16,15 @@ from trioserve.http.chat.schemas import (
     ToolCall,
     ToolCallDelta,
 )
-from trioserve.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from trioserve.requests.request import ChatPrompt
-from trioserve.tool_parsers import ArgumentsDelta, TextDelta, ToolCallStart, ToolParser, ToolUse
+from trioserve.text.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
+from trioserve.text.tool_parsers import (
+    ArgumentsDelta,
+    TextDelta,
+    ToolCallStart,
+    ToolParser,
+    ToolUse,
+)
 
 __all__ = ["AnswerReader", "ReaderOptions", "hidden_tokens", "opens_reasoning"]
 

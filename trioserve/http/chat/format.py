@@ -7,9 +7,9 @@ from collections.abc import Collection
 import attrs
 
 from trioserve.config import ServerConfig
-from trioserve.reasoning import CLOSE, OPEN, marks_reasoning
+from trioserve.text.reasoning import CLOSE, OPEN, marks_reasoning
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.tool_parsers import FAMILIES, Family, family_of_template
+from trioserve.text.tool_parsers import FAMILIES, Family, family_of_template
 
 __all__ = ["ChatFormat"]
 

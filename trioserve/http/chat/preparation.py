@@ -22,9 +22,9 @@ from trioserve.http.service import Service
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.structural_tags import any_lark_of
-from trioserve.reasoning import CLOSE, after_reasoning
 from trioserve.requests.request import ChatPrompt
-from trioserve.tool_parsers import ToolUse
+from trioserve.text.reasoning import CLOSE, after_reasoning
+from trioserve.text.tool_parsers import ToolUse
 
 __all__ = ["ChatPreparation", "PreparedChat", "chat_sampling"]
 

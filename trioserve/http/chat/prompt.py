@@ -16,7 +16,7 @@ from trioserve.http.chat.thinking import SWITCHES, no_effort_arguments
 from trioserve.http.chat.tools import instructions, template_tools
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.request import ChatPrompt
-from trioserve.tool_parsers import FAMILIES, ToolUse
+from trioserve.text.tool_parsers import FAMILIES, ToolUse
 
 __all__ = ["chat_prompt", "template_messages"]
 

@@ -11,7 +11,7 @@ from trioserve.http.chat.format import ChatFormat
 from trioserve.http.chat.messages import AllowedToolsChoice, ChatTool, ChosenTool
 from trioserve.http.chat.schemas import ChatCompletionRequest
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.tool_parsers import FAMILIES, Family, Tool, ToolUse
+from trioserve.text.tool_parsers import FAMILIES, Family, Tool, ToolUse
 
 __all__ = ["instructions", "template_tools", "tool_use"]
 

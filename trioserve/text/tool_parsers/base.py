@@ -17,9 +17,9 @@ import secrets
 from collections.abc import Callable, Collection
 from typing import ClassVar, Protocol
 
-from trioserve.tool_parsers.calls import CallScanner
-from trioserve.tool_parsers.events import ArgumentsDelta, Event, TextDelta, ToolCallStart
-from trioserve.tool_parsers.tools import Tool
+from trioserve.text.tool_parsers.calls import CallScanner
+from trioserve.text.tool_parsers.events import ArgumentsDelta, Event, TextDelta, ToolCallStart
+from trioserve.text.tool_parsers.tools import Tool
 
 __all__ = ["MarkedParser", "ToolParser", "find_marker", "new_call_id"]
 

@@ -6,8 +6,8 @@ system message.
 
 from __future__ import annotations
 
-from trioserve.tool_parsers.arrays import ArrayParser
-from trioserve.tool_parsers.values import skip_space
+from trioserve.text.tool_parsers.arrays import ArrayParser
+from trioserve.text.tool_parsers.values import skip_space
 
 __all__ = ["JsonParser"]
 

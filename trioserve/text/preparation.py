@@ -6,8 +6,8 @@ Whether a grammar can be compiled, and what the server's own logits processors t
 neither pass at once, and overtake those that wait.
 
 Calls are few at a time, and shared fairly: tenants, such as API keys, take turns
-(:mod:`~trioserve.fair_turns`), none has all of them, and one is kept for what is short. A tenant's
-open questions are bounded as well.
+(:mod:`~trioserve.text.fair_turns`), none has all of them, and one is kept for what is short. A
+tenant's open questions are bounded as well.
 
 Equal requests ask once: they join a question that is open, and answers are remembered. A refusal is
 as good for any worker, all have the same model. That all is fine is forgotten when another worker
@@ -41,7 +41,6 @@ import msgspec
 import trio
 
 from trioserve._util.channels import all_waiting, pass_on
-from trioserve.fair_turns import FairTurns
 from trioserve.protocol.errors import (
     EngineError,
     InvalidRequest,
@@ -52,6 +51,7 @@ from trioserve.protocol.errors import (
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import Request
 from trioserve.requests.tenants import excess
+from trioserve.text.fair_turns import FairTurns
 
 __all__ = ["Preparation", "PreparingWorker"]
 

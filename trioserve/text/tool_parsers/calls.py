@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import attrs
 
-from trioserve.tool_parsers.values import ValueScanner, skip_space
+from trioserve.text.tool_parsers.values import ValueScanner, skip_space
 
 __all__ = ["CallScanner"]
 

@@ -9,27 +9,21 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from trioserve.protocol.lark import TokenOf
-from trioserve.tool_parsers.base import MarkedParser, ToolParser
-from trioserve.tool_parsers.events import ArgumentsDelta, Event, TextDelta, ToolCallStart
-from trioserve.tool_parsers.grammars import (
+from trioserve.text.tool_parsers.base import MarkedParser, ToolParser
+from trioserve.text.tool_parsers.events import ArgumentsDelta, Event, TextDelta, ToolCallStart
+from trioserve.text.tool_parsers.grammars import (
     hermes_grammar,
     json_grammar,
     llama3_grammar,
     mistral_grammar,
 )
-from trioserve.tool_parsers.hermes import HermesParser
-from trioserve.tool_parsers.json_objects import JsonParser
-from trioserve.tool_parsers.llama3 import Llama3Parser
-from trioserve.tool_parsers.mistral import MistralParser
-from trioserve.tool_parsers.tools import Tool, ToolUse
-from trioserve.tool_parsers.xml import (
-    GLM,
-    QWEN3_CODER,
-    GlmParser,
-    Qwen3CoderParser,
-    TagStyle,
-)
-from trioserve.tool_parsers.xml_writing import grammar_in, writer_in
+from trioserve.text.tool_parsers.hermes import HermesParser
+from trioserve.text.tool_parsers.json_objects import JsonParser
+from trioserve.text.tool_parsers.llama3 import Llama3Parser
+from trioserve.text.tool_parsers.mistral import MistralParser
+from trioserve.text.tool_parsers.tools import Tool, ToolUse
+from trioserve.text.tool_parsers.xml import GLM, QWEN3_CODER, GlmParser, Qwen3CoderParser, TagStyle
+from trioserve.text.tool_parsers.xml_writing import grammar_in, writer_in
 
 __all__ = [
     "FAMILIES",

@@ -6,8 +6,8 @@ commas between them.
 
 from __future__ import annotations
 
-from trioserve.tool_parsers.base import MarkedParser, find_marker
-from trioserve.tool_parsers.values import skip_space
+from trioserve.text.tool_parsers.base import MarkedParser, find_marker
+from trioserve.text.tool_parsers.values import skip_space
 
 __all__ = ["HermesParser"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 from trioserve.protocol.lark import GAP, HEADER, TEXT, TokenOf, head, json_rule, literal, nested
-from trioserve.tool_parsers.tools import Tool, ToolUse
+from trioserve.text.tool_parsers.tools import Tool, ToolUse
 
 __all__ = [
     "hermes_grammar",

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trioserve.protocol.lark import TEXT, TokenOf, head, json_rule, spelled
-from trioserve.tool_parsers.grammars import tagged_grammar
-from trioserve.tool_parsers.tools import Tool, ToolUse
-from trioserve.tool_parsers.xml import TagStyle
-from trioserve.tool_parsers.xml_values import property_schema, types_of
+from trioserve.text.tool_parsers.grammars import tagged_grammar
+from trioserve.text.tool_parsers.tools import Tool, ToolUse
+from trioserve.text.tool_parsers.xml import TagStyle
+from trioserve.text.tool_parsers.xml_values import property_schema, types_of
 
 __all__ = ["grammar_in", "writer_in"]
 

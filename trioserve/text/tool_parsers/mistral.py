@@ -9,9 +9,9 @@ import re
 import secrets
 from collections.abc import Callable, Collection
 
-from trioserve.tool_parsers.arrays import ArrayParser
-from trioserve.tool_parsers.base import find_marker
-from trioserve.tool_parsers.values import ValueScanner, skip_space
+from trioserve.text.tool_parsers.arrays import ArrayParser
+from trioserve.text.tool_parsers.base import find_marker
+from trioserve.text.tool_parsers.values import ValueScanner, skip_space
 
 __all__ = ["MistralParser", "mistral_call_id"]
 

@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 
 import attrs
 
-from trioserve.tool_parsers.base import MarkedParser, find_marker, new_call_id
-from trioserve.tool_parsers.events import Event
-from trioserve.tool_parsers.tools import Tool
-from trioserve.tool_parsers.xml_values import as_json, escaped, is_text, property_schema
+from trioserve.text.tool_parsers.base import MarkedParser, find_marker, new_call_id
+from trioserve.text.tool_parsers.events import Event
+from trioserve.text.tool_parsers.tools import Tool
+from trioserve.text.tool_parsers.xml_values import as_json, escaped, is_text, property_schema
 
 __all__ = ["GLM", "QWEN3_CODER", "GlmParser", "Qwen3CoderParser", "TagStyle"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trioserve.tool_parsers.base import MarkedParser
-from trioserve.tool_parsers.values import skip_space
+from trioserve.text.tool_parsers.base import MarkedParser
+from trioserve.text.tool_parsers.values import skip_space
 
 __all__ = ["ArrayParser"]
 
