@@ -36,7 +36,7 @@ from trioserve.simulation import (
 from trioserve.testing import FakeWorker
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.worker.supervisor import OpenWorker, Supervisor
+from trioserve.workers.supervisor import OpenWorker, Supervisor
 
 __all__ = ["FrontEnd", "Server", "open_server"]
 

@@ -26,7 +26,7 @@ from trioserve.scheduler.blame import KILLS_FORGIVEN, MAX_ALONE, Blame
 from trioserve.scheduler.recovery import CALM_LIFE
 from trioserve.simulation import byte_tokenizer, open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
-from trioserve.worker import Link
+from trioserve.workers import Link
 
 Clock = trio.testing.MockClock
 

@@ -22,7 +22,7 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import State
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies
-from trioserve.worker import Link
+from trioserve.workers import Link
 
 Clock = trio.testing.MockClock
 

@@ -34,7 +34,7 @@ from bench.faults.stage import engine_over, serve_here, sole_worker, tiny_model
 from bench.faults.steady import Steady
 from trioserve import Engine
 from trioserve.protocol.errors import NoRoomForWorker, WorkerLost
-from trioserve.worker.supervisor import Supervisor
+from trioserve.workers.supervisor import Supervisor
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from trioserve.http import create_app, serve_app
 from trioserve.protocol import wire
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies
-from trioserve.worker import Link
+from trioserve.workers import Link
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -13,7 +13,7 @@ import trio.testing
 
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
-from trioserve.worker.link import NngLink
+from trioserve.workers.link import NngLink
 
 
 @pytest.fixture

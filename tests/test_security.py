@@ -42,7 +42,7 @@ ALLOWED = {
     "gpu/devices.py ctypes.CDLL": "NVIDIA's driver, to learn whether there is one",
     "trioserve/protocol/gc_tuning.py ctypes.CDLL": "the C library, to give memory back",
     "gpu/constraints/grammar_trial.py ctypes.CDLL": "the C library, to measure memory",
-    "trioserve/worker/supervisor.py trio.lowlevel.open_process": "the worker",
+    "trioserve/workers/supervisor.py trio.lowlevel.open_process": "the worker",
     "trioserve/front_end/process.py trio.lowlevel.open_process": "a front end of our own",
     "gpu/constraints/grammar_trial.py subprocess.Popen": "the process in which grammars are tried",
     "trioserve/text/template_processes.py trio.lowlevel.open_process": (

@@ -14,7 +14,7 @@ import trio.testing
 from trioserve import Engine, EngineError, Grammar, RequestAborted, ShuttingDown, simulation
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies
-from trioserve.worker.supervisor import Supervisor
+from trioserve.workers.supervisor import Supervisor
 
 Clock = trio.testing.MockClock
 

@@ -12,7 +12,7 @@ from trioserve.front_end.fleet import END_GRACE
 from trioserve.front_end.process import STOP_GRACE
 from trioserve.http.server import FINAL_GRACE
 from trioserve.observability.tracing import FLUSH_SECONDS
-from trioserve.worker.supervisor import QUIT_GRACE
+from trioserve.workers.supervisor import QUIT_GRACE
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = " ".join((DOCS / "shutdown.md").read_text(encoding="utf-8").split())

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from trioserve.protocol.errors import WorkerLost
-from trioserve.worker.socket_folder import SocketFolder, sweep_socket_folders
+from trioserve.workers.socket_folder import SocketFolder, sweep_socket_folders
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,8 +38,8 @@ def killed_after(program: str, temporary: Path) -> None:
     """Run a program that kills itself."""
     code = (
         "import os\n"
-        "from trioserve.worker.link import NngLink\n"
-        "from trioserve.worker.socket_folder import SocketFolder\n"
+        "from trioserve.workers.link import NngLink\n"
+        "from trioserve.workers.socket_folder import SocketFolder\n"
         f"{program}\nos.kill(os.getpid(), 9)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}

@@ -30,9 +30,9 @@ from trioserve._util.child_process import KILL_GRACE
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError, WorkerLost
 from trioserve.protocol.grammar import Grammar
-from trioserve.worker import supervisor
-from trioserve.worker.link import NngLink
-from trioserve.worker.supervisor import Supervisor
+from trioserve.workers import supervisor
+from trioserve.workers.link import NngLink
+from trioserve.workers.supervisor import Supervisor
 
 LONG = list(range(5, 105))
 

@@ -17,7 +17,7 @@ from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.holds import Holds
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.weights import Weights
-from trioserve.worker.switch import Switch
+from trioserve.workers.power import Switch
 
 __all__ = ["Backend"]
 

@@ -18,7 +18,7 @@ from trioserve.protocol.errors import CallFailed, InvalidRequest, ModelLoadError
 from trioserve.requests.request import Finish, FinishReason, Request, State
 from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.weights import HOLDER
-from trioserve.worker.switch import Switch
+from trioserve.workers.power import Switch
 
 if TYPE_CHECKING:
     from trioserve.pooling.batcher import Batcher

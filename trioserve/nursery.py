@@ -47,8 +47,8 @@ from trioserve.requests.stream import StreamBudget
 from trioserve.scheduler import Scheduler
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.preparation import Preparation
-from trioserve.worker.socket_folder import sweep_socket_folders
-from trioserve.worker.supervisor import OnProgress, Supervisor, Workers
+from trioserve.workers.socket_folder import sweep_socket_folders
+from trioserve.workers.supervisor import OnProgress, Supervisor, Workers
 
 __all__ = [
     "Place",

@@ -26,7 +26,7 @@ from trioserve.nursery import open_engine
 from trioserve.observability.metrics import measure_loop_lag
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ShuttingDown
-from trioserve.worker.supervisor import OnProgress
+from trioserve.workers.supervisor import OnProgress
 
 __all__ = ["serve", "serve_engine"]
 

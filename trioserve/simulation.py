@@ -40,8 +40,8 @@ from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.encoder_tokenizer import EncoderTokenizer
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.worker import Link
-from trioserve.worker.supervisor import OpenWorker, Supervisor
+from trioserve.workers import Link
+from trioserve.workers.supervisor import OpenWorker, Supervisor
 
 __all__ = [
     "FAKE_CHAT_TEMPLATE",

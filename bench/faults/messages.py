@@ -35,7 +35,7 @@ from bench.faults.results import RESULTS, markdown, save
 from bench.faults.stage import engine_over, sole_worker, tiny_model
 from bench.faults.steady import Steady
 from trioserve import Engine
-from trioserve.worker import supervisor
+from trioserve.workers import supervisor
 
 __all__ = ["Harm", "Harmed", "damaged_workers", "harm_workers", "main", "messages"]
 

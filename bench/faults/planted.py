@@ -46,7 +46,7 @@ from trioserve.scheduler.slots import SlotTable
 from trioserve.sessions import Session
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
 from trioserve.text.detokenizer import Detokenizer
-from trioserve.worker.supervisor import Supervisor
+from trioserve.workers.supervisor import Supervisor
 
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 

@@ -26,8 +26,8 @@ from trioserve.protocol import wire
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.worker.link import NngLink
-from trioserve.worker.socket_folder import SocketFolder
+from trioserve.workers.link import NngLink
+from trioserve.workers.socket_folder import SocketFolder
 
 __all__ = ["link", "server_sent_events", "stream_fan_out"]
 

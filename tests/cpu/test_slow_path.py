@@ -11,7 +11,7 @@ import pytest
 
 from tests.doc_blocks import ROOT
 from tests.tiny_models import make_tiny
-from trioserve.worker import supervisor
+from trioserve.workers import supervisor
 
 PROGRAM = """
 import sys

@@ -21,7 +21,7 @@ from trioserve.protocol.wire import Plan, Ready
 from trioserve.scheduler.residency import Bring, Residency, Take
 from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies, adapter_shift, hashed_token
-from trioserve.worker import Link
+from trioserve.workers import Link
 
 TOKENS = 12
 

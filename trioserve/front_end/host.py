@@ -57,7 +57,7 @@ from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 from trioserve.sessions import Sessions
 from trioserve.text.preparation import Preparation
-from trioserve.worker.supervisor import Supervisor
+from trioserve.workers.supervisor import Supervisor
 
 __all__ = ["Collected", "Host", "open_host"]
 

@@ -24,8 +24,8 @@ from trioserve.observability.logs import get_logger
 from trioserve.observability.task_dump import reporting
 from trioserve.protocol.errors import EngineError, FrontEndLost, NoRoomForWorker
 from trioserve.protocol.version import __version__
-from trioserve.worker.socket_folder import SocketFolder
-from trioserve.worker.supervisor import describe_exit, package_environment
+from trioserve.workers.socket_folder import SocketFolder
+from trioserve.workers.supervisor import describe_exit, package_environment
 
 __all__ = ["package_folder", "run_front_end"]
 

@@ -17,7 +17,7 @@ from trioserve.model_files import task_of
 from trioserve.nursery import locate_model, log_loaded, open_scheduler
 from trioserve.observability.metrics import Metrics, measure_loop_lag
 from trioserve.protocol import wire
-from trioserve.worker.supervisor import OnProgress
+from trioserve.workers.supervisor import OnProgress
 
 __all__ = ["serve_with_front_ends"]
 

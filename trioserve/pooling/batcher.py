@@ -27,7 +27,7 @@ from trioserve.scheduler.iterations import Iteration
 
 if TYPE_CHECKING:
     from trioserve.scheduler import Scheduler
-    from trioserve.worker.supervisor import Supervisor
+    from trioserve.workers.supervisor import Supervisor
 
 __all__ = ["Batcher", "Caller", "supervised_batcher"]
 

@@ -45,8 +45,8 @@ from trioserve.scheduler.quiet import Quiet
 from trioserve.scheduler.recompiling import recompile
 from trioserve.scheduler.watchdog import Watchdog
 from trioserve.scheduler.weights import Weights
-from trioserve.worker import Link
-from trioserve.worker.switch import Switch
+from trioserve.workers import Link
+from trioserve.workers.power import Switch
 
 __all__ = ["Limits", "Observer", "Scheduler", "SchedulerCore", "SchedulerStatistics"]
 

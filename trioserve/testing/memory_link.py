@@ -16,7 +16,7 @@ __all__ = ["MemoryLink", "memory_link_pair"]
 
 @attrs.define(eq=False)
 class MemoryLink:
-    """One end of a link (:class:`trioserve.worker.Link`) over memory channels.
+    """One end of a link (:class:`trioserve.workers.Link`) over memory channels.
 
     Messages are encoded and decoded as on a socket.
     """

@@ -32,7 +32,7 @@ from trioserve.protocol.errors import WatcherLimit
 from trioserve.requests.request import Request
 from trioserve.scheduler import Scheduler
 from trioserve.scheduler.iterations import Iteration
-from trioserve.worker.supervisor import WorkerLife
+from trioserve.workers.supervisor import WorkerLife
 
 if TYPE_CHECKING:
     from trioserve.engine import Engine

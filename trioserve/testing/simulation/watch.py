@@ -21,7 +21,7 @@ from trioserve.testing.simulation.scenario import client_of
 from trioserve.testing.simulation.sharing import Sharing
 from trioserve.testing.simulation.trace import Trace, Violation
 from trioserve.testing.simulation.turns import Row, Turns
-from trioserve.worker import Link
+from trioserve.workers import Link
 
 __all__ = ["Books", "WatchedLink"]
 

@@ -18,7 +18,7 @@ from trioserve.testing import FakeWorker, StepFails, WorkerDies
 from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
 from trioserve.testing.simulation.scenario import Fault, Scenario, client_of
 from trioserve.testing.simulation.watch import Books, WatchedLink
-from trioserve.worker import Link
+from trioserve.workers import Link
 
 __all__ = ["Workers"]
 

@@ -27,10 +27,10 @@ from trioserve.observability.logs import get_logger
 from trioserve.observability.task_dump import reporting
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost
-from trioserve.worker import Link
-from trioserve.worker.link import NngLink
-from trioserve.worker.socket_folder import SocketFolder
-from trioserve.worker.switch import Switch
+from trioserve.workers import Link
+from trioserve.workers.link import NngLink
+from trioserve.workers.power import Switch
+from trioserve.workers.socket_folder import SocketFolder
 
 __all__ = [
     "Supervisor",

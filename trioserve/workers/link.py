@@ -18,7 +18,7 @@ __all__ = ["NngLink"]
 
 @attrs.define(eq=False)
 class NngLink:
-    """One end of a link, as :class:`trioserve.worker.Link` describes it."""
+    """One end of a link, as :class:`trioserve.workers.Link` describes it."""
 
     _socket: PairSocket
 

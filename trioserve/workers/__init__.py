@@ -1,7 +1,7 @@
 """The worker as the engine sees it: a link that carries messages, and a process behind it.
 
 The scheduler knows only :class:`Link`. In production it is a pair of nng sockets
-(:mod:`trioserve.worker.link`), in the simulation and in users' tests two memory channels
+(:mod:`trioserve.workers.link`), in the simulation and in users' tests two memory channels
 (:mod:`trioserve.testing`).
 """
 
