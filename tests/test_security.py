@@ -58,11 +58,12 @@ ALLOWED = {
     "trioserve/load/client.py connect": "the load generator, not the server",
     "gpu/transformers_models/reading.py from_pretrained": (
         "the operator's model, from its folder alone, without code of its own"
-    ), "trioserve/model_files/locate.py huggingface_hub.snapshot_download": "the operator's model",
-    "trioserve/observability/tracing.py
-    opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter": (
-        "--otlp-traces-endpoint: the operator's"
     ),
+    "trioserve/model_files/locate.py huggingface_hub.snapshot_download": "the operator's model",
+    (
+        "trioserve/observability/tracing.py "
+        "opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter"
+    ): "--otlp-traces-endpoint: the operator's",
 }
 """What may be there, and why: whoever adds to it has to say where the argument comes from."""
 

@@ -179,7 +179,7 @@ class SharedServer:
 
     @contextlib.asynccontextmanager
     async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
-        """As :meth:`trioserve.observability.live.Subject.watched`, of the engine process and all front ends."""
+        """As ``Subject.watched``, of the engine process and all front ends."""
         self._num_watches += 1
         number = self._num_watches
 

@@ -89,7 +89,7 @@ class Whole(Protocol):
         """The same of the prefix cache's events."""
 
     def watch(self, *, requests: int, nodes: int) -> AbstractAsyncContextManager[Pictures]:
-        """Somebody who takes pictures of the server, as :meth:`trioserve.observability.live.Subject.watched`."""
+        """Take pictures of the server until the block is left, as ``Subject.watched``."""
 
     async def open_session(
         self,
