@@ -26,7 +26,7 @@ from trioserve.nursery import Place, run_tasks
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import FrontEndLost
-from trioserve.scheduler import Scheduler
+from trioserve.scheduler.scheduler import Scheduler
 from trioserve.simulation import (
     FAKE_CHAT_TEMPLATE,
     byte_tokenizer,

@@ -12,7 +12,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
 from trioserve.requests.stream import Stream, StreamBudget
-from trioserve.scheduler import SchedulerStatistics
+from trioserve.scheduler.scheduler import SchedulerStatistics
 from trioserve.testing import FakeWorker
 
 Labels = tuple[tuple[str, str], ...]

@@ -22,7 +22,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Request, Sequence, SequenceOutput
-from trioserve.scheduler.blame import KILLS_FORGIVEN, MAX_ALONE, Blame
+from trioserve.scheduler.fault_isolation import KILLS_FORGIVEN, MAX_ALONE, Blame
 from trioserve.scheduler.recovery import CALM_LIFE
 from trioserve.simulation import byte_tokenizer, open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, StepFails, WorkerDies

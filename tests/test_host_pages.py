@@ -15,8 +15,8 @@ from tests.scheduling import ABORT, Bench, reference, worker
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.request import Sequence, State
-from trioserve.scheduler.pages import PagePool
-from trioserve.scheduler.prefix import Namespace, Node, PrefixCache
+from trioserve.scheduler.page_pool import PagePool
+from trioserve.scheduler.prefix_cache import Namespace, Node, PrefixCache
 from trioserve.testing import hashed_token
 
 NUM_PAGES, NUM_PLACES = 8, 5

@@ -23,8 +23,8 @@ from trioserve.observability.live.subject import MAX_STEPS, MAX_WATCHERS, STAY_S
 from trioserve.observability.live.tasks import task_tree
 from trioserve.protocol.errors import ContextTooLong, WatcherLimit
 from trioserve.requests.request import TRANSITIONS
-from trioserve.scheduler.pages import PagePool
-from trioserve.scheduler.prefix import PrefixCache
+from trioserve.scheduler.page_pool import PagePool
+from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trioserve.scheduler.pages import PagePool
+from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.slots import SlotTable
 
 NUM_PAGES = 6

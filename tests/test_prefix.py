@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trioserve.scheduler.pages import PagePool
-from trioserve.scheduler.prefix import Namespace, Node, PrefixCache
+from trioserve.scheduler.page_pool import PagePool
+from trioserve.scheduler.prefix_cache import Namespace, Node, PrefixCache
 
 NUM_PAGES = 12
 SIZE = 2

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trioserve.requests.retention import DEFAULT_PRIORITY
-from trioserve.scheduler.idle import IdlePages
-from trioserve.scheduler.pages import PagePool
-from trioserve.scheduler.prefix import Node, PrefixCache
+from trioserve.scheduler.eviction import IdlePages
+from trioserve.scheduler.page_pool import PagePool
+from trioserve.scheduler.prefix_cache import Node, PrefixCache
 
 NUM_PAGES = 14
 NAMESPACE = ("",)

@@ -14,7 +14,7 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.request import Sequence, State
 from trioserve.requests.retention import MAX_RANGES, Retention, RetentionRange
 from trioserve.scheduler.cache_events import CacheEvent, page_hash
-from trioserve.scheduler.prefix import Node
+from trioserve.scheduler.prefix_cache import Node
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

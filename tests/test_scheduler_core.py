@@ -16,8 +16,9 @@ from trioserve.config import EngineConfig
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.requests.request import Finish, FinishReason, Sequence, State
-from trioserve.scheduler import Limits, draft
 from trioserve.scheduler.core import MAX_PENDING
+from trioserve.scheduler.scheduler import Limits
+from trioserve.scheduler.scheduler import plan_builder as draft
 from trioserve.testing import FakeWorker
 
 # ---- what fits

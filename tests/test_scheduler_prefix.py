@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.scheduling import ABORT, Bench, reference, worker
 from trioserve.protocol import wire
 from trioserve.requests.request import Sequence, State
-from trioserve.scheduler.prefix import PrefixCache
+from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.testing import hashed_token
 
 PAGE = 16

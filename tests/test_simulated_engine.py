@@ -299,7 +299,7 @@ def test_the_reference_knows_how_outputs_end() -> None:
 
 def test_a_client_that_gets_too_little_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One planted fault, from the finding to the command that shows it again."""
-    from trioserve.scheduler.pages import PagePool
+    from trioserve.scheduler.page_pool import PagePool
 
     release = PagePool.release
     monkeypatch.setattr(PagePool, "release", lambda self, pages, epoch: release(self, pages, 0))
@@ -317,7 +317,7 @@ def test_a_client_that_gets_too_little_is_noticed(monkeypatch: pytest.MonkeyPatc
 def test_a_failing_seed_comes_with_the_command_that_shows_it_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trioserve.scheduler.pages import PagePool
+    from trioserve.scheduler.page_pool import PagePool
 
     release = PagePool.release
     monkeypatch.setattr(PagePool, "release", lambda self, pages, epoch: release(self, pages, 0))

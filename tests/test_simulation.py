@@ -35,7 +35,7 @@ from trioserve.requests.request import (
     SequenceOutput,
     State,
 )
-from trioserve.scheduler import Scheduler
+from trioserve.scheduler.scheduler import Scheduler
 from trioserve.testing import (
     FakeWorker,
     MemoryLink,

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.scheduling import ABORT, Bench, make_limits, make_request, worker
 from trioserve.requests.request import Sequence
-from trioserve.scheduler.computation import Computation, Line
-from trioserve.scheduler.waiting import WaitingQueue
+from trioserve.scheduler.sequence_state import Computation, Line
+from trioserve.scheduler.waiting_queue import WaitingQueue
 
 LIMITS = make_limits(worker(), scheduling_policy="priority")
 

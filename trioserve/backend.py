@@ -1,7 +1,7 @@
 """What an engine needs of whoever has its requests computed.
 
-That is the :class:`~trioserve.scheduler.Scheduler` in a process of one's own, and in a front-end
-process what stands for it there (:class:`trioserve.front_end.remote.RemoteScheduler`).
+That is the :class:`~trioserve.scheduler.scheduler.Scheduler` in a process of one's own, and in a
+front-end process what stands for it there (:class:`trioserve.front_end.remote.RemoteScheduler`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.requests.adapters import Adapters
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.feeds import Feeds
-from trioserve.scheduler.holds import Holds
-from trioserve.scheduler.quiet import Quiet
+from trioserve.scheduler.pause_control import Quiet
+from trioserve.scheduler.prefix_pins import Holds
 from trioserve.scheduler.weights import Weights
 from trioserve.workers.power import Switch
 

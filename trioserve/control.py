@@ -16,7 +16,7 @@ from trioserve.model_files import locate
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import CallFailed, InvalidRequest, ModelLoadError
 from trioserve.requests.request import Finish, FinishReason, Request, State
-from trioserve.scheduler.quiet import Quiet
+from trioserve.scheduler.pause_control import Quiet
 from trioserve.scheduler.weights import HOLDER
 from trioserve.workers.power import Switch
 

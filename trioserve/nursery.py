@@ -44,7 +44,7 @@ from trioserve.protocol.errors import EngineError
 from trioserve.request_maker import RequestMaker
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.stream import StreamBudget
-from trioserve.scheduler import Scheduler
+from trioserve.scheduler.scheduler import Scheduler
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.preparation import Preparation
 from trioserve.workers.socket_folder import sweep_socket_folders

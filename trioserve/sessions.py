@@ -37,7 +37,7 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, GenerationStream, PromptLike, completion_of
 from trioserve.requests.request import Request
 from trioserve.requests.tenants import excess
-from trioserve.scheduler.holds import Holds
+from trioserve.scheduler.prefix_pins import Holds
 from trioserve.turns import Turn, Turns
 
 __all__ = ["MAX_CAPACITY", "SESSION_PRIORITY", "Continuation", "Session", "Sessions"]

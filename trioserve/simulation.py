@@ -34,7 +34,7 @@ from trioserve.observability.metrics import Metrics
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
-from trioserve.scheduler import Scheduler
+from trioserve.scheduler.scheduler import Scheduler
 from trioserve.testing import FakeWorker, memory_link_pair, serve_fake
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
 from trioserve.text.chat_template import ChatTemplate

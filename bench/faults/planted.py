@@ -33,15 +33,15 @@ from trioserve.requests.request import (
     State,
 )
 from trioserve.requests.stream import Chunk
-from trioserve.scheduler import Scheduler, SchedulerCore
-from trioserve.scheduler import computation as computations
-from trioserve.scheduler.computation import Computation
-from trioserve.scheduler.intake import Intake
+from trioserve.scheduler.adapter_residency import Residency
 from trioserve.scheduler.memory import Memory
-from trioserve.scheduler.pages import PagePool
-from trioserve.scheduler.prefix import PrefixCache
+from trioserve.scheduler.page_pool import PagePool
+from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.recovery import Recovery
-from trioserve.scheduler.residency import Residency
+from trioserve.scheduler.result_processing import Intake
+from trioserve.scheduler.scheduler import Scheduler, SchedulerCore
+from trioserve.scheduler.scheduler import sequence_state as computations
+from trioserve.scheduler.sequence_state import Computation
 from trioserve.scheduler.slots import SlotTable
 from trioserve.sessions import Session
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario

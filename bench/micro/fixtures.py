@@ -16,7 +16,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.request import Request, Sequence, Times, TokensPrompt
 from trioserve.requests.stream import Stream, StreamBudget
-from trioserve.scheduler import Limits, SchedulerCore
+from trioserve.scheduler.scheduler import Limits, SchedulerCore
 
 __all__ = [
     "PAGE_SIZE",

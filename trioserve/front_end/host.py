@@ -52,9 +52,9 @@ from trioserve.protocol.errors import EngineError, InvalidRequest, Paused, Trios
 from trioserve.requests.adapters import Adapter
 from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Entrance
 from trioserve.requests.request import Request, SequenceOutput
-from trioserve.scheduler import Scheduler
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
+from trioserve.scheduler.scheduler import Scheduler
 from trioserve.sessions import Sessions
 from trioserve.text.preparation import Preparation
 from trioserve.workers.supervisor import Supervisor

@@ -18,7 +18,7 @@ __all__ = ["Hosting", "Line"]
 
 
 class Line(Protocol):
-    """What is needed of the :class:`~trioserve.scheduler.Scheduler`."""
+    """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
 
     @property
     def num_waiting(self) -> int:

@@ -13,7 +13,7 @@ import trio
 
 from trioserve.config import EngineConfig
 from trioserve.protocol.errors import FrontEndLost
-from trioserve.scheduler import SECOND_LOOK
+from trioserve.scheduler.scheduler import SECOND_LOOK
 from trioserve.scheduler.watchdog import MAX_LATENESS
 
 __all__ = ["Pulse", "interval_of", "patience_of"]

@@ -26,14 +26,14 @@ from trioserve.requests.admission import (
 from trioserve.scheduler.iterations import Iteration
 
 if TYPE_CHECKING:
-    from trioserve.scheduler import Scheduler
+    from trioserve.scheduler.scheduler import Scheduler
     from trioserve.workers.supervisor import Supervisor
 
 __all__ = ["Batcher", "Caller", "supervised_batcher"]
 
 
 class Caller(Protocol):
-    """What is needed of the :class:`~trioserve.scheduler.Scheduler`."""
+    """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
 
     @property
     def attached(self) -> bool:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from trioserve.pooling.columns import Columns
 from trioserve.protocol.errors import EngineError, TrioserveError, WorkerLost
 from trioserve.requests.tenants import TenantCounts
-from trioserve.scheduler.gate import Gate
+from trioserve.scheduler.pause_gate import Gate
 
 __all__ = ["MAX_UNDER_WAY", "Batch", "Job", "PoolingCore", "Text"]
 

@@ -47,7 +47,7 @@ MAX_RETRY_SECONDS = 60
 
 
 class Line(Protocol):
-    """What is needed of the :class:`~trioserve.scheduler.Scheduler`."""
+    """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
 
     @property
     def num_waiting(self) -> int:

@@ -19,8 +19,8 @@ from trioserve.protocol.errors import (
 )
 from trioserve.requests.adapters import Adapter, Catalogue
 from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput
+from trioserve.scheduler.adapter_residency import Bring, Take
 from trioserve.scheduler.core import SchedulerCore
-from trioserve.scheduler.residency import Bring, Take
 
 __all__ = ["HeldAdapters"]
 

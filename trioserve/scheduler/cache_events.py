@@ -19,7 +19,7 @@ import msgspec
 from trioserve._util.feed import Feed
 
 if TYPE_CHECKING:
-    from trioserve.scheduler.prefix import Node
+    from trioserve.scheduler.prefix_cache import Node
 
 __all__ = ["FLUSHED", "CacheEvent", "CacheEvents", "page_hash"]
 

@@ -17,7 +17,7 @@ __all__ = ["Call", "Calls"]
 
 
 class Call(Protocol):
-    """:meth:`trioserve.scheduler.Scheduler.call`."""
+    """:meth:`trioserve.scheduler.scheduler.Scheduler.call`."""
 
     async def __call__(self, name: str, arguments: object = None, *, num_bytes: int = 0) -> Any: ...
 
@@ -51,7 +51,7 @@ class Calls:
     _number: int = attrs.field(init=False, default=0)
 
     async def call(self, name: str, arguments: object = None, *, num_bytes: int = 0) -> Any:
-        """See :meth:`trioserve.scheduler.Scheduler.call`; there is a worker."""
+        """See :meth:`trioserve.scheduler.scheduler.Scheduler.call`; there is a worker."""
         encoded = msgspec.msgpack.encode(arguments)
         self._number += 1
         number = self._number

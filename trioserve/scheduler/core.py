@@ -3,14 +3,14 @@
 Requests go in by :meth:`SchedulerCore.submit`. :meth:`SchedulerCore.next_plan` makes the worker's
 next step, :meth:`SchedulerCore.on_result` takes what came of it, and as many plans as the limits
 allow may lie between the two. Plan N+1 is made before the tokens of plan N are known, so every
-sequence is counted ahead (:class:`~trioserve.scheduler.computation.Computation`): a row of plan N
-that samples makes its sequence one token longer, whatever the token will be. A sequence whose
+sequence is counted ahead (:class:`~trioserve.scheduler.sequence_state.Computation`): a row of plan
+N that samples makes its sequence one token longer, whatever the token will be. A sequence whose
 last token by length is in flight is not planned again; one that turns out to have stopped in plan N
 has at most a row in each plan in flight, whose tokens are dropped.
 
 What a sequence gives back when it leaves (its slot and pages) is out of reach until the last plan
 that names it has been acknowledged; :mod:`~trioserve.scheduler.slots` and
-:mod:`~trioserve.scheduler.pages` see to it. A preempted sequence waits for that too before it
+:mod:`~trioserve.scheduler.page_pool` see to it. A preempted sequence waits for that too before it
 rejoins the line, so that its tokens in flight still arrive. It resumes as if it were new, with its
 prompt and output as the prompt.
 
@@ -33,22 +33,22 @@ from trioserve.protocol.errors import AdapterNotFound, WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.requests.tenants import TenantCounts
-from trioserve.scheduler import policy
-from trioserve.scheduler.computation import Computation, Running, adapter_word
-from trioserve.scheduler.counts import Ints
-from trioserve.scheduler.draft import Draft, InFlight
+from trioserve.scheduler.adapter_residency import Residency
 from trioserve.scheduler.feeds import Feeds
-from trioserve.scheduler.gate import Gate
-from trioserve.scheduler.intake import Intake
-from trioserve.scheduler.integrity import check_core
+from trioserve.scheduler.invariants import check_core
 from trioserve.scheduler.limits import Limits, prompt_logprobs_for, resolve_max_tokens
 from trioserve.scheduler.memory import Memory
-from trioserve.scheduler.prefix import Match
+from trioserve.scheduler.pause_gate import Gate
+from trioserve.scheduler.plan_builder import Draft, InFlight
+from trioserve.scheduler.prefix_cache import Match
 from trioserve.scheduler.recovery import Recovery
-from trioserve.scheduler.residency import Residency
-from trioserve.scheduler.results import Results
-from trioserve.scheduler.siblings import Siblings
-from trioserve.scheduler.waiting import WaitingQueue
+from trioserve.scheduler.result_processing import Intake
+from trioserve.scheduler.result_validation import Results
+from trioserve.scheduler.scheduler import policy
+from trioserve.scheduler.sequence_group import Siblings
+from trioserve.scheduler.sequence_state import Computation, Running, adapter_word
+from trioserve.scheduler.token_counts import Ints
+from trioserve.scheduler.waiting_queue import WaitingQueue
 
 __all__ = ["SchedulerCore"]
 
@@ -520,7 +520,7 @@ class SchedulerCore:
         )
 
     def check_integrity(self) -> None:
-        """Assert the invariants that :mod:`trioserve.scheduler.integrity` lists."""
+        """Assert the invariants that :mod:`trioserve.scheduler.invariants` lists."""
         check_core(self)
 
 

@@ -3,7 +3,8 @@
 A place has a number behind those of the pages, so that one number says where a page's content is,
 on which side it may be. It is free or *stored* in, and who stores one more when all are taken gives
 one away: by its level, and within that by how long it has been there, as idle pages are
-(:mod:`~trioserve.scheduler.pages`). Those that are about to be copied back are *pinned* meanwhile.
+(:mod:`~trioserve.scheduler.page_pool`). Those that are about to be copied back are *pinned*
+meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from trioserve.scheduler.idle import IdlePages
+from trioserve.scheduler.eviction import IdlePages
 
 __all__ = ["HostPages"]
 

@@ -10,7 +10,7 @@ import msgspec
 from trioserve._util.feed import Feed
 from trioserve.observability.scheduler_statistics import Counters
 from trioserve.protocol import wire
-from trioserve.scheduler.draft import InFlight
+from trioserve.scheduler.plan_builder import InFlight
 
 if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore

@@ -1,7 +1,7 @@
 """What sequences hold of the worker's memory: a slot each, their pages, and the cached prefixes.
 
-The one place where :mod:`~trioserve.scheduler.slots`, :mod:`~trioserve.scheduler.counts`,
-:mod:`~trioserve.scheduler.pages` and :mod:`~trioserve.scheduler.prefix` meet.
+The one place where :mod:`~trioserve.scheduler.slots`, :mod:`~trioserve.scheduler.token_counts`,
+:mod:`~trioserve.scheduler.page_pool` and :mod:`~trioserve.scheduler.prefix_cache` meet.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from trioserve.requests.retention import Retention
-from trioserve.scheduler import policy
-from trioserve.scheduler.computation import NO_LOGPROBS, Computation
-from trioserve.scheduler.counts import Counts, Ints
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import Limits
-from trioserve.scheduler.pages import PagePool
-from trioserve.scheduler.prefix import Match, Namespace, Node, PrefixCache
-from trioserve.scheduler.siblings import first_logprob
+from trioserve.scheduler.page_pool import PagePool
+from trioserve.scheduler.prefix_cache import Match, Namespace, Node, PrefixCache
+from trioserve.scheduler.scheduler import policy
+from trioserve.scheduler.sequence_group import first_logprob
+from trioserve.scheduler.sequence_state import NO_LOGPROBS, Computation
 from trioserve.scheduler.slots import SlotTable
+from trioserve.scheduler.token_counts import Counts, Ints
 
 __all__ = ["Memory"]
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import attrs
 import numpy as np
 
-from trioserve.scheduler.counts import Bools, Ints
+from trioserve.scheduler.token_counts import Bools, Ints
 
 __all__ = [
     "NO_TURN",

@@ -18,10 +18,10 @@ import attrs
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput, State
-from trioserve.scheduler.blame import Blame, Flight, Verdict
-from trioserve.scheduler.draft import InFlight
+from trioserve.scheduler.fault_isolation import Blame, Flight, Verdict
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.memory import Memory
+from trioserve.scheduler.plan_builder import InFlight
 
 if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore

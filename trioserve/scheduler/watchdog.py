@@ -16,7 +16,7 @@ import math
 
 import attrs
 
-from trioserve.scheduler.draft import InFlight
+from trioserve.scheduler.plan_builder import InFlight
 
 __all__ = ["IN_THREADS", "OwedReply", "Watchdog"]
 

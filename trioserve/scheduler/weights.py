@@ -10,7 +10,7 @@ import trio
 
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.scheduler.calls import Call
-from trioserve.scheduler.quiet import Quiet
+from trioserve.scheduler.pause_control import Quiet
 
 __all__ = ["HOLDER", "Weights"]
 

@@ -79,7 +79,7 @@ MAX_WORKERS_LOST = 2
 
 
 class PreparingWorker(Protocol):
-    """What is needed of the :class:`~trioserve.scheduler.Scheduler`."""
+    """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
 
     @property
     def attached(self) -> bool:

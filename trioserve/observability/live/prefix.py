@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 
 from trioserve.observability.live.schema import Prefix, PrefixNode
-from trioserve.scheduler.prefix import Node, PrefixCache
+from trioserve.scheduler.prefix_cache import Node, PrefixCache
 
 __all__ = ["PAGES_FOR_EACH", "prefix_of"]
 

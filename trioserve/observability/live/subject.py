@@ -30,8 +30,8 @@ from trioserve.observability.live.tasks import task_tree
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol.errors import WatcherLimit
 from trioserve.requests.request import Request
-from trioserve.scheduler import Scheduler
 from trioserve.scheduler.iterations import Iteration
+from trioserve.scheduler.scheduler import Scheduler
 from trioserve.workers.supervisor import WorkerLife
 
 if TYPE_CHECKING:

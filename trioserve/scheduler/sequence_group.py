@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import attrs
 
 from trioserve.requests.request import Request, Sequence, State
-from trioserve.scheduler.computation import NO_LOGPROBS, Computation, Line
+from trioserve.scheduler.sequence_state import NO_LOGPROBS, Computation, Line
 
 __all__ = ["Siblings", "first_logprob", "leader_of"]
 

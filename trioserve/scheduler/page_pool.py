@@ -24,7 +24,7 @@ An *epoch* is the number of a plan. A page is released with the epoch of the las
 its holder, and is out of reach until that plan has been acknowledged. A kept page may be shared
 again at any time: it is full, and no plan in flight writes to a full page.
 
-Idle pages go by their *level* (:mod:`~trioserve.scheduler.priorities`), and within one by
+Idle pages go by their *level* (:mod:`~trioserve.scheduler.page_priorities`), and within one by
 when they came there. Whoever releases a path of the prefix tree names the deepest page first, so a
 child always goes before a parent on the same level.
 """
@@ -36,8 +36,8 @@ from collections.abc import Iterable, Set
 import attrs
 
 from trioserve.requests.retention import DEFAULT_PRIORITY
+from trioserve.scheduler.eviction import IdlePages
 from trioserve.scheduler.host_pages import HostPages
-from trioserve.scheduler.idle import IdlePages
 
 __all__ = ["PagePool"]
 

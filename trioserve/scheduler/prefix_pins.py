@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from trioserve.scheduler.computation import namespace_of
 from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.sequence_state import namespace_of
 
 __all__ = ["Holds"]
 
 
 @attrs.define(eq=False)
 class Holds:
-    """The holds on one scheduler's prefix cache: see :mod:`~trioserve.scheduler.priorities`.
+    """The holds on one scheduler's prefix cache: see :mod:`~trioserve.scheduler.page_priorities`.
 
     A hold ends by itself with the pages that it is on: when the cache is emptied, and with the
     worker.

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 from trioserve.requests.request import State
 from trioserve.requests.tenants import TenantCounts
-from trioserve.scheduler.siblings import leader_of
+from trioserve.scheduler.sequence_group import leader_of
 
 if TYPE_CHECKING:
-    from trioserve.scheduler.computation import Computation
     from trioserve.scheduler.core import SchedulerCore
+    from trioserve.scheduler.sequence_state import Computation
 
 __all__ = ["check_core"]
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from trioserve.protocol import wire
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Sequence, State
-from trioserve.scheduler.computation import NO_LOGPROBS, Computation
-from trioserve.scheduler.counts import Bools, Counts, Ints
+from trioserve.scheduler.sequence_state import NO_LOGPROBS, Computation
+from trioserve.scheduler.token_counts import Bools, Counts, Ints
 
 __all__ = ["Draft", "DuePiece", "InFlight", "Row"]
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 from trioserve.requests.request import Request, Sequence, State
-from trioserve.scheduler.computation import Computation
+from trioserve.scheduler.sequence_state import Computation
 
 __all__ = ["Blame", "Flight", "Verdict"]
 

@@ -8,9 +8,9 @@ stands at the deepest page of the path, and if that page is evicted nevertheless
 one above.
 
 So a page's level is at least that of what is below it, and who evicts the lowest level first never
-comes to a page before its children (rule 4 of :mod:`~trioserve.scheduler.prefix`). The same has to
-hold within a level: whatever raises a page puts those of its ancestors behind it that are on the
-same level. A page whose level changes counts as idle from then on.
+comes to a page before its children (rule 4 of :mod:`~trioserve.scheduler.prefix_cache`). The same
+has to hold within a level: whatever raises a page puts those of its ancestors behind it that are on
+the same level. A page whose level changes counts as idle from then on.
 
 Pages of which nobody said anything cost nothing here: only what isn't as usual is kept.
 """
@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 import attrs
 
 from trioserve.requests.retention import DEFAULT_PRIORITY
-from trioserve.scheduler.pages import PagePool
+from trioserve.scheduler.page_pool import PagePool
 
 if TYPE_CHECKING:
-    from trioserve.scheduler.prefix import Node
+    from trioserve.scheduler.prefix_cache import Node
 
 __all__ = ["Priorities"]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import attrs
 
-from trioserve.scheduler.computation import Computation, Line
+from trioserve.scheduler.sequence_state import Computation, Line
 
 __all__ = ["WaitingQueue"]
 

@@ -16,9 +16,9 @@ Rules, and what follows from them:
    first.
 4. So whoever holds a node's page holds its ancestors' pages as long or longer. A page that is idle
    has only idle pages below it, all of them idle at least as long and worth no more
-   (:mod:`~trioserve.scheduler.priorities`): of those that are worth the least, the page that has
-   been idle longest never has a page below it. Eviction just takes it, and all idle pages can be
-   evicted.
+   (:mod:`~trioserve.scheduler.page_priorities`): of those that are worth the least, the page that
+   has been idle longest never has a page below it. Eviction just takes it, and all idle pages can
+   be evicted.
 5. Where the host has memory for it, an evicted page goes on there: its node stays, with the number
    of a place on the host (:mod:`~trioserve.scheduler.host_pages`). Below such a node there are only
    such nodes, and what rule 4 says of idle pages is true of them. A sequence that matches them has
@@ -34,8 +34,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 import attrs
 
 from trioserve.scheduler.cache_events import FLUSHED, CacheEvents
-from trioserve.scheduler.pages import PagePool
-from trioserve.scheduler.priorities import Priorities
+from trioserve.scheduler.page_pool import PagePool
+from trioserve.scheduler.page_priorities import Priorities
 
 __all__ = ["Match", "Namespace", "Node", "PrefixCache"]
 

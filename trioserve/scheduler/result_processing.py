@@ -16,11 +16,11 @@ import numpy as np
 from trioserve.observability.scheduler_statistics import Observer
 from trioserve.protocol.errors import EngineError
 from trioserve.requests.request import SequenceOutput, State
-from trioserve.scheduler.computation import Computation
-from trioserve.scheduler.counts import Bools, Ints
-from trioserve.scheduler.draft import InFlight
-from trioserve.scheduler.endings import ending, ending_without_token
-from trioserve.scheduler.results import Results
+from trioserve.scheduler.plan_builder import InFlight
+from trioserve.scheduler.result_validation import Results
+from trioserve.scheduler.sequence_state import Computation
+from trioserve.scheduler.stop_conditions import ending, ending_without_token
+from trioserve.scheduler.token_counts import Bools, Ints
 
 if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore

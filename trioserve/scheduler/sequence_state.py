@@ -10,10 +10,10 @@ import attrs
 import numpy as np
 
 from trioserve.requests.request import Sequence
-from trioserve.scheduler.counts import Counts, Ints
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.policy import NO_TURN, Order, queue_order
-from trioserve.scheduler.prefix import Namespace, Node
+from trioserve.scheduler.prefix_cache import Namespace, Node
+from trioserve.scheduler.token_counts import Counts, Ints
 
 __all__ = ["NO_LOGPROBS", "Computation", "Line", "Running", "adapter_word", "namespace_of"]
 

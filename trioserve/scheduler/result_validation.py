@@ -12,8 +12,8 @@ from trioserve.protocol.sampling import NAN_LOGITS, SamplingParams
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import State
 from trioserve.requests.stream import TokenLogprob
-from trioserve.scheduler.counts import Ints
-from trioserve.scheduler.draft import InFlight
+from trioserve.scheduler.plan_builder import InFlight
+from trioserve.scheduler.token_counts import Ints
 
 __all__ = ["Results"]
 
