@@ -21,9 +21,9 @@ from fuzz.target import Target
 from fuzz.values import JSON, NUMBERS, TEXTS
 from gpu.loading import load
 from trioserve.config import EngineConfig
-from trioserve.loaded_model import LoadedModel
+from trioserve.engine.loaded_model import LoadedModel
+from trioserve.engine.nursery import start_message
 from trioserve.model_files import open_model
-from trioserve.nursery import start_message
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.requests.request import ChatPrompt
 

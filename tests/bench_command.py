@@ -8,7 +8,7 @@ from typing import Any
 
 from trioserve.cli import commands
 from trioserve.config import EngineConfig
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

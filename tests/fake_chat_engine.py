@@ -24,7 +24,7 @@ from trioserve.requests.request import ChatPrompt
 from trioserve.requests.stream import Chunk
 
 if TYPE_CHECKING:
-    from trioserve.engine import Engine
+    from trioserve.engine.engine import Engine
 
 
 @attrs.define

@@ -11,7 +11,7 @@ from typing import Any
 
 from trioserve import serving
 from trioserve.cli.commands import run
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.simulation import byte_tokenizer, open_fake_engine

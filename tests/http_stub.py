@@ -17,7 +17,7 @@ import trio
 from quart_trio.testing import TrioClient
 
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.app import App
 from trioserve.http.server import serve_app
@@ -156,7 +156,7 @@ class ScriptedStream(GenerationStream):
 
 @attrs.define(eq=False)
 class StubEngine:
-    """The parts of :class:`~trioserve.engine.Engine` that HTTP uses, with scripted outputs.
+    """The parts of :class:`~trioserve.engine.engine.Engine` that HTTP uses, with scripted outputs.
 
     ``script(call)`` gives the steps of an output; ``admit(call)`` is awaited before admission and
     may raise.

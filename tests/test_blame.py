@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.scheduling import Bench, make_limits, make_request, reference
 from trioserve.config import EngineConfig
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.protocol.grammar import Grammar

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio.testing
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.simulation import open_fake_engine
 
 PROMPT = list(range(64))

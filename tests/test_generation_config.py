@@ -13,8 +13,8 @@ from trio.testing import MockClock
 from tests.front_ends import open_server
 from tests.http_stub import StubEngine, http_client, served, server_config
 from trioserve import EngineConfig, InvalidRequest, ModelLoadError, SamplingParams
+from trioserve.engine.loaded_model import chosen_generation_config
 from trioserve.http import create_app
-from trioserve.loaded_model import chosen_generation_config
 from trioserve.model_files import locate, open_model
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.simulation import open_fake_engine

@@ -15,8 +15,8 @@ from http_stub import StubEngine, client_of, server_config
 from quart_trio.testing import TrioClient
 
 from trioserve import Engine, EngineError
+from trioserve.engine.idle_check import IdleCheck
 from trioserve.http import create_app
-from trioserve.idle_check import IdleCheck
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.simulation import open_fake_engine

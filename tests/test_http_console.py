@@ -12,7 +12,7 @@ import pytest
 import trio
 from http_stub import StubEngine, app_of, http_client, server_config
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.app import App
 from trioserve.http.console.files import FOLDER, SECURITY_HEADERS

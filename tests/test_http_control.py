@@ -12,7 +12,7 @@ import trio
 from http_stub import server_config
 from quart_trio.testing import TrioClient
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

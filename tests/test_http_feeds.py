@@ -11,7 +11,7 @@ import pytest
 from http_stub import server_config
 from quart_trio.testing import TrioClient
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

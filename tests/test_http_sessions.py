@@ -13,7 +13,7 @@ import trio
 from http_stub import server_config
 from quart_trio.testing import TrioClient
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.control.schemas import Done
 from trioserve.simulation import open_fake_engine

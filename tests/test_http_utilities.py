@@ -15,7 +15,7 @@ from quart_trio.testing import TrioClient
 
 import trioserve
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.utilities.endpoint import shown_options
 from trioserve.simulation import byte_tokenizer, open_fake_engine

@@ -13,8 +13,8 @@ from tests.source_files import ROOT, imports_of, modules_of
 FORBIDDEN_IN_TRIOSERVE = {"torch", "cupy", "gpu", "asyncio", "pickle"}
 FORBIDDEN_IN_GPU = {"trio", "hypercorn", "quart", "quart_trio", "pynng.trio", "asyncio", "pickle"}
 FOR_ASYNCIO = {
-    "trioserve/offline/async_generation.py",
-    "trioserve/offline/async_llm.py",
+    "trioserve/engine/offline/async_generation.py",
+    "trioserve/engine/offline/async_llm.py",
 }
 """The modules that wait in an asyncio program's loop, and so import asyncio."""
 SHARED = {"trioserve.protocol", "trioserve.model_files"}

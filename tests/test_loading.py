@@ -14,9 +14,9 @@ from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 from trioserve import EngineConfig, ModelLoadError
 from trioserve.cli import loading as cli_loading
 from trioserve.cli.loading import LoadingReport
-from trioserve.loaded_model import LoadedModel
+from trioserve.engine.loaded_model import LoadedModel
+from trioserve.engine.nursery import start_message
 from trioserve.model_files import open_model
-from trioserve.nursery import start_message
 from trioserve.protocol import wire
 from trioserve.requests.request import ChatPrompt
 from trioserve.simulation import byte_tokenizer

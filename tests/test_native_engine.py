@@ -12,7 +12,7 @@ import pytest
 import trio
 from http_stub import http_client, server_config
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.server import serve_app
 from trioserve.simulation import open_fake_engine

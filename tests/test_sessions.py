@@ -12,15 +12,15 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
+from trioserve.engine.sessions.sessions import SESSION_PRIORITY, Continuation
+from trioserve.engine.sessions.turn_tree import Turn, Turns
 from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.requests.request import TokensPrompt
 from trioserve.requests.retention import DEFAULT_PRIORITY
-from trioserve.sessions import SESSION_PRIORITY, Continuation
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 from trioserve.testing.simulation import draw_scenario
-from trioserve.turns import Turn, Turns
 
 
 def slow_worker(**options: Any) -> FakeWorker:

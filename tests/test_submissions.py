@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.protocol.errors import InvalidRequest, QueueFull, RequestAborted
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

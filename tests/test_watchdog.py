@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from tests.scheduling import Bench, make_limits, worker
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, WorkerLost
 from trioserve.protocol.grammar import Grammar

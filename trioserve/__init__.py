@@ -13,11 +13,12 @@ from trioserve.protocol.version import __version__
 
 if TYPE_CHECKING:
     from trioserve.config import EngineConfig, ServerConfig
-    from trioserve.continuation import Continuation
-    from trioserve.engine import Engine
-    from trioserve.nursery import open_engine
-    from trioserve.offline.async_llm import AsyncLLM
-    from trioserve.offline.llm import LLM
+    from trioserve.engine.engine import Engine
+    from trioserve.engine.nursery import open_engine
+    from trioserve.engine.offline.async_llm import AsyncLLM
+    from trioserve.engine.offline.llm import LLM
+    from trioserve.engine.sessions.continuation import Continuation
+    from trioserve.engine.sessions.sessions import Session
     from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
     from trioserve.protocol.errors import (
         AdapterNotFound,
@@ -43,16 +44,15 @@ if TYPE_CHECKING:
     from trioserve.requests.retention import Retention, RetentionRange
     from trioserve.requests.stream import Chunk, TokenLogprob
     from trioserve.serving import serve
-    from trioserve.sessions import Session
 
 _HOME = {
     "EngineConfig": "config",
     "ServerConfig": "config",
-    "Continuation": "continuation",
-    "Engine": "engine",
-    "open_engine": "nursery",
-    "AsyncLLM": "offline.async_llm",
-    "LLM": "offline.llm",
+    "Continuation": "engine.sessions.continuation",
+    "Engine": "engine.engine",
+    "open_engine": "engine.nursery",
+    "AsyncLLM": "engine.offline.async_llm",
+    "LLM": "engine.offline.llm",
     "Classifications": "pooling.results",
     "Embeddings": "pooling.results",
     "LabelScores": "pooling.results",
@@ -86,7 +86,7 @@ _HOME = {
     "Chunk": "requests.stream",
     "TokenLogprob": "requests.stream",
     "serve": "serving",
-    "Session": "sessions",
+    "Session": "engine.sessions.sessions",
 }
 
 __all__ = [

@@ -16,13 +16,13 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
+from trioserve.engine.nursery import open_engine
 from trioserve.front_end.serving import serve_with_front_ends
 from trioserve.http import create_app
 from trioserve.http.app import App
 from trioserve.http.listeners import Listening, check_address
 from trioserve.http.server import serve_app
-from trioserve.nursery import open_engine
 from trioserve.observability.metrics import measure_loop_lag
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ShuttingDown

@@ -24,12 +24,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
-from trioserve.engine import Engine
-from trioserve.loaded_model import LoadedModel, chosen_generation_config
+from trioserve.engine.engine import Engine
+from trioserve.engine.loaded_model import LoadedModel, chosen_generation_config
+from trioserve.engine.nursery import run_engine
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
-from trioserve.nursery import run_engine
 from trioserve.observability.metrics import Metrics
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.protocol import wire

@@ -19,10 +19,11 @@ import attrs
 import msgspec
 import trio
 
-from trioserve.engine import Engine
-from trioserve.open_generations import OpenGenerations
+from trioserve.engine.engine import Engine
+from trioserve.engine.lifecycle import OpenGenerations
+from trioserve.engine.request_factory import RequestMaker
+from trioserve.engine.sessions.sessions import Session
 from trioserve.protocol.errors import RequestAborted, WorkerLost
-from trioserve.request_maker import RequestMaker
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import (
     Finish,
@@ -43,7 +44,6 @@ from trioserve.scheduler.scheduler import Scheduler, SchedulerCore
 from trioserve.scheduler.scheduler import sequence_state as computations
 from trioserve.scheduler.sequence_state import Computation
 from trioserve.scheduler.slots import SlotTable
-from trioserve.sessions import Session
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.workers.supervisor import Supervisor

@@ -15,7 +15,7 @@ import trio
 
 from trioserve.cli.serve import rare_collections
 from trioserve.config import ServerConfig
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.connections import raise_descriptor_limit
 from trioserve.http.server import serve_app

@@ -17,8 +17,8 @@ from gpu.loading import load
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import make_tiny
 from trioserve import EngineConfig
+from trioserve.engine.nursery import start_message
 from trioserve.model_files import open_model
-from trioserve.nursery import start_message
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 

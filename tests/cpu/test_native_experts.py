@@ -36,8 +36,8 @@ from tests.plans import PlanMaker
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import EXPERT_FAMILIES, make_tiny
 from trioserve import EngineConfig
+from trioserve.engine.nursery import start_message
 from trioserve.model_files import open_model
-from trioserve.nursery import start_message
 
 try:
     load_library()

@@ -9,8 +9,8 @@ import attrs
 import pytest
 
 from trioserve.config import EngineConfig
-from trioserve.engine import Engine
-from trioserve.offline import engine_thread
+from trioserve.engine.engine import Engine
+from trioserve.engine.offline import engine_thread
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

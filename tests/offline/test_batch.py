@@ -9,9 +9,9 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve.engine import Engine
-from trioserve.offline.batch import Batch, complete_all
-from trioserve.offline.room import Room
+from trioserve.engine.engine import Engine
+from trioserve.engine.offline.batch import Batch, complete_all
+from trioserve.engine.offline.room import Room
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion

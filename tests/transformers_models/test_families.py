@@ -18,7 +18,7 @@ from tests.rounding import apart, terms_of_folder
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 from tests.transformers_models.models import FAMILIES, make_other
 from trioserve import EngineConfig
-from trioserve.nursery import start_message
+from trioserve.engine.nursery import start_message
 
 PAGE_SIZE, NUM_PAGES = 4, 64
 

@@ -25,8 +25,8 @@ from tests.tiny_gguf import write_gguf
 from tests.tiny_models import make_tiny
 from tests.transformers_models.models import FAMILIES, UNSERVED, make_other
 from trioserve import EngineConfig
+from trioserve.engine.nursery import start_message
 from trioserve.model_files import TransformersConfig, open_model
-from trioserve.nursery import start_message
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import extra_advice
 

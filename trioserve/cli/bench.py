@@ -22,6 +22,7 @@ from trioserve.cli.output import writing
 from trioserve.cli.remote import address_of, authorization, certificates
 from trioserve.config import EngineConfig
 from trioserve.config.options import options_of
+from trioserve.engine.nursery import open_engine
 from trioserve.load.client import Target
 from trioserve.load.embedded import EmbeddedTarget
 from trioserve.load.figures import Limits
@@ -34,7 +35,6 @@ from trioserve.load.target import AnyTarget
 from trioserve.load.texts import CountedTexts, Texts
 from trioserve.load.traces import TraceRow
 from trioserve.load.work import Conversation
-from trioserve.nursery import open_engine
 from trioserve.protocol.log_output import escaped
 from trioserve.protocol.wire import MockSteps
 

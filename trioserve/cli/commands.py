@@ -42,7 +42,7 @@ from trioserve.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from trioserve.cli.remote_options import RemoteOptions
-    from trioserve.engine import Engine
+    from trioserve.engine.engine import Engine
 
 # What a command alone needs (trio, the server, rich) is imported by that command, so that --help
 # and a wrong option answer at once.
@@ -162,7 +162,7 @@ def _with_engine(config: EngineConfig, use: Callable[[Engine], Awaitable[None]])
     import trio
 
     from trioserve.cli.loading import LoadingReport
-    from trioserve.nursery import open_engine
+    from trioserve.engine.nursery import open_engine
     from trioserve.observability.logs import setup_logging
 
     async def main() -> None:

@@ -8,7 +8,7 @@ from trioserve.cli.terminal import Terminal
 from trioserve.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from trioserve.engine import Engine
+    from trioserve.engine.engine import Engine
     from trioserve.requests.generation import PromptLike
 
 __all__ = ["generate"]

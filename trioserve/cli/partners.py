@@ -22,7 +22,7 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import ChatPrompt
 
 if TYPE_CHECKING:
-    from trioserve.engine import Engine
+    from trioserve.engine.engine import Engine
     from trioserve.requests.generation import GenerationStream
 
 __all__ = ["EnginePartner", "Messages", "Partner", "Piece", "Reply", "ServerPartner", "find_server"]

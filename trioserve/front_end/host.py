@@ -25,15 +25,16 @@ from trioserve._util.feed import Tail
 from trioserve._util.pair_socket import PairSocket
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.adapter_paths import named_paths
-from trioserve.control import Control
-from trioserve.engine_tasks import open_tasks
+from trioserve.engine.control import Control
+from trioserve.engine.idle_check import IdleCheck
+from trioserve.engine.sessions.sessions import Sessions
+from trioserve.engine.tasks import open_tasks
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Home
 from trioserve.front_end.hosting import Hosting
 from trioserve.front_end.messages import Offered
 from trioserve.front_end.pulse import patience_of
 from trioserve.front_end.remote import EngineState
-from trioserve.idle_check import IdleCheck
 from trioserve.kept_responses import KeptResponses
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.observability.live import Subject
@@ -55,7 +56,6 @@ from trioserve.requests.request import Request, SequenceOutput
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 from trioserve.scheduler.scheduler import Scheduler
-from trioserve.sessions import Sessions
 from trioserve.text.preparation import Preparation
 from trioserve.workers.supervisor import Supervisor
 

@@ -15,10 +15,10 @@ from typing import Any
 import attrs
 import msgspec
 
-from trioserve.continuation import Beginning, Continuation, Said
+from trioserve.engine.sessions.continuation import Beginning, Continuation, Said
+from trioserve.engine.sessions.sessions import Session, Sessions
 from trioserve.front_end.asks import Handlers
 from trioserve.front_end.messages import TurnClosed, numbers_of, packed
-from trioserve.sessions import Session, Sessions
 
 __all__ = ["HostedTurns"]
 

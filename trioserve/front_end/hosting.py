@@ -8,11 +8,11 @@ from typing import Protocol
 
 import attrs
 
+from trioserve.engine.sessions.sessions import Sessions
 from trioserve.front_end.clock import SharedClock
 from trioserve.observability.live import Subject
 from trioserve.observability.live.schema import TaskNode
 from trioserve.requests.request import Finish, Request, Sequence
-from trioserve.sessions import Sessions
 
 __all__ = ["Hosting", "Line"]
 

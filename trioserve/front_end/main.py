@@ -15,7 +15,9 @@ import structlog
 import trio
 
 from trioserve._util.pair_socket import PairSocket, SocketFailed
-from trioserve.engine_tasks import EngineTasks
+from trioserve.engine.loaded_model import LoadedModel
+from trioserve.engine.nursery import Place, run_tasks
+from trioserve.engine.tasks import EngineTasks
 from trioserve.front_end.encoding import remote_encoding
 from trioserve.front_end.faults import fault_of
 from trioserve.front_end.messages import Drained, Failed, Hello, Listening, Start, Stop, encode
@@ -26,8 +28,6 @@ from trioserve.front_end.shared import SharedServer
 from trioserve.http import create_app
 from trioserve.http.connections import raise_descriptor_limit
 from trioserve.http.listeners import inherited
-from trioserve.loaded_model import LoadedModel
-from trioserve.nursery import Place, run_tasks
 from trioserve.observability.logs import get_logger, setup_logging
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.signals import dumping_tasks

@@ -86,7 +86,7 @@ class RemoteAdapters:
 
 
 class RemoteScheduler:
-    """A :class:`~trioserve.backend.Backend` whose scheduler is in the engine process.
+    """A :class:`~trioserve.engine.backend.Backend` whose scheduler is in the engine process.
 
     Args:
         socket: connected to it.

@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 
-from trioserve.continuation import (
+from trioserve.engine.engine import Engine
+from trioserve.engine.sessions.continuation import (
     Continuation,
     Said,
     check_turn_sampling,
@@ -17,7 +18,6 @@ from trioserve.continuation import (
     session_closed,
     turn_prompt,
 )
-from trioserve.engine import Engine
 from trioserve.front_end.messages import LeaveTurn, numbers_of, packed
 from trioserve.front_end.remote import RemoteScheduler
 from trioserve.protocol.sampling import SamplingParams
@@ -64,7 +64,7 @@ class RemoteTurns:
         arrived: float | None = None,
         **options: Any,
     ) -> AsyncIterator[GenerationStream]:
-        """A turn, as :meth:`trioserve.sessions.Session.generate`; what it raises, entering does."""
+        """A turn, as :meth:`trioserve.engine.sessions.sessions.Session.generate`; what it raises, entering does."""
         check_turn_sampling(params, options)
         id = request_id or new_turn_id()
         self._num_begun += 1

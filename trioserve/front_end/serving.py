@@ -10,11 +10,11 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
+from trioserve.engine.nursery import locate_model, log_loaded, open_scheduler
 from trioserve.front_end.fleet import Fleet
 from trioserve.front_end.host import open_host
 from trioserve.http.listeners import open_shared_listening, removing_socket_file
 from trioserve.model_files import task_of
-from trioserve.nursery import locate_model, log_loaded, open_scheduler
 from trioserve.observability.metrics import Metrics, measure_loop_lag
 from trioserve.protocol import wire
 from trioserve.workers.supervisor import OnProgress

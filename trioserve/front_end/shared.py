@@ -12,8 +12,8 @@ import msgspec
 import trio
 
 from trioserve.config import EngineConfig
-from trioserve.continuation import Continuation, Generate
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
+from trioserve.engine.sessions.continuation import Continuation, Generate
 from trioserve.front_end.clock import SharedClock
 from trioserve.front_end.home import Counted, Looked
 from trioserve.front_end.host import Collected
@@ -206,7 +206,7 @@ class SharedServer:
         tenant: str,
         goes_on: bool,
     ) -> str:
-        """As :meth:`trioserve.sessions.Sessions.open`; the id of the session."""
+        """As :meth:`trioserve.engine.sessions.sessions.Sessions.open`; the id of the session."""
         arguments = [id, capacity, timeout, owner, tenant, goes_on]
         opened: str = await self._remote.asks.ask("open_session", arguments)
         return opened

@@ -18,7 +18,7 @@ from werkzeug.exceptions import BadRequest, MethodNotAllowed
 from werkzeug.routing import MapAdapter
 
 from trioserve.config import ServerConfig
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.http.asgi import (
     HTTPConnection,
     Request,

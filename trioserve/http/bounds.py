@@ -18,7 +18,7 @@ from trioserve.requests.stream import Chunk
 from trioserve.scheduler.limits import MAX_PROMPT_LOGPROBS
 
 if TYPE_CHECKING:
-    from trioserve.engine import Engine
+    from trioserve.engine.engine import Engine
     from trioserve.http.generations import Job
 
 __all__ = [

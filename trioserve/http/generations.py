@@ -16,8 +16,8 @@ from types import TracebackType
 import attrs
 import trio
 
-from trioserve.continuation import Generate
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
+from trioserve.engine.sessions.continuation import Generate
 from trioserve.http.bounds import check_prompt_logprobs
 from trioserve.protocol.errors import AdapterNotFound, InvalidRequest
 from trioserve.protocol.sampling import SamplingParams

@@ -13,7 +13,7 @@ from quart.wrappers.response import DataBody
 from werkzeug.exceptions import UnsupportedMediaType
 
 from trioserve.config import ServerConfig
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.http.access_log import AccessRecord
 from trioserve.http.asgi import Request
 from trioserve.http.bounds import AnswerSize, check_batch

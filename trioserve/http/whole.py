@@ -15,8 +15,8 @@ from typing import Protocol
 import attrs
 
 from trioserve._util.feed import Tail
-from trioserve.continuation import Continuation, Generate
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
+from trioserve.engine.sessions.continuation import Continuation, Generate
 from trioserve.http.auth import Caller, Keys
 from trioserve.kept_responses import KeptResponses
 from trioserve.observability.health import health_word
@@ -101,7 +101,7 @@ class Whole(Protocol):
         tenant: str,
         goes_on: bool,
     ) -> str:
-        """As :meth:`trioserve.sessions.Sessions.open`; the id of the session."""
+        """As :meth:`trioserve.engine.sessions.sessions.Sessions.open`; the id of the session."""
 
     async def close_session(self, id: str, owner: str | None) -> None:
         """Close a session of ``owner``; raises ``InvalidRequest`` if there is none of that id."""
@@ -234,7 +234,7 @@ class OneProcess:
         tenant: str,
         goes_on: bool,
     ) -> str:
-        """As :meth:`trioserve.sessions.Sessions.open`; the id of the session."""
+        """As :meth:`trioserve.engine.sessions.sessions.Sessions.open`; the id of the session."""
         session = self._engine.sessions.open(
             id, capacity=capacity, timeout=timeout, owner=owner, tenant=tenant, goes_on=goes_on
         )

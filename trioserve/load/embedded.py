@@ -19,7 +19,7 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from trioserve.engine import Engine
+    from trioserve.engine.engine import Engine
     from trioserve.requests.generation import GenerationStream
 
 __all__ = ["EmbeddedTarget"]

@@ -123,7 +123,7 @@ class Pooling:
         cache_salt: str,
         adapter: str,
     ) -> Embeddings:
-        """See :meth:`trioserve.engine.Engine.embed`."""
+        """See :meth:`trioserve.engine.engine.Engine.embed`."""
         items = as_items(inputs)
         if any(isinstance(item, tuple) for item in items):
             raise InvalidRequest("an embedding is one text's, not a pair's", param="input")
@@ -156,7 +156,7 @@ class Pooling:
         truncate_prompt_tokens: int | None,
         sender: Sender,
     ) -> Scores:
-        """See :meth:`trioserve.engine.Engine.score`."""
+        """See :meth:`trioserve.engine.engine.Engine.score`."""
         pairs = _pairs(queries, documents)
         config = None if self.encoding is None else self.encoding.encoder.config
         if self.task == "generate" or (config is not None and len(config.labels) > 1):
@@ -177,7 +177,7 @@ class Pooling:
         truncate_prompt_tokens: int | None,
         sender: Sender,
     ) -> Classifications:
-        """See :meth:`trioserve.engine.Engine.classify`."""
+        """See :meth:`trioserve.engine.engine.Engine.classify`."""
         config = self._config("classify", "classify texts")
         logits, lengths = await self._vectors(as_items(inputs), truncate_prompt_tokens, sender)
         probabilities = probabilities_of(logits, independent=config.independent_labels)
@@ -196,7 +196,7 @@ class Pooling:
         cache_salt: str,
         adapter: str,
     ) -> LabelScores:
-        """See :meth:`trioserve.engine.Engine.score_labels`."""
+        """See :meth:`trioserve.engine.engine.Engine.score_labels`."""
         if self.task != "generate":
             raise self.refusal("score labels by the tokens that may come next")
         prompts = label_prompts(query, items, item_first=item_first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import quart
 
+from trioserve.engine.sessions.sessions import MAX_CAPACITY
 from trioserve.http.control.schemas import Done
 from trioserve.http.generations import renamed
 from trioserve.http.service import Service, json_response
@@ -13,7 +14,6 @@ from trioserve.http.sessions.schemas import (
     OpenSessionRequest,
 )
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.sessions import MAX_CAPACITY
 
 __all__ = ["SessionEndpoints"]
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from trioserve.engine.sessions.sessions import MAX_CAPACITY
 from trioserve.http.schemas import Identifier, about
-from trioserve.sessions import MAX_CAPACITY
 
 __all__ = ["CloseSessionRequest", "OpenSessionRequest", "SessionParams"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.continuation import Continuation
+from trioserve.engine.sessions.continuation import Continuation
 from trioserve.http.generations import Job, renamed
 from trioserve.http.service import Service
 from trioserve.http.sessions.schemas import SessionParams

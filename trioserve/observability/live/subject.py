@@ -35,7 +35,7 @@ from trioserve.scheduler.scheduler import Scheduler
 from trioserve.workers.supervisor import WorkerLife
 
 if TYPE_CHECKING:
-    from trioserve.engine import Engine
+    from trioserve.engine.engine import Engine
 
 __all__ = [
     "DEFAULT_NODES",

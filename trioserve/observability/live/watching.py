@@ -14,7 +14,7 @@ from trioserve.observability.live.subject import DEFAULT_NODES, DEFAULT_REQUESTS
 from trioserve.protocol.version import __version__
 
 if TYPE_CHECKING:
-    from trioserve.engine import Engine
+    from trioserve.engine.engine import Engine
 
 __all__ = ["DEFAULT_INTERVAL", "Watching", "due_after", "hello_of", "subject_of", "watch"]
 

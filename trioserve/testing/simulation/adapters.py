@@ -12,7 +12,7 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.protocol.errors import AdapterNotFound, InvalidRequest, TrioserveError, WorkerLost
 from trioserve.testing.simulation.scenario import AdapterChange
 from trioserve.testing.simulation.trace import Trace, Violation

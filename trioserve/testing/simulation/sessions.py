@@ -12,9 +12,9 @@ from typing import Any
 
 import attrs
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
+from trioserve.engine.sessions.sessions import Continuation, Session
 from trioserve.requests.generation import GenerationStream
-from trioserve.sessions import Continuation, Session
 from trioserve.testing.simulation.judge import Visit
 from trioserve.testing.simulation.scenario import SessionUse
 from trioserve.testing.simulation.trace import Violation

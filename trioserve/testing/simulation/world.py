@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.protocol.errors import EngineError, RequestAborted, TrioserveError, WorkerLost
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import Request

@@ -14,9 +14,9 @@ import attrs
 import trio
 
 from trioserve.config import EngineConfig
-from trioserve.engine import Engine
-from trioserve.nursery import open_engine
-from trioserve.offline.room import Room
+from trioserve.engine.engine import Engine
+from trioserve.engine.nursery import open_engine
+from trioserve.engine.offline.room import Room
 from trioserve.protocol.errors import EngineError
 
 __all__ = ["EngineThread"]

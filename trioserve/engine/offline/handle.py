@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from trioserve.offline.engine_thread import EngineThread
-from trioserve.offline.recording import Recording
+from trioserve.engine.offline.engine_thread import EngineThread
+from trioserve.engine.offline.recording import Recording
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import PromptLike
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.requests.adapters import Adapter
 
 __all__ = ["is_paused", "list_adapters", "weight_version"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from trioserve.engine import Engine
-from trioserve.offline.room import Room
+from trioserve.engine.engine import Engine
+from trioserve.engine.offline.room import Room
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike, completion_of
 from trioserve.requests.stream import Chunk, TokenLogprob

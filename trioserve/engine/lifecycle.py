@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import attrs
 import trio
 
-from trioserve.backend import Backend
+from trioserve.engine.backend import Backend
 from trioserve.protocol.errors import EngineError, RequestAborted, SlowReader
 from trioserve.requests.admission import Entrance
 from trioserve.requests.deadline import Deadline

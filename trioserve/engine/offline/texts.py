@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trioserve.engine import Engine
+from trioserve.engine.engine import Engine
 from trioserve.pooling.inputs import Inputs, Item, as_items
 from trioserve.pooling.results import Classifications, Embeddings, Scores
 from trioserve.requests.generation import Usage

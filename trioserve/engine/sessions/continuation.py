@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import attrs
 
+from trioserve.engine.sessions.turn_tree import Turn
 from trioserve.protocol.errors import InvalidRequest, RequestAborted
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream, PromptLike, as_prompt
 from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt
-from trioserve.turns import Turn
 
 __all__ = [
     "AFTER_THE_LAST",

@@ -7,10 +7,10 @@ from os import PathLike
 from typing import Any
 
 from trioserve._util.feed import DEFAULT_MAX_RECORDS, Subscription
-from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.config.adapter_paths import absolute, check_name
-from trioserve.control import Control
+from trioserve.engine.backend import Backend
+from trioserve.engine.control import Control
 from trioserve.pooling.requests import Pooling
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.adapters import Adapter

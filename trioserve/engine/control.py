@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from trioserve.backend import Backend
+from trioserve.engine.backend import Backend
 from trioserve.model_files import locate
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import CallFailed, InvalidRequest, ModelLoadError
@@ -56,7 +56,7 @@ class Control:
     """What whoever exchanged the weights last calls them."""
 
     async def pause(self, mode: str, *, refuse: bool) -> None:
-        """See :meth:`trioserve.engine.Engine.pause`."""
+        """See :meth:`trioserve.engine.engine.Engine.pause`."""
         if mode not in PAUSE_MODES:
             modes = ", ".join(PAUSE_MODES)
             raise InvalidRequest(f"mode is one of {modes}, not {mode!r}", param="mode")
@@ -76,14 +76,14 @@ class Control:
             await self._batcher.pause(_OPERATOR)
 
     def resume(self) -> None:
-        """See :meth:`trioserve.engine.Engine.resume`."""
+        """See :meth:`trioserve.engine.engine.Engine.resume`."""
         self.refuses = False
         self._quiet.resume(_OPERATOR)
         if self._batcher is not None:
             self._batcher.resume(_OPERATOR)
 
     def abort(self, request_id: str, *, prefix: bool) -> int:
-        """See :meth:`trioserve.engine.Engine.abort`."""
+        """See :meth:`trioserve.engine.engine.Engine.abort`."""
         finish = Finish(FinishReason.ABORT)
         named = [
             request
@@ -100,7 +100,7 @@ class Control:
         return num_aborted
 
     async def update_weights(self, model: str, mode: str, version: str | None) -> None:
-        """See :meth:`trioserve.engine.Engine.update_weights`."""
+        """See :meth:`trioserve.engine.engine.Engine.update_weights`."""
         if mode not in UPDATE_MODES:
             modes = ", ".join(UPDATE_MODES)
             raise InvalidRequest(f"mode is one of {modes}, not {mode!r}", param="mode")
@@ -157,14 +157,14 @@ class Control:
             await batcher.pause_when_done(holder)
 
     async def release_memory(self) -> None:
-        """See :meth:`trioserve.engine.Engine.release_memory`."""
+        """See :meth:`trioserve.engine.engine.Engine.release_memory`."""
         await self._quiet.pause(_MEMORY, retract=True)
         if self._batcher is not None:
             await self._batcher.pause(_MEMORY)
         await self._switch.turn_off()
 
     async def resume_memory(self) -> None:
-        """See :meth:`trioserve.engine.Engine.resume_memory`."""
+        """See :meth:`trioserve.engine.engine.Engine.resume_memory`."""
         self._switch.turn_on()
         self._quiet.resume(_MEMORY)
         if self._batcher is not None:
@@ -173,11 +173,11 @@ class Control:
 
     @property
     def memory_released(self) -> bool:
-        """See :attr:`trioserve.engine.Engine.memory_released`."""
+        """See :attr:`trioserve.engine.engine.Engine.memory_released`."""
         return not self._switch.is_on
 
     def flush_cache(self) -> int:
-        """See :meth:`trioserve.engine.Engine.flush_cache`."""
+        """See :meth:`trioserve.engine.engine.Engine.flush_cache`."""
         return self._quiet.flush_prefixes()
 
     @property

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from trioserve.offline.engine_thread import EngineThread
-from trioserve.offline.handle import Handle
-from trioserve.offline.recording import Outputs, PartialOutput
+from trioserve.engine.offline.engine_thread import EngineThread
+from trioserve.engine.offline.handle import Handle
+from trioserve.engine.offline.recording import Outputs, PartialOutput
 from trioserve.protocol.errors import RequestAborted
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike

@@ -1,11 +1,11 @@
 """The engine as its callers see it: generate, complete, statistics, drain.
 
 What it offers of texts as a whole is in :mod:`trioserve.pooling.engine`, and what it offers to
-operators in :mod:`trioserve.operated_engine`.
+operators in :mod:`trioserve.engine.operations`.
 
 A request isn't a task: it belongs to the scope of the ``async with engine.generate(...)`` block,
 and leaving that block, for whatever reason, is its abort. The tasks behind it are
-:mod:`trioserve.nursery`'s.
+:mod:`trioserve.engine.nursery`'s.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.admission import check_arguments
-from trioserve.backend import Backend
 from trioserve.config import EngineConfig
-from trioserve.control import Control
+from trioserve.engine.backend import Backend
+from trioserve.engine.control import Control
+from trioserve.engine.lifecycle import OpenGenerations
+from trioserve.engine.operations import OperatedEngine
+from trioserve.engine.request_factory import RequestMaker
+from trioserve.engine.sessions.sessions import MAX_CAPACITY, Session, Sessions
+from trioserve.engine.submissions import Submissions, open_submissions
+from trioserve.engine.validation import check_arguments
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.observability.live.subject import Subject
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.statistics import EngineStatistics
-from trioserve.open_generations import OpenGenerations
-from trioserve.operated_engine import OperatedEngine
 from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.decoders import AskedPrompt
 from trioserve.pooling.engine import PoolingEngine
@@ -40,7 +43,6 @@ from trioserve.pooling.requests import Encoding, Pooling
 from trioserve.protocol import wire
 from trioserve.protocol.errors import Draining, EngineError, InvalidRequest, Paused, RequestAborted
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.request_maker import RequestMaker
 from trioserve.requests.adapters import NO_ADAPTER
 from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Entrance
 from trioserve.requests.deadline import Deadline
@@ -55,8 +57,6 @@ from trioserve.requests.generation import (
 from trioserve.requests.request import Finish, Request, Sequence
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Chunk
-from trioserve.sessions import MAX_CAPACITY, Session, Sessions
-from trioserve.submissions import Submissions, open_submissions
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["Engine"]

@@ -23,13 +23,14 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.backend import Backend
 from trioserve.config import EngineConfig
 from trioserve.config.adapter_paths import named_paths
-from trioserve.engine import Engine
-from trioserve.engine_tasks import EngineTasks, open_tasks
-from trioserve.idle_check import IdleCheck
-from trioserve.loaded_model import LoadedModel, in_thread
+from trioserve.engine.backend import Backend
+from trioserve.engine.engine import Engine
+from trioserve.engine.idle_check import IdleCheck
+from trioserve.engine.loaded_model import LoadedModel, in_thread
+from trioserve.engine.request_factory import RequestMaker
+from trioserve.engine.tasks import EngineTasks, open_tasks
 from trioserve.model_files import locate
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.observability.live.subject import Subject
@@ -41,7 +42,6 @@ from trioserve.pooling.batcher import supervised_batcher
 from trioserve.pooling.requests import Encoding
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
-from trioserve.request_maker import RequestMaker
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.stream import StreamBudget
 from trioserve.scheduler.scheduler import Scheduler

@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from trioserve.config import EngineConfig
-from trioserve.engine import Engine
-from trioserve.offline import properties
-from trioserve.offline.async_generation import AsyncGeneration
-from trioserve.offline.batch import Batch, Params, as_chats, complete_all
-from trioserve.offline.engine_thread import EngineThread
-from trioserve.offline.recording import PartialOutput
-from trioserve.offline.texts import classify_all, embed_all, score_all
+from trioserve.engine.engine import Engine
+from trioserve.engine.offline import properties
+from trioserve.engine.offline.async_generation import AsyncGeneration
+from trioserve.engine.offline.batch import Batch, Params, as_chats, complete_all
+from trioserve.engine.offline.engine_thread import EngineThread
+from trioserve.engine.offline.recording import PartialOutput
+from trioserve.engine.offline.texts import classify_all, embed_all, score_all
 from trioserve.pooling.inputs import Inputs
 from trioserve.pooling.results import Classifications, Embeddings, Scores
 from trioserve.protocol.sampling import SamplingParams

@@ -9,7 +9,8 @@ from collections.abc import Sequence as Seq
 import attrs
 import trio
 
-from trioserve.admission import (
+from trioserve.config import EngineConfig
+from trioserve.engine.validation import (
     check_params,
     check_prompt,
     check_without_text,
@@ -17,7 +18,6 @@ from trioserve.admission import (
     max_prompt_tokens,
     sampler_params,
 )
-from trioserve.config import EngineConfig
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.adapters import NO_ADAPTER

@@ -10,9 +10,9 @@ import rich.console
 import rich.progress
 import trio
 
-from trioserve.engine import Engine
-from trioserve.offline.recording import Recording
-from trioserve.offline.room import Room
+from trioserve.engine.engine import Engine
+from trioserve.engine.offline.recording import Recording
+from trioserve.engine.offline.room import Room
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike
 from trioserve.requests.request import ChatPrompt

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import attrs
 import trio
 
-from trioserve.continuation import (
+from trioserve.engine.sessions.continuation import (
     AFTER_THE_LAST,
     Beginning,
     Continuation,
@@ -32,13 +32,13 @@ from trioserve.continuation import (
     session_closed,
     turn_prompt,
 )
+from trioserve.engine.sessions.turn_tree import Turn, Turns
 from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, GenerationStream, PromptLike, completion_of
 from trioserve.requests.request import Request
 from trioserve.requests.tenants import excess
 from trioserve.scheduler.prefix_pins import Holds
-from trioserve.turns import Turn, Turns
 
 __all__ = ["MAX_CAPACITY", "SESSION_PRIORITY", "Continuation", "Session", "Sessions"]
 

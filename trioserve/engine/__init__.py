@@ -1,0 +1,4 @@
+"""The engine: its nursery and tasks, requests by Python, sessions, operators' calls, offline use.
+
+Imported by HTTP, front ends, tests' fakes and the command line. Imports all that is below HTTP.
+"""
