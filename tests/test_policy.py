@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioserve.scheduler.scheduler import policy
+from trioserve.scheduler import policy
 
 
 @attrs.define(eq=False)

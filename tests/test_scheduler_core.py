@@ -16,9 +16,9 @@ from trioserve.config import EngineConfig
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.requests.request import Finish, FinishReason, Sequence, State
+from trioserve.scheduler import plan_builder
 from trioserve.scheduler.core import MAX_PENDING
 from trioserve.scheduler.scheduler import Limits
-from trioserve.scheduler.scheduler import plan_builder as draft
 from trioserve.testing import FakeWorker
 
 # ---- what fits
@@ -49,7 +49,7 @@ def test_a_plan_opens_no_more_than_a_message_holds(monkeypatch: pytest.MonkeyPat
     bench = Bench.make(worker(), max_plans_in_flight=8)
     sequences = [bench.submit([number] * 5, max_tokens=3) for number in range(5)]
     plain = 5 * 4 + len(msgspec.msgpack.encode(sequences[0].sampler))
-    monkeypatch.setattr(draft, "MAX_OPENED_BYTES", 2 * plain)
+    monkeypatch.setattr(plan_builder, "MAX_OPENED_BYTES", 2 * plain)
     for _ in range(3):
         bench.plan()
     assert [len(plan.opened) for plan in bench.plans] == [2, 2, 1]

@@ -15,7 +15,7 @@ from trioserve.protocol.errors import InvalidRequest, WorkerLost
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Sequence
 from trioserve.requests.stream import TokenLogprob
-from trioserve.scheduler.scheduler import limits
+from trioserve.scheduler import limits
 from trioserve.testing import FakeWorker, hashed_token
 from trioserve.testing.fake_model import fake_logprobs
 

@@ -34,6 +34,7 @@ from trioserve.requests.request import (
     State,
 )
 from trioserve.requests.stream import Chunk
+from trioserve.scheduler import sequence_state
 from trioserve.scheduler.adapter_residency import Residency
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.page_pool import PagePool
@@ -41,7 +42,6 @@ from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.result_processing import Intake
 from trioserve.scheduler.scheduler import Scheduler, SchedulerCore
-from trioserve.scheduler.scheduler import sequence_state as computations
 from trioserve.scheduler.sequence_state import Computation
 from trioserve.scheduler.slots import SlotTable
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
@@ -419,7 +419,7 @@ FAULTS = (
     PlantedFault(
         "a prefix of one adapter is found by another's requests",
         "ggml-org/llama.cpp#26207",
-        _over(computations, "namespace_of", _prefixes_of_all_adapters),
+        _over(sequence_state, "namespace_of", _prefixes_of_all_adapters),
     ),
     PlantedFault(
         "a new worker doesn't get the adapters of the one before",

@@ -25,10 +25,10 @@ from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests.request import SequenceOutput
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
+from trioserve.scheduler import policy
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.result_validation import Results
-from trioserve.scheduler.scheduler import policy
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer
 

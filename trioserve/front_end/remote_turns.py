@@ -64,7 +64,7 @@ class RemoteTurns:
         arrived: float | None = None,
         **options: Any,
     ) -> AsyncIterator[GenerationStream]:
-        """A turn, as :meth:`trioserve.engine.sessions.sessions.Session.generate`; what it raises, entering does."""
+        """Open a turn, as ``Session.generate`` does; entering raises what that raises."""
         check_turn_sampling(params, options)
         id = request_id or new_turn_id()
         self._num_begun += 1

@@ -68,7 +68,7 @@ class HeldAdapters:
     _looked: trio.Event = attrs.field(init=False, factory=trio.Event)
 
     async def load(self, name: str, path: str) -> None:
-        """See :meth:`trioserve.engine.engine.Engine.load_adapter`. Cancelled, it leaves nothing behind."""
+        """See :meth:`trioserve.Engine.load_adapter`. Cancelled, it leaves nothing behind."""
         names = [each.adapter.name for each in self._held.values() if not each.is_leaving]
         if name in names:
             raise InvalidRequest(
@@ -102,7 +102,7 @@ class HeldAdapters:
                 raise ModelLoadError(f"the adapter {name!r} can't be loaded: {error}") from error
 
     async def unload(self, name: str) -> None:
-        """See :meth:`trioserve.engine.engine.Engine.unload_adapter`. It goes on if this is cancelled."""
+        """See :meth:`trioserve.Engine.unload_adapter`. It goes on if this is cancelled."""
         held = self._held[self.catalogue.remove(name).number]
         held.is_leaving = True
         self.on_change()

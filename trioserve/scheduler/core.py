@@ -33,6 +33,7 @@ from trioserve.protocol.errors import AdapterNotFound, WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.requests.tenants import TenantCounts
+from trioserve.scheduler import policy
 from trioserve.scheduler.adapter_residency import Residency
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.invariants import check_core
@@ -44,7 +45,6 @@ from trioserve.scheduler.prefix_cache import Match
 from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.result_processing import Intake
 from trioserve.scheduler.result_validation import Results
-from trioserve.scheduler.scheduler import policy
 from trioserve.scheduler.sequence_group import Siblings
 from trioserve.scheduler.sequence_state import Computation, Running, adapter_word
 from trioserve.scheduler.token_counts import Ints

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from trioserve.requests.retention import Retention
+from trioserve.scheduler import policy
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import Match, Namespace, Node, PrefixCache
-from trioserve.scheduler.scheduler import policy
 from trioserve.scheduler.sequence_group import first_logprob
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, Computation
 from trioserve.scheduler.slots import SlotTable
