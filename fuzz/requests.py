@@ -12,7 +12,7 @@ from fuzz.target import Target
 from fuzz.values import JSON, NUMBERS
 from tests.http_stub import StubEngine, StubTokenizer, client_of
 from tests.tiny_models import CHAT_TEMPLATE
-from trioserve.http.routes import ROUTES
+from trioserve.http.api.routes import ROUTES
 from trioserve.requests.request import TextPrompt
 
 __all__ = ["TARGETS"]

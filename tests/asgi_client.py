@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.http.app import App
+from trioserve.http.api.app import App
 
 __all__ = ["Answer", "ask"]
 

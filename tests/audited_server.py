@@ -19,8 +19,9 @@ import trio
 
 from trioserve import open_engine
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.http import create_app, service
-from trioserve.http.server import serve_app
+from trioserve.http import create_app
+from trioserve.http.api import service
+from trioserve.http.server.server import serve_app
 from trioserve.simulation import open_fake_engine
 
 

@@ -19,8 +19,8 @@ from quart_trio.testing import TrioClient
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine.engine import Engine
 from trioserve.http import create_app
-from trioserve.http.app import App
-from trioserve.http.server import serve_app
+from trioserve.http.api.app import App
+from trioserve.http.server.server import serve_app
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import Draining, RequestAborted, ShuttingDown

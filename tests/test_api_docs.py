@@ -27,28 +27,25 @@ from openai.types.responses import (
     response_retrieve_params,
 )
 
-from trioserve.http.chat.schemas import ChatCompletionRequest
-from trioserve.http.completions.schemas import CompletionRequest
-from trioserve.http.console.routes import ROUTES as CONSOLE
-from trioserve.http.errors import ERROR_STATUSES
-from trioserve.http.messages.schemas import (
+from trioserve.http.api.anthropic.schemas import (
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
     ToolDefinition,
 )
-from trioserve.http.native.schemas import GenerateRequest, NativeSampling
-from trioserve.http.ollama.model_schemas import ShowRequest
-from trioserve.http.ollama.schemas import (
+from trioserve.http.api.console.routes import ROUTES as CONSOLE
+from trioserve.http.api.errors import ERROR_STATUSES
+from trioserve.http.api.ollama.model_schemas import ShowRequest
+from trioserve.http.api.ollama.schemas import (
     OllamaChatRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaMessage,
     OllamaOptions,
 )
-from trioserve.http.openapi import openapi_path
-from trioserve.http.pooling.schemas import EmbeddingRequest
-from trioserve.http.responses.items import (
+from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
+from trioserve.http.api.openai.completions.schemas import CompletionRequest
+from trioserve.http.api.openai.responses.items import (
     CallItem,
     CallOutputItem,
     InputText,
@@ -56,7 +53,7 @@ from trioserve.http.responses.items import (
     OutputText,
     ReasoningItem,
 )
-from trioserve.http.responses.schemas import (
+from trioserve.http.api.openai.responses.schemas import (
     AllowedFunctions,
     FunctionTool,
     InputItemsQuery,
@@ -66,9 +63,12 @@ from trioserve.http.responses.schemas import (
     ResponsesRequest,
     TextOptions,
 )
-from trioserve.http.route import GROUPS
-from trioserve.http.routes import ROUTES
-from trioserve.http.schemas import struct_classes
+from trioserve.http.api.openapi import openapi_path
+from trioserve.http.api.pooling.schemas import EmbeddingRequest
+from trioserve.http.api.route import GROUPS
+from trioserve.http.api.routes import ROUTES
+from trioserve.http.api.schema.reading import struct_classes
+from trioserve.http.api.sglang.schemas import GenerateRequest, NativeSampling
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "api.md").read_text()

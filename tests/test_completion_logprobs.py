@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import text_tokenizers
 
-from trioserve.http.completions.writer import Wanted, completion_response
-from trioserve.http.threads import num_in_entries
+from trioserve.http.api.openai.completions.writer import Wanted, completion_response
+from trioserve.http.api.threads import num_in_entries
 from trioserve.protocol import wire
 from trioserve.requests.generation import Completion, Output, Usage
 from trioserve.requests.logprobs import PromptLogprobs

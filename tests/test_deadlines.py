@@ -16,7 +16,7 @@ from asgi_client import Answer, ask
 from trioserve import DeadlineExceeded, Engine, EngineConfig
 from trioserve.config import ServerConfig
 from trioserve.http import create_app
-from trioserve.http.app import App
+from trioserve.http.api.app import App
 from trioserve.protocol import wire
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import State

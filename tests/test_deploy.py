@@ -18,7 +18,7 @@ from tests.test_shutdown_page import told
 from trioserve import ServerConfig
 from trioserve.cli import flags
 from trioserve.config.options import options_of
-from trioserve.http.routes import ROUTES
+from trioserve.http.api.routes import ROUTES
 
 DEPLOY = ROOT / "docs" / "deploy"
 PATHS = {rule for route in ROUTES for rule in route.rules}

@@ -15,8 +15,8 @@ from tests.doc_blocks import ROOT
 from trioserve import EngineConfig, ServerConfig
 from trioserve.cli.equivalents import equivalents
 from trioserve.config.options import options_of
-from trioserve.http.openapi import openapi_path
-from trioserve.http.routes import ROUTES
+from trioserve.http.api.openapi import openapi_path
+from trioserve.http.api.routes import ROUTES
 from trioserve.model_files.gguf_header import TENSOR_TYPES
 from trioserve.observability.metrics.definitions import DEFINITIONS
 

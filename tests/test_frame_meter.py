@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from h2_client import DATA, END_STREAM, FLOODS, PREFACE, frame, get
 
-from trioserve.http.frames import BURST, FrameMeter, FrameRefused
+from trioserve.http.server.http2_rate import BURST, FrameMeter, FrameRefused
 
 
 def test_frames_are_found_however_they_are_cut() -> None:

@@ -15,7 +15,7 @@ from trioserve import EngineError
 from trioserve.front_end.asks import Asks
 from trioserve.front_end.hosted_watches import HostedWatches
 from trioserve.front_end.messages import Ask, Withdraw
-from trioserve.http.whole import Pictures
+from trioserve.http.api.server_api import Pictures
 from trioserve.observability import live
 from trioserve.observability.live.schema import Picture, TaskNode
 from trioserve.protocol.errors import WatcherLimit

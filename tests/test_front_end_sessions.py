@@ -15,7 +15,7 @@ import trio
 from tests.front_ends import Server, open_server
 from trioserve import Completion, InvalidRequest
 from trioserve.engine.sessions.continuation import Continuation
-from trioserve.http.whole import OneProcess, Whole
+from trioserve.http.api.server_api import OneProcess, Whole
 from trioserve.protocol.errors import DeadlineExceeded, RequestAborted, SessionLimit
 from trioserve.requests.generation import GenerationStream, completion_of
 from trioserve.requests.request import ChatPrompt, TokensPrompt

@@ -27,9 +27,9 @@ from trioserve import (
 )
 from trioserve.front_end import host, shared
 from trioserve.front_end.hosted_requests import MAX_UNTAKEN
-from trioserve.http.auth import Caller, Keys
-from trioserve.http.errors import KeyLimit
-from trioserve.http.whole import Seat
+from trioserve.http.api.auth import Caller, Keys
+from trioserve.http.api.errors import KeyLimit
+from trioserve.http.api.server_api import Seat
 from trioserve.protocol.errors import Paused
 from trioserve.requests.generation import completion_of
 from trioserve.requests.request import State, Times

@@ -12,7 +12,9 @@ from http_stub import StubEngine, app_of, client_of, with_logprobs, words
 
 from trioserve import EngineConfig
 from trioserve.config import ServerConfig
-from trioserve.http import bounds, create_app, schemas
+from trioserve.http import create_app
+from trioserve.http.api import bounds
+from trioserve.http.api.schema import reading as schemas
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

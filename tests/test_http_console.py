@@ -14,9 +14,9 @@ from http_stub import StubEngine, app_of, http_client, server_config
 
 from trioserve.engine.engine import Engine
 from trioserve.http import create_app
-from trioserve.http.app import App
-from trioserve.http.console.files import FOLDER, SECURITY_HEADERS
-from trioserve.http.server import serve_app
+from trioserve.http.api.app import App
+from trioserve.http.api.console.files import FOLDER, SECURITY_HEADERS
+from trioserve.http.server.server import serve_app
 from trioserve.observability.live import MAX_WATCHERS, subject_of
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

@@ -30,13 +30,13 @@ from http_stub import (
 )
 from tls_certificates import make_authority
 
-from trioserve.http import connection as connection_module
-from trioserve.http.completions.writer import CompletionWriter
-from trioserve.http.connection import Connection
-from trioserve.http.connections import Connections
-from trioserve.http.server import serve_app
-from trioserve.http.settings import server_settings
-from trioserve.http.unsent import UnsentBudget
+from trioserve.http.api.openai.completions.writer import CompletionWriter
+from trioserve.http.server.connection import Connection
+from trioserve.http.server.connections import Connections
+from trioserve.http.server.server import connection as connection_module
+from trioserve.http.server.server import serve_app
+from trioserve.http.server.settings import server_settings
+from trioserve.http.server.unsent import UnsentBudget
 from trioserve.protocol.errors import SlowReader
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk, Stream

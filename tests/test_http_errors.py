@@ -10,7 +10,7 @@ import pytest
 import trio
 from http_stub import Call, StubEngine, captured_logs, client_of, http_client, served, words
 
-from trioserve.http.errors import Unauthorized, describe_error
+from trioserve.http.api.errors import Unauthorized, describe_error
 from trioserve.protocol.errors import (
     ContextTooLong,
     DeadlineExceeded,

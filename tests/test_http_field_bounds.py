@@ -11,17 +11,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from trioserve.http.chat.schemas import ChatCompletionRequest
-from trioserve.http.completions.schemas import CompletionRequest
-from trioserve.http.field_bounds import (
+from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
+from trioserve.http.api.openai.completions.schemas import CompletionRequest
+from trioserve.http.api.routes import ROUTES
+from trioserve.http.api.schema.field_bounds import (
     MAX_JSON_CHARACTERS,
     MAX_JSON_DEPTH,
     MAX_JSON_VALUES,
     MAX_SHORT_CHARACTERS,
     bounds_of,
 )
-from trioserve.http.routes import ROUTES
-from trioserve.http.schemas import hint, only, parse_body, struct_classes
+from trioserve.http.api.schema.reading import hint, only, parse_body, struct_classes
 from trioserve.protocol.errors import InvalidRequest
 
 REQUESTS = [type_ for route in ROUTES for type_ in (route.request, route.query) if type_]

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from http_stub import StubEngine, StubTokenizer, client_of
 
-from trioserve.http.chat.schemas import ChatCompletionRequest
-from trioserve.http.completions.schemas import CompletionRequest
-from trioserve.http.schemas import hint, parse_body
+from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
+from trioserve.http.api.openai.completions.schemas import CompletionRequest
+from trioserve.http.api.schema.reading import hint, parse_body
 
 TEMPLATE = "{{ tools }}{{ messages }}<tool_call>"
 TOOL = {"type": "function", "function": {"name": "search"}}

@@ -7,8 +7,8 @@ import random
 import attrs
 import pytest
 
-from trioserve.http.holdings import Holdings, address_of
-from trioserve.http.unsent import UnsentBudget
+from trioserve.http.server.holdings import Holdings, address_of
+from trioserve.http.server.unsent import UnsentBudget
 
 
 @pytest.mark.parametrize(

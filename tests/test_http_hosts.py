@@ -10,8 +10,8 @@ import httpx
 import pytest
 from http_stub import StubEngine, client_of, http_client, served, server_config
 
-from trioserve.http.errors import HostNotAllowed
-from trioserve.http.hosts import AllowedHosts
+from trioserve.http.api.errors import HostNotAllowed
+from trioserve.http.api.hosts import AllowedHosts
 from trioserve.protocol.errors import InvalidRequest
 
 EVERYWHERE = (

@@ -20,8 +20,8 @@ from quart_trio.testing import TrioClient
 from responses import RESPONSES, checked, told
 
 from trioserve.http import create_app
-from trioserve.http.responses import endpoint
-from trioserve.http.whole import OneProcess
+from trioserve.http.api.openai.responses import endpoint
+from trioserve.http.api.server_api import OneProcess
 
 
 async def call(

@@ -21,10 +21,10 @@ from http_stub import (
     server_config,
 )
 
-from trioserve.http import app as app_module
-from trioserve.http.auth import Caller, Keys
-from trioserve.http.errors import Forbidden, KeyLimit, Unauthorized
-from trioserve.http.routes import ROUTES
+from trioserve.http.api import app as app_module
+from trioserve.http.api.auth import Caller, Keys
+from trioserve.http.api.errors import Forbidden, KeyLimit, Unauthorized
+from trioserve.http.api.routes import ROUTES
 from trioserve.protocol.errors import InvalidRequest
 
 CHAT = "/v1/chat/completions"

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from http_stub import StubEngine, app_of, client_of
 
-from trioserve.http.openapi import build_document, error_statuses, openapi_path
-from trioserve.http.route import Route
-from trioserve.http.routes import ROUTES
-from trioserve.http.schemas import Exclusive, struct_classes
+from trioserve.http.api.openapi import build_document, error_statuses, openapi_path
+from trioserve.http.api.route import Route
+from trioserve.http.api.routes import ROUTES
+from trioserve.http.api.schema.reading import Exclusive, struct_classes
 
 
 async def document(**options: Any) -> Any:

@@ -12,8 +12,8 @@ import pytest
 from gpu.lora.products import PRODUCTS
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.options import options_of
-from trioserve.http.routes import served_routes
-from trioserve.http.schemas import struct_classes
+from trioserve.http.api.routes import served_routes
+from trioserve.http.api.schema.reading import struct_classes
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from http_stub import StubEngine, client_of
 
-from trioserve.http.chat.schemas import ChatCompletionRequest
-from trioserve.http.native.schemas import GenerateRequest
-from trioserve.http.schemas import parse_body
+from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
+from trioserve.http.api.schema.reading import parse_body
+from trioserve.http.api.sglang.schemas import GenerateRequest
 from trioserve.protocol.errors import InvalidRequest
 
 CHAT = "/v1/chat/completions"

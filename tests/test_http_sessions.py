@@ -15,7 +15,7 @@ from quart_trio.testing import TrioClient
 
 from trioserve.engine.engine import Engine
 from trioserve.http import create_app
-from trioserve.http.control.schemas import Done
+from trioserve.http.api.control.schemas import Done
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioserve.http import structure
-from trioserve.http.structure import count_outside_texts
+from trioserve.http.api.schema import structure
+from trioserve.http.api.schema.structure import count_outside_texts
 
 TEXTS = st.text(alphabet='\\"{}[]:,ab', max_size=12)
 VALUES = st.recursive(

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from trioserve.http.openai.structured import grammar_field
-from trioserve.http.openai.structured_schemas import ResponseFormat, StructuredOutputs
-from trioserve.http.schemas import Text, parse_body
+from trioserve.http.api.openai.structured import grammar_field
+from trioserve.http.api.openai.structured_schemas import ResponseFormat, StructuredOutputs
+from trioserve.http.api.schema.reading import Text, parse_body
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 

@@ -15,7 +15,7 @@ from http_stub import StubEngine, captured_logs, connect, http_client, raw_reque
 from tls_certificates import make_authority
 
 from trioserve.config import EngineConfig
-from trioserve.http.responses.turns import response_of
+from trioserve.http.api.openai.responses.turns import response_of
 from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"

@@ -13,22 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from trioserve.http.chat.answer import ReaderOptions
-from trioserve.http.chat.format import ChatFormat
-from trioserve.http.chat.schemas import ChatChunkChoice, ChatCompletionChunk, Delta
-from trioserve.http.chat.writer import ChatWriter, WantedChat
-from trioserve.http.completions.schemas import CompletionChoice, CompletionResponse
-from trioserve.http.completions.writer import CompletionWriter, Wanted
-from trioserve.http.messages.schemas import ContentBlockDelta, TextDelta
-from trioserve.http.messages.writer import MessageWriter
-from trioserve.http.native.schemas import GenerateResponse, MetaInfo
-from trioserve.http.native.writer import NativeWriter
-from trioserve.http.ollama.schemas import (
+from trioserve.http.api.anthropic.schemas import ContentBlockDelta, TextDelta
+from trioserve.http.api.anthropic.writer import MessageWriter
+from trioserve.http.api.ollama.schemas import (
     OllamaAnswer,
     OllamaChatResponse,
     OllamaGenerateResponse,
 )
-from trioserve.http.ollama.writer import ChatLines, GenerateLines
+from trioserve.http.api.ollama.writer import ChatLines, GenerateLines
+from trioserve.http.api.openai.chat.answer import ReaderOptions
+from trioserve.http.api.openai.chat.format import ChatFormat
+from trioserve.http.api.openai.chat.schemas import ChatChunkChoice, ChatCompletionChunk, Delta
+from trioserve.http.api.openai.chat.writer import ChatWriter, WantedChat
+from trioserve.http.api.openai.completions.schemas import CompletionChoice, CompletionResponse
+from trioserve.http.api.openai.completions.writer import CompletionWriter, Wanted
+from trioserve.http.api.sglang.schemas import GenerateResponse, MetaInfo
+from trioserve.http.api.sglang.writer import NativeWriter
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import ChatPrompt, Request, TextPrompt, Times

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from tests.http_stub import StubEngine, http_client, served
-from trioserve.http.chat.schemas import ChatCompletionRequest
-from trioserve.http.completions.schemas import CompletionRequest
-from trioserve.http.ignored_fields import MAX_IGNORED, IgnoredFields, without_field
-from trioserve.http.schemas import parse_body
+from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
+from trioserve.http.api.openai.completions.schemas import CompletionRequest
+from trioserve.http.api.schema.ignored_fields import MAX_IGNORED, IgnoredFields, without_field
+from trioserve.http.api.schema.reading import parse_body
 from trioserve.protocol.errors import InvalidRequest
 
 MESSAGES = [

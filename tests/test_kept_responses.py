@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis
 from hypothesis import strategies as st
 
-from trioserve.kept_responses import MAX_CONVERSATION_BYTES, KeptResponses
+from trioserve.http.api.openai.responses.store import MAX_CONVERSATION_BYTES, KeptResponses
 
 
 def test_a_conversation_is_held_once() -> None:

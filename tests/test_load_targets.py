@@ -12,7 +12,7 @@ import trio
 from trioserve import Engine, ServerConfig
 from trioserve.config import EngineConfig
 from trioserve.http import create_app
-from trioserve.http.server import serve_app
+from trioserve.http.server.server import serve_app
 from trioserve.load import (
     AnyTarget,
     Cancel,

@@ -21,9 +21,9 @@ from http_stub import words as said
 from quart_trio.testing import TrioClient
 
 from trioserve.http import create_app
-from trioserve.http.access_log import AccessRecord
-from trioserve.http.contents import MAX_CHARACTERS, MAX_TEXTS, Contents
-from trioserve.http.generations import Job
+from trioserve.http.api.access_log import AccessRecord
+from trioserve.http.api.contents import MAX_CHARACTERS, MAX_TEXTS, Contents
+from trioserve.http.api.generations import Job
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import DeadlineExceeded, EngineError, QueueFull
 from trioserve.protocol.sampling import SamplingParams

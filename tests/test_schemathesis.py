@@ -24,11 +24,11 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from trioserve import Engine
 from trioserve.http import create_app
-from trioserve.http.auth import OPEN_PATHS
-from trioserve.http.openapi import build_document, openapi_path
-from trioserve.http.routes import ROUTES
-from trioserve.http.schemas import parse_body
-from trioserve.http.server import serve_app
+from trioserve.http.api.auth import OPEN_PATHS
+from trioserve.http.api.openapi import build_document, openapi_path
+from trioserve.http.api.routes import ROUTES
+from trioserve.http.api.schema.reading import parse_body
+from trioserve.http.server.server import serve_app
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing.fake_encoder import fake_encoder_config

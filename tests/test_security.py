@@ -16,7 +16,7 @@ from tests.dangerous_code import dangers_in
 from tests.source_files import ROOT, modules_of
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.options import options_of
-from trioserve.http.utilities.endpoint import shown_options
+from trioserve.http.api.utilities.endpoint import shown_options
 
 # --- the sources ---
 
@@ -48,9 +48,9 @@ ALLOWED = {
     "trioserve/text/template_processes.py trio.lowlevel.open_process": (
         "the processes in which templates are rendered"
     ),
-    "trioserve/http/listeners.py socket.socket": "what the server listens on",
-    "trioserve/http/connections.py socket.socket": "the same listener, to accept from",
-    "trioserve/http/listeners.py connect": "whether somebody listens on the operator's socket",
+    "trioserve/http/server/listeners.py socket.socket": "what the server listens on",
+    "trioserve/http/server/connections.py socket.socket": "the same listener, to accept from",
+    "trioserve/http/server/listeners.py connect": "whether the operator's socket is in use",
     "trioserve/load/connect.py trio.open_tcp_stream": "the load generator, not the server",
     "trioserve/cli/bench.py connect": "the load generator, not the server",
     "trioserve/cli/remote.py connect": "a command that asks a server, not the server",

@@ -11,23 +11,27 @@ from gpu.constraints.grammar_trial import MAX_SECONDS as TRIAL_SECONDS
 from tests.source_files import ROOT
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.options import options_of
-from trioserve.http.auth import OPEN_PATHS
-from trioserve.http.bounds import MAX_FIELDS, MAX_VALUES
-from trioserve.http.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from trioserve.http.connections import MAX_CONNECTIONS
-from trioserve.http.field_bounds import (
+from trioserve.http.api.auth import OPEN_PATHS
+from trioserve.http.api.bounds import MAX_FIELDS, MAX_VALUES
+from trioserve.http.api.openai.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from trioserve.http.api.openai.responses.items import MAX_ITEMS
+from trioserve.http.api.openai.responses.store import (
+    MAX_BYTES,
+    MAX_CONVERSATION_BYTES,
+    MAX_RESPONSES,
+)
+from trioserve.http.api.openai.structured import MAX_SCHEMA_DEPTH
+from trioserve.http.api.routes import ROUTES
+from trioserve.http.api.schema.field_bounds import (
     MAX_JSON_CHARACTERS,
     MAX_JSON_DEPTH,
     MAX_JSON_VALUES,
     MAX_SHORT_CHARACTERS,
     MAX_TEXT_CHARACTERS,
 )
-from trioserve.http.http1 import MAX_HEADERS
-from trioserve.http.openai.structured import MAX_SCHEMA_DEPTH
-from trioserve.http.responses.items import MAX_ITEMS
-from trioserve.http.routes import ROUTES
-from trioserve.http.settings import MAX_HEAD_SIZE, MAX_STREAMS, server_settings
-from trioserve.kept_responses import MAX_BYTES, MAX_CONVERSATION_BYTES, MAX_RESPONSES
+from trioserve.http.server.connections import MAX_CONNECTIONS
+from trioserve.http.server.http1 import MAX_HEADERS
+from trioserve.http.server.settings import MAX_HEAD_SIZE, MAX_STREAMS, server_settings
 from trioserve.observability.live import MAX_WATCHERS
 from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.protocol.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS

@@ -31,15 +31,16 @@ from http_stub import (
     words,
 )
 
-from trioserve.http import bodies, create_app, server
-from trioserve.http.connections import (
+from trioserve.http import create_app
+from trioserve.http.api import bodies
+from trioserve.http.server.connections import (
     MAX_CONNECTIONS,
     BoundedListener,
     Connections,
     connection_limit,
     raise_descriptor_limit,
 )
-from trioserve.http.server import serve_app
+from trioserve.http.server.server import serve_app, server
 from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"

@@ -19,8 +19,8 @@ from http_stub import (
     served,
 )
 
-from trioserve.http.http1 import MAX_HEADERS, path_of
-from trioserve.http.settings import MAX_HEAD_SIZE
+from trioserve.http.server.http1 import MAX_HEADERS, path_of
+from trioserve.http.server.settings import MAX_HEAD_SIZE
 from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"

@@ -29,7 +29,7 @@ from http_stub import (
 from tls_certificates import Authority, make_authority
 
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.http.listeners import check_address
+from trioserve.http.server.listeners import check_address
 from trioserve.protocol.errors import InvalidRequest, TrioserveError
 from trioserve.requests.stream import Chunk
 from trioserve.serving import serve

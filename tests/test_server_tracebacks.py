@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from http_stub import StubEngine, captured_logs, http_client, served
 
-from trioserve.http.dialects import error_body
-from trioserve.http.errors import ErrorDetail
-from trioserve.http.route import Route
-from trioserve.http.routes import ROUTES
+from trioserve.http.api.dialects import error_body
+from trioserve.http.api.route import Route
+from trioserve.http.api.routes import ROUTES
+from trioserve.http.server.error_body import ErrorDetail
 
 SECRET = "/home/operator/secret"
 ADMIN = {"Authorization": "Bearer admin"}

@@ -12,7 +12,7 @@ from http_stub import StubEngine, client_of, server_config
 from hypothesis import strategies as st
 
 from trioserve import InvalidRequest, QueueFull, SessionLimit
-from trioserve.http.auth import Caller, Keys
+from trioserve.http.api.auth import Caller, Keys
 from trioserve.requests.tenants import TenantCounts, excess
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker

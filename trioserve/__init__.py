@@ -48,11 +48,12 @@ if TYPE_CHECKING:
 _HOME = {
     "EngineConfig": "config",
     "ServerConfig": "config",
-    "Continuation": "engine.sessions.continuation",
     "Engine": "engine.engine",
     "open_engine": "engine.nursery",
     "AsyncLLM": "engine.offline.async_llm",
     "LLM": "engine.offline.llm",
+    "Continuation": "engine.sessions.continuation",
+    "Session": "engine.sessions.sessions",
     "Classifications": "pooling.results",
     "Embeddings": "pooling.results",
     "LabelScores": "pooling.results",
@@ -86,7 +87,6 @@ _HOME = {
     "Chunk": "requests.stream",
     "TokenLogprob": "requests.stream",
     "serve": "serving",
-    "Session": "engine.sessions.sessions",
 }
 
 __all__ = [

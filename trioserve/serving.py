@@ -20,9 +20,9 @@ from trioserve.engine.engine import Engine
 from trioserve.engine.nursery import open_engine
 from trioserve.front_end.serving import serve_with_front_ends
 from trioserve.http import create_app
-from trioserve.http.app import App
-from trioserve.http.listeners import Listening, check_address
-from trioserve.http.server import serve_app
+from trioserve.http.api.app import App
+from trioserve.http.server.listeners import Listening, check_address
+from trioserve.http.server.server import serve_app
 from trioserve.observability.metrics import measure_loop_lag
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ShuttingDown

@@ -14,7 +14,7 @@ import trio
 from bench.faults.processes import workers_of
 from trioserve import Engine, ServerConfig, open_engine
 from trioserve.http import create_app
-from trioserve.http.server import serve_app
+from trioserve.http.server.server import serve_app
 
 __all__ = ["engine_over", "serve_here", "sole_worker", "tiny_model"]
 

@@ -17,11 +17,11 @@ from hypercorn.trio.worker_context import WorkerContext
 
 from bench.micro.fixtures import Loop, Prepared, make_request
 from bench.prompts import tokenizer
-from trioserve.http.completions.writer import CompletionWriter, Wanted
-from trioserve.http.connection import Connection
-from trioserve.http.connections import Connections
-from trioserve.http.settings import ServerSettings
-from trioserve.http.unsent import UnsentBudget
+from trioserve.http.api.openai.completions.writer import CompletionWriter, Wanted
+from trioserve.http.server.connection import Connection
+from trioserve.http.server.connections import Connections
+from trioserve.http.server.settings import ServerSettings
+from trioserve.http.server.unsent import UnsentBudget
 from trioserve.protocol import wire
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk, Stream, StreamBudget

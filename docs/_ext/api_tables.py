@@ -17,12 +17,12 @@ import attrs
 import msgspec
 from peers import peers_of
 
-from trioserve.http.dialects import error_body
-from trioserve.http.openai.schemas import GenerationRequest
-from trioserve.http.openapi import openapi_path
-from trioserve.http.route import GROUPS, Route
-from trioserve.http.routes import ROUTES
-from trioserve.http.schemas import struct_classes
+from trioserve.http.api.dialects import error_body
+from trioserve.http.api.openai.schemas import GenerationRequest
+from trioserve.http.api.openapi import openapi_path
+from trioserve.http.api.route import GROUPS, Route
+from trioserve.http.api.routes import ROUTES
+from trioserve.http.api.schema.reading import struct_classes
 
 __all__ = [
     "Field",

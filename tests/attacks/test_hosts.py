@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.attacks.siege import Victim, besieged
-from trioserve.http.auth import OPEN_PATHS
-from trioserve.http.routes import ROUTES
+from trioserve.http.api.auth import OPEN_PATHS
+from trioserve.http.api.routes import ROUTES
 
 HOSTS = ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "evil", "evil.local")
 PATHS = sorted(

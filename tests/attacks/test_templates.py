@@ -14,7 +14,7 @@ import pytest
 
 from tests.attacks.siege import Victim, besieged
 from tests.attacks.witness import HEADERS
-from trioserve.http.field_bounds import MAX_JSON_DEPTH
+from trioserve.http.api.schema.field_bounds import MAX_JSON_DEPTH
 
 CALLS = {
     "int": "{% set a = ('9' * 10**7) | int(0, 32) %}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "modules"
-STATIC = (Path(__file__).parents[2] / "trioserve/http/console/static").resolve()
+STATIC = (Path(__file__).parents[2] / "trioserve/http/api/console/static").resolve()
 
 
 def test_the_modules_without_a_page() -> None:

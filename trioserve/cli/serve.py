@@ -15,7 +15,7 @@ from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
 from trioserve.cli.welcome import welcome
 from trioserve.config import ServerConfig
-from trioserve.http.connections import raise_descriptor_limit
+from trioserve.http.server.connections import raise_descriptor_limit
 from trioserve.model_files.locate import default_name
 from trioserve.observability.logs import get_logger
 from trioserve.observability.signals import dumping_tasks

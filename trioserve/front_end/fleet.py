@@ -12,7 +12,7 @@ from trioserve.front_end.home import Home
 from trioserve.front_end.host import Host
 from trioserve.front_end.messages import Drain, Failed, Start, Stop
 from trioserve.front_end.process import run_front_end
-from trioserve.http.listeners import SharedListening
+from trioserve.http.server.listeners import SharedListening
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import EngineError, FrontEndLost, TrioserveError
 

@@ -35,7 +35,7 @@ from trioserve.front_end.hosting import Hosting
 from trioserve.front_end.messages import Offered
 from trioserve.front_end.pulse import patience_of
 from trioserve.front_end.remote import EngineState
-from trioserve.kept_responses import KeptResponses
+from trioserve.http.api.openai.responses.store import KeptResponses
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.observability.live import Subject
 from trioserve.observability.live.figures import Tally

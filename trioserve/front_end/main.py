@@ -26,8 +26,8 @@ from trioserve.front_end.pulse import interval_of
 from trioserve.front_end.remote import RemoteScheduler, receive_from_engine
 from trioserve.front_end.shared import SharedServer
 from trioserve.http import create_app
-from trioserve.http.connections import raise_descriptor_limit
-from trioserve.http.listeners import inherited
+from trioserve.http.server.connections import raise_descriptor_limit
+from trioserve.http.server.listeners import inherited
 from trioserve.observability.logs import get_logger, setup_logging
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.signals import dumping_tasks

@@ -13,7 +13,7 @@ from trioserve.config import ServerConfig
 from trioserve.engine.nursery import locate_model, log_loaded, open_scheduler
 from trioserve.front_end.fleet import Fleet
 from trioserve.front_end.host import open_host
-from trioserve.http.listeners import open_shared_listening, removing_socket_file
+from trioserve.http.server.listeners import open_shared_listening, removing_socket_file
 from trioserve.model_files import task_of
 from trioserve.observability.metrics import Metrics, measure_loop_lag
 from trioserve.protocol import wire

@@ -20,8 +20,8 @@ from trioserve.front_end.host import Collected
 from trioserve.front_end.messages import LeaveSeat, LeaveWatch
 from trioserve.front_end.remote import RemoteScheduler
 from trioserve.front_end.remote_turns import RemoteTurns
-from trioserve.http.auth import Caller, Keys
-from trioserve.http.whole import Pictures, Seat
+from trioserve.http.api.auth import Caller, Keys
+from trioserve.http.api.server_api import Pictures, Seat
 from trioserve.observability.health import health_word
 from trioserve.observability.live import Picture
 from trioserve.observability.live.schema import TaskNode
@@ -41,7 +41,7 @@ HEALTH_SECONDS = 5.0
 
 @attrs.define(eq=False)
 class SharedServer:
-    """A server of several processes, as :class:`~trioserve.http.whole.Whole` describes it.
+    """A server of several processes, as :class:`~trioserve.http.api.server_api.Whole` describes it.
 
     Args:
         engine: this process's.
@@ -222,17 +222,17 @@ class SharedServer:
     async def keep_response(
         self, owner: str | None, id: str, data: bytes, previous: str | None
     ) -> bool:
-        """As :meth:`trioserve.kept_responses.KeptResponses.keep`, for all processes."""
+        """Keep a response for all processes, as ``KeptResponses.keep``."""
         kept: bool = await self._remote.asks.ask("keep_response", [owner, id, data, previous])
         return kept
 
     async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
-        """As :meth:`trioserve.kept_responses.KeptResponses.conversation`."""
+        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.conversation`."""
         turns: list[bytes] = await self._remote.asks.ask("kept_conversation", [owner, id])
         return turns
 
     async def drop_response(self, owner: str | None, id: str) -> bool:
-        """As :meth:`trioserve.kept_responses.KeptResponses.drop`."""
+        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.drop`."""
         dropped: bool = await self._remote.asks.ask("drop_response", [owner, id])
         return dropped
 

@@ -10,14 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trioserve.http.app import create_app
-    from trioserve.http.server import serve_app
+    from trioserve.http.api.app import create_app
+    from trioserve.http.server.server import serve_app
 
 __all__ = ["create_app", "serve_app"]
 
 _HOME = {
-    "create_app": "app",
-    "serve_app": "server",
+    "create_app": "api.app",
+    "serve_app": "server.server",
 }
 
 

@@ -1,6 +1,6 @@
 """Every exception that trioserve raises on purpose, and what each one means to a caller.
 
-The HTTP status of each is decided in one place, :mod:`trioserve.http.errors`.
+The HTTP status of each is decided in one place, :mod:`trioserve.http.api.errors`.
 """
 
 from __future__ import annotations

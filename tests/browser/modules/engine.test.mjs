@@ -1,24 +1,24 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { backoff } from "../../../trioserve/http/console/static/engine/backoff.js";
-import { History, niceCeiling } from "../../../trioserve/http/console/static/engine/history.js";
-import { icicle } from "../../../trioserve/http/console/static/engine/icicle.js";
-import { rowsOf } from "../../../trioserve/http/console/static/engine/rows.js";
+import { backoff } from "../../../trioserve/http/api/console/static/engine/backoff.js";
+import { History, niceCeiling } from "../../../trioserve/http/api/console/static/engine/history.js";
+import { icicle } from "../../../trioserve/http/api/console/static/engine/icicle.js";
+import { rowsOf } from "../../../trioserve/http/api/console/static/engine/rows.js";
 import {
   barsOf,
   inOrder,
   progressOf,
   spansOf,
-} from "../../../trioserve/http/console/static/engine/timeline.js";
-import { shareCells } from "../../../trioserve/http/console/static/engine/waffle.js";
+} from "../../../trioserve/http/api/console/static/engine/timeline.js";
+import { shareCells } from "../../../trioserve/http/api/console/static/engine/waffle.js";
 import {
   age,
   count,
   duration,
   figure,
   percent,
-} from "../../../trioserve/http/console/static/format.js";
+} from "../../../trioserve/http/api/console/static/format.js";
 
 test("attempts get rarer, but not ever rarer", () => {
   const waits = [0, 1, 2, 3, 4, 5, 50].map((attempt) => backoff(attempt, 0.5));

@@ -2,15 +2,15 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import test from "node:test";
 
-import { Answer } from "../../../trioserve/http/console/static/playground/answer.js";
-import { FIELDS, valuesOf } from "../../../trioserve/http/console/static/playground/fields.js";
+import { Answer } from "../../../trioserve/http/api/console/static/playground/answer.js";
+import { FIELDS, valuesOf } from "../../../trioserve/http/api/console/static/playground/fields.js";
 import {
   chatRequest,
   completionRequest,
   curlCommand,
-} from "../../../trioserve/http/console/static/playground/requests.js";
-import { cutSentences } from "../../../trioserve/http/console/static/playground/sentences.js";
-import { Speed } from "../../../trioserve/http/console/static/playground/speed.js";
+} from "../../../trioserve/http/api/console/static/playground/requests.js";
+import { cutSentences } from "../../../trioserve/http/api/console/static/playground/sentences.js";
+import { Speed } from "../../../trioserve/http/api/console/static/playground/speed.js";
 
 const SETTINGS = { model: "m", system: "", alternatives: 0, sampling: {} };
 

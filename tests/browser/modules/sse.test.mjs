@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { EventParser } from "../../../trioserve/http/console/static/sse.js";
+import { EventParser } from "../../../trioserve/http/api/console/static/sse.js";
 
 const STREAM =
   '\uFEFFevent: hello\ndata: {"a":1}\n\n: a comment\n\ndata: one\r\ndata:two\r\n\r\n' +

@@ -1,0 +1,195 @@
+"""One line per HTTP request: who asked, how it ended, how long it took, what it used.
+
+What was asked and answered is in it only where the server was told to log that, too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import uuid
+from collections.abc import Sequence
+
+import attrs
+import trio
+
+from trioserve.http.api.contents import Contents, item_texts
+from trioserve.http.api.errors import CLIENT_CLOSED_REQUEST
+from trioserve.http.api.generations import Job, total_usage
+from trioserve.observability.logs import get_logger
+from trioserve.observability.metrics import Metrics
+from trioserve.pooling.inputs import Item
+from trioserve.requests.generation import GenerationStream, Usage
+from trioserve.requests.request import Times
+from trioserve.requests.stream import Chunk
+
+__all__ = ["AccessRecord", "request_id_from"]
+
+SERVER_ERROR = 500
+OTHER = "other"
+"""The metrics' word for what isn't a route or a usual method; it keeps their number bounded."""
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+
+_REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
+_TRACEPARENT_PATTERN = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+
+_log = get_logger("trioserve.http")
+
+
+def request_id_from(header: str | None) -> str:
+    """The client's own request id if it is a fair one, else a new one."""
+    if header is not None and _REQUEST_ID_PATTERN.fullmatch(header):
+        return header
+    return uuid.uuid4().hex
+
+
+@attrs.define(eq=False, kw_only=True)
+class AccessRecord:
+    """What is known of one HTTP request; :meth:`write` makes the line of it.
+
+    ``reason`` is the finish reason of a generation (several, with commas between them, where its
+    outputs ended differently), or why the request ended early. ``client`` is the address that it
+    came from, ``key`` the name of the API key that it brought, ``tenant`` the name under which its
+    shares count, ``may_set_priority`` whether it is one that may name a priority. ``traceparent``
+    and ``tracestate`` are the caller's trace context.
+    """
+
+    method: str
+    path: str
+    request_id: str
+    client: str | None = None
+    key: str | None = None
+    tenant: str = ""
+    may_set_priority: bool = True
+    traceparent: str = ""
+    tracestate: str = ""
+    started: float = attrs.field(factory=trio.current_time)
+    route: str = OTHER
+    status: int | None = None
+    completed: bool = False
+    disconnected: bool = False
+    usage: Usage | None = None
+    reason: str | None = None
+    contents: Contents | None = None
+    texts: Sequence[Item] = ()
+    """Those that are computed as a whole, if they may be logged."""
+    error: str | None = None
+    """The code of the error that the client got."""
+    times: Sequence[Times] = ()
+    """When things have happened to each prompt of what was generated."""
+    _num_outputs: int = 0
+    _queue_time: float | None = None
+    _first_token: float | None = None
+    _first_sent: float | None = None
+
+    def note_jobs(self, jobs: Sequence[Job], *, with_contents: bool) -> None:
+        """Keep how many outputs are to come, and the prompts if they may be logged."""
+        self._num_outputs += sum(job.params.n for job in jobs)
+        if with_contents:
+            self.contents = Contents(jobs)
+
+    def note_chunk(self, index: int, chunk: Chunk) -> None:
+        """Keep why an output of prompt ``index`` ended, and its text if that may be logged."""
+        if self.contents is not None:
+            self.contents.add(index, chunk)
+        reason = chunk.finish_reason
+        if reason is not None and reason not in (self.reason or "").split(","):
+            self.reason = reason if self.reason is None else f"{self.reason},{reason}"
+
+    def note_streams(self, streams: Sequence[GenerationStream]) -> None:
+        """Keep the tokens used so far, the longest time in line and when the first token came."""
+        self.usage = total_usage(stream.usage for stream in streams)
+        self.times = [stream.times for stream in streams]
+        self._queue_time = max(
+            (
+                each.first_scheduled - each.queued
+                for each in self.times
+                if each.first_scheduled is not None and each.queued is not None
+            ),
+            default=None,
+        )
+        self._first_token = min(
+            (each.first_token for each in self.times if each.first_token is not None),
+            default=None,
+        )
+
+    def note_sent(self) -> None:
+        """Keep when output was sent first."""
+        if self._first_sent is None:
+            self._first_sent = trio.current_time()
+
+    def note_texts(self, items: Sequence[Item], *, with_contents: bool) -> None:
+        """Keep how many texts are computed as a whole, and what they say if that may be logged."""
+        self._num_outputs += len(items)
+        if with_contents:
+            self.texts = items
+
+    def note_error(self, reason: str) -> None:
+        """Keep why the request failed."""
+        self.reason = self.error = reason
+
+    def write(self, metrics: Metrics) -> None:
+        """Log the line and count the response."""
+        status = self.status or 500
+        if not self.completed:
+            status = CLIENT_CLOSED_REQUEST if self.disconnected else status
+            self.reason = self.reason or (
+                "client_disconnected" if self.disconnected else "server_closed"
+            )
+        method = self.method if self.method in _METHODS else OTHER
+        metrics.observe_response(method, self.route, status)
+        if self.error is not None:
+            metrics.observe_error(self.error)
+        fields: dict[str, object] = {
+            "method": self.method,
+            "path": self.path,
+            "status": status,
+            "request_id": self.request_id,
+            "duration_ms": _milliseconds(trio.current_time() - self.started),
+        }
+        if self.client is not None:
+            fields["client"] = self.client
+        if self.key is not None:
+            fields["key"] = self.key
+        if match := _TRACEPARENT_PATTERN.fullmatch(self.traceparent):
+            fields["trace_id"] = match[1]
+        fields |= self._generation_fields()
+        if self.reason is not None:
+            fields["reason"] = self.reason
+        if self.contents is not None:
+            fields |= self.contents.fields()
+        if self.texts:
+            fields["prompts"] = item_texts(self.texts)
+        write = _log.warning if status >= SERVER_ERROR else _log.info
+        write("request", **fields)
+
+    def _generation_fields(self) -> dict[str, object]:
+        """Sizes and times of what was generated; empty where nothing was."""
+        fields: dict[str, object] = {}
+        if self._num_outputs:
+            fields["n"] = self._num_outputs
+        if self.usage is not None:
+            fields["prompt_tokens"] = self.usage.prompt_tokens
+            fields["completion_tokens"] = self.usage.completion_tokens
+            fields["cached_tokens"] = self.usage.cached_tokens
+        if self._queue_time is not None:
+            fields["queue_ms"] = _milliseconds(self._queue_time)
+        if self._first_token is not None:
+            fields["first_token_ms"] = _milliseconds(self._first_token - self.started)
+            if self._first_sent is not None:
+                fields["first_sent_ms"] = _milliseconds(self._first_sent - self.started)
+            if (rate := self._tokens_per_second()) is not None:
+                fields["tokens_per_second"] = round(rate, 1)
+        return fields
+
+    def _tokens_per_second(self) -> float | None:
+        """Return the pace of all outputs together behind their first tokens, where it is known."""
+        last = max((each.last_token or -math.inf for each in self.times), default=-math.inf)
+        if self.usage is None or self._first_token is None or last <= self._first_token:
+            return None
+        return max(self.usage.completion_tokens - self._num_outputs, 0) / (last - self._first_token)
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 1)

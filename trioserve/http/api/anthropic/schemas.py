@@ -1,0 +1,424 @@
+"""Requests and answers of ``/v1/messages``, as classes.
+
+The names and the meaning of the fields are Anthropic's. Fields marked with
+:func:`~trioserve.http.api.schema.reading.only` are known and refused; the others do what they say.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from trioserve.http.api.openai.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from trioserve.http.api.schema import fields
+from trioserve.http.api.schema.reading import Count, Text, about, hint, only
+from trioserve.protocol.sampling import MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+
+__all__ = [
+    "AnyToolChoice",
+    "Blocks",
+    "ContentBlockDelta",
+    "ContentBlockStart",
+    "ContentBlockStop",
+    "Conversation",
+    "CountTokensRequest",
+    "InputJsonDelta",
+    "InputMessage",
+    "MessageChange",
+    "MessageDelta",
+    "MessageReply",
+    "MessageStart",
+    "MessageStop",
+    "MessageUsage",
+    "MessagesRequest",
+    "NamedToolChoice",
+    "NoToolChoice",
+    "Ping",
+    "StreamEvent",
+    "TextBlock",
+    "TextDelta",
+    "TextInput",
+    "ThinkingAdaptive",
+    "ThinkingBlock",
+    "ThinkingDelta",
+    "ThinkingDisabled",
+    "ThinkingEnabled",
+    "ThinkingInput",
+    "TokenCount",
+    "ToolDefinition",
+    "ToolResultInput",
+    "ToolUseBlock",
+    "ToolUseInput",
+]
+
+_ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern="^[a-zA-Z0-9_.-]+$")]
+_StopSequences = Annotated[
+    list[Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]],
+    msgspec.Meta(max_length=MAX_STOP_STRINGS),
+]
+
+
+class TextInput(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"
+):
+    """A piece of what is said."""
+
+    text: Annotated[Text, about("What is said.")]
+    cache_control: Annotated[Any, hint()] = None
+    citations: Annotated[Any, only([], why="there are no documents to cite")] = None
+
+
+class ThinkingInput(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="thinking"
+):
+    """What came before an earlier answer."""
+
+    thinking: Annotated[Text, about("The reasoning, for the chat template.")]
+    signature: Annotated[Any, hint()] = None
+
+
+class ToolUseInput(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="tool_use"
+):
+    """An earlier tool call."""
+
+    id: Annotated[str, about("The name that the tool's result refers to.")]
+    name: Annotated[_ToolName, about("Which tool was called.")]
+    input: Annotated[dict[str, Any], about("With what.")]
+    cache_control: Annotated[Any, hint()] = None
+    caller: Annotated[Any, hint()] = None
+    toolset_name: Annotated[Any, only(why="there are no sets of tools")] = None
+
+
+class ToolResultInput(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="tool_result"
+):
+    """What a tool returned."""
+
+    tool_use_id: Annotated[str, about("The call that this answers.")]
+    content: Annotated[
+        Text | Annotated[list[TextInput], msgspec.Meta(max_length=MAX_PARTS)] | None,
+        about("What it returned, as a whole or in blocks of text."),
+    ] = None
+    is_error: Annotated[
+        bool | None, about("Whether it failed; the model reads `Error:` before the content.")
+    ] = None
+    cache_control: Annotated[Any, hint()] = None
+    toolset_name: Annotated[Any, only(why="there are no sets of tools")] = None
+
+
+Blocks = Annotated[
+    list[TextInput | ThinkingInput | ToolUseInput | ToolResultInput],
+    msgspec.Meta(max_length=MAX_PARTS),
+]
+
+
+class InputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message of a conversation."""
+
+    role: Annotated[Literal["user", "assistant", "system"], about("Who speaks.")]
+    content: Annotated[Text | Blocks, about("What is said, as a whole or in blocks.")]
+
+
+class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool that the model may call, and the client runs."""
+
+    name: Annotated[_ToolName, about("How it is called.")]
+    description: Annotated[Text | None, about("What it does, for the model.")] = None
+    input_schema: Annotated[dict[str, Any], about("The JSON schema of its input.")]
+    type: Annotated[
+        Literal["custom"] | None, about("There is no other kind: the server runs no tools.")
+    ] = None
+    strict: Annotated[
+        bool | None, about("Input has to follow the schema; a grammar sees to it.")
+    ] = None
+    cache_control: Annotated[Any, hint()] = None
+    eager_input_streaming: Annotated[Any, hint()] = None
+    allowed_callers: Annotated[
+        Any, only([], ["direct"], why="nothing but the model calls tools")
+    ] = None
+    defer_loading: Annotated[Any, only(False, why="there is no search over tools")] = None
+    input_examples: Annotated[Any, only([], why="chat templates don't print examples")] = None
+
+
+class AutoToolChoice(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="auto"
+):
+    """The model decides whether to call a tool."""
+
+    disable_parallel_tool_use: Annotated[
+        bool | None, about("If true, an answer has one call at most; a grammar sees to it.")
+    ] = None
+
+
+class AnyToolChoice(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="any"
+):
+    """A tool has to be called, whichever; a grammar sees to it."""
+
+    disable_parallel_tool_use: Annotated[
+        bool | None, about("If true, an answer has one call; a grammar sees to it.")
+    ] = None
+
+
+class NamedToolChoice(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="tool"
+):
+    """The one tool that has to be called."""
+
+    name: Annotated[_ToolName, about("That of one of the tools.")]
+    disable_parallel_tool_use: Annotated[Any, hint()] = None
+
+
+class NoToolChoice(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="none"
+):
+    """Tools are left out of the prompt."""
+
+
+_ToolChoice = AutoToolChoice | AnyToolChoice | NamedToolChoice | NoToolChoice
+_Display = Annotated[
+    Literal["summarized", "omitted"] | None,
+    about("`omitted` leaves reasoning out of the answer; nothing is summarized."),
+]
+
+
+class ThinkingEnabled(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="enabled"
+):
+    """The model is to reason before it answers; refused where it never does."""
+
+    budget_tokens: Annotated[Any, hint()] = None
+    display: _Display = None
+
+
+class ThinkingAdaptive(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="adaptive"
+):
+    """The model is to reason before it answers if it can."""
+
+    display: _Display = None
+
+
+class ThinkingDisabled(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="disabled"
+):
+    """The model isn't to reason. Where its template has no switch, reasoning is left out."""
+
+
+class OutputFormat(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="json_schema"
+):
+    """JSON that follows a schema."""
+
+    schema: Annotated[dict[str, Any], about("The JSON schema.")]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the output is to be like."""
+
+    effort: Annotated[
+        Literal["low", "medium", "high", "xhigh", "max"] | None,
+        about("For the chat template; refused where that doesn't look at `reasoning_effort`."),
+    ] = None
+    format: Annotated[OutputFormat | None, about("What the answer is to look like.")] = None
+    task_budget: Annotated[Any, only(why="no chat template that is served knows it")] = None
+
+
+class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What is to be answered, or counted."""
+
+    model: fields.Model = None
+    messages: Annotated[
+        Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)],
+        about("The conversation so far. An answer goes on with the last message if it is its own."),
+    ]
+    system: Annotated[
+        Text | Annotated[list[TextInput], msgspec.Meta(max_length=MAX_PARTS)] | None,
+        about("What is said before all messages, as a whole or in blocks."),
+    ] = None
+    tools: Annotated[
+        Annotated[list[ToolDefinition], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        about("Tools that the model may call."),
+    ] = None
+    tool_choice: Annotated[
+        _ToolChoice | None, about("Whether tools have to be called; `auto` if it isn't given.")
+    ] = None
+    thinking: Annotated[
+        ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None,
+        about("Whether the model is to reason; as its template has it if it isn't given."),
+    ] = None
+    output_config: Annotated[OutputConfig | None, about("What the output is to be like.")] = None
+    output_format: Annotated[
+        OutputFormat | None, about("`output_config.format` of older versions.")
+    ] = None
+    cache_control: Annotated[Any, hint()] = None
+    context_management: Annotated[Any, only(why="nothing is taken out of a conversation")] = None
+    mcp_servers: Annotated[Any, only([], why="the server runs no tools")] = None
+    speed: Annotated[Any, only("standard", why="there is one speed")] = None
+
+
+class MessagesRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/messages``."""
+
+    max_tokens: Annotated[Count, about("Tokens of the answer at most, reasoning included.")]
+    stop_sequences: Annotated[
+        _StopSequences | None,
+        about(
+            "Strings that end the output where they first occur in its text; an empty one is none."
+        ),
+    ] = None
+    stream: Annotated[bool | None, about("Send the answer as events, as it comes.")] = None
+    temperature: fields.Temperature = None
+    top_k: fields.TopK = None
+    top_p: fields.TopP = None
+    metadata: Annotated[Any, hint()] = None
+    service_tier: Annotated[Any, only("auto", "standard_only", why="there is one tier")] = None
+    container: Annotated[Any, only(why="nothing that a client sends is executed")] = None
+    diagnostics: Annotated[Any, only(why="usage tells what was in the prefix cache")] = None
+    inference_geo: Annotated[Any, only(why="the server is where it is")] = None
+
+
+class CountTokensRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/messages/count_tokens``."""
+
+
+class TokenCount(msgspec.Struct):
+    """How long a conversation is."""
+
+    input_tokens: Annotated[int, about("Tokens of the prompt that it makes.")]
+
+
+class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
+    """What the model says."""
+
+    text: Annotated[str, about("What is said.")]
+    citations: Annotated[None, about("Always null.")] = None
+
+
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    """What the model wrote before its answer, without the marks."""
+
+    thinking: Annotated[str, about("The reasoning.")]
+    signature: Annotated[str, about("Always empty: reasoning isn't signed.")] = ""
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
+    """A call that the model asks for."""
+
+    id: Annotated[str, about("The name that the tool's result refers to.")]
+    name: Annotated[str, about("Which tool to call.")]
+    input: Annotated[
+        dict[str, Any], about("With what; empty where the model wrote no whole JSON object.")
+    ]
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """Tokens that were used; those of the prompt are told in two parts."""
+
+    input_tokens: Annotated[int, about("Tokens of the prompt that were computed.")]
+    cache_creation_input_tokens: Annotated[
+        int, about("Always 0: every prompt is cached, and none is counted twice.")
+    ] = 0
+    cache_read_input_tokens: Annotated[
+        int, about("Tokens of the prompt that were in the prefix cache.")
+    ]
+    output_tokens: Annotated[int, about("Tokens that were produced.")]
+
+
+class MessageReply(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """The answer; without its content and its end, the beginning of a stream."""
+
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    role: Annotated[str, about("Always `assistant`.")] = "assistant"
+    model: Annotated[str, about("The name that the model is served under.")]
+    content: Annotated[
+        list[TextBlock | ThinkingBlock | ToolUseBlock], about("What the model wrote, in blocks.")
+    ]
+    stop_reason: Annotated[
+        str | None, about("`end_turn`, `max_tokens`, `stop_sequence`, or `tool_use`.")
+    ] = None
+    stop_sequence: Annotated[str | None, about("Which one ended it, if one did.")] = None
+    usage: Annotated[MessageUsage, about("Tokens that were used.")]
+
+
+class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    """The first event of a stream."""
+
+    message: Annotated[MessageReply, about("The answer, of which nothing is there yet.")]
+
+
+class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    """A block begins."""
+
+    index: Annotated[int, about("The block's number, from 0.")]
+    content_block: Annotated[
+        TextBlock | ThinkingBlock | ToolUseBlock, about("The block, of which nothing is there yet.")
+    ]
+
+
+class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    """More of a text."""
+
+    text: Annotated[str, about("What is added.")]
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    """More of the reasoning."""
+
+    thinking: Annotated[str, about("What is added.")]
+
+
+class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    """More of a call's input."""
+
+    partial_json: Annotated[str, about("What is added to its JSON, as the model wrote it.")]
+
+
+class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    """A block grows."""
+
+    index: Annotated[int, about("The block's number, from 0.")]
+    delta: Annotated[TextDelta | ThinkingDelta | InputJsonDelta, about("What is added.")]
+
+
+class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    """A block is whole."""
+
+    index: Annotated[int, about("The block's number, from 0.")]
+
+
+class MessageChange(msgspec.Struct, kw_only=True):
+    """How the answer ended."""
+
+    stop_reason: Annotated[
+        str | None, about("`end_turn`, `max_tokens`, `stop_sequence`, or `tool_use`.")
+    ]
+    stop_sequence: Annotated[str | None, about("Which one ended it, if one did.")]
+
+
+class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+    """All blocks are whole."""
+
+    delta: Annotated[MessageChange, about("How the answer ended.")]
+    usage: Annotated[MessageUsage, about("Tokens that were used.")]
+
+
+class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    """The last event of a stream."""
+
+
+class Ping(msgspec.Struct, tag_field="type", tag="ping"):
+    """There is nothing to tell yet."""
+
+
+StreamEvent = (
+    MessageStart
+    | ContentBlockStart
+    | ContentBlockDelta
+    | ContentBlockStop
+    | MessageDelta
+    | MessageStop
+    | Ping
+)

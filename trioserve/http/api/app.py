@@ -1,0 +1,259 @@
+"""The ASGI application over one engine.
+
+It runs in anybody's hypercorn (with the trio worker). What only a server can do, bounding stalled
+sends and surviving broken connections, is in :mod:`trioserve.http.server.server`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import quart
+import trio
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
+from quart.wrappers.base import BaseRequestWebsocket
+from quart_trio import QuartTrio
+from werkzeug.exceptions import BadRequest, MethodNotAllowed
+from werkzeug.routing import MapAdapter
+
+from trioserve.config import ServerConfig
+from trioserve.engine.engine import Engine
+from trioserve.http.api.anthropic.endpoint import MessageEndpoints
+from trioserve.http.api.asgi import (
+    HTTPConnection,
+    Request,
+    WebSocketConnection,
+    error_response,
+    without_prefix,
+)
+from trioserve.http.api.auth import OPEN_PATHS, Keys, authorization_of
+from trioserve.http.api.bodies import BodyRoom
+from trioserve.http.api.console.endpoint import ConsoleEndpoints
+from trioserve.http.api.console.redirects import console_redirect
+from trioserve.http.api.control.endpoint import ControlEndpoints
+from trioserve.http.api.cors import CrossOrigin
+from trioserve.http.api.feeds.endpoint import FeedEndpoints
+from trioserve.http.api.hosts import AllowedHosts
+from trioserve.http.api.ollama.endpoint import OllamaEndpoints
+from trioserve.http.api.ollama.models import OllamaModelEndpoints
+from trioserve.http.api.openai.chat.endpoint import ChatEndpoints
+from trioserve.http.api.openai.chat.preparation import ChatPreparation
+from trioserve.http.api.openai.completions.endpoint import CompletionEndpoints
+from trioserve.http.api.openai.models import ModelEndpoints
+from trioserve.http.api.openai.responses.endpoint import ResponseEndpoints
+from trioserve.http.api.pooling.embeddings import EmbeddingEndpoints
+from trioserve.http.api.pooling.scores import ScoreEndpoints
+from trioserve.http.api.route import Route
+from trioserve.http.api.routes import served_routes
+from trioserve.http.api.server_api import OneProcess, Whole
+from trioserve.http.api.service import Service
+from trioserve.http.api.sessions.endpoint import SessionEndpoints
+from trioserve.http.api.sglang.endpoint import NativeEndpoints
+from trioserve.http.api.utilities.admin import AdminEndpoints
+from trioserve.http.api.utilities.endpoint import UtilityEndpoints
+from trioserve.http.api.utilities.tokens import TokenEndpoints
+from trioserve.protocol.errors import QueueFull
+
+__all__ = ["App", "create_app"]
+
+_REFUSAL_PAUSE = 0.005
+"""Seconds between one refusal for want of room and the next."""
+
+
+class App(QuartTrio):
+    """A quart application that knows its engine."""
+
+    asgi_http_class = HTTPConnection
+    asgi_websocket_class = WebSocketConnection
+    request_class = Request
+    engine: Engine
+    cross_origin: CrossOrigin
+    body_room: BodyRoom
+    root_path: str
+    """What paths may begin with beside those of the routes."""
+
+    async def __call__(
+        self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        """Serve one connection of ASGI's."""
+        await super().__call__(without_prefix(scope, self.root_path), receive, send)
+
+    def create_url_adapter(self, request: BaseRequestWebsocket | None) -> MapAdapter | None:
+        """What finds the route of ``request``."""
+        try:
+            return super().create_url_adapter(request)
+        except (BadRequest, UnicodeError):
+            assert request is not None
+            # The Host is no name, or the query no text. Neither means anything to our routes.
+            return self.url_map.bind(
+                "localhost",
+                url_scheme=request.scheme,
+                default_method=request.method,
+                path_info=request.path,
+            )
+
+
+def create_app(
+    engine: Engine, config: ServerConfig | None = None, *, whole: Whole | None = None
+) -> App:
+    """The application that serves ``engine``.
+
+    Args:
+        engine: an open engine; it has to stay open for as long as the application is served.
+        config: names, keys and limits (default: those of a server without options).
+        whole: the server that the engine is a part of (default: it is all of it).
+
+    ``before_serving`` and ``after_serving`` aren't used: the engine is open before the application
+    exists, and is closed by whoever opened it.
+    """
+    config = config or ServerConfig(engine=engine.config)
+    whole = whole or OneProcess(engine)
+    service = Service(
+        engine=engine,
+        whole=whole,
+        config=config,
+        model_names=config.served_model_name or (engine.model_name,),
+    )
+    app = App("trioserve", static_folder=None)
+    app.engine = engine
+    app.root_path = config.root_path.rstrip("/")
+    app.cross_origin = CrossOrigin(config.allowed_origins)
+    app.body_room = BodyRoom.for_bodies_of(config.max_body_size)
+    app.config["RESPONSE_TIMEOUT"] = None
+    app.config["BODY_TIMEOUT"] = config.request_timeout
+    app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
+    app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
+    keys = Keys(
+        config.api_key,
+        config.admin_api_key,
+        priority_keys=config.priority_api_key,
+        max_requests=config.max_requests_per_key,
+    )
+    hosts = AllowedHosts(config.allowed_hosts, config.host)
+    routes = served_routes(config)
+    _add_routes(app, service, keys, routes)
+    app.register_error_handler(Exception, _on_error)
+
+    admission = _Admission(engine)
+    generating_rules = {
+        rule for route in routes if route.events is not None for rule in route.rules
+    }
+    control_rules = {rule for route in routes if route.control for rule in route.rules}
+
+    @app.before_request
+    async def authorize() -> quart.Response | None:
+        # A function that isn't async would run in a thread each time.
+        request = cast(Request, quart.request)
+        rule = request.url_rule
+        if rule is not None:
+            request.record.route = rule.rule
+        answer = _preflight(request, app.cross_origin)
+        if answer is None and config.console:
+            answer = console_redirect(request)
+        is_open = request.path in OPEN_PATHS or (rule is not None and rule.rule in OPEN_PATHS)
+        if answer is None and not is_open:
+            control = rule is not None and rule.rule in control_rules
+            caller = keys.caller(authorization_of(request.headers), control=control)
+            if caller is None:
+                _check_host(request, hosts)
+            request.record.key = None if caller is None else caller.name
+            request.record.tenant = keys.tenant(caller)
+            request.record.may_set_priority = keys.may_set_priority(caller)
+            request.at_end.enter_context(await whole.seat(keys, caller))
+            if rule is not None and rule.rule in generating_rules:
+                await admission.check(request.record.tenant)
+        return answer
+
+    return app
+
+
+def _check_host(request: Request, hosts: AllowedHosts) -> None:
+    """Refuse a request that a web page may have sent to a name of its own.
+
+    Raises:
+        HostNotAllowed: its host isn't the server's.
+    """
+    server = request.scope.get("server")
+    if server is not None and request.scheme != "https":
+        hosts.check(request.headers.get("Host", ""), server[0])
+
+
+class _Admission:
+    """Refuses requests while the queue is full, before their bodies are read.
+
+    One after the other and ``_REFUSAL_PAUSE`` apart: a refusal costs as much computing time as any
+    short answer, and clients that ask again at once could else take it from whoever was admitted.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._turn = trio.Lock()
+
+    async def check(self, tenant: str) -> None:
+        """Go on if there is room for a request of ``tenant``.
+
+        Raises:
+            QueueFull: there is none.
+            Draining: the engine is shutting down.
+            EngineError: it is closed.
+        """
+        try:
+            self._engine.check_room(tenant)
+        except QueueFull:
+            async with self._turn:
+                await trio.sleep(_REFUSAL_PAUSE)
+                self._engine.check_room(tenant)
+
+
+def _preflight(request: Request, cross_origin: CrossOrigin) -> quart.Response | None:
+    """The answer to a browser that asks whether a page may send a request; it brings no key."""
+    refusal = request.routing_exception
+    if (
+        request.method != "OPTIONS"
+        or not isinstance(refusal, MethodNotAllowed)
+        or not cross_origin.allows(request.headers.get("Origin"))
+    ):
+        return None
+    asked = request.headers.get("Access-Control-Request-Headers", "")
+    headers = cross_origin.preflight_headers(refusal.valid_methods or (), asked)
+    return quart.Response(b"", status=204, headers=headers)
+
+
+def _add_routes(app: App, service: Service, keys: Keys, routes: Sequence[Route]) -> None:
+    chats = ChatPreparation(service)
+    tokens = TokenEndpoints(service)
+    endpoints: list[Any] = [
+        ChatEndpoints(service, chats),
+        CompletionEndpoints(service),
+        ConsoleEndpoints(service, keys),
+        ControlEndpoints(service),
+        EmbeddingEndpoints(service),
+        FeedEndpoints(service),
+        MessageEndpoints(service, chats, tokens),
+        ModelEndpoints(service),
+        NativeEndpoints(service),
+        OllamaEndpoints(service, chats),
+        OllamaModelEndpoints(service, chats.format),
+        ResponseEndpoints(service, chats, tokens),
+        SessionEndpoints(service),
+        AdminEndpoints(service),
+        ScoreEndpoints(service),
+        tokens,
+        UtilityEndpoints(service),
+    ]
+    for route in routes:
+        (view,) = [
+            getattr(endpoint, route.handler)
+            for endpoint in endpoints
+            if hasattr(endpoint, route.handler)
+        ]
+        for rule in route.rules:
+            app.add_url_rule(rule, endpoint=route.handler, view_func=view, methods=[route.method])
+
+
+async def _on_error(error: Exception) -> quart.Response:
+    request = cast(Request, quart.request)
+    response, reply = error_response(error, request.path)
+    request.record.note_error(reply.reason)
+    return response

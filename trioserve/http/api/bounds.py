@@ -1,0 +1,137 @@
+"""What one HTTP request may ask for and hold in all, beside what the engine bounds of each prompt.
+
+Numbers that no client comes near, but one that means harm; options have the ones that operators may
+want to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from trioserve.http.api.schema.structure import count_outside_texts
+from trioserve.http.api.threads import num_in_entries
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.request import TokensPrompt
+from trioserve.requests.stream import Chunk
+from trioserve.scheduler.limits import MAX_PROMPT_LOGPROBS
+
+if TYPE_CHECKING:
+    from trioserve.engine.engine import Engine
+    from trioserve.http.api.generations import Job
+
+__all__ = [
+    "MAX_ANSWER_LOGPROBS",
+    "MAX_FIELDS",
+    "MAX_VALUES",
+    "AnswerSize",
+    "check_batch",
+    "check_body",
+    "check_prompt_logprobs",
+]
+
+MAX_FIELDS = 1 << 17
+"""Objects, lists and fields of objects in a body. Reading as many takes a tenth of a second, in
+which no other request is served."""
+MAX_VALUES = 2 << 20
+"""Items of lists and fields of objects in a body: token ids, above all."""
+MAX_ANSWER_LOGPROBS = 2 << 20
+"""Log-probabilities in an answer that is sent as a whole: about 100 bytes each in its JSON."""
+
+
+def check_body(body: bytes) -> None:
+    """Refuse a body that would take long to read, before it is read.
+
+    Raises:
+        InvalidRequest: it holds too many lists, objects, fields or values.
+    """
+    _check_separators(body, b"{[:", MAX_FIELDS, "objects, lists and fields")
+    _check_separators(body, b",", MAX_VALUES, "values")
+
+
+def _check_separators(body: bytes, separators: bytes, most: int, what: str) -> None:
+    """Refuse a body with more than ``most`` of ``separators`` outside of its texts."""
+    if len(body) <= most or sum(body.count(each) for each in separators) <= most:
+        return
+    number = count_outside_texts(body, separators)
+    if number > most:
+        raise InvalidRequest(f"the body holds {number} {what}; at most {most} are read")
+
+
+def check_batch(jobs: Sequence[Job], engine: Engine, *, is_shared: bool = False) -> None:
+    """Refuse a batch that could never be queued, because it wouldn't fit an empty queue.
+
+    Args:
+        jobs: The batch.
+        engine: The one that is to generate it.
+        is_shared: Whether it may take only half of the queue, because other keys have a share, too.
+
+    Raises:
+        InvalidRequest: it has too many outputs or tokens; ``param`` is the engine's name.
+    """
+    if len(jobs) == 1:
+        return
+    shares = 2 if is_shared else 1
+    limit = engine.config.max_num_queued_reqs // shares
+    outputs = sum(job.params.n for job in jobs)
+    if outputs > limit:
+        raise InvalidRequest(
+            f"n asks for {outputs} outputs of {len(jobs)} prompts; at most {limit} can wait "
+            "(--max-num-queued-reqs)",
+            param="n",
+        )
+    tokens = sum(
+        len(job.prompt.token_ids) * job.params.n
+        for job in jobs
+        if isinstance(job.prompt, TokensPrompt) and job.params.truncate_prompt_tokens is None
+    )
+    max_tokens = engine.max_num_queued_tokens // shares
+    if tokens > max_tokens:
+        raise InvalidRequest(
+            f"prompt has {tokens} tokens in {outputs} outputs' prompts; at most "
+            f"{max_tokens} can wait (--max-num-queued-tokens)",
+            param="prompt",
+        )
+
+
+def check_prompt_logprobs(jobs: Sequence[Job], streams: Iterable[GenerationStream]) -> None:
+    """Refuse a batch that asks for more of its prompts' log-probabilities than one prompt may.
+
+    Raises:
+        InvalidRequest: it does; ``param`` is the engine's name of the field.
+    """
+    total = sum(
+        max(len(stream.prompt_token_ids) - stream.prompt_logprobs.start, 0)
+        * stream.prompt_logprobs.num_for_each
+        * job.params.n
+        for job, stream in zip(jobs, streams, strict=True)
+        if stream.prompt_logprobs is not None
+    )
+    if total > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs asks for {total} log-probabilities of {len(jobs)} prompts together: "
+            f"at most {MAX_PROMPT_LOGPROBS} are served",
+            param="prompt_logprobs",
+        )
+
+
+class AnswerSize:
+    """How many log-probabilities an answer holds, which grows until it is whole."""
+
+    def __init__(self) -> None:
+        self._total = 0
+
+    def add(self, chunk: Chunk) -> None:
+        """Count those of ``chunk``.
+
+        Raises:
+            InvalidRequest: these are too many to be held; ``param`` is the engine's name.
+        """
+        self._total += num_in_entries(chunk.logprobs)
+        if self._total > MAX_ANSWER_LOGPROBS:
+            raise InvalidRequest(
+                f"logprobs makes an answer of more than {MAX_ANSWER_LOGPROBS} log-probabilities, "
+                "which isn't held: ask for fewer, or for a stream",
+                param="logprobs",
+            )

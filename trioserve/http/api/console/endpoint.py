@@ -1,0 +1,116 @@
+"""``/console`` and what it shows: the page's files, and the engine's pictures as events."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from types import TracebackType
+
+import quart
+import trio
+from werkzeug.exceptions import NotFound
+
+from trioserve.http.api.auth import Keys, authorization_of
+from trioserve.http.api.console.files import PAGE, SECURITY_HEADERS, read_files
+from trioserve.http.api.console.schemas import LiveQuery
+from trioserve.http.api.server_api import Pictures
+from trioserve.http.api.service import Service
+from trioserve.http.api.sse import Events, Framing, named_event, stream_response
+from trioserve.observability.live import Hello, due_after, hello_of
+
+__all__ = ["ConsoleEndpoints"]
+
+
+class ConsoleEndpoints:
+    """The handlers, over one service."""
+
+    def __init__(self, service: Service, keys: Keys) -> None:
+        self._service = service
+        self._keys = keys
+        self._files = read_files()
+
+    async def console_page(self) -> quart.Response:
+        """``GET /console``."""
+        return self._file_response(PAGE)
+
+    async def console_file(self, name: str) -> quart.Response:
+        """``GET /console/static/<path:name>``."""
+        return self._file_response(name)
+
+    def _file_response(self, name: str) -> quart.Response:
+        file = self._files.get(name)
+        if file is None:
+            raise NotFound
+        headers = {**SECURITY_HEADERS, "Cache-Control": "no-cache", "ETag": f'"{file.etag}"'}
+        if quart.request.if_none_match.contains(file.etag):
+            return quart.Response(b"", status=304, headers=headers)
+        return quart.Response(file.data, headers=headers, content_type=file.content_type)
+
+    async def console_live(self) -> quart.Response:
+        """``GET /console/live``: ``hello`` once, and then a ``picture`` each interval."""
+        service = self._service
+        query = service.read_query(LiveQuery)
+        hello = hello_of(
+            service.engine,
+            model=service.model_names[0],
+            started=service.started,
+            front_ends=service.config.api_server_count,
+            may_control=self._keys.may_control(authorization_of(quart.request.headers)),
+        )
+        feed = stream_response(_Feed(service, query, hello))
+        # What a HEAD asks for would go on for ever.
+        return feed if quart.request.method == "GET" else quart.Response(b"", headers=feed.headers)
+
+
+class _Feed(Events):
+    """The events. A picture is taken when the one before has left: who is slow gets fewer.
+
+    It ends when the server drains, behind a picture that says so.
+    """
+
+    framing = Framing(last=b"")
+
+    def __init__(self, service: Service, query: LiveQuery, hello: Hello) -> None:
+        self._service = service
+        self._query = query
+        self._hello: Hello | None = hello
+        self._scope = contextlib.AsyncExitStack()
+        self._take: Pictures | None = None
+        self._due = 0.0
+        self._left = query.pictures or math.inf
+        """Pictures that are still to come."""
+
+    async def __aenter__(self) -> _Feed:
+        watch = self._service.whole.watch(requests=self._query.requests, nodes=self._query.nodes)
+        self._take = await self._scope.enter_async_context(watch)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Whoever watches has nothing to do with why the reader leaves.
+        await self._scope.aclose()
+
+    async def __anext__(self) -> bytes:
+        if self._hello is not None:
+            hello, self._hello = self._hello, None
+            self._due = trio.current_time()
+            return named_event("hello", hello)
+        if self._left == 0:
+            raise StopAsyncIteration
+        draining = await self._wait()
+        assert self._take is not None
+        picture = await self._take()
+        self._left = 0 if draining else self._left - 1
+        return named_event("picture", picture)
+
+    async def _wait(self) -> bool:
+        """Wait until a picture is due; whether it is the last one, because the server drains."""
+        engine = self._service.engine
+        with trio.move_on_at(self._due):
+            await engine.wait_draining()
+        self._due = due_after(self._due, self._query.interval)
+        return engine.draining

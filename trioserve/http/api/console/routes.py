@@ -1,0 +1,38 @@
+"""The console's routes."""
+
+from __future__ import annotations
+
+from trioserve.http.api.console.schemas import LiveQuery
+from trioserve.http.api.route import Route
+
+__all__ = ["ROUTES"]
+
+ROUTES = (
+    Route(
+        method="GET",
+        rule="/console",
+        handler="console_page",
+        summary="The console, for a browser",
+        group="The server",
+        response="text/html",
+    ),
+    Route(
+        method="GET",
+        rule="/console/static/<path:name>",
+        handler="console_file",
+        summary="One of the files that it is made of",
+        group="The server",
+        response="text/javascript",
+        errors=(404,),
+    ),
+    Route(
+        method="GET",
+        rule="/console/live",
+        handler="console_live",
+        summary="Events that show the engine as it is, again and again",
+        group="The server",
+        query=LiveQuery,
+        response="text/event-stream",
+        errors=(400, 429),
+    ),
+)

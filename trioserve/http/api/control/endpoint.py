@@ -1,0 +1,173 @@
+"""Pausing, ending requests by name, emptying the cache: for whoever runs the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import quart
+
+from trioserve.http.api.control.schemas import (
+    AbortManyRequest,
+    AbortReply,
+    AbortRequest,
+    ContinueRequest,
+    Done,
+    FlushReply,
+    FlushRequest,
+    LoadAdapterRequest,
+    LoadedAdapters,
+    MemoryRequest,
+    NewWeights,
+    PauseReply,
+    PauseRequest,
+    SleepReply,
+    UnloadAdapterRequest,
+    UpdateTensorsRequest,
+    UpdateWeightsRequest,
+    UpdateWeightVersionRequest,
+    WeightVersion,
+)
+from trioserve.http.api.generations import renamed
+from trioserve.http.api.openai.fields import ID_PREFIXES
+from trioserve.http.api.service import Service, json_response
+from trioserve.protocol.errors import InvalidRequest
+
+__all__ = ["ControlEndpoints"]
+
+
+_ADAPTER_NAMES = {"name": "lora_name", "path": "lora_path", "adapter": "lora_name"}
+"""The engine's names of arguments, and those of the fields that they come from."""
+
+
+class ControlEndpoints:
+    """The handlers, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def pause_generation(self) -> quart.Response:
+        """``POST /pause_generation`` and ``POST /pause``: answered once nothing is computed."""
+        request = await self._service.read_if_any(PauseRequest)
+        mode = "in_place" if request.mode == "keep" else request.mode
+        await self._service.whole.pause(mode, refuse=request.new_requests == "refuse")
+        if request.clear_cache:
+            await self._service.whole.flush_cache()
+        return json_response(Done(message="nothing is computed until /continue_generation"))
+
+    async def continue_generation(self) -> quart.Response:
+        """``POST /continue_generation`` and ``POST /resume``."""
+        await self._service.read_if_any(ContinueRequest)
+        await self._service.whole.resume()
+        return json_response(Done(message="what waits is computed"))
+
+    async def is_paused(self) -> quart.Response:
+        """``GET /is_paused``."""
+        return json_response(PauseReply(is_paused=await self._service.whole.paused()))
+
+    async def abort_request(self) -> quart.Response:
+        """``POST /abort_request``."""
+        request = await self._service.read(AbortRequest)
+        if request.abort_all:
+            number = await self._service.whole.abort([""], prefix=True)
+        else:
+            # An empty name names nobody: everybody's end has to be asked for in so many words.
+            named = _names([request.rid]) if request.rid else []
+            number = await self._service.whole.abort(named, prefix=True)
+        return json_response(AbortReply(num_aborted=number))
+
+    async def abort_requests(self) -> quart.Response:
+        """``POST /abort_requests``."""
+        request = await self._service.read(AbortManyRequest)
+        number = await self._service.whole.abort(_names(request.request_ids), prefix=False)
+        return json_response(AbortReply(num_aborted=number))
+
+    async def update_weights_from_disk(self) -> quart.Response:
+        """``POST /update_weights_from_disk``: answered once the new weights serve."""
+        request = await self._service.read(UpdateWeightsRequest)
+        version = await self._update_weights(request, request.model_path)
+        if request.keep_pause:
+            await self._service.whole.pause("retract", refuse=False)
+        return json_response(Done(message=f"the weights {version} serve"))
+
+    async def update_weights_from_tensor(self) -> quart.Response:
+        """``POST /update_weights_from_tensor``: the same, of tensors in a file."""
+        request = await self._service.read(UpdateTensorsRequest)
+        assert request.model_path is not None, "what else there may be is refused"
+        version = await self._update_weights(request, request.model_path)
+        return json_response(Done(message=f"the weights {version} serve"))
+
+    async def _update_weights(self, request: NewWeights, path: str) -> str:
+        """Have the weights at ``path`` serve; what they are called."""
+        mode = request.mode or ("abort" if request.abort_all_requests else "wait")
+        try:
+            return await self._service.whole.update_weights(path, mode, request.weight_version)
+        except InvalidRequest as error:
+            raise renamed(error, {"model": "model_path"}) from error
+
+    async def weight_version(self) -> quart.Response:
+        """``GET /weight_version`` and ``GET /get_weight_version``."""
+        return json_response(
+            WeightVersion(weight_version=await self._service.whole.weight_version())
+        )
+
+    async def update_weight_version(self) -> quart.Response:
+        """``POST /update_weight_version``."""
+        request = await self._service.read(UpdateWeightVersionRequest)
+        whole = self._service.whole
+        if request.abort_all_requests:
+            await whole.abort([""], prefix=True)
+        await whole.call_weights(request.new_version)
+        return json_response(WeightVersion(weight_version=await whole.weight_version()))
+
+    async def release_memory_occupation(self) -> quart.Response:
+        """``POST /release_memory_occupation``: answered once the worker's process has ended."""
+        await self._service.read_if_any(MemoryRequest)
+        await self._service.whole.release_memory()
+        return json_response(Done(message="the worker is gone until /resume_memory_occupation"))
+
+    async def resume_memory_occupation(self) -> quart.Response:
+        """``POST /resume_memory_occupation``: answered once a worker has loaded the model."""
+        await self._service.read_if_any(MemoryRequest)
+        await self._service.whole.resume_memory()
+        return json_response(Done(message="a worker is there, and what waits is computed"))
+
+    async def is_sleeping(self) -> quart.Response:
+        """``GET /is_sleeping``."""
+        released = await self._service.whole.memory_released()
+        return json_response(SleepReply(is_sleeping=released))
+
+    async def load_adapter(self) -> quart.Response:
+        """``POST /v1/load_lora_adapter`` and ``POST /load_lora_adapter``."""
+        request = await self._service.read(LoadAdapterRequest)
+        name = request.lora_name
+        if name in self._service.model_names:
+            raise InvalidRequest(f"{name!r} is the model's own name", param="lora_name")
+        try:
+            await self._service.engine.load_adapter(name, request.lora_path)
+        except InvalidRequest as error:
+            raise renamed(error, _ADAPTER_NAMES) from error
+        return self._adapters()
+
+    async def unload_adapter(self) -> quart.Response:
+        """``POST /v1/unload_lora_adapter``: answered once no request uses it any more."""
+        request = await self._service.read(UnloadAdapterRequest)
+        try:
+            await self._service.engine.unload_adapter(request.lora_name)
+        except InvalidRequest as error:
+            raise renamed(error, _ADAPTER_NAMES) from error
+        return self._adapters()
+
+    def _adapters(self) -> quart.Response:
+        adapters = self._service.engine.adapters
+        return json_response(LoadedAdapters(loaded_adapters={a.name: a.path for a in adapters}))
+
+    async def flush_cache(self) -> quart.Response:
+        """``GET`` or ``POST /flush_cache``, and ``POST /reset_prefix_cache``."""
+        if quart.request.method == "POST":
+            await self._service.read_if_any(FlushRequest)
+        return json_response(FlushReply(num_pages_freed=await self._service.whole.flush_cache()))
+
+
+def _names(ids: Sequence[str]) -> list[str]:
+    """What requests are called, by what their client called them or the answer calls them."""
+    return [kind + id for id in ids for kind in ("", *ID_PREFIXES)]

@@ -1,0 +1,271 @@
+"""Requests and responses of the endpoints that control the server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from trioserve.http.api.schema.reading import Exclusive, about, hint, only
+
+__all__ = [
+    "AbortManyRequest",
+    "AbortReply",
+    "AbortRequest",
+    "ContinueRequest",
+    "Done",
+    "FlushReply",
+    "FlushRequest",
+    "LoadAdapterRequest",
+    "LoadedAdapters",
+    "MemoryRequest",
+    "NewWeights",
+    "PauseReply",
+    "PauseRequest",
+    "SleepReply",
+    "UnloadAdapterRequest",
+    "UpdateTensorsRequest",
+    "UpdateWeightVersionRequest",
+    "UpdateWeightsRequest",
+    "WeightVersion",
+]
+
+_RequestId = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class PauseRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /pause_generation``; an empty one takes the defaults."""
+
+    mode: Annotated[
+        Literal["abort", "wait", "retract", "in_place", "keep"],
+        about(
+            "What becomes of the requests there are: `abort` ends them with what they have, `wait` "
+            "lets them finish first, `retract` keeps their tokens and computes their KV anew "
+            "afterwards, `in_place` keeps their KV, too, which vLLM calls `keep`."
+        ),
+    ] = "abort"
+    clear_cache: Annotated[bool, about("Whether to empty the prefix cache as well.")] = False
+    new_requests: Annotated[
+        Literal["wait", "refuse"],
+        about("Whether requests that come meanwhile wait in the queue or are refused with 503."),
+    ] = "wait"
+
+
+class ContinueRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /continue_generation``; it may be empty."""
+
+    torch_empty_cache: Annotated[bool | None, hint()] = None
+
+
+class Done(msgspec.Struct, kw_only=True):
+    """It is done."""
+
+    success: Annotated[bool, about("Always true.")] = True
+    message: Annotated[str, about("What was done, for people.")]
+
+
+class PauseReply(msgspec.Struct, kw_only=True):
+    """Whether the engine is paused."""
+
+    is_paused: Annotated[bool, about("Whether nothing is computed for a pause.")]
+
+
+class AbortRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /abort_request``."""
+
+    rid: Annotated[
+        _RequestId,
+        about(
+            "The request's `rid`, `request_id` or `X-Request-Id`, or how it begins: all that begin "
+            "so are ended, the members of a batch among them. It may be left out with `abort_all`."
+        ),
+    ] = ""
+    abort_all: Annotated[bool, about("End all requests.")] = False
+    finished_reason: Annotated[
+        dict[str, Any] | None, only(why="the finish reason is always `abort`")
+    ] = None
+    abort_message: Annotated[str | None, only(why="the finish reason `abort` has no message")] = (
+        None
+    )
+
+
+class AbortManyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /abort_requests``."""
+
+    request_ids: Annotated[
+        Annotated[list[_RequestId], msgspec.Meta(min_length=1, max_length=10_000)],
+        about("The whole ids of the requests that are to end."),
+    ]
+
+
+class AbortReply(msgspec.Struct, kw_only=True):
+    """How many requests were ended."""
+
+    num_aborted: Annotated[int, about("Requests that were ended; 0 if there were none so named.")]
+
+
+class NewWeights(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What requests for other weights have in common, wherever those are."""
+
+    EXCLUSIVE: ClassVar[tuple[Exclusive, ...]] = (Exclusive(("mode", "abort_all_requests")),)
+
+    mode: Annotated[
+        Literal["wait", "abort", "retract"] | None,
+        about(
+            "What becomes of the requests there are: `wait` (the default) lets them finish first, "
+            "`abort` ends them with what they have, `retract` has them go on with the new weights."
+        ),
+    ] = None
+    abort_all_requests: Annotated[bool | None, about("SGLang's name of the mode `abort`.")] = None
+    weight_version: Annotated[
+        Annotated[str, msgspec.Meta(max_length=200)] | None,
+        about("What the weights are called from then on; a checksum if it isn't given."),
+    ] = None
+    flush_cache: Annotated[
+        bool | None, only(True, why="what the old weights have computed is of no use to the new")
+    ] = None
+    load_format: Annotated[
+        str | None, only("auto", "safetensors", "gguf", why="the files tell what they are")
+    ] = None
+    torch_empty_cache: Annotated[bool | None, hint()] = None
+
+
+_WeightsPath = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class UpdateWeightsRequest(NewWeights, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /update_weights_from_disk``."""
+
+    model_path: Annotated[
+        _WeightsPath,
+        about(
+            "A folder, a GGUF file or a Hub id, or a single safetensors file with all tensors; it "
+            "has to stay where it is, for workers to come."
+        ),
+    ]
+    keep_pause: Annotated[
+        bool | None, about("Pause the engine as soon as the new weights are there.")
+    ] = None
+    manifest: Annotated[
+        dict[str, Any] | None, only(why="the tensors are checked against the model")
+    ] = None
+    is_async: Annotated[bool | None, hint()] = None
+    recapture_cuda_graph: Annotated[bool | None, hint()] = None
+    token_step: Annotated[int | None, hint()] = None
+
+
+class UpdateTensorsRequest(NewWeights, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /update_weights_from_tensor``."""
+
+    EXCLUSIVE: ClassVar = (
+        *NewWeights.EXCLUSIVE,
+        Exclusive(("model_path", "serialized_named_tensors"), required=True),
+    )
+
+    model_path: Annotated[
+        _WeightsPath | None,
+        about(
+            "A safetensors file with all tensors of the model, in shared memory for one "
+            "(`/dev/shm`); it has to stay where it is, for workers to come."
+        ),
+    ] = None
+    serialized_named_tensors: Annotated[
+        Any,
+        only(
+            why="they are pickles, which run code when they are read: write the tensors to a file "
+            "by safetensors, in /dev/shm for one, and give its path as model_path"
+        ),
+    ] = None
+    disable_draft_model: Annotated[bool | None, hint()] = None
+
+
+class UpdateWeightVersionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /update_weight_version``."""
+
+    new_version: Annotated[
+        Annotated[str, msgspec.Meta(max_length=200)], about("What the weights are called.")
+    ]
+    abort_all_requests: Annotated[bool | None, about("End all requests with what they have.")] = (
+        None
+    )
+
+
+class WeightVersion(msgspec.Struct, kw_only=True):
+    """What the weights are called that serve."""
+
+    weight_version: Annotated[str, about("`default` for those that were loaded first.")]
+
+
+_MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+
+
+class MemoryRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /release_memory_occupation`` and of its counterpart; it may be empty."""
+
+    tags: Annotated[
+        _MemoryTag | list[_MemoryTag] | None,
+        about("What is meant; whichever it is, all of it goes, and all of it comes back."),
+    ] = None
+    level: Annotated[int | None, hint()] = None
+    mode: Annotated[
+        str | None, only("keep", why="requests keep their tokens, and go on afterwards")
+    ] = None
+
+
+class SleepReply(msgspec.Struct, kw_only=True):
+    """Whether the worker's memory was given back."""
+
+    is_sleeping: Annotated[
+        bool, about("Whether there is no worker until `/resume_memory_occupation` or `/wake_up`.")
+    ]
+
+
+class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/load_lora_adapter``."""
+
+    lora_name: Annotated[str, about("What requests will call the adapter.")]
+    lora_path: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1, max_length=4096)],
+        about(
+            "The folder on the server's machine with its `adapter_config.json` and "
+            "`adapter_model.safetensors`."
+        ),
+    ]
+    load_inplace: Annotated[
+        bool | None, only(False, why="unload the one that has the name, first")
+    ] = None
+    is_3d_lora_weight: Annotated[Any, only(False, why="adapters of experts aren't served")] = None
+    pinned: Annotated[
+        bool | None, only(False, why="see --max-cpu-loras, by which all of them may be held")
+    ] = None
+    added_tokens_config: Annotated[Any, only({}, why="the vocabulary is the model's")] = None
+
+
+class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/unload_lora_adapter``."""
+
+    lora_name: Annotated[str, about("What requests call the adapter.")]
+    lora_int_id: Annotated[Any, only(why="adapters are told by their names")] = None
+    lora_id: Annotated[Any, only(why="adapters are told by their names")] = None
+
+
+class LoadedAdapters(msgspec.Struct, kw_only=True):
+    """It is done."""
+
+    success: Annotated[bool, about("Always true.")] = True
+    loaded_adapters: Annotated[
+        dict[str, str], about("The folders of the adapters that requests may name, by name.")
+    ]
+
+
+class FlushRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /flush_cache``; it may be empty."""
+
+    timeout_s: Annotated[float | None, hint()] = None
+
+
+class FlushReply(msgspec.Struct, kw_only=True):
+    """The cache is empty, but for what running requests hold."""
+
+    success: Annotated[bool, about("Always true.")] = True
+    num_pages_freed: Annotated[int, about("Pages of the KV cache that were freed.")]

@@ -1,0 +1,218 @@
+"""Which HTTP status and which body each exception becomes: the one place that decides.
+
+An error has OpenAI's body, ``{"error": {"message", "type", "param", "code"}}``, but for the paths
+whose clients know another (:mod:`trioserve.http.api.dialects`). Before a stream's 200 it is the
+response; after it, the same body is an event of the stream, and then the stream ends.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import attrs
+import msgspec
+from werkzeug.exceptions import HTTPException
+
+from trioserve.http.server.error_body import ErrorBody, ErrorDetail, ErrorResponse
+from trioserve.protocol.errors import (
+    AdapterNotFound,
+    DeadlineExceeded,
+    Draining,
+    EngineError,
+    InvalidRequest,
+    Paused,
+    QueueFull,
+    RequestAborted,
+    SessionLimit,
+    ShuttingDown,
+    SlowReader,
+    TrioserveError,
+    WatcherLimit,
+    WorkerLost,
+)
+
+__all__ = [
+    "ERROR_STATUSES",
+    "ErrorReply",
+    "Forbidden",
+    "HostNotAllowed",
+    "KeyLimit",
+    "ModelNotFound",
+    "ResponseNotFound",
+    "Unauthorized",
+    "describe_error",
+]
+
+MAX_MESSAGE_CHARACTERS = 4000
+MAX_PARAM_CHARACTERS = 200
+CLIENT_CLOSED_REQUEST = 499
+"""What the log calls a request whose client left; no client ever sees it."""
+
+
+class ModelNotFound(TrioserveError):
+    """The request names a model that isn't served here."""
+
+
+class ResponseNotFound(InvalidRequest):
+    """The request names a response that isn't kept, or isn't any more, or is somebody else's."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"Response with id '{id}' not found.", code="response_not_found")
+
+
+class Unauthorized(TrioserveError):
+    """The request brings no key, or a wrong one."""
+
+
+class Forbidden(TrioserveError):
+    """Nobody may do this here, with whatever key."""
+
+
+class HostNotAllowed(TrioserveError):
+    """The request has no key and is for a host that isn't this server's."""
+
+
+class KeyLimit(TrioserveError):
+    """As many requests with the same key are open as may be."""
+
+
+@attrs.frozen(kw_only=True)
+class ErrorReply:
+    """An error on its way to a client: status, body and headers; ``reason`` is for the log."""
+
+    status: int
+    body: bytes
+    reason: str
+    headers: dict[str, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class _Kind:
+    status: int
+    type: str
+    code: str | None = None
+
+
+_KINDS: dict[type[Exception], _Kind] = {
+    AdapterNotFound: _Kind(404, "invalid_request_error"),
+    InvalidRequest: _Kind(400, "invalid_request_error"),
+    Unauthorized: _Kind(401, "authentication_error", "invalid_api_key"),
+    Forbidden: _Kind(403, "permission_error", "forbidden"),
+    HostNotAllowed: _Kind(403, "permission_error", "host_not_allowed"),
+    ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
+    ResponseNotFound: _Kind(404, "invalid_request_error"),
+    QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
+    KeyLimit: _Kind(429, "rate_limit_error", "key_limit"),
+    SessionLimit: _Kind(429, "rate_limit_error", "session_limit"),
+    WatcherLimit: _Kind(429, "rate_limit_error", "watcher_limit"),
+    SlowReader: _Kind(500, "slow_reader_error", "slow_reader"),
+    RequestAborted: _Kind(500, "server_error", "request_aborted"),
+    EngineError: _Kind(500, "server_error", "engine_error"),
+    WorkerLost: _Kind(503, "service_unavailable_error", "no_worker"),
+    Draining: _Kind(503, "service_unavailable_error", "draining"),
+    Paused: _Kind(503, "service_unavailable_error", "paused"),
+    ShuttingDown: _Kind(503, "service_unavailable_error", "shutting_down"),
+    DeadlineExceeded: _Kind(504, "timeout_error", "deadline_exceeded"),
+}
+_HTTP_ERRORS = {
+    404: ("not_found", "there is nothing at this path"),
+    405: ("method_not_allowed", "this path doesn't take this method"),
+    408: ("request_timeout", "the request's body didn't come in time"),
+    413: ("request_too_large", "the request's body is larger than this server takes"),
+    415: (
+        "unsupported_media_type",
+        "the body must be JSON as it is: send Content-Type: application/json and no "
+        "Content-Encoding",
+    ),
+}
+ERROR_STATUSES = {
+    400: "The request can't be served as it stands; `param` names the field",
+    401: "There is no key, or a wrong one",
+    403: "The route controls the server, which has no `--admin-api-key`, or there are no keys and "
+    "the request's `Host` isn't one of the server's (`--allowed-hosts`)",
+    404: "The model or the path isn't served, or the response isn't kept",
+    405: "The path doesn't take this method",
+    408: "The body didn't come in time",
+    413: "The body is larger than `--max-body-size`",
+    415: "The body isn't sent as `application/json`, or is compressed",
+    429: "Too much waits already (`--max-num-queued-reqs`, `--max-num-queued-tokens`), or too many "
+    "requests with this key are open (`--max-requests-per-key`), or too many sessions "
+    "(`--max-sessions`)",
+    500: "The server failed, or ended the request",
+    503: "The server is shutting down, is paused, or has lost its worker",
+    504: "The request's own `timeout`, or `--default-timeout`, ran out",
+}
+"""What the status of an error means."""
+
+
+def describe_error(error: BaseException, body: type[ErrorBody] = ErrorResponse) -> ErrorReply:
+    """The reply for ``error``. What isn't raised on purpose is a 500 that says nothing of it.
+
+    Args:
+        body: the form that its body has.
+    """
+    if isinstance(error, HTTPException):
+        return _http_error(error, body)
+    kind = next((_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS), None)
+    if kind is None:
+        detail = ErrorDetail(
+            message="the server failed on this request", type="server_error", code="internal_error"
+        )
+        return _reply(500, detail, {}, body)
+    headers = {}
+    param, code = None, kind.code
+    if isinstance(error, InvalidRequest):
+        param, code = error.param, error.code
+    elif isinstance(error, ModelNotFound):
+        param = "model"
+    elif isinstance(error, QueueFull):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, (Draining, KeyLimit, Paused, ShuttingDown, WatcherLimit)):
+        headers["Retry-After"] = "1"
+    # Both may quote what the client wrote, which may be as large as a body.
+    message = _shortened(str(error), MAX_MESSAGE_CHARACTERS)
+    param = None if param is None else _shortened(param, MAX_PARAM_CHARACTERS)
+    detail = ErrorDetail(message=_naming(param, message), type=kind.type, param=param, code=code)
+    return _reply(kind.status, detail, headers, body)
+
+
+def _shortened(text: str, most: int) -> str:
+    """``text``, of at most ``most`` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _naming(param: str | None, message: str) -> str:
+    """``message``, with the field's name before it where it doesn't tell it."""
+    if (
+        param is None
+        or len(param) == MAX_PARAM_CHARACTERS
+        or re.search(rf"(?<!\w){re.escape(param)}(?!\w)", message)
+    ):
+        return message
+    return f"{param}: {message}"
+
+
+def _http_error(error: HTTPException, body: type[ErrorBody]) -> ErrorReply:
+    status = error.code or 500
+    headers = {name: value for name, value in error.get_headers() if name == "Allow"}
+    code, message = _HTTP_ERRORS.get(status, (None, error.name))
+    detail = ErrorDetail(
+        message=message,
+        type="invalid_request_error" if status < 500 else "server_error",
+        code=code,
+    )
+    return _reply(status, detail, headers, body)
+
+
+def _reply(
+    status: int, detail: ErrorDetail, headers: dict[str, str], body: type[ErrorBody]
+) -> ErrorReply:
+    return ErrorReply(
+        status=status,
+        body=msgspec.json.encode(body.of(status, detail)),
+        reason=detail.code or detail.type,
+        headers=headers,
+    )

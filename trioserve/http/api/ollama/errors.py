@@ -1,0 +1,22 @@
+"""Errors in Ollama's form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+import msgspec
+
+from trioserve.http.server.error_body import ErrorBody, ErrorDetail
+
+__all__ = ["OllamaError"]
+
+
+class OllamaError(ErrorBody):
+    """The body of an error below ``/api/``."""
+
+    error: Annotated[str, msgspec.Meta(description="What is wrong, for people.")]
+
+    @classmethod
+    def of(cls, status: int, detail: ErrorDetail) -> Self:
+        """The body that says ``detail``."""
+        return cls(detail.message)

@@ -1,0 +1,308 @@
+"""Requests and answers of Ollama's endpoints that compute something, as classes.
+
+The names and the meaning of the fields are Ollama's. Fields marked with
+:func:`~trioserve.http.api.schema.reading.only` are known and refused; the others do what they say.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.http.api.openai.chat.messages import MAX_MESSAGES, MAX_TOOLS, FunctionName, Tools
+from trioserve.http.api.openai.chat.schemas import ChatLogprob
+from trioserve.http.api.schema import fields
+from trioserve.http.api.schema.reading import Count, Seed, Text, about, hint, only
+
+__all__ = [
+    "OllamaAnswer",
+    "OllamaChatRequest",
+    "OllamaChatResponse",
+    "OllamaEmbedRequest",
+    "OllamaEmbedResponse",
+    "OllamaFunctionReply",
+    "OllamaGenerateRequest",
+    "OllamaGenerateResponse",
+    "OllamaMessage",
+    "OllamaOptions",
+    "OllamaReply",
+    "OllamaRequest",
+    "OllamaToolCall",
+    "OllamaToolCallReply",
+]
+
+_TEXT_ONLY = "the models that are served read and write text only"
+
+
+class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How the output is sampled. What isn't given is as the model's own files have it.
+
+    Options of loading are accepted: the server has loaded its model as its own options say.
+    """
+
+    num_predict: Annotated[
+        Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None,
+        about("Tokens of the output at most; -1 or -2 for the server's default."),
+    ] = None
+    temperature: fields.Temperature = None
+    top_k: fields.TopK = None
+    top_p: fields.TopP = None
+    min_p: fields.MinP = None
+    seed: Annotated[
+        Seed | None,
+        about("With the same seed, the same request draws the same numbers; -1 for any."),
+    ] = None
+    stop: fields.Stop = None
+    repeat_penalty: fields.RepetitionPenalty = None
+    presence_penalty: fields.PresencePenalty = None
+    frequency_penalty: fields.FrequencyPenalty = None
+
+    repeat_last_n: Annotated[
+        Any, only(-1, why="repeat_penalty looks at all of the prompt and the output")
+    ] = None
+    penalize_newline: Annotated[Any, only(True, why="a new line is a token like others")] = None
+    typical_p: Annotated[Any, only(1.0, why="it isn't implemented")] = None
+    tfs_z: Annotated[Any, only(1.0, why="it isn't implemented")] = None
+    mirostat: Annotated[Any, only(0, why="it isn't implemented")] = None
+    mirostat_tau: Annotated[Any, hint()] = None
+    mirostat_eta: Annotated[Any, hint()] = None
+
+    num_ctx: Annotated[Any, hint()] = None
+    num_keep: Annotated[Any, hint()] = None
+    num_batch: Annotated[Any, hint()] = None
+    num_gpu: Annotated[Any, hint()] = None
+    main_gpu: Annotated[Any, hint()] = None
+    num_thread: Annotated[Any, hint()] = None
+    low_vram: Annotated[Any, hint()] = None
+    f16_kv: Annotated[Any, hint()] = None
+    numa: Annotated[Any, hint()] = None
+    use_mmap: Annotated[Any, hint()] = None
+    use_mlock: Annotated[Any, hint()] = None
+    logits_all: Annotated[Any, hint()] = None
+    vocab_only: Annotated[Any, only(False, why="the model is loaded whole")] = None
+    embedding_only: Annotated[Any, only(False, why="the model is loaded whole")] = None
+
+
+class OllamaRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both requests have."""
+
+    model: Annotated[
+        str | None,
+        about(
+            "A name out of `/api/tags`, with `:latest` behind it or without; the first of them if "
+            "it isn't given."
+        ),
+    ] = None
+    stream: Annotated[
+        bool | None, about("Send the output as lines of JSON, as it comes; true if not given.")
+    ] = None
+    format: Annotated[
+        Literal["", "json"] | dict[str, Any] | None,
+        about("What the output is to look like: `json` for any object, or a JSON schema."),
+    ] = None
+    options: Annotated[OllamaOptions | None, about("How the output is sampled.")] = None
+    think: Annotated[
+        bool | Literal["low", "medium", "high", "max"] | None,
+        about(
+            "Whether the model is to reason, or how much; as its template has it if it isn't given."
+        ),
+    ] = None
+    logprobs: Annotated[
+        bool | None, about("Tell the log-probabilities of the output's tokens, as they came.")
+    ] = None
+    top_logprobs: Annotated[
+        Count | None, about("And those of as many most probable ones in each one's place.")
+    ] = None
+    keep_alive: Annotated[Any, hint()] = None
+    truncate: Annotated[Any, only(False, why="a prompt that is too long is refused")] = None
+    shift: Annotated[Any, only(False, why="an output ends where the context does")] = None
+
+
+class OllamaFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The function of an earlier tool call."""
+
+    name: Annotated[FunctionName, about("Which function was called.")]
+    arguments: Annotated[dict[str, Any] | None, about("With what.")] = None
+    description: Annotated[Any, hint()] = None
+    index: Annotated[Any, hint()] = None
+
+
+class OllamaToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """An earlier tool call."""
+
+    function: Annotated[OllamaFunction, about("What was called, and with what.")]
+    id: Annotated[str | None, about("The name that the tool's answer may refer to.")] = None
+    type: Annotated[Literal["function"] | None, about("There is no other kind.")] = None
+
+
+class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message of a conversation."""
+
+    role: Annotated[Literal["system", "user", "assistant", "tool"], about("Who speaks.")]
+    content: Annotated[Text | None, about("What is said.")] = None
+    thinking: Annotated[Text | None, about("What came before an earlier answer.")] = None
+    tool_calls: Annotated[
+        Annotated[list[OllamaToolCall], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        about("Earlier tool calls."),
+    ] = None
+    tool_name: Annotated[str | None, about("The function that this message is the answer of.")] = (
+        None
+    )
+    tool_call_id: Annotated[
+        str | None, about("The call that it answers; the first open one if it isn't given.")
+    ] = None
+    images: Annotated[Any, only([], why=_TEXT_ONLY)] = None
+
+
+class OllamaChatRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /api/chat``."""
+
+    messages: Annotated[
+        Annotated[list[OllamaMessage], msgspec.Meta(max_length=MAX_MESSAGES)] | None,
+        about("The conversation so far. Without any the model is loaded, which it is already."),
+    ] = None
+    tools: Tools = None
+
+
+class OllamaGenerateRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /api/generate``."""
+
+    prompt: Annotated[
+        Text | None,
+        about("What a user says. Without it, or empty, the model is loaded, which it is already."),
+    ] = None
+    system: Annotated[Text | None, about("What is said before it.")] = None
+    raw: Annotated[
+        bool | None, about("If true, the prompt is the whole text, without a chat template.")
+    ] = None
+    suffix: Annotated[Any, only("", why="outputs aren't made to fit what follows")] = None
+    images: Annotated[Any, only([], why=_TEXT_ONLY)] = None
+    template: Annotated[
+        Any, only("", why="a template is a program, and nothing that a client sends is executed")
+    ] = None
+    context: Annotated[Any, only([], why="/api/chat takes the conversation")] = None
+    width: Annotated[Any, only(0, why=_TEXT_ONLY)] = None
+    height: Annotated[Any, only(0, why=_TEXT_ONLY)] = None
+    steps: Annotated[Any, only(0, why=_TEXT_ONLY)] = None
+
+
+class OllamaFunctionReply(msgspec.Struct, kw_only=True):
+    """The function that is called."""
+
+    index: Annotated[int, about("The number of the call, from 0.")]
+    name: Annotated[str, about("The function's name.")]
+    arguments: Annotated[
+        dict[str, Any], about("With what; empty where the model wrote no whole JSON object.")
+    ]
+
+
+class OllamaToolCallReply(msgspec.Struct, kw_only=True):
+    """A call that the answer asks for."""
+
+    id: Annotated[str, about("The name that the tool's answer may refer to.")]
+    function: Annotated[OllamaFunctionReply, about("What to call, and with what.")]
+
+
+class OllamaAnswer(msgspec.Struct, kw_only=True):
+    """What the model says, or what a line adds to it."""
+
+    role: Annotated[str, about("Always `assistant`.")] = "assistant"
+    content: Annotated[str, about("What is said.")]
+    thinking: Annotated[
+        str | UnsetType, about("What the model wrote before its answer, without the marks.")
+    ] = UNSET
+    tool_calls: Annotated[
+        list[OllamaToolCallReply] | UnsetType, about("Functions that the model wants called.")
+    ] = UNSET
+
+
+class OllamaReply(msgspec.Struct, kw_only=True):
+    """What both answers have. What is told of the whole is in the last line of a stream."""
+
+    model: Annotated[str, about("The name that the model is served under.")]
+    created_at: Annotated[str, about("When the answer began, in ISO 8601.")]
+    done: Annotated[bool, about("Whether this is the end.")] = False
+    done_reason: Annotated[
+        str | UnsetType,
+        about("`stop` or `length`; `load` where nothing was asked."),
+    ] = UNSET
+    total_duration: Annotated[int | UnsetType, about("Nanoseconds that all of it took.")] = UNSET
+    load_duration: Annotated[int | UnsetType, about("Always 0: the model was loaded before.")] = (
+        UNSET
+    )
+    prompt_eval_count: Annotated[int | UnsetType, about("Tokens of the prompt.")] = UNSET
+    prompt_eval_duration: Annotated[
+        int | UnsetType, about("Nanoseconds from the prompt's first step to the first token.")
+    ] = UNSET
+    eval_count: Annotated[int | UnsetType, about("Tokens that were produced.")] = UNSET
+    eval_duration: Annotated[
+        int | UnsetType, about("Nanoseconds from the first token to the end.")
+    ] = UNSET
+    logprobs: Annotated[
+        list[ChatLogprob] | UnsetType, about("One entry for each token, where they are asked for.")
+    ] = UNSET
+
+
+class OllamaChatResponse(OllamaReply, kw_only=True):
+    """The answer of ``/api/chat``, or a line of it."""
+
+    message: Annotated[OllamaAnswer, about("What the model says.")]
+
+
+class OllamaGenerateResponse(OllamaReply, kw_only=True):
+    """The answer of ``/api/generate``, or a line of it."""
+
+    response: Annotated[str, about("What the model says.")]
+    thinking: Annotated[
+        str | UnsetType, about("What the model wrote before its answer, without the marks.")
+    ] = UNSET
+
+
+class OllamaEmbedRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /api/embed``."""
+
+    model: Annotated[
+        str | None, about("A name out of `/api/tags`; the first of them if it isn't given.")
+    ] = None
+    input: Annotated[
+        Text | Annotated[list[Text], msgspec.Meta(min_length=1)], about("A text, or several.")
+    ]
+    truncate: Annotated[
+        bool | None,
+        about("Cut a text off that is longer than the model takes; true if it isn't given."),
+    ] = None
+    dimensions: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)] | None,
+        about("Keep as many numbers of each vector: for models that were trained so (Matryoshka)."),
+    ] = None
+    options: Annotated[Any, hint()] = None
+    keep_alive: Annotated[Any, hint()] = None
+
+
+class OllamaEmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /api/embeddings``, which ``/api/embed`` has taken the place of."""
+
+    model: Annotated[
+        str | None, about("A name out of `/api/tags`; the first of them if it isn't given.")
+    ] = None
+    prompt: Annotated[Text, about("A text.")]
+    options: Annotated[Any, hint()] = None
+    keep_alive: Annotated[Any, hint()] = None
+
+
+class OllamaEmbeddingsResponse(msgspec.Struct):
+    """The vector of a text."""
+
+    embedding: Annotated[list[float], about("The vector, of whatever length the model gives it.")]
+
+
+class OllamaEmbedResponse(msgspec.Struct, kw_only=True):
+    """The vectors of texts."""
+
+    model: Annotated[str, about("The name that the model is served under.")]
+    embeddings: Annotated[list[list[float]], about("One for each text, as long as 1.")]
+    total_duration: Annotated[int, about("Nanoseconds that all of it took.")]
+    load_duration: Annotated[int, about("Always 0: the model was loaded before.")] = 0
+    prompt_eval_count: Annotated[int, about("Tokens of all texts.")]

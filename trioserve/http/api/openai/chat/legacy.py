@@ -1,0 +1,79 @@
+"""``functions`` and ``function_call``, which OpenAI has replaced by tools, said in tools' words.
+
+A request that has them is served as one for tools with one call at most; its answer has
+``function_call`` where that of another has ``tool_calls``. Earlier messages of this kind may be in
+any conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from trioserve.http.api.openai.chat.messages import (
+    ChatMessage,
+    ChatTool,
+    ChosenFunction,
+    ChosenTool,
+    MessageToolCall,
+)
+from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
+from trioserve.http.api.schema.field_names import Words
+from trioserve.protocol.errors import InvalidRequest
+
+__all__ = ["LEGACY_WORDS", "with_tool_calls", "with_tools"]
+
+LEGACY_WORDS = Words(
+    (r"tools\[(\d+)\]\.function", r"functions[\1]"),
+    (r"tool_choice(?:\.function)?", "function_call"),
+    (r"tools", "functions"),
+)
+"""Of a request that has functions."""
+
+
+def with_tools(request: ChatCompletionRequest) -> ChatCompletionRequest:
+    """``request`` with tools for its functions.
+
+    Raises:
+        InvalidRequest: it has tools as well, or a ``function_call`` and no functions.
+    """
+    choice = request.function_call
+    if not request.functions:
+        if choice in (None, "none", "auto"):
+            return request
+        raise InvalidRequest("function_call needs functions", param="function_call")
+    for name in ("tools", "tool_choice", "parallel_tool_calls"):
+        if getattr(request, name) is not None:
+            raise InvalidRequest(f"{name} and functions exclude each other", param=name)
+    return msgspec.structs.replace(
+        request,
+        tools=[ChatTool(function=function) for function in request.functions],
+        tool_choice=ChosenTool(function=choice) if isinstance(choice, ChosenFunction) else choice,
+        parallel_tool_calls=False,
+    )
+
+
+def with_tool_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """``messages`` with tool calls for function calls, and tools' answers for functions'.
+
+    Raises:
+        InvalidRequest: a message has both kinds of calls.
+    """
+    shown: list[ChatMessage] = []
+    ids: dict[str | None, str] = {}
+    for number, message in enumerate(messages):
+        function = message.function_call
+        if function is not None:
+            if message.tool_calls:
+                param = f"messages[{number}].function_call"
+                raise InvalidRequest(f"{param} excludes tool_calls", param=param)
+            # Nine letters and digits, as the templates of Mistral's models want them.
+            ids[function.name] = f"call{number:05}"
+            call = MessageToolCall(id=ids[function.name], function=function)
+            message = msgspec.structs.replace(message, function_call=None, tool_calls=[call])
+        elif message.role == "function":
+            id = ids.get(message.name)
+            message = msgspec.structs.replace(message, role="tool", tool_call_id=id)
+        shown.append(message)
+    return shown

@@ -1,0 +1,193 @@
+"""The messages and tools of a chat, as classes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.http.api.schema.reading import Text, about, hint, only
+
+__all__ = [
+    "MAX_MESSAGES",
+    "MAX_PARTS",
+    "MAX_TOOLS",
+    "AllowedMode",
+    "ChatMessage",
+    "ChatTool",
+    "ChosenFunction",
+    "FunctionDefinition",
+    "FunctionName",
+    "FunctionParameters",
+    "Messages",
+    "Parts",
+    "ToolChoice",
+    "Tools",
+]
+
+MAX_TOOLS = 128
+"""How many functions one request may describe, as in the OpenAI API."""
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 1024
+"""Of the content of one message."""
+
+_TEXT_ONLY = "the models that are served read and write text only"
+FunctionName = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")
+]
+
+
+class TextPart(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"
+):
+    """A piece of a message's content."""
+
+    text: Annotated[Text, about("What is said.")]
+
+
+class RefusalPart(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="refusal"
+):
+    """A piece of an earlier answer that refused; the template sees it as text."""
+
+    refusal: Annotated[Text, about("Why the answer was refused.")]
+
+
+class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The function of an earlier tool call."""
+
+    name: Annotated[FunctionName, about("Which function was called.")]
+    arguments: Annotated[
+        Text | dict[Text, Any] | None,
+        about("JSON as text or as it is; the template sees the object, if it is one."),
+    ] = None
+
+
+class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """An earlier tool call."""
+
+    id: Annotated[str | None, about("The name that the tool's answer refers to.")] = None
+    type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
+    function: Annotated[MessageFunction, about("What was called, and with what.")]
+    index: Annotated[Any, hint()] = None
+
+
+Parts = Annotated[list[TextPart | RefusalPart], msgspec.Meta(max_length=MAX_PARTS)]
+_Calls = Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOLS)]
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One message of a conversation; the chat template sees every field that is given.
+
+    Fields that are null are as good as left out, but for the content.
+    """
+
+    role: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)],
+        about("Who speaks: system, user, assistant, tool, or what else the template knows."),
+    ]
+    content: Annotated[
+        Text | Parts | UnsetType | None,
+        about("What is said, as a whole or in parts."),
+    ] = UNSET
+    name: Annotated[str | None, about("Who it is; most templates don't print it.")] = None
+    refusal: Annotated[Text | None, about("For the template, if it prints it.")] = None
+    reasoning: Annotated[
+        Text | None, about("What came before an earlier answer; `reasoning_content` is the same.")
+    ] = None
+    reasoning_content: Annotated[
+        Text | None, about("What came before an earlier answer; templates know this name.")
+    ] = None
+    tool_calls: Annotated[_Calls | None, about("Earlier tool calls.")] = None
+    tool_call_id: Annotated[str | None, about("The call that this message answers.")] = None
+    annotations: Annotated[Any, only([], why="there is no web search")] = None
+    audio: Annotated[Any, only(why=_TEXT_ONLY)] = None
+    function_call: Annotated[
+        MessageFunction | None, about("An earlier call, by the older name: as one of `tool_calls`.")
+    ] = None
+    provider_specific_fields: Annotated[Any, hint()] = None
+    """litellm's notes on an answer, which come back with it."""
+
+
+Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+FunctionParameters = Annotated[
+    dict[str, Any] | None, about("The JSON schema of its arguments; none if it isn't given.")
+]
+
+
+class FunctionDefinition(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """A function that the model may call."""
+
+    name: Annotated[FunctionName, about("How it is called.")]
+    description: Annotated[Text | None, about("What it does, for the model.")] = None
+    parameters: FunctionParameters = None
+    strict: Annotated[
+        bool | None, about("Arguments have to follow the schema; a grammar sees to it.")
+    ] = None
+    defer_loading: Annotated[Any, only(False, why="there is no search over tools")] = None
+
+
+class ChatTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool: a function."""
+
+    type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
+    function: Annotated[FunctionDefinition, about("What may be called, and with what.")]
+
+
+Tools = Annotated[
+    Annotated[list[ChatTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+    about("Functions that the model may call."),
+]
+
+
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A function by its name."""
+
+    name: Annotated[FunctionName, about("That of one of the tools.")]
+
+
+class ChosenTool(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"
+):
+    """The one function that has to be called."""
+
+    function: Annotated[ChosenFunction, about("Which one.")]
+
+
+class AllowedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One of the tools that may be called."""
+
+    function: Annotated[ChosenFunction, about("Which one.")]
+    type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
+
+
+AllowedMode = Annotated[
+    Literal["auto", "required"], about("`required` if one of them has to be called.")
+]
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Which of the tools may be called, and whether one of them has to."""
+
+    mode: AllowedMode
+    tools: Annotated[
+        Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)],
+        about("Those that may be called; the prompt shows the others, too."),
+    ]
+
+
+class AllowedToolsChoice(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="allowed_tools"
+):
+    """A choice among some of the tools."""
+
+    allowed_tools: Annotated[AllowedTools, about("Which they are.")]
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice

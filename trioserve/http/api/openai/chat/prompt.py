@@ -1,0 +1,192 @@
+"""From a chat request's messages and arguments to the prompt that the chat template renders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from trioserve.http.api.openai.chat.format import ChatFormat
+from trioserve.http.api.openai.chat.legacy import with_tool_calls
+from trioserve.http.api.openai.chat.messages import ChatMessage, MessageToolCall, TextPart
+from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
+from trioserve.http.api.openai.chat.thinking import SWITCHES, no_effort_arguments
+from trioserve.http.api.openai.chat.tools import instructions, template_tools
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.request import ChatPrompt
+from trioserve.text.tool_parsers import FAMILIES, ToolUse
+
+__all__ = ["chat_prompt", "template_messages"]
+
+_OWN_FIELDS = frozenset(
+    {"messages", "tools", "documents", "reasoning_effort", "add_generation_prompt"}
+)
+"""What a template looks at and the request has fields for: no other field may set it."""
+
+
+def chat_prompt(
+    request: ChatCompletionRequest, format: ChatFormat, use: ToolUse | None
+) -> ChatPrompt:
+    """The prompt of ``request``; ``use`` says how tools are to be used.
+
+    Raises:
+        InvalidRequest: the template never looks at an argument, or two fields contradict each
+            other.
+    """
+    messages = template_messages(request.messages, format)
+    arguments = _template_arguments(request, format)
+    if use is not None and request.tools:
+        if format.knows_tools:
+            arguments["tools"] = template_tools(request.tools)
+        else:
+            assert format.family is not None
+            _instruct(messages, instructions(request.tools, use, format.family))
+    return ChatPrompt(
+        messages=tuple(messages),
+        add_generation_prompt=_add_generation_prompt(request),
+        continue_final_message=bool(request.continue_final_message),
+        template_arguments=arguments,
+    )
+
+
+def template_messages(messages: Sequence[ChatMessage], format: ChatFormat) -> list[dict[str, Any]]:
+    """Messages as chat templates know them.
+
+    Parts are text, ``reasoning`` has both of its names, and ``developer`` is ``system`` to a
+    template that doesn't know it. To one that doesn't know tools, calls are what the model wrote,
+    and their results are what the user says.
+
+    Raises:
+        InvalidRequest: a message has both kinds of calls.
+    """
+    shown: list[dict[str, Any]] = []
+    names: dict[str | None, str] = {}
+    results: list[str] = []
+    for message in with_tool_calls(messages):
+        fields = _template_fields(message, format)
+        for call in message.tool_calls or ():
+            names[call.id] = call.function.name
+        if message.role == "tool" and not format.knows_tools:
+            results.append(_result_text(fields, names.get(message.tool_call_id)))
+            continue
+        _show_results(results, shown)
+        shown.append(fields)
+    _show_results(results, shown)
+    return shown
+
+
+def _show_results(results: list[str], shown: list[dict[str, Any]]) -> None:
+    """Move results that follow each other into one message."""
+    if results:
+        shown.append({"role": "user", "content": "\n\n".join(results)})
+        results.clear()
+
+
+def _template_fields(message: ChatMessage, format: ChatFormat) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(message)
+    fields.pop("provider_specific_fields", None)
+    if message.role == "developer" and "developer" not in format.template:
+        fields["role"] = "system"
+    if isinstance(message.content, list):
+        fields["content"] = [
+            {"type": "text", "text": part.text if isinstance(part, TextPart) else part.refusal}
+            for part in message.content
+        ]
+    reasoning = message.reasoning or message.reasoning_content
+    if reasoning is not None:
+        fields["reasoning"] = fields["reasoning_content"] = reasoning
+    for call in fields.get("tool_calls", ()):
+        for name in [name for name, value in call.items() if value is None]:
+            del call[name]
+    if message.tool_calls and not format.knows_tools:
+        del fields["tool_calls"]
+        fields["content"] = _with_calls(fields, message.tool_calls, format)
+    return fields
+
+
+def _with_calls(fields: dict[str, Any], calls: list[MessageToolCall], format: ChatFormat) -> str:
+    """An earlier answer's text with its calls, as the model was told to write them."""
+    family = format.family or FAMILIES["json"]
+    pairs = [(call.function.name, _arguments_text(call)) for call in calls]
+    text = _text_of(fields)
+    written = family.write(pairs)
+    return f"{text}\n{written}" if text else written
+
+
+def _arguments_text(call: MessageToolCall) -> str:
+    given = call.function.arguments
+    if isinstance(given, str) and given.strip():
+        return given
+    return json.dumps(given or {}, ensure_ascii=False)
+
+
+def _result_text(fields: dict[str, Any], name: str | None) -> str:
+    what = "The function" if name is None else f"The function {name}"
+    return f"{what} returned:\n{_text_of(fields)}"
+
+
+def _text_of(fields: dict[str, Any]) -> str:
+    content = fields.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)
+
+
+def _instruct(messages: list[dict[str, Any]], text: str) -> None:
+    """Put ``text`` into the system message, or before all others."""
+    if messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": text})
+        return
+    before = _text_of(messages[0])
+    messages[0] = {**messages[0], "content": f"{before}\n\n{text}" if before else text}
+
+
+def _template_arguments(request: ChatCompletionRequest, format: ChatFormat) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name, value in (request.chat_template_kwargs or {}).items():
+        param = f"chat_template_kwargs.{name}"
+        if name in _OWN_FIELDS:
+            raise InvalidRequest(f"{param}: there is a field {name} for it", param=param)
+        _set(arguments, name, value, param, format)
+    if request.enable_thinking is not None:
+        if arguments.get("enable_thinking", request.enable_thinking) != request.enable_thinking:
+            raise InvalidRequest(
+                "enable_thinking and chat_template_kwargs.enable_thinking differ; give one of them",
+                param="enable_thinking",
+            )
+        _set(arguments, "enable_thinking", request.enable_thinking, "enable_thinking", format)
+    if request.documents:
+        _set(arguments, "documents", request.documents, "documents", format)
+    effort = request.reasoning_effort
+    no_effort = no_effort_arguments(format) if effort == "none" else None
+    if no_effort is not None:
+        arguments = {**no_effort, **arguments}
+    elif effort is not None:
+        _set(arguments, "reasoning_effort", effort, "reasoning_effort", format)
+    return arguments
+
+
+def _set(arguments: dict[str, Any], name: str, value: Any, param: str, format: ChatFormat) -> None:
+    """Add a template's argument, unless it turns off reasoning of a model that never reasons."""
+    known = not format.template or name in format.variables
+    if not known and name in SWITCHES and value is False and not format.reasons:
+        return
+    if not known:
+        raise InvalidRequest(
+            f"{param} isn't served: the model's chat template never looks at {name}",
+            param=param,
+            code="unsupported_parameter",
+        )
+    arguments[name] = value
+
+
+def _add_generation_prompt(request: ChatCompletionRequest) -> bool:
+    if request.add_generation_prompt is None:
+        return not request.continue_final_message
+    if request.add_generation_prompt and request.continue_final_message:
+        raise InvalidRequest(
+            "continue_final_message excludes add_generation_prompt", param="continue_final_message"
+        )
+    return request.add_generation_prompt

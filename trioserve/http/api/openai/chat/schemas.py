@@ -1,0 +1,327 @@
+"""Requests and responses of ``/v1/chat/completions``, as classes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.http.api.openai.chat.messages import (
+    MAX_TOOLS,
+    ChatMessage,
+    ChosenFunction,
+    FunctionDefinition,
+    Messages,
+    ToolChoice,
+    Tools,
+)
+from trioserve.http.api.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
+from trioserve.http.api.schema import fields
+from trioserve.http.api.schema.reading import Count, about, hint, only
+
+__all__ = [
+    "AssistantMessage",
+    "ChatChoice",
+    "ChatChunkChoice",
+    "ChatCompletionChunk",
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "ChatLogprob",
+    "ChatLogprobs",
+    "ChatMessage",
+    "Delta",
+    "FunctionCall",
+    "FunctionDelta",
+    "ToolCall",
+    "ToolCallDelta",
+    "TopLogprob",
+]
+
+MAX_DOCUMENTS = 1024
+
+_TEXT_ONLY = "the models that are served read and write text only"
+
+
+class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[Messages, about("The conversation so far.")]
+    max_tokens: Annotated[
+        Count | None,
+        about("Tokens of an answer at most; without it the default or as many as fit."),
+    ] = None
+    max_completion_tokens: Annotated[
+        Count | None, about("OpenAI's newer name of `max_tokens`; reasoning counts.")
+    ] = None
+    logprobs: Annotated[
+        bool | None, about("Tell the log-probabilities of the answer's tokens, as they came.")
+    ] = None
+    top_logprobs: Annotated[
+        Count | None, about("And those of as many most probable ones in each one's place.")
+    ] = None
+
+    tools: Tools = None
+    tool_choice: Annotated[
+        ToolChoice | None,
+        about(
+            "`none`: tools are left out of the prompt. `auto`: the model decides. `required`, or a "
+            "function: a grammar makes it call one, or this one. `auto` if there are tools."
+        ),
+    ] = None
+    parallel_tool_calls: fields.ParallelToolCalls = None
+
+    functions: Annotated[
+        Annotated[list[FunctionDefinition], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        about("What OpenAI had before `tools`; an answer has one call at most."),
+    ] = None
+    function_call: Annotated[
+        Literal["none", "auto"] | ChosenFunction | None,
+        about("What OpenAI had before `tool_choice`; a function has to be called."),
+    ] = None
+
+    reasoning_effort: fields.ReasoningEffort = None
+    enable_thinking: Annotated[
+        bool | None, about("The same as `chat_template_kwargs.enable_thinking`.")
+    ] = None
+    include_reasoning: Annotated[
+        bool | None, about("If false, reasoning is left out of the answer.")
+    ] = None
+    separate_reasoning: Annotated[
+        bool | None, about("If false, reasoning stays in the content, marks and all: SGLang's.")
+    ] = None
+    documents: Annotated[
+        Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_DOCUMENTS)] | None,
+        about("For the chat template; refused where that doesn't look at them."),
+    ] = None
+    chat_template_kwargs: fields.ChatTemplateArguments = None
+    add_generation_prompt: Annotated[
+        bool | None, about("Let the prompt end with the beginning of an answer; true if not given.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, about("Go on with the last message instead of answering it.")
+    ] = None
+    echo: Annotated[
+        bool | None, about("Begin the content with the last message's, if it is of the same role.")
+    ] = None
+    return_prompt_text: Annotated[
+        bool | None, about("Tell the prompt as the chat template has written it.")
+    ] = None
+
+    session_params: Annotated[
+        Any, only({}, why="a chat is given whole, and the prefix cache finds its beginning")
+    ] = None
+    store: Annotated[Any, only(False, why="nothing is stored")] = None
+    modalities: Annotated[Any, only(["text"], why=_TEXT_ONLY)] = None
+    audio: Annotated[Any, only(why=_TEXT_ONLY)] = None
+    use_audio_in_video: Annotated[Any, only(False, why=_TEXT_ONLY)] = None
+    max_dynamic_patch: Annotated[Any, only(why=_TEXT_ONLY)] = None
+    min_dynamic_patch: Annotated[Any, only(why=_TEXT_ONLY)] = None
+    media_io_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
+    mm_processor_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
+    prediction: Annotated[Any, only(why="outputs aren't predicted")] = None
+    web_search_options: Annotated[Any, only(why="there is no web search")] = None
+    verbosity: Annotated[Any, only(why="no chat template that is served knows it")] = None
+    task: Annotated[Any, only(why="no chat template that is served knows it")] = None
+    stream_reasoning: Annotated[
+        Any, only(True, why="reasoning is sent as it comes; see include_reasoning")
+    ] = None
+    add_special_tokens: Annotated[
+        Any, only(False, why="the chat template writes all special tokens")
+    ] = None
+    chat_template: Annotated[
+        Any, only(why="a template is a program, and nothing that a client sends is executed")
+    ] = None
+    input_ids: Annotated[
+        Any, only(why="messages are the prompt; see /v1/completions for token ids")
+    ] = None
+    return_prompt_token_ids: Annotated[
+        Any, only(False, why="return_token_ids tells those of the prompt, too")
+    ] = None
+    return_assistant_tokens_mask: Annotated[
+        Any, only(False, why="templates rarely mark the assistant's tokens")
+    ] = None
+    return_meta_info: Annotated[Any, only(False, why="/generate tells it")] = None
+    moderation: Annotated[Any, only(why="there is no moderation")] = None
+    prompt_cache_options: Annotated[Any, hint()] = None
+
+
+class TopLogprob(msgspec.Struct):
+    """A token that could have been."""
+
+    token: Annotated[str, about("Its text.")]
+    logprob: Annotated[float, about("The natural logarithm of its probability.")]
+    bytes: Annotated[list[int], about("Its bytes, since a token may be a part of a character.")]
+
+
+class ChatLogprob(msgspec.Struct):
+    """A token of the answer, and those that could have been in its place."""
+
+    token: Annotated[str, about("Its text.")]
+    logprob: Annotated[float, about("The natural logarithm of its probability.")]
+    bytes: Annotated[list[int], about("Its bytes, since a token may be a part of a character.")]
+    top_logprobs: Annotated[list[TopLogprob], about("The most probable tokens in its place.")]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """The tokens of an answer, reasoning and tool calls included."""
+
+    content: Annotated[list[ChatLogprob], about("One entry for each token.")]
+    refusal: Annotated[None, about("Always null.")] = None
+
+
+class FunctionCall(msgspec.Struct):
+    """The function that is called, and its arguments: JSON, if the model wrote it well."""
+
+    name: Annotated[str, about("The function's name.")]
+    arguments: Annotated[str, about("JSON as the model wrote it.")]
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the answer asks for."""
+
+    id: Annotated[str, about("The name that the tool's answer refers to.")]
+    function: Annotated[FunctionCall, about("What to call, and with what.")]
+    type: Annotated[str, about("Always `function`.")] = "function"
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    """The answer. ``reasoning`` and ``reasoning_content`` are the same, if there is any."""
+
+    role: Annotated[str, about("Who speaks.")] = "assistant"
+    content: Annotated[
+        str | None, about("What is said; null where the answer is tool calls alone.")
+    ]
+    refusal: Annotated[str | None, about("Always null.")] = None
+    reasoning: Annotated[
+        str | UnsetType, about("What the model wrote before its answer, without the marks.")
+    ] = UNSET
+    reasoning_content: Annotated[str | UnsetType, about("The same, by its older name.")] = UNSET
+    tool_calls: Annotated[
+        list[ToolCall] | UnsetType, about("Tools that the model wants called.")
+    ] = UNSET
+    function_call: Annotated[
+        FunctionCall | UnsetType, about("The call, where the request has `functions`.")
+    ] = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer of a chat completion."""
+
+    index: Annotated[int, about("The number of the output, from 0.")]
+    message: Annotated[AssistantMessage, about("The answer.")]
+    logprobs: Annotated[ChatLogprobs | None, about("Log-probabilities, where they are asked for.")]
+    finish_reason: Annotated[
+        str, about("`stop`, `length`, `tool_calls`, `function_call`, or `abort`.")
+    ]
+    stop_reason: Annotated[
+        int | str | None,
+        about("The stop string or stop token that ended it; null for the model's own end."),
+    ]
+    matched_stop: Annotated[
+        int | str | None, about("The same, with the model's own end, as SGLang tells it.")
+    ] = None
+    token_ids: Annotated[
+        list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
+    ] = UNSET
+
+
+class ChatCompletionResponse(msgspec.Struct, kw_only=True):
+    """The answer to a chat completion that isn't streamed."""
+
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    object: Annotated[str, about("Always `chat.completion`.")] = "chat.completion"
+    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    model: Annotated[str, about("The name that the model is served under.")]
+    choices: Annotated[list[ChatChoice], about("The answers, `n` of them.")]
+    usage: Annotated[UsageReply, about("Tokens that were used.")]
+    prompt_logprobs: Annotated[
+        list[dict[str, PromptLogprobReply] | None] | None,
+        about("For each token of the prompt, log-probabilities by token id; null for the first."),
+    ] = None
+    prompt_token_ids: Annotated[
+        list[int] | None, about("The prompt as the model saw it, where it is asked for.")
+    ] = None
+    prompt_text: Annotated[
+        str | UnsetType, about("The prompt as the chat template wrote it, where it is asked for.")
+    ] = UNSET
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to a call's function: its name, once, and then pieces of arguments."""
+
+    name: Annotated[str | None, about("The function's name, in the first part.")] = None
+    arguments: Annotated[str | None, about("What is added to the arguments' JSON.")] = None
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to a call; the first of a call has its id and type."""
+
+    index: Annotated[int, about("The number of the call, from 0.")]
+    function: Annotated[FunctionDelta, about("What is added to its function.")]
+    id: Annotated[str | None, about("The call's id, in its first part.")] = None
+    type: Annotated[str | None, about("`function`, in its first part.")] = None
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to the answer."""
+
+    role: Annotated[str | None, about("Who speaks, in the first event.")] = None
+    content: Annotated[str | None, about("What is added to the text.")] = None
+    reasoning: Annotated[str | None, about("What is added to the reasoning.")] = None
+    reasoning_content: Annotated[str | None, about("The same, by its older name.")] = None
+    tool_calls: Annotated[list[ToolCallDelta] | None, about("What is added to calls.")] = None
+    function_call: Annotated[
+        FunctionDelta | None, about("What is added to the call, where there are `functions`.")
+    ] = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """One answer's part in a chunk of a stream."""
+
+    index: Annotated[int, about("The number of the output, from 0.")]
+    delta: Annotated[Delta, about("What is added to the answer.")]
+    logprobs: Annotated[
+        ChatLogprobs | None, about("Log-probabilities, where they are asked for.")
+    ] = None
+    finish_reason: Annotated[
+        str | None,
+        about(
+            "Why it ended, in its last event: `stop`, `length`, `tool_calls`, `function_call`, or "
+            "`abort`."
+        ),
+    ] = None
+    stop_reason: Annotated[
+        int | str | UnsetType | None,
+        about("The stop string or stop token that ended it; null for the model's own end."),
+    ] = UNSET
+    matched_stop: Annotated[
+        int | str | UnsetType | None,
+        about("The same, with the model's own end, as SGLang tells it."),
+    ] = UNSET
+    token_ids: Annotated[
+        list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
+    ] = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    """One event of a streamed chat completion."""
+
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    object: Annotated[str, about("Always `chat.completion.chunk`.")] = "chat.completion.chunk"
+    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    model: Annotated[str, about("The name that the model is served under.")]
+    choices: Annotated[
+        list[ChatChunkChoice],
+        about("One answer's part; none in the last event, which has the usage."),
+    ]
+    usage: Annotated[
+        UsageReply | UnsetType | None,
+        about("Tokens used so far, where `stream_options` asks for them."),
+    ] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType, about("The prompt as the model saw it, where it is asked for.")
+    ] = UNSET
+    prompt_text: Annotated[
+        str | UnsetType, about("The prompt as the chat template wrote it, where it is asked for.")
+    ] = UNSET

@@ -1,0 +1,176 @@
+"""``/v1/completions``: from a request's fields to jobs for the engine, one for each prompt.
+
+What comes back is put into its words by :mod:`trioserve.http.api.openai.completions.writer`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import msgspec
+import quart
+
+from trioserve.http.api.generations import Job
+from trioserve.http.api.openai.completions.schemas import CompletionRequest
+from trioserve.http.api.openai.completions.writer import (
+    CompletionWriter,
+    Wanted,
+    completion_response,
+)
+from trioserve.http.api.openai.fields import (
+    check_stream_options,
+    continuous_usage,
+    include_usage,
+    make_job,
+    request_id,
+    sampling_fields,
+)
+from trioserve.http.api.service import Service, json_response
+from trioserve.http.api.sessions.turns import as_turn
+from trioserve.http.api.threads import num_logprobs, run_if_long
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
+
+__all__ = ["CompletionEndpoints"]
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""What a completion gets that says nothing of it, as in the OpenAI API."""
+
+
+class CompletionEndpoints:
+    """The handler, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def completions(self) -> quart.Response:
+        """``POST /v1/completions``."""
+        request = await self._service.read(CompletionRequest)
+        with self._service.deadline(request.timeout).enforced():
+            return await self._answer(request)
+
+    async def _answer(self, request: CompletionRequest) -> quart.Response:
+        service = self._service
+        model = service.model(request.model)
+        check_stream_options(request)
+        jobs = as_turn(service, request.session_params, self._jobs(request))
+        if request.echo and jobs[0].turn is not None:
+            raise InvalidRequest("echo isn't served in a session", param="echo")
+        wanted = _wanted(request, jobs[0], service)
+        prompts = [job.prompt for job in jobs]
+        created = int(time.time())
+        response_id = request_id("cmpl", request, service)
+        if request.stream:
+            writer = CompletionWriter(
+                id=response_id,
+                model=model,
+                created=created,
+                include_usage=include_usage(request),
+                continuous_usage=continuous_usage(request),
+                prompts=prompts,
+                wanted=wanted,
+            )
+            return service.stream(jobs, writer)
+        completions = await service.complete(jobs)
+
+        def answer() -> msgspec.Raw:
+            response = completion_response(
+                completions, prompts, wanted, id=response_id, model=model, created=created
+            )
+            return msgspec.Raw(msgspec.json.encode(response))
+
+        return json_response(await run_if_long(num_logprobs(completions), answer))
+
+    def _jobs(self, request: CompletionRequest) -> list[Job]:
+        prompts = _prompts(request, self._service)
+        base = request_id("cmpl", request, self._service)
+        ids = [base] if len(prompts) == 1 else [f"{base}-{i}" for i in range(len(prompts))]
+        fields, renames = _sampling(request)
+        if request.max_tokens is None:
+            fields["max_tokens"] = self._service.default_max_tokens(DEFAULT_COMPLETION_TOKENS)
+        params = self._service.sampling(fields, renames)
+        return [
+            make_job(self._service, request, prompt, id, params, renames)
+            for prompt, id in zip(prompts, ids, strict=True)
+        ]
+
+
+def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str]]:
+    """The engine's sampling fields, and which of them a completion calls something else."""
+    fields, renames = sampling_fields(request)
+    fields["logprobs"] = _num_top(request)
+    if request.echo and request.logprobs is not None:
+        most = max(request.logprobs, request.prompt_logprobs or 0)
+        fields["prompt_logprobs"] = most
+        if most != request.prompt_logprobs:
+            renames["prompt_logprobs"] = "logprobs"
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
+        _check_best_of(request, request.best_of, n)
+        fields["n"] = request.best_of
+        renames["n"] = "best_of"
+        if request.logprobs is None:
+            fields["logprobs"] = 0  # to tell the best; nobody sees those of other tokens
+            if request.prompt_logprobs is None and request.logprob_token_ids:
+                raise InvalidRequest(
+                    "logprob_token_ids needs logprobs or prompt_logprobs", param="logprob_token_ids"
+                )
+    return fields, renames
+
+
+def _num_top(request: CompletionRequest) -> int | None:
+    """Return how many most probable tokens are told; those asked for by id take their place."""
+    return 0 if request.logprobs is not None and request.logprob_token_ids else request.logprobs
+
+
+def _check_best_of(request: CompletionRequest, best_of: int, n: int) -> None:
+    if best_of < n:
+        raise InvalidRequest(f"best_of must be at least n ({n}), got {best_of}", param="best_of")
+    if request.stream:
+        raise InvalidRequest(
+            f"best_of must be n ({n}) with stream, since the best aren't known before the end, "
+            f"got {best_of}",
+            param="best_of",
+        )
+
+
+def _wanted(request: CompletionRequest, job: Job, service: Service) -> Wanted:
+    """What the answer is to show; all jobs have the parameters of ``job``."""
+    return Wanted(
+        tokenizer=service.engine.tokenizer,
+        n=request.n or 1,
+        echo=bool(request.echo),
+        logprobs=request.logprobs,
+        num_top=_num_top(request) or 0,
+        eos_token_ids=service.engine.eos_token_ids,
+        prompt_logprobs=request.prompt_logprobs,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        skip_special_tokens=job.params.skip_special_tokens,
+        spaces_between_special_tokens=job.params.spaces_between_special_tokens,
+        truncated=job.params.truncate_prompt_tokens is not None,
+    )
+
+
+def _prompts(request: CompletionRequest, service: Service) -> list[Prompt]:
+    """The prompts of a completion, whichever of the four forms they have."""
+    given = request.prompt
+    special = True if request.add_special_tokens is None else request.add_special_tokens
+    if isinstance(given, str):
+        return [TextPrompt(given, add_special_tokens=special)]
+    if set(map(type, given)) == {int}:
+        return [TokensPrompt(cast(tuple[int, ...], tuple(given)))]
+    service.check_number_of_prompts(len(given), "prompt")
+    prompts: list[Prompt] = []
+    for index, item in enumerate(given):
+        if isinstance(item, int):
+            raise InvalidRequest(
+                f"prompt[{index}]: a list of prompts holds texts or lists of token ids",
+                param=f"prompt[{index}]",
+            )
+        if isinstance(item, str):
+            prompts.append(TextPrompt(item, add_special_tokens=special))
+        else:
+            prompts.append(TokensPrompt(tuple(item)))
+    return prompts

@@ -1,0 +1,72 @@
+"""The log-probabilities of a completion's tokens, column by column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+from trioserve.http.api.openai.completions.schemas import CompletionLogprobs
+from trioserve.http.api.openai.writer import MIN_LOGPROB
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.stream import TokenLogprob
+from trioserve.text.incremental import IncrementalDecoder
+
+__all__ = ["Offsets", "output_columns", "prompt_columns"]
+
+
+@attrs.define(eq=False)
+class Offsets:
+    """Where in a choice's text each token's own begins; a hidden token's is where it would be."""
+
+    _decoder: IncrementalDecoder
+    _next: int
+
+    def pass_over(self, token_id: int) -> int:
+        """The offset of the next token, which is ``token_id``."""
+        offset = self._next
+        self._next += len(self._decoder.push(token_id))
+        return offset
+
+
+def prompt_columns(
+    found: PromptLogprobs,
+    prompt_ids: Sequence[int],
+    name: Callable[[int], str],
+    offsets: Offsets,
+    num_top: int,
+) -> CompletionLogprobs:
+    """All of a prompt's tokens; nothing comes before the first, so it has no log-probability.
+
+    ``name`` says how tokens are called.
+    """
+    columns = CompletionLogprobs([], [None] * found.start, [], [None] * found.start)
+    for token_id in prompt_ids:
+        columns.text_offset.append(offsets.pass_over(token_id))
+        columns.tokens.append(name(token_id))
+    for entry in found.entries(list(prompt_ids)):
+        columns.token_logprobs.append(max(entry.logprob, MIN_LOGPROB))
+        columns.top_logprobs.append(_top(entry, name, num_top))
+    return columns
+
+
+def output_columns(
+    entries: Iterable[TokenLogprob], name: Callable[[int], str], offsets: Offsets, num_top: int
+) -> CompletionLogprobs:
+    """The tokens of an output, or of a piece of it."""
+    columns = CompletionLogprobs([], [], [], [])
+    for entry in entries:
+        columns.text_offset.append(offsets.pass_over(entry.token_id))
+        columns.tokens.append(name(entry.token_id))
+        columns.token_logprobs.append(max(entry.logprob, MIN_LOGPROB))
+        columns.top_logprobs.append(_top(entry, name, num_top))
+    return columns
+
+
+def _top(entry: TokenLogprob, name: Callable[[int], str], num_top: int) -> dict[str, float]:
+    """The token, the best ones and those asked for; of two of one name, the more probable."""
+    named = {name(entry.token_id): max(entry.logprob, MIN_LOGPROB)}
+    for token_id, logprob, _ in (*entry.top[:num_top], *entry.asked):
+        text, value = name(token_id), max(logprob, MIN_LOGPROB)
+        named[text] = max(value, named.get(text, value))
+    return named

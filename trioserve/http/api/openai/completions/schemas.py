@@ -1,0 +1,125 @@
+"""Requests and responses of ``/v1/completions``, as classes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.http.api.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
+from trioserve.http.api.schema.reading import Count, NumOutputs, Text, TokenId, about, only
+from trioserve.http.api.sessions.schemas import SessionParams
+
+__all__ = ["CompletionChoice", "CompletionLogprobs", "CompletionRequest", "CompletionResponse"]
+
+_Prompts = Annotated[
+    list[Text | TokenId | Annotated[list[TokenId], msgspec.Meta(min_length=1)]],
+    msgspec.Meta(
+        min_length=1,
+        extra_json_schema={
+            "anyOf": [
+                {"items": {"type": "integer"}},
+                {"items": {"type": ["string", "array"]}},
+            ]
+        },
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: Annotated[
+        Text | _Prompts,
+        about("A text or a list of token ids to continue, or a list of such prompts."),
+    ]
+    max_tokens: Annotated[
+        Count | None,
+        about(
+            "Most tokens to produce; without it 16, or the server's default where that is smaller. "
+            "0 only computes the prompt."
+        ),
+    ] = None
+    session_params: Annotated[
+        SessionParams | None, about("Make the request a turn of a session.")
+    ] = None
+    best_of: Annotated[
+        NumOutputs | None,
+        about(
+            "Make as many outputs and give the `n` whose tokens are the most probable on average. "
+            "Streamed, it must be `n`."
+        ),
+    ] = None
+    logprobs: Annotated[
+        Count | None,
+        about("Tell the tokens' log-probabilities, and those of as many most probable ones."),
+    ] = None
+    echo: Annotated[
+        bool | None,
+        about("Give the prompt before the output, with its log-probabilities where asked for."),
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        about("Let the tokenizer add its special tokens to texts; true if it isn't given."),
+    ] = None
+
+    suffix: Annotated[
+        Any, only("", why="models here go on from a prompt; they don't fill in before a suffix")
+    ] = None
+    prompt_embeds: Annotated[Any, only(why="prompts are texts or token ids")] = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """The tokens of a completion, column by column; null for a prompt's first token."""
+
+    text_offset: Annotated[list[int], about("Where each token's text begins.")]
+    token_logprobs: Annotated[list[float | None], about("The log-probability of each.")]
+    tokens: Annotated[list[str], about("The text of each.")]
+    top_logprobs: Annotated[
+        list[dict[str, float] | None],
+        about("For each, the most probable tokens in its place, with their log-probabilities."),
+    ]
+
+
+class CompletionChoice(msgspec.Struct):
+    """One completion, or what an event of a stream adds to it."""
+
+    index: Annotated[int, about("The number of the output, from 0.")]
+    text: Annotated[str, about("The text, or what is added to it.")]
+    logprobs: Annotated[
+        CompletionLogprobs | None, about("Log-probabilities, where they are asked for.")
+    ]
+    finish_reason: Annotated[str | None, about("`stop`, `length`, or `abort`.")]
+    stop_reason: Annotated[
+        int | str | None,
+        about("The stop string or stop token that ended it; null for the model's own end."),
+    ]
+    matched_stop: Annotated[
+        int | str | None, about("The same, with the model's own end, as SGLang tells it.")
+    ] = None
+    token_ids: Annotated[
+        list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
+    ] = UNSET
+    prompt_logprobs: Annotated[
+        list[dict[str, PromptLogprobReply] | None] | UnsetType | None,
+        about("For each token of the prompt, log-probabilities by token id; null for the first."),
+    ] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType | None,
+        about("The prompt as the model saw it, where it is asked for."),
+    ] = UNSET
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """The answer to a completion, or one event of its stream."""
+
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    object: Annotated[str, about("Always `text_completion`.")] = "text_completion"
+    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    model: Annotated[str, about("The name that the model is served under.")]
+    choices: Annotated[
+        list[CompletionChoice],
+        about("The outputs: `n` for each prompt, one prompt after the other."),
+    ]
+    usage: Annotated[UsageReply | UnsetType | None, about("Tokens that were used.")] = UNSET

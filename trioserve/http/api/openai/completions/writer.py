@@ -1,0 +1,212 @@
+"""What the engine gives, in the words of ``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.http.api.generations import total_usage
+from trioserve.http.api.openai.completions.logprobs import Offsets, output_columns, prompt_columns
+from trioserve.http.api.openai.completions.schemas import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+)
+from trioserve.http.api.openai.schemas import UsageReply
+from trioserve.http.api.openai.writer import (
+    OpenAIWriter,
+    TextEvent,
+    matched_stop,
+    prompt_logprobs_reply,
+    says_nothing,
+    token_name,
+    usage_reply,
+)
+from trioserve.requests.generation import Completion, Output
+from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.stream import Chunk
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["CompletionWriter", "Wanted", "completion_response"]
+
+
+@attrs.frozen(kw_only=True)
+class Wanted:
+    """What of a completion a request wants to see."""
+
+    tokenizer: Tokenizer
+    n: int = 1
+    echo: bool = False
+    eos_token_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    num_top: int = 0
+    """Most probable tokens that are told of an output; ``logprobs`` has those of an echo."""
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncated: bool = False
+    """Whether prompts may have been cut, so that a text isn't what the model saw."""
+
+    def opening(
+        self, prompt: Prompt, prompt_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None
+    ) -> CompletionChoice:
+        """What every choice of a prompt begins with: all that is told before any output."""
+        columns = None
+        if self.echo and self.logprobs is not None and prompt_logprobs is not None:
+            decoder = self.tokenizer.incremental_decoder(
+                [], skip_special_tokens=self._skips_special(prompt)
+            )
+            offsets = Offsets(decoder, 0)
+            columns = prompt_columns(
+                prompt_logprobs, prompt_ids, self._name, offsets, self.logprobs
+            )
+        choice = CompletionChoice(0, self._echo(prompt, prompt_ids), columns, None, None)
+        if self.token_ids:
+            choice.token_ids = []
+            choice.prompt_token_ids = list(prompt_ids)
+        if self.prompt_logprobs is not None and prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs_reply(
+                prompt_logprobs, prompt_ids, self.tokenizer, num_top=self.prompt_logprobs
+            )
+        return choice
+
+    def piece(self, index: int, piece: Chunk | Output, offsets: Offsets) -> CompletionChoice:
+        """A choice that holds an output, or a piece of it."""
+        columns = None
+        if self.logprobs is not None and piece.logprobs is not None:
+            columns = output_columns(piece.logprobs, self._name, offsets, self.num_top)
+        matched = None
+        if piece.finish_reason == "stop":
+            matched = matched_stop(piece.stop_reason, piece.token_ids, self.eos_token_ids)
+        return CompletionChoice(
+            index,
+            piece.text,
+            columns,
+            piece.finish_reason,
+            piece.stop_reason,
+            matched,
+            token_ids=list(piece.token_ids) if self.token_ids else UNSET,
+        )
+
+    def offsets(self, prompt_ids: Sequence[int], opening: CompletionChoice) -> Offsets:
+        """Where the tokens of an output begin, the first of them after the opening's text."""
+        decoder = self.tokenizer.incremental_decoder(
+            prompt_ids,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+        )
+        return Offsets(decoder, len(opening.text))
+
+    def _name(self, token_id: int) -> str:
+        return token_name(token_id, self.tokenizer, as_id=self.tokens_as_ids)
+
+    def _echo(self, prompt: Prompt, prompt_ids: Sequence[int]) -> str:
+        if not self.echo:
+            return ""
+        if isinstance(prompt, TextPrompt) and not self.truncated:
+            return prompt.text
+        return self.tokenizer.decode(prompt_ids, skip_special_tokens=self._skips_special(prompt))
+
+    def _skips_special(self, prompt: Prompt) -> bool:
+        """Return whether an echo leaves out special tokens, which ids of a client's own keep."""
+        return self.skip_special_tokens and not isinstance(prompt, TokensPrompt)
+
+
+def completion_response(
+    completions: Sequence[Completion],
+    prompts: Sequence[Prompt],
+    wanted: Wanted,
+    *,
+    id: str,
+    model: str,
+    created: int,
+) -> CompletionResponse:
+    """The whole answer: ``wanted.n`` choices per prompt, each after its echo."""
+    choices: list[CompletionChoice] = []
+    for completion, prompt in zip(completions, prompts, strict=True):
+        ids = completion.prompt_token_ids
+        opening = wanted.opening(prompt, ids, completion.prompt_logprobs)
+        for output in _best(completion.outputs, wanted.n):
+            piece = wanted.piece(len(choices), output, wanted.offsets(ids, opening))
+            choices.append(_joined(opening, piece))
+    total = total_usage(completion.usage for completion in completions)
+    return CompletionResponse(
+        id=id, created=created, model=model, choices=choices, usage=usage_reply(total)
+    )
+
+
+def _best(outputs: Sequence[Output], n: int) -> Sequence[Output]:
+    """All outputs, or the ``n`` with the highest mean log-probability, the best first."""
+    if len(outputs) <= n:
+        return outputs
+    return sorted(outputs, key=lambda output: output.mean_logprob, reverse=True)[:n]
+
+
+def _joined(opening: CompletionChoice, piece: CompletionChoice) -> CompletionChoice:
+    """``piece`` with what ``opening`` tells before it."""
+    piece.text = opening.text + piece.text
+    piece.prompt_token_ids = opening.prompt_token_ids or None
+    piece.prompt_logprobs = opening.prompt_logprobs or None
+    if opening.logprobs is not None and piece.logprobs is not None:
+        piece.logprobs = CompletionLogprobs(
+            opening.logprobs.text_offset + piece.logprobs.text_offset,
+            opening.logprobs.token_logprobs + piece.logprobs.token_logprobs,
+            opening.logprobs.tokens + piece.logprobs.tokens,
+            opening.logprobs.top_logprobs + piece.logprobs.top_logprobs,
+        )
+    else:
+        piece.logprobs = piece.logprobs or opening.logprobs
+    return piece
+
+
+@attrs.define(eq=False, kw_only=True)
+class CompletionWriter(OpenAIWriter):
+    """The events of a streamed completion. A choice begins with what is told of its prompt."""
+
+    prompts: Sequence[Prompt]
+    wanted: Wanted
+    _openings: dict[int, CompletionChoice] = attrs.field(factory=dict, init=False)
+    """By the prompt."""
+    _offsets: dict[int, Offsets] = attrs.field(factory=dict, init=False)
+    """Of the choices that have begun."""
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """A chunk; none where a step added no text yet and nothing else."""
+        choice = index * self.wanted.n + chunk.index
+        if index == 0 and (event := self.text(chunk)) is not None:
+            return event
+        opening = b""
+        if choice not in self._offsets:
+            opening = self._begin(index, choice)
+        if says_nothing(chunk, token_ids=self.wanted.token_ids):
+            return opening
+        return opening + self._event([self.wanted.piece(choice, chunk, self._offsets[choice])])
+
+    def _begin(self, index: int, choice: int) -> bytes:
+        stream = self._streams[index]
+        ids = stream.prompt_token_ids
+        opening = self._openings.get(index)
+        if opening is None:
+            opening = self.wanted.opening(self.prompts[index], ids, stream.prompt_logprobs)
+            self._openings[index] = opening
+        self._offsets[choice] = self.wanted.offsets(ids, opening)
+        if not self.wanted.token_ids and not self.continuous_usage:
+            self._text_events[choice] = TextEvent.of(
+                lambda text: self._event([CompletionChoice(choice, text, None, None, None)])
+            )
+        if not self.wanted.echo and not self.wanted.token_ids:
+            return b""
+        return self._event([msgspec.structs.replace(opening, index=choice)])
+
+    def _response(
+        self, choices: list[CompletionChoice], usage: UsageReply | UnsetType | None
+    ) -> CompletionResponse:
+        return CompletionResponse(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
+        )

@@ -1,0 +1,157 @@
+"""The items of a response's input, as classes; an earlier answer's output may be among them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from trioserve.http.api.openai.chat.messages import MAX_PARTS, FunctionName, RefusalPart
+from trioserve.http.api.schema.reading import Identifier, Text, about, hint, only
+
+__all__ = [
+    "CallItem",
+    "CallOutputItem",
+    "ContentPart",
+    "InputItem",
+    "InputItems",
+    "InputText",
+    "MessageItem",
+    "OutputText",
+    "ReasoningItem",
+    "ReasoningText",
+]
+
+MAX_ITEMS = 4096
+
+_Id = Annotated[str | None, hint()]
+_Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, hint()]
+_Caller = Annotated[Any, only({"type": "direct"}, why="no program calls functions here")]
+_Namespace = Annotated[Any, only(why="functions have no namespaces")]
+_Async = Annotated[Any, only(False, why="an answer ends with the calls that it asks for")]
+
+
+class InputText(
+    msgspec.Struct,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="type",
+    tag="input_text",
+):
+    """A piece of what is said to the model."""
+
+    text: Annotated[Text, about("What is said.")]
+    prompt_cache_breakpoint: Annotated[Any, hint()] = None
+
+
+class OutputText(
+    msgspec.Struct,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="type",
+    tag="output_text",
+):
+    """A piece of what the model has said."""
+
+    text: Annotated[Text, about("What was said.")]
+    annotations: Annotated[Any, hint()] = None
+    logprobs: Annotated[Any, hint()] = None
+
+
+ContentPart = InputText | OutputText | RefusalPart
+_Content = Annotated[list[ContentPart], msgspec.Meta(max_length=MAX_PARTS)]
+
+
+class MessageItem(
+    msgspec.Struct,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="type",
+    tag="message",
+):
+    """A message of the conversation. An item without a `type` is one."""
+
+    role: Annotated[Literal["user", "assistant", "system", "developer"], about("Who speaks.")]
+    content: Annotated[Text | _Content, about("What is said, as a whole or in parts.")]
+    id: _Id = None
+    status: _Status = None
+    phase: Annotated[Literal["commentary", "final_answer"] | None, hint()] = None
+
+
+class CallItem(
+    msgspec.Struct,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="type",
+    tag="function_call",
+):
+    """An earlier call of a function."""
+
+    call_id: Annotated[Identifier, about("The name that the call's output refers to.")]
+    name: Annotated[FunctionName, about("Which function was called.")]
+    arguments: Annotated[Text, about("JSON as text.")]
+    id: _Id = None
+    status: _Status = None
+    caller: _Caller = None
+    namespace: _Namespace = None
+    async_: _Async = msgspec.field(default=None, name="async")
+
+
+class CallOutputItem(
+    msgspec.Struct,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="type",
+    tag="function_call_output",
+):
+    """What a function gave that was called."""
+
+    call_id: Annotated[Identifier, about("The call that this is the output of.")]
+    output: Annotated[
+        Text | Annotated[list[InputText], msgspec.Meta(max_length=MAX_PARTS)],
+        about("What it gave, as a whole or in parts."),
+    ]
+    id: _Id = None
+    status: _Status = None
+    name: Annotated[str | None, hint()] = None
+    caller: _Caller = None
+    namespace: _Namespace = None
+
+
+class ReasoningText(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="reasoning_text"
+):
+    """A piece of reasoning."""
+
+    text: Annotated[Text, about("What the model has written, without the marks.")]
+
+
+class ReasoningItem(
+    msgspec.Struct,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="type",
+    tag="reasoning",
+):
+    """What came before an earlier answer; most chat templates leave it out again."""
+
+    content: Annotated[
+        Annotated[list[ReasoningText], msgspec.Meta(max_length=MAX_PARTS)] | None,
+        about("The reasoning, in plain words."),
+    ] = None
+    summary: Annotated[Any, hint()] = None
+    id: _Id = None
+    status: _Status = None
+    encrypted_content: Annotated[
+        Any, only(why="reasoning comes and goes in plain words, in content")
+    ] = None
+
+
+InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
+InputItems = Annotated[list[InputItem], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]

@@ -1,0 +1,328 @@
+"""Requests of ``/v1/responses``, as classes; :mod:`~trioserve.http.api.openai.responses.items` has
+the input.
+
+The names and the meaning of the fields are OpenAI's, with vLLM's and SGLang's additions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from trioserve.http.api.openai.chat.messages import (
+    MAX_TOOLS,
+    AllowedMode,
+    FunctionName,
+    FunctionParameters,
+)
+from trioserve.http.api.openai.responses.items import InputItems
+from trioserve.http.api.openai.structured_schemas import (
+    JsonObjectFormat,
+    StructuredOutputs,
+    TextFormat,
+)
+from trioserve.http.api.schema import fields
+from trioserve.http.api.schema.reading import (
+    Count,
+    Exclusive,
+    Identifier,
+    Text,
+    about,
+    hint,
+    one_worker,
+    only,
+)
+
+__all__ = [
+    "LOGPROBS",
+    "AllowedFunctions",
+    "ChosenFunctionTool",
+    "FunctionTool",
+    "InputItemsQuery",
+    "NamedSchemaFormat",
+    "ReasoningOptions",
+    "ResponseQuery",
+    "ResponsesRequest",
+    "TextOptions",
+]
+
+LOGPROBS = "message.output_text.logprobs"
+"""What to include for log-probabilities."""
+
+_TEXT_ONLY = "the models that are served read and write text only"
+_NO_SUMMARY = "reasoning comes as it is, without a summary"
+_KEPT_WHOLE = "a response that is kept comes as a whole"
+
+_Include = Annotated[
+    list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None,
+    about(
+        f"What else to tell. `{LOGPROBS}`: the log-probabilities of the text's tokens. "
+        "`reasoning.encrypted_content` adds nothing, because reasoning comes in plain words, which "
+        "can be sent back."
+    ),
+]
+
+
+class FunctionTool(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"
+):
+    """A function that the model may call; there are no other tools."""
+
+    name: Annotated[FunctionName, about("How it is called.")]
+    description: Annotated[Text | None, about("What it does, for the model.")] = None
+    parameters: FunctionParameters = None
+    strict: Annotated[
+        bool | None,
+        about("If true, arguments have to follow the schema; a grammar sees to it."),
+    ] = None
+    output_schema: Annotated[Any, hint()] = None
+    async_: Annotated[Any, only(False, why="an answer ends with the calls that it asks for")] = (
+        msgspec.field(default=None, name="async")
+    )
+    defer_loading: Annotated[Any, only(False, why="there is no search over tools")] = None
+    allowed_callers: Annotated[Any, only(["direct"], why="no program calls functions here")] = None
+
+
+class ChosenFunctionTool(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"
+):
+    """The one function that has to be called, or one of those that may be."""
+
+    name: Annotated[FunctionName, about("That of one of the tools.")]
+
+
+class AllowedFunctions(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="allowed_tools"
+):
+    """A choice among some of the tools."""
+
+    mode: AllowedMode
+    tools: Annotated[
+        Annotated[list[ChosenFunctionTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)],
+        about("Those that may be called; the prompt shows the others, too."),
+    ]
+
+
+class NamedSchemaFormat(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="json_schema"
+):
+    """JSON that follows a schema."""
+
+    name: Annotated[str, about("A name for the schema; it isn't shown to the model.")]
+    schema: Annotated[dict[str, Any], about("The JSON schema.")]
+    description: Annotated[
+        Text | None, about("What the schema is for; it isn't shown to the model.")
+    ] = None
+    strict: Annotated[
+        bool | None, about("The schema is followed strictly, whatever this says.")
+    ] = None
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the text of an answer is to look like."""
+
+    format: Annotated[
+        TextFormat | JsonObjectFormat | NamedSchemaFormat | None,
+        about("Any text if it isn't given."),
+    ] = None
+    verbosity: Annotated[Any, only("medium", why="no chat template that is served knows it")] = None
+
+
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How the model is to reason."""
+
+    effort: fields.ReasoningEffort = None
+    summary: Annotated[Any, only("auto", why=_NO_SUMMARY)] = None
+    generate_summary: Annotated[Any, only("auto", why=_NO_SUMMARY)] = None
+    context: Annotated[
+        Any, only("auto", why="the chat template decides what it shows of earlier reasoning")
+    ] = None
+    mode: Annotated[Any, only("standard", why="there is one mode")] = None
+
+
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a stream carries besides its events."""
+
+    include_obfuscation: Annotated[
+        Any, only(False, why="events aren't padded to hide their lengths")
+    ] = None
+
+
+_ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | ChosenFunctionTool | AllowedFunctions | None,
+    about(
+        "`none`: tools are left out of the prompt. `auto`: the model decides. `required`, or a "
+        "function: a grammar makes it call one, or this one. `auto` if there are tools."
+    ),
+]
+_Truncation = Annotated[
+    Any, only("disabled", why="nothing is left out of a conversation that is too long")
+]
+_Conversation = Annotated[
+    Any, only(why="there are no conversations beside responses: see previous_response_id")
+]
+_MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
+_MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/responses``."""
+
+    EXCLUSIVE: ClassVar = (Exclusive(("cache_salt", "extra_key")),)
+    USUAL_TYPES: ClassVar = {"input": "message"}
+
+    input: Annotated[
+        Text | InputItems, about("What is said now: the user's words, or messages and other items.")
+    ]
+    instructions: Annotated[
+        Text | None,
+        about("A system message before everything else. Later responses don't inherit it."),
+    ] = None
+    previous_response_id: Annotated[
+        Identifier | None,
+        about("The response to go on from: its input and output come before this input."),
+    ] = None
+    store: Annotated[
+        bool | None, about("If false, the response isn't kept, and can't be named later.")
+    ] = None
+    metadata: Annotated[
+        Annotated[dict[_MetadataKey, _MetadataValue], msgspec.Meta(max_length=16)] | None,
+        about("Kept with the response, and told with it."),
+    ] = None
+    model: fields.Model = None
+    stream: Annotated[bool | None, about("Send the response as events, as it comes.")] = None
+    stream_options: Annotated[
+        ResponseStreamOptions | None, about("What else a stream carries.")
+    ] = None
+    include: _Include = None
+
+    max_output_tokens: Annotated[
+        Count | None,
+        about("Tokens at most, reasoning among them; what the model's context leaves if none."),
+    ] = None
+    top_logprobs: Annotated[
+        Count | None,
+        about("Log-probabilities of as many most probable tokens, where `include` asks for some."),
+    ] = None
+    temperature: fields.Temperature = None
+    top_p: fields.TopP = None
+    top_k: fields.TopK = None
+    min_p: fields.MinP = None
+    repetition_penalty: fields.RepetitionPenalty = None
+    frequency_penalty: fields.FrequencyPenalty = None
+    presence_penalty: fields.PresencePenalty = None
+    logit_bias: fields.LogitBias = None
+    seed: fields.Seed = None
+    stop: fields.Stop = None
+    ignore_eos: fields.IgnoreEos = None
+    skip_special_tokens: fields.SkipSpecialTokens = None
+    include_stop_str_in_output: fields.IncludeStop = None
+    vllm_xargs: fields.ProcessorArguments = None
+
+    text: Annotated[TextOptions | None, about("What the text is to look like.")] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, about("What the text is to look like: vLLM's field.")
+    ] = None
+    tools: Annotated[
+        Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        about("Functions that the model may call."),
+    ] = None
+    tool_choice: _ToolChoice = None
+    parallel_tool_calls: fields.ParallelToolCalls = None
+    reasoning: Annotated[ReasoningOptions | None, about("How the model is to reason.")] = None
+    chat_template_kwargs: fields.ChatTemplateArguments = None
+
+    priority: fields.Priority = None
+    request_id: Annotated[
+        Identifier | None, about("An id, which the response's own is made of; else that is random.")
+    ] = None
+    cache_salt: fields.CacheSalt = None
+    extra_key: fields.ExtraKey = None
+    timeout: fields.Timeout = None
+
+    user: Annotated[Any, hint()] = None
+    safety_identifier: Annotated[Any, hint()] = None
+    prompt_cache_key: Annotated[Any, hint()] = None
+    prompt_cache_options: Annotated[Any, hint()] = None
+    prompt_cache_retention: Annotated[Any, hint()] = None
+    session_id: Annotated[Any, hint()] = None
+    max_tool_calls: Annotated[Any, hint()] = None
+
+    background: Annotated[
+        Any, only(False, why="a response is made while its client waits for it")
+    ] = None
+    truncation: _Truncation = None
+    service_tier: Annotated[Any, only("auto", "default", why="there is one tier")] = None
+    conversation: _Conversation = None
+    prompt: Annotated[Any, only(why="no prompts are kept: give instructions and input")] = None
+    context_management: Annotated[Any, only([], why="conversations aren't compacted")] = None
+    moderation: Annotated[Any, only(why="there is no moderation")] = None
+    access_programs: Annotated[Any, only({}, why="there are none")] = None
+    image: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
+    media_io_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
+    mm_processor_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
+    enable_response_messages: Annotated[
+        Any, only(False, why="the input is at /v1/responses/{id}/input_items")
+    ] = None
+    previous_input_messages: Annotated[
+        Any, only([], why="input tells what came before, or previous_response_id")
+    ] = None
+    ngram_corpus_id: Annotated[Any, only(why="outputs aren't predicted")] = None
+    kv_transfer_params: Annotated[Any, one_worker()] = None
+    ec_transfer_params: Annotated[Any, one_worker()] = None
+
+
+class InputTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/responses/input_tokens``: what a response's prompt is made of."""
+
+    USUAL_TYPES: ClassVar = {"input": "message"}
+
+    input: Annotated[
+        Text | InputItems, about("What is said now: the user's words, or messages and other items.")
+    ]
+    model: fields.Model = None
+    instructions: Annotated[Text | None, about("A system message before everything else.")] = None
+    previous_response_id: Annotated[
+        Identifier | None, about("The response to go on from, whose input and output count, too.")
+    ] = None
+    text: Annotated[TextOptions | None, about("What the text is to look like.")] = None
+    tools: Annotated[
+        Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        about("Functions that the model may call."),
+    ] = None
+    tool_choice: _ToolChoice = None
+    parallel_tool_calls: fields.ParallelToolCalls = None
+    reasoning: Annotated[ReasoningOptions | None, about("How the model is to reason.")] = None
+    truncation: _Truncation = None
+    conversation: _Conversation = None
+    personality: Annotated[Any, only(why="there are no personalities")] = None
+
+
+class ResponseQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The query of ``GET /v1/responses/{response_id}``."""
+
+    include: _Include = None
+    stream: Annotated[bool | None, only(False, why=_KEPT_WHOLE)] = None
+    starting_after: Annotated[int | None, only(why=_KEPT_WHOLE)] = None
+    include_obfuscation: Annotated[
+        bool | None, only(False, why="events aren't padded to hide their lengths")
+    ] = None
+
+
+class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The query of ``GET /v1/responses/{response_id}/input_items``."""
+
+    after: Annotated[
+        str | None,
+        about("The id of an item: the list goes on behind it. From its beginning, if none."),
+    ] = None
+    limit: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=100)] | None,
+        about("Items at most; 20 if it isn't given."),
+    ] = None
+    order: Annotated[
+        Literal["asc", "desc"] | None,
+        about("`asc`: the first one first. `desc` if it isn't given."),
+    ] = None
+    include: _Include = None

@@ -1,0 +1,459 @@
+"""Requests and responses of the endpoints for embeddings, scores, ranks and labels, as classes.
+
+Fields marked with :func:`~trioserve.http.api.schema.reading.only` are known and refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.http.api.schema import fields
+from trioserve.http.api.schema.reading import (
+    Exclusive,
+    Identifier,
+    Salt,
+    Seconds,
+    Text,
+    TokenId,
+    about,
+    hint,
+    only,
+)
+from trioserve.protocol.sampling import MAX_LOGPROB_TOKEN_IDS
+
+__all__ = [
+    "ClassifiedText",
+    "ClassifyRequest",
+    "ClassifyResponse",
+    "EmbeddedText",
+    "EmbeddingRequest",
+    "EmbeddingResponse",
+    "EncodeRequest",
+    "EncodeResponse",
+    "EncodedMeta",
+    "PoolingRequest",
+    "RankedDocument",
+    "RerankDocument",
+    "RerankRequest",
+    "RerankResponse",
+    "ScoreRequest",
+    "ScoreResponse",
+    "ScoredPair",
+    "TextUsage",
+]
+
+_Truncation = Annotated[int, msgspec.Meta(ge=-1)]
+_Texts = Annotated[list[Text], msgspec.Meta(min_length=1)]
+_Ids = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+_Inputs = Annotated[
+    list[Text | TokenId | _Ids],
+    msgspec.Meta(
+        min_length=1,
+        extra_json_schema={
+            "anyOf": [
+                {"items": {"type": "integer"}},
+                {"items": {"type": ["string", "array"]}},
+            ]
+        },
+    ),
+]
+"""Texts and lists of ids, or ids."""
+_IdsOrPair = Annotated[
+    list[TokenId | Text],
+    msgspec.Meta(
+        min_length=1,
+        extra_json_schema={
+            "anyOf": [
+                {"items": {"type": "integer"}},
+                {"items": {"type": "string"}, "minItems": 2, "maxItems": 2},
+            ]
+        },
+    ),
+]
+_InputsOrPairs = Annotated[
+    list[Text | TokenId | _IdsOrPair],
+    msgspec.Meta(
+        min_length=1,
+        extra_json_schema={
+            "anyOf": [
+                {"items": {"type": "integer"}},
+                {"items": {"type": ["string", "array"]}},
+            ]
+        },
+    ),
+]
+"""The same, and pairs of texts."""
+_Labels = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
+
+
+def _text_only() -> msgspec.Meta:
+    return only([], {}, why="the models that are served read text only")
+
+
+def _in_order() -> msgspec.Meta:
+    return only(0, why="texts are computed in the order in which they come")
+
+
+class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields that all requests for vectors, scores and labels share."""
+
+    model: fields.Model = None
+    truncate_prompt_tokens: Annotated[
+        _Truncation | None,
+        about(
+            "Cut each text off behind as many tokens, -1 for as many as the model takes. Without "
+            "it a longer text is refused."
+        ),
+    ] = None
+    request_id: Annotated[Identifier | None, about("A name for the request.")] = None
+    timeout: Annotated[Seconds | None, about("Seconds that the request may take.")] = None
+    user: Annotated[str | None, hint()] = None
+    priority: Annotated[int | None, _in_order()] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None, only("right", why="texts are cut off at their ends")
+    ] = None
+    padding: Annotated[
+        Literal["max_length", "do_not_pad"] | None,
+        only("do_not_pad", why="nothing is computed for padding"),
+    ] = None
+    mm_processor_kwargs: Annotated[Any, _text_only()] = None
+
+
+class EmbeddingRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /v1/embeddings``."""
+
+    EXCLUSIVE: ClassVar = (
+        Exclusive(("request_id", "rid")),
+        Exclusive(("normalize", "use_activation")),
+    )
+
+    input: Annotated[
+        Text | _Inputs,
+        about(
+            "A text or the token ids of one, or a list of either. Ids are taken as they are, "
+            "special tokens included."
+        ),
+    ]
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None,
+        about(
+            "How a vector is written: as a list of numbers, the default, or as the base64 of its "
+            "float32 numbers, little-endian."
+        ),
+    ] = None
+    dimensions: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)] | None,
+        about(
+            "Keep as many numbers of each vector, which is then made as long as 1 again: for "
+            "models that were trained so (Matryoshka)."
+        ),
+    ] = None
+    normalize: Annotated[
+        bool | None,
+        about("Whether vectors are as long as 1; if it isn't given, as the model's files say."),
+    ] = None
+    use_activation: Annotated[bool | None, about("The same, as vLLM calls it now.")] = None
+    pooling: Annotated[
+        Literal["last", "mean", "cls", "max"] | None,
+        about(
+            "For a decoder: the hidden state of the `last` token or the `mean` of all; if it isn't "
+            "given, as the model's files say, else `last`. An encoder's is its own."
+        ),
+    ] = None
+    rid: Annotated[Identifier | None, about("A name for the request.")] = None
+
+    add_special_tokens: Annotated[
+        bool | None, only(True, why="the model was trained with its special tokens")
+    ] = None
+    cache_salt: Annotated[
+        Salt | None, about("Share cached prefixes only with requests of the same salt.")
+    ] = None
+    embed_dtype: Annotated[
+        str | None, only("float32", why="vectors are given as they are computed")
+    ] = None
+    endianness: Annotated[
+        str | None, only("native", "little", why="numbers in base64 are little-endian")
+    ] = None
+    messages: Annotated[Any, only(why="what is embedded is text, not a chat")] = None
+    lora_path: Annotated[
+        Identifier | None, about("The name of an adapter; `model` may name it as well.")
+    ] = None
+    embed_override_token_id: Annotated[Any, only(why="texts and token ids are embedded")] = None
+    embed_overrides: Annotated[Any, only(why="texts and token ids are embedded")] = None
+
+
+class TextUsage(msgspec.Struct):
+    """What a request used."""
+
+    prompt_tokens: Annotated[int, about("Tokens of all texts, special ones included.")]
+    total_tokens: Annotated[int, about("The same.")]
+    completion_tokens: Annotated[int, about("Always 0: nothing is produced.")] = 0
+
+
+class EmbeddedText(msgspec.Struct, kw_only=True):
+    """The vector of one text."""
+
+    index: Annotated[int, about("The number of the text, from 0.")]
+    object: Annotated[str, about("Always `embedding`.")] = "embedding"
+    embedding: Annotated[list[float] | str, about("The vector, or its base64.")]
+
+
+class EmbeddingResponse(msgspec.Struct, kw_only=True):
+    """The vectors of texts, in their order."""
+
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    object: Annotated[str, about("Always `list`.")] = "list"
+    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    model: Annotated[str, about("The name that the model is served under.")]
+    data: Annotated[list[EmbeddedText], about("A vector for each text.")]
+    usage: Annotated[TextUsage, about("Tokens that were used.")]
+
+
+class EncodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /encode``: a text or several, as SGLang's engine is asked."""
+
+    EXCLUSIVE: ClassVar = (Exclusive(("text", "input_ids"), required=True),)
+
+    text: Annotated[
+        Text | _Texts | None,
+        about("A text, or a list of texts; it or `input_ids` has to be given."),
+    ] = None
+    input_ids: Annotated[
+        Annotated[
+            list[TokenId | _Ids],
+            msgspec.Meta(
+                min_length=1,
+                extra_json_schema={
+                    "anyOf": [{"items": {"type": "integer"}}, {"items": {"type": "array"}}]
+                },
+            ),
+        ]
+        | None,
+        about("The token ids of a text, or a list of such lists; taken as they are."),
+    ] = None
+    dimensions: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)] | None,
+        about("Keep as many numbers of each vector, which is then made as long as 1 again."),
+    ] = None
+    rid: Annotated[Identifier | None, about("A name for the request.")] = None
+    timeout: Annotated[Seconds | None, about("Seconds that the request may take.")] = None
+    return_prompt_token_ids: Annotated[
+        bool | None, only(False, why="/tokenize tells a text's token ids")
+    ] = None
+    sampling_params: Annotated[Any, hint()] = None
+    log_metrics: Annotated[bool | None, hint()] = None
+    priority: Annotated[int | None, _in_order()] = None
+    is_cross_encoder_request: Annotated[
+        bool | None, only(False, why="pairs are scored by /score and /rerank")
+    ] = None
+    return_pooled_hidden_states: Annotated[
+        bool | None, only(False, why="a vector is given as it comes out of the model")
+    ] = None
+    input_embeds: Annotated[Any, only(why="texts and token ids are embedded")] = None
+    embed_override_token_id: Annotated[Any, only(why="texts and token ids are embedded")] = None
+    embed_overrides: Annotated[Any, only(why="texts and token ids are embedded")] = None
+    positional_embed_overrides: Annotated[Any, only(why="texts and token ids are embedded")] = None
+    image_data: Annotated[Any, _text_only()] = None
+    video_data: Annotated[Any, _text_only()] = None
+    audio_data: Annotated[Any, _text_only()] = None
+    modalities: Annotated[Any, _text_only()] = None
+    lora_path: Annotated[
+        Identifier | None, about("The name of an adapter, for a model that generates.")
+    ] = None
+    lora_id: Annotated[Any, only(why="adapters are told by their names")] = None
+    multi_item_delimiter_indices: Annotated[Any, only(why="each text is computed by itself")] = None
+
+
+class EncodedMeta(msgspec.Struct, kw_only=True):
+    """What there is to tell of one text."""
+
+    id: Annotated[str, about("The request's id.")]
+    finish_reason: Annotated[dict[str, str], about("Always of type `stop`.")]
+    prompt_tokens: Annotated[int, about("Tokens of the text, special ones included.")]
+
+
+class EncodeResponse(msgspec.Struct, kw_only=True):
+    """The vector of one text; a list of texts gives a list of these."""
+
+    embedding: Annotated[list[float], about("The vector.")]
+    meta_info: Annotated[EncodedMeta, about("What there is to tell of it.")]
+
+
+class ScoreRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /score``: pairs of texts, or items to be judged by a generating model."""
+
+    EXCLUSIVE: ClassVar = (
+        Exclusive(("text_1", "queries", "query", "data_1"), required=True),
+        Exclusive(("text_2", "documents", "items", "data_2"), required=True),
+    )
+
+    text_1: Annotated[
+        Text | _Texts | None,
+        about("A text that goes with all of `text_2`, or one for each."),
+    ] = None
+    text_2: Annotated[Text | _Texts | None, about("The other texts of the pairs.")] = None
+    queries: Annotated[Text | _Texts | None, about("Another name for `text_1`.")] = None
+    documents: Annotated[Text | _Texts | None, about("Another name for `text_2`.")] = None
+    data_1: Annotated[Text | _Texts | None, about("Another name for `text_1`.")] = None
+    data_2: Annotated[Text | _Texts | None, about("Another name for `text_2`.")] = None
+    query: Annotated[
+        Text | _Ids | None,
+        about("The text or token ids that stand before each item; SGLang's name for `text_1`."),
+    ] = None
+    items: Annotated[
+        Text | Annotated[list[Text | _Ids], msgspec.Meta(min_length=1)] | None,
+        about("A text, or a list of texts or lists of token ids; SGLang's name for `text_2`."),
+    ] = None
+    label_token_ids: Annotated[
+        _Labels | None,
+        about(
+            "For a model that generates: the probabilities of these tokens after each item, in "
+            "`scores`."
+        ),
+    ] = None
+    apply_softmax: Annotated[
+        bool | None,
+        about("Make the probabilities of the labels 1 in all; false if it isn't given."),
+    ] = None
+    item_first: Annotated[
+        bool | None, about("Put each item before the query; false if it isn't given.")
+    ] = None
+
+    use_activation: Annotated[
+        bool | None, only(True, why="scores are what the model's files make of its logits")
+    ] = None
+    cache_salt: Annotated[str | None, hint()] = None
+    return_pooled_hidden_states: Annotated[
+        bool | None, only(False, why="scores are all that is told")
+    ] = None
+    embed_override_token_id: Annotated[Any, only(why="texts and token ids are scored")] = None
+    query_embed_overrides: Annotated[Any, only(why="texts and token ids are scored")] = None
+    item_embed_overrides: Annotated[Any, only(why="texts and token ids are scored")] = None
+
+
+class ScoredPair(msgspec.Struct, kw_only=True):
+    """The score of one pair."""
+
+    index: Annotated[int, about("The number of the pair, from 0.")]
+    object: Annotated[str, about("Always `score`.")] = "score"
+    score: Annotated[float, about("Larger for texts that go together better.")]
+
+
+class ScoreResponse(msgspec.Struct, kw_only=True):
+    """The scores of pairs in ``data``, or those of labels in ``scores``."""
+
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    object: Annotated[str, about("`list`, or `scoring` where labels were asked for.")]
+    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    model: Annotated[str, about("The name that the model is served under.")]
+    data: Annotated[list[ScoredPair] | UnsetType, about("A score for each pair.")] = UNSET
+    scores: Annotated[
+        list[list[float]] | UnsetType, about("For each item, a probability for each label.")
+    ] = UNSET
+    usage: Annotated[TextUsage, about("Tokens that were used.")]
+
+
+class RerankDocument(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A document in an object, as Jina takes and gives it."""
+
+    text: Annotated[Text, about("Its text.")]
+
+
+class RerankRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /rerank``."""
+
+    query: Annotated[Text, about("What is looked for.")]
+    documents: Annotated[
+        Annotated[list[Text | RerankDocument], msgspec.Meta(min_length=1)],
+        about("The documents: texts, or objects with a `text`."),
+    ]
+    top_n: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        about("How many of the best to give; all if it isn't given, or 0."),
+    ] = None
+    return_documents: Annotated[
+        bool | None, about("Give the documents, too; true if it isn't given.")
+    ] = None
+
+    use_activation: Annotated[
+        bool | None, only(True, why="scores are what the model's files make of its logits")
+    ] = None
+    cache_salt: Annotated[str | None, hint()] = None
+    instruct: Annotated[
+        str | None, only(why="a cross-encoder reads a query and a document, nothing else")
+    ] = None
+    max_tokens_per_doc: Annotated[
+        int | None, only(why="`truncate_prompt_tokens` cuts query and document together")
+    ] = None
+
+
+class RankedDocument(msgspec.Struct, kw_only=True):
+    """One document, the best first."""
+
+    index: Annotated[int, about("Its place in the request, from 0.")]
+    document: Annotated[RerankDocument | UnsetType, about("The document, where it is wanted.")] = (
+        UNSET
+    )
+    relevance_score: Annotated[float, about("Larger for better.")]
+
+
+class RerankResponse(msgspec.Struct, kw_only=True):
+    """The documents by their score, the best first."""
+
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    model: Annotated[str, about("The name that the model is served under.")]
+    results: Annotated[list[RankedDocument], about("The documents, the best first.")]
+    usage: Annotated[TextUsage, about("Tokens that were used.")]
+
+
+class ClassifyRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /classify``."""
+
+    EXCLUSIVE: ClassVar = (
+        Exclusive(("request_id", "rid")),
+        Exclusive(("use_activation", "activation", "softmax")),
+    )
+
+    input: Annotated[
+        Text | _InputsOrPairs,
+        about(
+            "A text or the token ids of one, or a list of either; an item of a list may also be a "
+            'pair of texts, `["query", "document"]`.'
+        ),
+    ]
+    use_activation: Annotated[
+        bool | None, about("Give probabilities, the default, or the logits if it is false.")
+    ] = None
+    activation: Annotated[bool | None, about("The same, as vLLM called it.")] = None
+    softmax: Annotated[bool | None, about("The same, as vLLM called it before that.")] = None
+    rid: Annotated[Identifier | None, about("A name for the request.")] = None
+
+    add_special_tokens: Annotated[
+        bool | None, only(True, why="the model was trained with its special tokens")
+    ] = None
+    cache_salt: Annotated[str | None, hint()] = None
+    messages: Annotated[Any, only(why="what is classified is text, not a chat")] = None
+    text: Annotated[Any, only(why="it is called `input` here, as at /v1/classify")] = None
+
+
+class ClassifiedText(msgspec.Struct, kw_only=True):
+    """What one text is."""
+
+    index: Annotated[int, about("The number of the text, from 0.")]
+    label: Annotated[str, about("The most probable label.")]
+    probs: Annotated[list[float], about("A probability for each label, or its logit.")]
+    num_classes: Annotated[int, about("How many labels there are.")]
+
+
+class ClassifyResponse(msgspec.Struct, kw_only=True):
+    """What texts are, in their order."""
+
+    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
+    object: Annotated[str, about("Always `list`.")] = "list"
+    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    model: Annotated[str, about("The name that the model is served under.")]
+    data: Annotated[list[ClassifiedText], about("A label for each text.")]
+    usage: Annotated[TextUsage, about("Tokens that were used.")]

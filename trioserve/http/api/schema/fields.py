@@ -1,0 +1,146 @@
+"""Fields that requests of several dialects have: a type, its range, and what it means.
+
+A request class names each of its own fields, and takes from here what the others have, too. The
+ranges are those of :mod:`trioserve.protocol.sampling` and :mod:`trioserve.protocol.checks`, so that
+the schema tells them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from trioserve.http.api.schema import reading as schemas
+from trioserve.http.api.schema.reading import Count, Salt, Seconds, about
+from trioserve.http.api.schema.retention import KvCacheRetentionConfig
+from trioserve.protocol.checks import MAX_LOGIT_BIAS
+from trioserve.protocol.sampling import MAX_EXTRA_ARGS, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+
+__all__ = [
+    "CacheSalt",
+    "ChatTemplateArguments",
+    "ExtraKey",
+    "FrequencyPenalty",
+    "IgnoreEos",
+    "IncludeStop",
+    "KvCacheRetention",
+    "LogitBias",
+    "MinP",
+    "MinTokens",
+    "Model",
+    "ParallelToolCalls",
+    "PresencePenalty",
+    "Priority",
+    "ProcessorArguments",
+    "ReasoningEffort",
+    "RepetitionPenalty",
+    "Seed",
+    "SkipSpecialTokens",
+    "Stop",
+    "StopStrings",
+    "Temperature",
+    "Timeout",
+    "TopK",
+    "TopP",
+]
+
+Model = Annotated[
+    str | None, about("A name out of `/v1/models`; the first of them if it isn't given.")
+]
+
+Temperature = Annotated[
+    Annotated[float, msgspec.Meta(ge=0, le=100)] | None,
+    about("Divides the logits; 0 takes the most probable token."),
+]
+TopP = Annotated[
+    Annotated[float, msgspec.Meta(gt=0, le=1)] | None,
+    about("Draw from the fewest tokens whose probability together reaches it."),
+]
+TopK = Annotated[
+    Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None,
+    about("Draw from as many best tokens; -1 or 0 for all."),
+]
+MinP = Annotated[
+    Annotated[float, msgspec.Meta(ge=0, le=1)] | None,
+    about("Draw from tokens at least this many times as probable as the best one."),
+]
+RepetitionPenalty = Annotated[
+    Annotated[float, msgspec.Meta(gt=0)] | None,
+    about("Above 1, makes tokens of prompt and output less probable; below 1, more."),
+]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+FrequencyPenalty = Annotated[
+    _Penalty | None, about("Taken off a token's logit for each time it is in the output.")
+]
+PresencePenalty = Annotated[
+    _Penalty | None, about("Taken off a token's logit if it is in the output.")
+]
+LogitBias = Annotated[
+    Annotated[
+        dict[
+            Annotated[str, msgspec.Meta(pattern="^[0-9]{1,10}$")],
+            Annotated[float, msgspec.Meta(ge=-100, le=100)],
+        ],
+        msgspec.Meta(max_length=MAX_LOGIT_BIAS),
+    ]
+    | None,
+    about("Added to logits: numbers by token id, which is a string."),
+]
+Seed = Annotated[
+    schemas.Seed | None, about("With the same seed, the same request draws the same numbers.")
+]
+ProcessorArguments = Annotated[
+    Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)] | None,
+    about("Parameters for the server's own logits processors (`--logits-processors`)."),
+]
+
+_ShortString = Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]
+StopStrings = (
+    _ShortString | Annotated[list[_ShortString], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
+)
+"""One or several, for ``stop`` and ``stop_regex``."""
+Stop = Annotated[
+    StopStrings | None,
+    about("Strings that end the output where they first occur in its text; an empty one is none."),
+]
+IgnoreEos = Annotated[
+    bool | None, about("Don't end the output at the model's own end of sequence.")
+]
+MinTokens = Annotated[
+    Count | None, about("Tokens before which no stop id and no stop string ends the output.")
+]
+IncludeStop = Annotated[
+    bool | None, about("Leave what ended the output, the stop string or token, in its text.")
+]
+SkipSpecialTokens = Annotated[
+    bool | None, about("Leave special tokens out of the text; true if it isn't given.")
+]
+
+ReasoningEffort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+    about(
+        "For the chat template; refused where that doesn't look at it. `none` is also served by a "
+        "model that never reasons and by a template that can turn reasoning off."
+    ),
+]
+ChatTemplateArguments = Annotated[
+    dict[str, Any] | None, about("More arguments for the chat template, such as `enable_thinking`.")
+]
+ParallelToolCalls = Annotated[
+    bool | None, about("If false, an answer has one call at most; a grammar sees to it.")
+]
+
+Priority = Annotated[
+    schemas.Priority | None,
+    about("Smaller numbers run sooner; it needs `--scheduling-policy priority`."),
+]
+CacheSalt = Annotated[
+    Salt | None, about("Cached prompts are shared among requests of the same salt only.")
+]
+ExtraKey = Annotated[str | None, about("SGLang's name of `cache_salt`.")]
+KvCacheRetention = Annotated[
+    KvCacheRetentionConfig | None,
+    about("How much its KV is worth in the prefix cache once it has ended."),
+]
+Timeout = Annotated[Seconds | None, about("Seconds after which the request ends with an error.")]

@@ -1,0 +1,264 @@
+"""What HTTP tells of a whole server, and does to it, which may be several processes.
+
+By itself an engine knows of its own process only. :class:`OneProcess` is a server that is no more
+than that; where there are more, :class:`trioserve.front_end.shared.SharedServer` asks the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import attrs
+
+from trioserve._util.feed import Tail
+from trioserve.engine.engine import Engine
+from trioserve.engine.sessions.continuation import Continuation, Generate
+from trioserve.http.api.auth import Caller, Keys
+from trioserve.http.api.openai.responses.store import KeptResponses
+from trioserve.observability.health import health_word
+from trioserve.observability.live import Picture, subject_of
+from trioserve.observability.statistics import EngineStatistics
+from trioserve.scheduler.cache_events import CacheEvent
+from trioserve.scheduler.iterations import Iteration
+
+__all__ = ["OneProcess", "Pictures", "Seat", "Whole"]
+
+Seat = contextlib.AbstractContextManager[None]
+Pictures = Callable[[], Awaitable[Picture]]
+"""Takes a picture of the server as it is."""
+
+
+class Whole(Protocol):
+    """A server, of however many processes."""
+
+    async def health_word(self) -> str:
+        """How it is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+
+    async def statistics(self) -> EngineStatistics:
+        """Counts of this moment."""
+
+    async def metrics(self) -> bytes:
+        """Everything in Prometheus' text format."""
+
+    async def seat(
+        self, keys: Keys, caller: Caller | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which a request of ``caller`` is open; raises ``KeyLimit``."""
+
+    async def pause(self, mode: str, *, refuse: bool) -> None:
+        """As :meth:`trioserve.Engine.pause`."""
+
+    async def resume(self) -> None:
+        """As :meth:`trioserve.Engine.resume`."""
+
+    async def paused(self) -> bool:
+        """As :attr:`trioserve.Engine.paused`."""
+
+    async def memory_released(self) -> bool:
+        """As :attr:`trioserve.Engine.memory_released`."""
+
+    async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
+        """:meth:`trioserve.Engine.abort` for each of ``ids``; how many were ended."""
+
+    async def flush_cache(self) -> int:
+        """As :meth:`trioserve.Engine.flush_cache`."""
+
+    async def update_weights(self, model: str, mode: str, version: str | None) -> str:
+        """As :meth:`trioserve.Engine.update_weights`; what they are called then."""
+
+    async def weight_version(self) -> str:
+        """As :attr:`trioserve.Engine.weight_version`."""
+
+    async def call_weights(self, version: str) -> None:
+        """Call the weights that serve something else."""
+
+    async def release_memory(self) -> None:
+        """As :meth:`trioserve.Engine.release_memory`."""
+
+    async def resume_memory(self) -> None:
+        """As :meth:`trioserve.Engine.resume_memory`."""
+
+    async def iterations(self) -> list[Iteration]:
+        """The steps since this was asked last, the newest of them; the first time none."""
+
+    async def cache_events(self) -> list[CacheEvent]:
+        """The same of the prefix cache's events."""
+
+    def watch(self, *, requests: int, nodes: int) -> AbstractAsyncContextManager[Pictures]:
+        """Take pictures of the server until the block is left, as ``Subject.watched``."""
+
+    async def open_session(
+        self,
+        id: str | None,
+        *,
+        capacity: int,
+        timeout: float,
+        owner: str | None,
+        tenant: str,
+        goes_on: bool,
+    ) -> str:
+        """As :meth:`trioserve.engine.sessions.sessions.Sessions.open`; the id of the session."""
+
+    async def close_session(self, id: str, owner: str | None) -> None:
+        """Close a session of ``owner``; raises ``InvalidRequest`` if there is none of that id."""
+
+    def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
+        """What generates a turn of a session of ``owner``.
+
+        If there is no such session, this raises ``InvalidRequest``, or the first use does.
+        """
+
+    async def keep_response(
+        self, owner: str | None, id: str, data: bytes, previous: str | None
+    ) -> bool:
+        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.keep`."""
+
+    async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
+        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.conversation`."""
+
+    async def drop_response(self, owner: str | None, id: str) -> bool:
+        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.drop`."""
+
+
+@attrs.frozen
+class OneProcess:
+    """A server that is one engine in one process."""
+
+    _engine: Engine
+    _iterations: Tail[Iteration] = attrs.field(
+        init=False,
+        default=attrs.Factory(
+            lambda self: Tail(lambda: self._engine.iterations()), takes_self=True
+        ),
+    )
+    _cache_events: Tail[CacheEvent] = attrs.field(
+        init=False,
+        default=attrs.Factory(
+            lambda self: Tail(lambda: self._engine.cache_events()), takes_self=True
+        ),
+    )
+    responses: KeptResponses = attrs.field(init=False, factory=KeptResponses)
+
+    async def health_word(self) -> str:
+        """How it is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+        return health_word(self._engine)
+
+    async def statistics(self) -> EngineStatistics:
+        """Counts of this moment."""
+        return self._engine.statistics()
+
+    async def metrics(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return self._engine.metrics.render()
+
+    async def seat(
+        self, keys: Keys, caller: Caller | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which a request of ``caller`` is open; entering it may raise ``KeyLimit``."""
+        return keys.counted(caller)
+
+    async def pause(self, mode: str, *, refuse: bool) -> None:
+        """As :meth:`trioserve.Engine.pause`."""
+        await self._engine.pause(mode, refuse=refuse)
+
+    async def resume(self) -> None:
+        """As :meth:`trioserve.Engine.resume`."""
+        self._engine.resume()
+
+    async def paused(self) -> bool:
+        """As :attr:`trioserve.Engine.paused`."""
+        return self._engine.paused
+
+    async def memory_released(self) -> bool:
+        """As :attr:`trioserve.Engine.memory_released`."""
+        return self._engine.memory_released
+
+    async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
+        """:meth:`trioserve.Engine.abort` for each of ``ids``; how many were ended."""
+        return sum(self._engine.abort(id, prefix=prefix) for id in ids)
+
+    async def flush_cache(self) -> int:
+        """As :meth:`trioserve.Engine.flush_cache`."""
+        return self._engine.flush_cache()
+
+    async def update_weights(self, model: str, mode: str, version: str | None) -> str:
+        """As :meth:`trioserve.Engine.update_weights`; what they are called then."""
+        await self._engine.update_weights(model, mode=mode, weight_version=version)
+        return self._engine.weight_version
+
+    async def weight_version(self) -> str:
+        """As :attr:`trioserve.Engine.weight_version`."""
+        return self._engine.weight_version
+
+    async def call_weights(self, version: str) -> None:
+        """Call the weights that serve something else."""
+        self._engine.weight_version = version
+
+    async def release_memory(self) -> None:
+        """As :meth:`trioserve.Engine.release_memory`."""
+        await self._engine.release_memory()
+
+    async def resume_memory(self) -> None:
+        """As :meth:`trioserve.Engine.resume_memory`."""
+        await self._engine.resume_memory()
+
+    async def iterations(self) -> list[Iteration]:
+        """The steps since this was asked last, the newest of them; the first time none."""
+        return self._iterations.take()
+
+    async def cache_events(self) -> list[CacheEvent]:
+        """The same of the prefix cache's events."""
+        return self._cache_events.take()
+
+    @contextlib.asynccontextmanager
+    async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
+        """As :meth:`trioserve.observability.live.Subject.watched`."""
+        with subject_of(self._engine).watched(requests=requests, nodes=nodes) as watcher:
+
+            async def take() -> Picture:
+                return watcher.take()
+
+            yield take
+
+    async def open_session(
+        self,
+        id: str | None,
+        *,
+        capacity: int,
+        timeout: float,
+        owner: str | None,
+        tenant: str,
+        goes_on: bool,
+    ) -> str:
+        """As :meth:`trioserve.engine.sessions.sessions.Sessions.open`; the id of the session."""
+        session = self._engine.sessions.open(
+            id, capacity=capacity, timeout=timeout, owner=owner, tenant=tenant, goes_on=goes_on
+        )
+        return session.id
+
+    async def close_session(self, id: str, owner: str | None) -> None:
+        """Close a session of ``owner``; raises ``InvalidRequest`` if there is none of that id."""
+        self._engine.sessions.find(id, owner).close()
+
+    def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
+        """What generates a turn of a session of ``owner``; raises ``InvalidRequest``."""
+        session = self._engine.sessions.find(id, owner)
+        return functools.partial(session.generate, continuation=continuation)
+
+    async def keep_response(
+        self, owner: str | None, id: str, data: bytes, previous: str | None
+    ) -> bool:
+        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.keep`."""
+        return self.responses.keep(owner, id, data, previous)
+
+    async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
+        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.conversation`."""
+        return self.responses.conversation(owner, id)
+
+    async def drop_response(self, owner: str | None, id: str) -> bool:
+        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.drop`."""
+        return self.responses.drop(owner, id)

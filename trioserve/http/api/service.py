@@ -1,0 +1,323 @@
+"""What every endpoint needs: the engine, the options, the model's names, the way to jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import attrs
+import msgspec
+import quart
+from quart.wrappers.response import DataBody
+from werkzeug.exceptions import UnsupportedMediaType
+
+from trioserve.config import ServerConfig
+from trioserve.engine.engine import Engine
+from trioserve.http.api.access_log import AccessRecord
+from trioserve.http.api.asgi import Request
+from trioserve.http.api.bounds import AnswerSize, check_batch
+from trioserve.http.api.errors import Forbidden, ModelNotFound
+from trioserve.http.api.generations import Generations, Job, open_generations, renamed
+from trioserve.http.api.schema.ignored_fields import IgnoredFields
+from trioserve.http.api.schema.reading import parse_body, parse_query
+from trioserve.http.api.server_api import Whole
+from trioserve.http.api.sse import EventStream, Framing, StreamWriter, stream_response
+from trioserve.http.api.threads import LONG_BODY, run_if_long
+from trioserve.pooling.inputs import Item
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.sampling import SamplingParams
+from trioserve.requests.deadline import Deadline
+from trioserve.requests.generation import (
+    Completion,
+    GenerationStream,
+    completion_of,
+    sampling_params,
+)
+from trioserve.requests.stream import Chunk
+
+__all__ = ["CURLS_TYPE", "Service", "json_response", "response_of_view"]
+
+RequestType = TypeVar("RequestType", bound=msgspec.Struct)
+
+OPENAI_FRAMING = Framing()
+
+CURLS_TYPE = "application/x-www-form-urlencoded"
+"""What `curl -d` says of any body, unless it is told."""
+
+
+def json_response(value: Any, status: int = 200) -> quart.Response:
+    """``value`` as a JSON response."""
+    body = msgspec.json.encode(value)
+    return quart.Response(body, status=status, content_type="application/json")
+
+
+def response_of_view(json: memoryview) -> quart.Response:
+    """Return a response whose body is ``json``, which all its readers share."""
+    return quart.Response(
+        DataBody(cast(bytes, json)),
+        headers={"Content-Length": str(len(json))},
+        content_type="application/json",
+    )
+
+
+def _check_media_type(request: quart.Request, *also: str) -> None:
+    """Refuse a body that says it is no JSON: so no web page can send one without being asked.
+
+    A browser asks the server before it sends JSON to another site, and gets no permission here.
+    Clients may leave the type out, or say one of ``also``, but so can a page, whose browser tells
+    its origin.
+    """
+    media_type = "" if request.mimetype in also else request.mimetype
+    is_json = media_type == "application/json" or media_type.endswith("+json")
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    by_page = "Origin" in request.headers
+    if ((media_type or by_page) and not is_json) or encoding != "identity":
+        raise UnsupportedMediaType
+
+
+def _query_as_json() -> bytes:
+    """The object that the query of the request being served says the same as."""
+    query = quart.request.args
+    fields = {name: [_literal(text) for text in query.getlist(name)] for name in query}
+    return msgspec.json.encode(
+        {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
+    )
+
+
+def _literal(text: str) -> Any:
+    """What ``text`` means in JSON if it is a number, ``true``, ``false`` or ``null`` there."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    return text if isinstance(value, (str, list, dict)) else value
+
+
+async def _parsed(
+    request_type: type[RequestType], body: bytes, ignored: IgnoredFields | None = None
+) -> RequestType:
+    """Return the request in ``body``, whose room is free from then on."""
+
+    def parse() -> RequestType:
+        return parse_body(request_type, body, ignored)
+
+    request = await run_if_long(len(body), parse, most=LONG_BODY)
+    cast(Request, quart.request).body.release()
+    return request
+
+
+def _check_no_priority(jobs: Sequence[Job]) -> None:
+    for name, is_given in (
+        ("priority", any(job.priority for job in jobs)),
+        ("kv_cache_retention_config", any(job.retention for job in jobs)),
+    ):
+        if is_given:
+            raise Forbidden(f"{name} needs a key that may set priorities (--priority-api-key)")
+
+
+@attrs.frozen(kw_only=True)
+class Service:
+    """One engine behind HTTP. ``started`` is when that began, in Unix seconds."""
+
+    engine: Engine
+    whole: Whole
+    config: ServerConfig
+    model_names: tuple[str, ...]
+    started: int = attrs.field(factory=lambda: int(time.time()))
+    _ignored: IgnoredFields | None = attrs.field(
+        init=False,
+        default=attrs.Factory(
+            lambda self: IgnoredFields() if self.config.ignore_unknown_fields else None,
+            takes_self=True,
+        ),
+    )
+    """Fields of requests that were ignored, where those that aren't served are."""
+
+    @property
+    def record(self) -> AccessRecord:
+        """The access log's line of the request being served."""
+        return cast(Request, quart.request).record
+
+    async def read(self, request_type: type[RequestType], *also: str) -> RequestType:
+        """The body of the request being served, whose media type may be one of ``also``, too.
+
+        Raises:
+            InvalidRequest: it isn't a request of this type.
+            werkzeug.exceptions.HTTPException: it isn't sent as JSON, is too large, or didn't come
+                in time.
+        """
+        _check_media_type(quart.request, *also)
+        body: bytes = await quart.request.get_data(False, False, False)
+        return await _parsed(request_type, body, self._ignored)
+
+    async def read_if_any(self, request_type: type[RequestType]) -> RequestType:
+        """The same for a request all of whose fields may be left out, and so the body itself.
+
+        Without a body the query stands for it, as in vLLM.
+        """
+        body: bytes = await quart.request.get_data(False, False, False)
+        if not body and "Content-Type" not in quart.request.headers:
+            return parse_body(request_type, _query_as_json())
+        _check_media_type(quart.request)
+        return await _parsed(request_type, body or b"{}")
+
+    def read_query(self, query_type: type[RequestType]) -> RequestType:
+        """The query of the request being served.
+
+        Raises:
+            InvalidRequest: it isn't a query of this type.
+        """
+        return parse_query(query_type, quart.request.args.items(multi=True))
+
+    def model(self, name: str | None) -> str:
+        """The served name that a request means.
+
+        Raises:
+            ModelNotFound: it isn't served here.
+        """
+        if name is None:
+            return self.model_names[0]
+        adapters = [adapter.name for adapter in self.engine.adapters]
+        if name not in self.model_names and name not in adapters:
+            served = ", ".join((*self.model_names, *adapters))
+            raise ModelNotFound(f"the model {name!r} isn't served here; it is one of {served}")
+        return name
+
+    def adapter(self, model: str | None, lora_path: str | None) -> tuple[str, str]:
+        """The adapter that a request means by these fields, empty for none; and which field it is.
+
+        Raises:
+            InvalidRequest: they name two.
+        """
+        named = model if model is not None and model not in self.model_names else ""
+        if named and lora_path and lora_path != named:
+            raise InvalidRequest(
+                f"lora_path names another adapter than model, which is {named!r}: give one of them",
+                param="lora_path",
+            )
+        return (named, "model") if named else (lora_path or "", "lora_path")
+
+    def sampling(
+        self, fields: Mapping[str, Any], renames: Mapping[str, str] | None = None
+    ) -> SamplingParams:
+        """Sampling parameters from the fields that were given; the model's defaults fill in.
+
+        Raises:
+            InvalidRequest: one is out of its range; ``param`` is the endpoint's name of it.
+        """
+        given = {name: value for name, value in fields.items() if value is not None}
+        try:
+            return sampling_params({**self.engine.generation_defaults, **given})
+        except InvalidRequest as error:
+            raise renamed(error, renames or {}) from error
+
+    def default_max_tokens(self, of_the_api: int) -> int:
+        """Return the output tokens of a request that names none, where its API has a default."""
+        return min(of_the_api, self.engine.generation.max_tokens or of_the_api)
+
+    def deadline(self, timeout: float | None) -> Deadline:
+        """Until when the request being served may take, which names ``timeout`` or none.
+
+        The engine keeps the same, but knows nothing of what comes before it and after it.
+        """
+        return Deadline.of(timeout, self.record.started, self.engine.config)
+
+    def check_number_of_prompts(self, count: int, param: str) -> None:
+        """Refuse an empty batch, and one that is too large.
+
+        Raises:
+            InvalidRequest: there are none, or more than the server's options allow.
+        """
+        limit = self.config.max_prompts_per_request
+        if not 1 <= count <= limit:
+            raise InvalidRequest(
+                f"{param} holds {count} prompts; from 1 to {limit} are served at once "
+                "(--max-prompts-per-request)",
+                param=param,
+            )
+
+    def note_texts(self, items: Sequence[Item]) -> None:
+        """Note texts that are computed as a whole in the log's line."""
+        self.record.note_texts(items, with_contents=self.config.log_requests)
+
+    def _open(self, jobs: Sequence[Job]) -> Generations:
+        """The generations of ``jobs``, noted in the log's line, under the caller's trace.
+
+        Raises:
+            InvalidRequest: together they could never be queued.
+            Forbidden: they name a priority, which the key may not.
+        """
+        if not self.record.may_set_priority:
+            _check_no_priority(jobs)
+        try:
+            check_batch(jobs, self.engine, is_shared=bool(self.record.tenant))
+        except InvalidRequest as error:
+            raise renamed(error, jobs[0].renames) from error
+        record = self.record
+        record.note_jobs(jobs, with_contents=self.config.log_requests)
+        jobs = [
+            attrs.evolve(
+                job,
+                arrived=record.started,
+                tenant=record.tenant,
+                traceparent=record.traceparent,
+                tracestate=record.tracestate,
+            )
+            for job in jobs
+        ]
+        return open_generations(self.engine, jobs)
+
+    async def complete(self, jobs: Sequence[Job]) -> list[Completion]:
+        """Run every job to its end; leaving it, cancelled or not, aborts what isn't finished.
+
+        Raises:
+            InvalidRequest: the answer would be too large to be held.
+            TrioserveError: a job failed.
+        """
+        return [completion_of(stream, own) for stream, own in await self.chunks(jobs)]
+
+    async def chunks(self, jobs: Sequence[Job]) -> list[tuple[GenerationStream, list[Chunk]]]:
+        """The same, piece by piece: of each job its stream, and all chunks of that.
+
+        Raises:
+            InvalidRequest: the answer would be too large to be held.
+            TrioserveError: a job failed.
+        """
+        generations = self._open(jobs)
+        chunks: list[list[Chunk]] = [[] for _ in jobs]
+        record = self.record
+        size = AnswerSize()
+        async with generations:
+            try:
+                async for index, chunk in generations:
+                    record.note_chunk(index, chunk)
+                    size.add(chunk)
+                    chunks[index].append(chunk)
+            except InvalidRequest as error:
+                raise renamed(error, jobs[0].renames) from error
+            finally:
+                record.note_streams(generations.streams)
+        return list(zip(generations.streams, chunks, strict=True))
+
+    def stream(
+        self,
+        jobs: Sequence[Job],
+        writer: StreamWriter,
+        framing: Framing = OPENAI_FRAMING,
+        *,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> quart.Response:
+        """A response that streams the jobs' output as ``writer`` puts it.
+
+        ``before_end`` is awaited after the last of it, before the client is told that this is all.
+        """
+        body = EventStream(
+            self._open(jobs),
+            writer,
+            record=self.record,
+            keep_alive_interval=self.config.keep_alive_interval,
+            framing=framing,
+            before_end=before_end,
+        )
+        return stream_response(body)

@@ -1,0 +1,33 @@
+"""The routes of sessions."""
+
+from __future__ import annotations
+
+from trioserve.http.api.control.schemas import Done
+from trioserve.http.api.route import Route
+from trioserve.http.api.sessions.schemas import CloseSessionRequest, OpenSessionRequest
+
+__all__ = ["ROUTES"]
+
+ROUTES = (
+    Route(
+        method="POST",
+        rule="/open_session",
+        handler="open_session",
+        summary="Begin a conversation whose turns the server remembers; the answer is its id",
+        group="Generation",
+        peers="SGLang",
+        request=OpenSessionRequest,
+        response=str,
+        errors=(429,),
+    ),
+    Route(
+        method="POST",
+        rule="/close_session",
+        handler="close_session",
+        summary="End it, and the turns of it that run",
+        group="Generation",
+        peers="SGLang",
+        request=CloseSessionRequest,
+        response=Done,
+    ),
+)

@@ -1,0 +1,268 @@
+"""Serving an ASGI application on sockets of our own, with hypercorn's protocols underneath.
+
+What hypercorn's own loop leaves open is closed here: a connection can't end the server, a stalled
+client can't hold up the shutdown, and an address in use is one line. No signal handler is
+installed, and nothing of hypercorn is patched.
+
+The end has three parts, and cancelling the server goes straight to the last. While requests run,
+connections are still accepted, so that who asks is told (503) that the server drains. When their
+time is over, those that still run are ended by the application, with an error each. Then nothing is
+accepted any more, and what is under way to clients has :data:`FINAL_GRACE` seconds to leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sized
+
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.trio.lifespan import Lifespan
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import (
+    ASGIFramework,
+    ASGIReceiveCallable,
+    ASGIReceiveEvent,
+    ASGISendCallable,
+    Scope,
+)
+from hypercorn.utils import LifespanFailureError, LifespanTimeoutError
+
+from trioserve.config import ServerConfig
+from trioserve.http.server.connection import Connection
+from trioserve.http.server.connections import (
+    BoundedListener,
+    Connections,
+    PatientListener,
+    connection_limit,
+)
+from trioserve.http.server.listeners import Listening, open_listening, removing_socket_file
+from trioserve.http.server.settings import ServerSettings, server_settings
+from trioserve.http.server.unsent import UnsentBudget
+from trioserve.protocol.errors import TrioserveError
+
+__all__ = ["CANCELLED_GRACE", "FINAL_GRACE", "serve_app"]
+
+FINAL_GRACE = 2.0
+"""Seconds in which the last answers and events have to leave."""
+CANCELLED_GRACE = 1.0
+"""The same where the server is cancelled: somebody is in a hurry."""
+
+
+async def serve_app(
+    app: ASGIFramework,
+    config: ServerConfig,
+    *,
+    listening: Listening | None = None,
+    shutdown: trio.Event | None = None,
+    on_drain: Callable[[], None] = lambda: None,
+    on_cut: Callable[[], None] = lambda: None,
+    watch_connections: Callable[[Sized], None] = lambda _: None,
+    task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
+) -> int:
+    """Listen and serve until cancelled, or until ``shutdown`` is set and everything has ended.
+
+    Cancelled, it still takes up to ``CANCELLED_GRACE`` seconds in which streams get their last
+    event; with clients that read, it takes none.
+
+    Args:
+        app: the application.
+        config: where to listen, and the limits.
+        listening: what to listen on instead of opening it; it is closed at the end.
+        shutdown: once set, the requests that run get ``shutdown_timeout`` seconds to finish.
+        on_drain: called at that moment, to refuse what still comes.
+        on_cut: called when their time is over, to end what still runs.
+        watch_connections: is given the open connections, to count them at any time.
+        task_status: is given the URLs listened on (the real port where 0 was asked for).
+
+    Returns:
+        how many requests ``shutdown_timeout`` cut off.
+
+    Raises:
+        TrioserveError: the address can't be listened on, or the application doesn't start.
+    """
+    if shutdown is None:
+        shutdown = trio.Event()
+    with contextlib.ExitStack() as stack:
+        if listening is None:
+            listening = await open_listening(config)
+            stack.enter_context(removing_socket_file(config))
+        stack.callback(listening.close)
+        settings = server_settings(config, listening.tls)
+        try:
+            async with trio.open_nursery() as nursery:
+                lifespan = Lifespan(ASGIWrapper(app), settings, {})
+                await nursery.start(lifespan.handle_lifespan)
+                await lifespan.wait_for_startup()
+                server = _Server(app, config, settings, listening)
+                watch_connections(server.connections)
+                task_status.started(listening.urls)
+                num_cut = await server.run(shutdown, on_drain, on_cut)
+                await lifespan.wait_for_shutdown()
+                nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            failures = group.subgroup((LifespanFailureError, LifespanTimeoutError))
+            if failures is None:
+                raise
+            raise TrioserveError(f"the application failed: {_first_leaf(failures)}") from group
+    return num_cut
+
+
+class _Requests:
+    """The application, and the requests that it serves at this moment, their bodies read."""
+
+    def __init__(self, app: ASGIFramework) -> None:
+        self._app = app
+        self._ends: dict[trio.Event, None] = {}
+
+    async def __call__(
+        self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        ended = trio.Event()
+
+        async def noting_receive() -> ASGIReceiveEvent:
+            message = await receive()
+            if message["type"] == "http.request" and not message["more_body"]:
+                self._ends[ended] = None
+            return message
+
+        try:
+            await self._app(scope, noting_receive, send)
+        finally:
+            self._ends.pop(ended, None)
+            ended.set()
+
+    def open(self) -> list[trio.Event]:
+        """For each request, what is set when it has ended. One that still comes isn't among them:
+        it would be refused."""
+        return list(self._ends)
+
+
+class _Server:
+    """One run of a server: its connections, from the first accepted to the last closed."""
+
+    def __init__(
+        self,
+        app: ASGIFramework,
+        config: ServerConfig,
+        settings: ServerSettings,
+        listening: Listening,
+    ) -> None:
+        self._requests = _Requests(app)
+        self._app = ASGIWrapper(self._requests)
+        self._config = config
+        self._settings = settings
+        self._listening = listening
+        self._context = WorkerContext(None)
+        self.connections = Connections(connection_limit())
+        self._budget = UnsentBudget(settings.max_unsent_bytes)
+        self._patience = trio.CancelScope()
+        """Around all waiting that has no place in a server that was cancelled."""
+        self._num_cut = 0
+        self._interrupt: BaseException | None = None
+
+    async def run(
+        self, shutdown: trio.Event, on_drain: Callable[[], None], on_cut: Callable[[], None]
+    ) -> int:
+        """Accept and serve; once ``shutdown`` is set, drain. Returns how many requests were cut."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._notice_cancellation)
+                # In a task of its own: where trio raises a KeyboardInterrupt in this one, it is
+                # nothing but a cancellation to that.
+                nursery.start_soon(self._serve_shielded, nursery, shutdown, on_drain, on_cut)
+        finally:
+            self.connections.close()
+        if self._interrupt is not None:
+            raise self._interrupt
+        return self._num_cut
+
+    @trio.lowlevel.enable_ki_protection
+    async def _serve_shielded(
+        self,
+        nursery: trio.Nursery,
+        shutdown: trio.Event,
+        on_drain: Callable[[], None],
+        on_cut: Callable[[], None],
+    ) -> None:
+        # The end takes time of its own, which is bounded, also where the server was cancelled.
+        with trio.CancelScope(shield=True):
+            self._num_cut = await self._serve(shutdown, on_drain, on_cut)
+        nursery.cancel_scope.cancel()
+
+    @trio.lowlevel.enable_ki_protection
+    async def _notice_cancellation(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._patience.cancel()
+
+    async def _serve(
+        self, shutdown: trio.Event, on_drain: Callable[[], None], on_cut: Callable[[], None]
+    ) -> int:
+        async with trio.open_nursery() as background:
+            background.start_soon(self.connections.watch_hangups)
+            async with trio.open_nursery() as handlers:
+                try:
+                    async with trio.open_nursery() as accepting:
+                        accepting.start_soon(self._accept, handlers)
+                        num_cut = await self._drain_after(shutdown, on_drain)
+                        on_cut()
+                        accepting.cancel_scope.cancel()
+                    await self._close_connections()
+                finally:
+                    # Sends are shielded from cancellation, but not from a closed socket.
+                    self.connections.abort_all()
+                    handlers.cancel_scope.cancel()
+            background.cancel_scope.cancel()
+        return num_cut
+
+    async def _accept(self, handlers: trio.Nursery) -> None:
+        own, others = self._listening.listeners, self._listening.others
+        listeners = [
+            *(BoundedListener(listener, self.connections) for listener in own),
+            *(PatientListener(listener, self.connections) for listener in others),
+        ]
+        await trio.serve_listeners(self._serve_connection, listeners, handler_nursery=handlers)
+
+    async def _drain_after(self, shutdown: trio.Event, on_drain: Callable[[], None]) -> int:
+        """Wait for ``shutdown``, and then for the requests that run; not if this is cancelled.
+
+        Requests that come later are refused, and not waited for: nobody can draw the end out.
+        """
+        running: list[trio.Event] = []
+        with self._patience:
+            await shutdown.wait()
+            on_drain()
+            running = self._requests.open()
+            with trio.move_on_after(self._config.shutdown_timeout):
+                for ended in running:
+                    await ended.wait()
+        on_drain()
+        return sum(not ended.is_set() for ended in running)
+
+    async def _close_connections(self) -> None:
+        """Close those that serve nothing, and the others when their last answer has left."""
+        await self._context.terminated.set()
+        self.connections.close_idle()
+        cancelled = self._patience.cancel_called
+        with trio.move_on_after(CANCELLED_GRACE if cancelled else FINAL_GRACE):
+            await self.connections.wait_none()
+
+    async def _serve_connection(self, stream: trio.SocketStream) -> None:
+        connection = Connection(
+            *(self._app, self._settings, self._context, stream, self.connections, self._budget)
+        )
+        try:
+            await connection.run()
+        except* KeyboardInterrupt as interrupt:
+            # Trio raises it in whatever task runs. The others are ended first, and properly.
+            self._interrupt = interrupt
+            self._patience.cancel()
+
+
+def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
