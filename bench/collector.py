@@ -24,8 +24,8 @@ import trio
 
 from bench.report import machine, own_versions
 from trioserve.config import EngineConfig, ServerConfig
+from trioserve.front_ends.serving import serve
 from trioserve.protocol.wire import MockSteps
-from trioserve.serving import serve
 
 _RESULTS = Path(__file__).parent / "results"
 _MODEL = "smollm2-135m"

@@ -9,9 +9,9 @@ import contextlib
 import time
 from typing import Any
 
-from trioserve import serving
 from trioserve.cli.commands import run
 from trioserve.engine.engine import Engine
+from trioserve.front_ends import serving
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.simulation import byte_tokenizer, open_fake_engine

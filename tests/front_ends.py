@@ -15,12 +15,12 @@ from trioserve._util.pair_socket import PairSocket
 from trioserve.engine.loaded_model import LoadedModel, chosen_generation_config
 from trioserve.engine.nursery import Place, run_tasks
 from trioserve.engine.tasks import EngineTasks
-from trioserve.front_end.encoding import remote_encoding
-from trioserve.front_end.home import Home
-from trioserve.front_end.host import Host, open_host
-from trioserve.front_end.pulse import interval_of
-from trioserve.front_end.remote import RemoteScheduler
-from trioserve.front_end.shared import SharedServer
+from trioserve.front_ends.client.encoding import remote_encoding
+from trioserve.front_ends.client.scheduler import RemoteScheduler
+from trioserve.front_ends.client.server_api import SharedServer
+from trioserve.front_ends.heartbeat import interval_of
+from trioserve.front_ends.server.engine_server import Host, open_host
+from trioserve.front_ends.server.session import Home
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.observability.metrics import Metrics

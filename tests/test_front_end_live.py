@@ -12,9 +12,9 @@ import trio.testing
 
 from tests.front_ends import Server, open_server
 from trioserve import EngineError
-from trioserve.front_end.asks import Asks
-from trioserve.front_end.hosted_watches import HostedWatches
-from trioserve.front_end.messages import Ask, Withdraw
+from trioserve.front_ends.messages import Ask, Withdraw
+from trioserve.front_ends.rpc import Asks
+from trioserve.front_ends.server.subscriptions import HostedWatches
 from trioserve.http.api.server_api import Pictures
 from trioserve.observability import live
 from trioserve.observability.live.schema import Picture, TaskNode

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve import EngineConfig, Grammar, SamplingParams, ServerConfig
-from trioserve.front_end.clock import SharedClock
-from trioserve.front_end.faults import Fault, error_of, fault_of
-from trioserve.front_end.merging import merged
-from trioserve.front_end.messages import (
+from trioserve.front_ends.clock import SharedClock
+from trioserve.front_ends.coalesce import merged
+from trioserve.front_ends.messages import (
     Abort,
     Answer,
     Ask,
@@ -36,6 +35,7 @@ from trioserve.front_end.messages import (
     packed,
     plain_entries,
 )
+from trioserve.front_ends.wire_errors import Fault, error_of, fault_of
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.metrics.snapshot import Snapshot, add_up, filled, snapshot_of
 from trioserve.protocol import errors, wire

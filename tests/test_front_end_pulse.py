@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from trioserve import EngineConfig
-from trioserve.front_end.pulse import MIN_PATIENCE, Pulse, interval_of, patience_of
+from trioserve.front_ends.heartbeat import MIN_PATIENCE, Pulse, interval_of, patience_of
 from trioserve.observability.tracing import FLUSH_SECONDS
 from trioserve.protocol.errors import FrontEndLost
 from trioserve.scheduler.scheduler import SECOND_LOOK

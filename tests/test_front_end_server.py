@@ -105,7 +105,7 @@ def front_ends(server: Server) -> list[psutil.Process]:
     found = []
     for child in server.children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "trioserve.front_end" in child.cmdline():
+            if "trioserve.front_ends" in child.cmdline():
                 found.append(child)
     return sorted(found, key=lambda process: process.create_time())
 

@@ -25,8 +25,9 @@ from trioserve import (
     InvalidRequest,
     QueueFull,
 )
-from trioserve.front_end import host, shared
-from trioserve.front_end.hosted_requests import MAX_UNTAKEN
+from trioserve.front_ends.client import server_api as shared
+from trioserve.front_ends.server import engine_server as host
+from trioserve.front_ends.server.requests import MAX_UNTAKEN
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.http.api.errors import KeyLimit
 from trioserve.http.api.server_api import Seat

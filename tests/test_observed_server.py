@@ -14,7 +14,8 @@ from otlp_collector import collecting
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tiny_models import make_tiny
-from trioserve import EngineConfig, ServerConfig, TrioserveError, serve, serving
+from trioserve import EngineConfig, ServerConfig, TrioserveError, serve
+from trioserve.front_ends import serving
 from trioserve.observability.task_dump import ask_others
 from trioserve.simulation import open_fake_engine
 

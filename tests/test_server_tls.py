@@ -29,10 +29,10 @@ from http_stub import (
 from tls_certificates import Authority, make_authority
 
 from trioserve.config import EngineConfig, ServerConfig
+from trioserve.front_ends.serving import serve
 from trioserve.http.server.listeners import check_address
 from trioserve.protocol.errors import InvalidRequest, TrioserveError
 from trioserve.requests.stream import Chunk
-from trioserve.serving import serve
 
 TEXT = "/v1/completions"
 STREAM = json.dumps({"prompt": "x", "stream": True}).encode()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trioserve.engine.offline.llm import LLM
     from trioserve.engine.sessions.continuation import Continuation
     from trioserve.engine.sessions.sessions import Session
+    from trioserve.front_ends.serving import serve
     from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
     from trioserve.protocol.errors import (
         AdapterNotFound,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from trioserve.requests.request import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.requests.retention import Retention, RetentionRange
     from trioserve.requests.stream import Chunk, TokenLogprob
-    from trioserve.serving import serve
 
 _HOME = {
     "EngineConfig": "config",
@@ -86,7 +86,7 @@ _HOME = {
     "RetentionRange": "requests.retention",
     "Chunk": "requests.stream",
     "TokenLogprob": "requests.stream",
-    "serve": "serving",
+    "serve": "front_ends.serving",
 }
 
 __all__ = [

@@ -187,7 +187,7 @@ def _by_process(up: Running) -> dict[str, float]:
         return {}
     used: dict[str, float] = {}
     for command, seconds in up.family.cpu_by_command():
-        if "trioserve.front_end" in command:
+        if "trioserve.front_ends" in command:
             name = f"{FRONT_END} {sum(each.startswith(FRONT_END) for each in used)}"
         else:
             name = WORKER if " -m gpu " in command else ENGINE

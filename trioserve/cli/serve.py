@@ -15,13 +15,13 @@ from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
 from trioserve.cli.welcome import welcome
 from trioserve.config import ServerConfig
+from trioserve.front_ends.serving import serve
 from trioserve.http.server.connections import raise_descriptor_limit
 from trioserve.model_files.locate import default_name
 from trioserve.observability.logs import get_logger
 from trioserve.observability.signals import dumping_tasks
 from trioserve.protocol import wire
 from trioserve.protocol.gc_tuning import rare_collections
-from trioserve.serving import serve
 
 __all__ = ["CUT_OFF", "rare_collections", "run_server"]
 

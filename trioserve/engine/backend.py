@@ -1,7 +1,8 @@
 """What an engine needs of whoever has its requests computed.
 
 That is the :class:`~trioserve.scheduler.scheduler.Scheduler` in a process of one's own, and in a
-front-end process what stands for it there (:class:`trioserve.front_end.remote.RemoteScheduler`).
+front-end process what stands for it there
+(:class:`trioserve.front_ends.client.scheduler.RemoteScheduler`).
 """
 
 from __future__ import annotations

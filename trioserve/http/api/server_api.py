@@ -1,7 +1,8 @@
 """What HTTP tells of a whole server, and does to it, which may be several processes.
 
 By itself an engine knows of its own process only. :class:`OneProcess` is a server that is no more
-than that; where there are more, :class:`trioserve.front_end.shared.SharedServer` asks the others.
+than that; where there are more, :class:`trioserve.front_ends.client.server_api.SharedServer` asks
+the others.
 """
 
 from __future__ import annotations

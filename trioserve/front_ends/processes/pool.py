@@ -7,11 +7,11 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
-from trioserve.front_end.faults import fault_of
-from trioserve.front_end.home import Home
-from trioserve.front_end.host import Host
-from trioserve.front_end.messages import Drain, Failed, Start, Stop
-from trioserve.front_end.process import run_front_end
+from trioserve.front_ends.messages import Drain, Failed, Start, Stop
+from trioserve.front_ends.processes.process import run_front_end
+from trioserve.front_ends.server.engine_server import Host
+from trioserve.front_ends.server.session import Home
+from trioserve.front_ends.wire_errors import fault_of
 from trioserve.http.server.listeners import SharedListening
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import EngineError, FrontEndLost, TrioserveError

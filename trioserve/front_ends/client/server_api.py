@@ -14,12 +14,12 @@ import trio
 from trioserve.config import EngineConfig
 from trioserve.engine.engine import Engine
 from trioserve.engine.sessions.continuation import Continuation, Generate
-from trioserve.front_end.clock import SharedClock
-from trioserve.front_end.home import Counted, Looked
-from trioserve.front_end.host import Collected
-from trioserve.front_end.messages import LeaveSeat, LeaveWatch
-from trioserve.front_end.remote import RemoteScheduler
-from trioserve.front_end.remote_turns import RemoteTurns
+from trioserve.front_ends.client.scheduler import RemoteScheduler
+from trioserve.front_ends.client.turns import RemoteTurns
+from trioserve.front_ends.clock import SharedClock
+from trioserve.front_ends.messages import LeaveSeat, LeaveWatch
+from trioserve.front_ends.server.engine_server import Collected
+from trioserve.front_ends.server.session import Counted, Looked
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.http.api.server_api import Pictures, Seat
 from trioserve.observability.health import health_word

@@ -11,8 +11,8 @@ import trio
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
 from trioserve.engine.nursery import locate_model, log_loaded, open_scheduler
-from trioserve.front_end.fleet import Fleet
-from trioserve.front_end.host import open_host
+from trioserve.front_ends.processes.pool import Fleet
+from trioserve.front_ends.server.engine_server import open_host
 from trioserve.http.server.listeners import open_shared_listening, removing_socket_file
 from trioserve.model_files import task_of
 from trioserve.observability.metrics import Metrics, measure_loop_lag
@@ -30,7 +30,7 @@ async def serve_with_front_ends(
     mock: wire.MockSteps | None,
     task_status: trio.TaskStatus[list[str]],
 ) -> int:
-    """:func:`trioserve.serving.serve` with ``api_server_count`` front-end processes."""
+    """:func:`trioserve.front_ends.serving.serve` with ``api_server_count`` front-end processes."""
     path = await locate_model(config.engine)
     task = await trio.to_thread.run_sync(task_of, path)
     name = (config.served_model_name or (_name_of(config, path),))[0]

@@ -18,7 +18,7 @@ from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
 from trioserve.engine.engine import Engine
 from trioserve.engine.nursery import open_engine
-from trioserve.front_end.serving import serve_with_front_ends
+from trioserve.front_ends.processes.serving import serve_with_front_ends
 from trioserve.http import create_app
 from trioserve.http.api.app import App
 from trioserve.http.server.listeners import Listening, check_address

@@ -1,6 +1,6 @@
 """A front end as the engine process has it: what is said to it, and what it says.
 
-What it is told of its requests, :mod:`~trioserve.front_end.hosted_requests` collects.
+What it is told of its requests, :mod:`~trioserve.front_ends.server.requests` collects.
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
-from trioserve.front_end.asks import Asks, Handlers
-from trioserve.front_end.faults import error_of
-from trioserve.front_end.hosted_requests import HostedRequest, HostedRequests
-from trioserve.front_end.hosted_seats import HostedSeats
-from trioserve.front_end.hosted_turns import HostedTurns
-from trioserve.front_end.hosted_watches import HostedWatches
-from trioserve.front_end.hosting import Hosting
-from trioserve.front_end.messages import (
+from trioserve.front_ends.heartbeat import Pulse
+from trioserve.front_ends.messages import (
     Abort,
     Alive,
     Answer,
@@ -36,7 +30,13 @@ from trioserve.front_end.messages import (
     decode_from_front_end,
     encode,
 )
-from trioserve.front_end.pulse import Pulse
+from trioserve.front_ends.rpc import Asks, Handlers
+from trioserve.front_ends.server.context import Hosting
+from trioserve.front_ends.server.permits import HostedSeats
+from trioserve.front_ends.server.requests import HostedRequest, HostedRequests
+from trioserve.front_ends.server.subscriptions import HostedWatches
+from trioserve.front_ends.server.turns import HostedTurns
+from trioserve.front_ends.wire_errors import error_of
 from trioserve.observability.live.schema import TaskNode
 from trioserve.observability.metrics.snapshot import Snapshot
 from trioserve.protocol.errors import FrontEndLost

@@ -1,4 +1,4 @@
-"""``python -P -m trioserve.front_end --connect URL --index 0 --listen 3,4`` is a front end."""
+"""``python -P -m trioserve.front_ends --connect URL --index 0 --listen 3,4`` is a front end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main() -> None:
     # order.
     for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(prog="python -m trioserve.front_end", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m trioserve.front_ends", description=__doc__)
     parser.add_argument("--connect", metavar="URL", required=True, help="where the engine listens")
     parser.add_argument(
         "--listen", metavar="N,…", required=True, help="descriptors of listening sockets"
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--index", type=int, required=True, help="which front end this is")
     options = parser.parse_args()
     with importing():
-        from trioserve.front_end.main import run
+        from trioserve.front_ends.client.main import run
     run(options.connect, options.index, [int(number) for number in options.listen.split(",")])
 
 

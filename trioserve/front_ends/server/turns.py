@@ -17,8 +17,8 @@ import msgspec
 
 from trioserve.engine.sessions.continuation import Beginning, Continuation, Said
 from trioserve.engine.sessions.sessions import Session, Sessions
-from trioserve.front_end.asks import Handlers
-from trioserve.front_end.messages import TurnClosed, numbers_of, packed
+from trioserve.front_ends.messages import TurnClosed, numbers_of, packed
+from trioserve.front_ends.rpc import Handlers
 
 __all__ = ["HostedTurns"]
 

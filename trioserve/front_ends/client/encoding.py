@@ -6,7 +6,7 @@ The queue is in the engine process, one for all front ends: their texts share th
 from __future__ import annotations
 
 from trioserve.engine.loaded_model import LoadedModel
-from trioserve.front_end.asks import Asks
+from trioserve.front_ends.rpc import Asks
 from trioserve.pooling.columns import Columns, Floats, vectors_of
 from trioserve.pooling.requests import Encoding
 

@@ -12,10 +12,8 @@ from collections.abc import Callable
 
 import attrs
 
-from trioserve.front_end.faults import Fault, fault_of
-from trioserve.front_end.hosting import Hosting
-from trioserve.front_end.merging import merged
-from trioserve.front_end.messages import (
+from trioserve.front_ends.coalesce import merged
+from trioserve.front_ends.messages import (
     STATES,
     Ending,
     Prompt,
@@ -27,6 +25,8 @@ from trioserve.front_end.messages import (
     packed,
     plain_entries,
 )
+from trioserve.front_ends.server.context import Hosting
+from trioserve.front_ends.wire_errors import Fault, fault_of
 from trioserve.protocol.errors import Paused, QueueFull
 from trioserve.requests.request import (
     Finish,
@@ -44,7 +44,7 @@ __all__ = ["MAX_UNTAKEN", "HostedRequest", "HostedRequests", "HostedSequence"]
 
 MAX_UNTAKEN = 3
 """Updates on their way to a front end: one that it works on, the next, and one that was taken and
-not told of (:data:`~trioserve.front_end.remote.TAKEN_TOGETHER`)."""
+not told of (:data:`~trioserve.front_ends.client.scheduler.TAKEN_TOGETHER`)."""
 
 _NO_PROMPT = TokensPrompt(())
 """The ids are all that comes here of a prompt."""

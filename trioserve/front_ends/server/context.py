@@ -9,7 +9,7 @@ from typing import Protocol
 import attrs
 
 from trioserve.engine.sessions.sessions import Sessions
-from trioserve.front_end.clock import SharedClock
+from trioserve.front_ends.clock import SharedClock
 from trioserve.observability.live import Subject
 from trioserve.observability.live.schema import TaskNode
 from trioserve.requests.request import Finish, Request, Sequence

@@ -7,9 +7,10 @@
     clients ──HTTP──▶ front end 2 ─┘  (preparation, scheduler, supervisors)
 
 In a front end an engine is made of the same parts as in a process of one's own; only the scheduler
-is :class:`~trioserve.front_end.remote.RemoteScheduler`, which sends requests to the engine process
-and takes what they give. In the engine process each front end has a
-:class:`~trioserve.front_end.home.Home`, which makes requests for the scheduler of what comes.
+is :class:`~trioserve.front_ends.client.scheduler.RemoteScheduler`, which sends requests to the
+engine process and takes what they give. In the engine process each front end has a
+:class:`~trioserve.front_ends.server.session.Home`, which makes requests for the scheduler of what
+comes.
 
 Reading order: ``messages`` with ``faults`` and ``clock`` (what is said), ``merging`` (of several
 steps one), ``asks`` (questions either way), ``remote`` with ``sent_requests`` (the front end's

@@ -18,13 +18,14 @@ from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.engine.loaded_model import LoadedModel
 from trioserve.engine.nursery import Place, run_tasks
 from trioserve.engine.tasks import EngineTasks
-from trioserve.front_end.encoding import remote_encoding
-from trioserve.front_end.faults import fault_of
-from trioserve.front_end.messages import Drained, Failed, Hello, Listening, Start, Stop, encode
-from trioserve.front_end.process import package_folder
-from trioserve.front_end.pulse import interval_of
-from trioserve.front_end.remote import RemoteScheduler, receive_from_engine
-from trioserve.front_end.shared import SharedServer
+from trioserve.front_ends.client.encoding import remote_encoding
+from trioserve.front_ends.client.scheduler import RemoteScheduler, receive_from_engine
+from trioserve.front_ends.client.server_api import SharedServer
+from trioserve.front_ends.heartbeat import interval_of
+from trioserve.front_ends.messages import Drained, Failed, Hello, Listening, Start, Stop, encode
+from trioserve.front_ends.processes.process import package_folder
+from trioserve.front_ends.serving import serve_engine
+from trioserve.front_ends.wire_errors import fault_of
 from trioserve.http import create_app
 from trioserve.http.server.connections import raise_descriptor_limit
 from trioserve.http.server.listeners import inherited
@@ -36,7 +37,6 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, TrioserveError
 from trioserve.protocol.gc_tuning import rare_collections
 from trioserve.protocol.version import __version__
-from trioserve.serving import serve_engine
 
 __all__ = ["run"]
 

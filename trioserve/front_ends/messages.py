@@ -3,7 +3,7 @@
 MessagePack by msgspec, each with its name in front. What a step gives to a front end's sequences is
 one :class:`Update`, in which most tokens are two packed integers: a sequence's number and the token
 (:class:`Step`). Numbers are the front end's own, counted up; a request's is that of its first
-sequence, and the others follow it. Times are those of :mod:`~trioserve.front_end.clock`.
+sequence, and the others follow it. Times are those of :mod:`~trioserve.front_ends.clock`.
 
 The conversation: the front end says :class:`Hello`, is told :class:`Start`, and says
 :class:`Listening` or, where it can't, :class:`Failed`. Then requests go one way
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from trioserve.config import ServerConfig
-from trioserve.front_end.faults import Fault
+from trioserve.front_ends.wire_errors import Fault
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.adapters import Adapter
@@ -260,7 +260,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     """What one step gave: ``tokens[i]`` to sequence ``numbers[i]``, and then what ``rows`` say.
 
     Both are columns of int64 (:func:`packed`). What several steps gave looks the same
-    (:func:`trioserve.front_end.merging.merged`).
+    (:func:`trioserve.front_ends.coalesce.merged`).
     """
 
     time: float

@@ -18,8 +18,8 @@ from trioserve.engine.sessions.continuation import (
     session_closed,
     turn_prompt,
 )
-from trioserve.front_end.messages import LeaveTurn, numbers_of, packed
-from trioserve.front_end.remote import RemoteScheduler
+from trioserve.front_ends.client.scheduler import RemoteScheduler
+from trioserve.front_ends.messages import LeaveTurn, numbers_of, packed
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import GenerationStream, PromptLike
@@ -38,7 +38,7 @@ class _Running:
 
 @attrs.define(eq=False)
 class RemoteTurns:
-    """Those of one front end: :mod:`trioserve.front_end.hosted_turns` is the other side.
+    """Those of one front end: :mod:`trioserve.front_ends.server.turns` is the other side.
 
     Args:
         engine: this process's.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from trioserve.front_end.messages import Ending, Entry, Row, Step, numbers_of, packed
+from trioserve.front_ends.messages import Ending, Entry, Row, Step, numbers_of, packed
 
 __all__ = ["merged"]
 

@@ -1,7 +1,7 @@
 """The scheduler as a front-end process has it: the same calls, and the work is done elsewhere.
 
 Requests go to the engine process, and what it tells of them is told here as the scheduler would
-(:mod:`~trioserve.front_end.sent_requests`); tokens go to the detokenizer. The engine process has
+(:mod:`~trioserve.front_ends.client.requests`); tokens go to the detokenizer. The engine process has
 the last word on who is admitted. An abort ends a sequence here at once.
 """
 
@@ -19,10 +19,9 @@ import trio
 from trioserve._util.channels import all_waiting
 from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
-from trioserve.front_end.asks import Asks, Handlers
-from trioserve.front_end.clock import SharedClock
-from trioserve.front_end.faults import error_of
-from trioserve.front_end.messages import (
+from trioserve.front_ends.client.requests import SentRequests
+from trioserve.front_ends.clock import SharedClock
+from trioserve.front_ends.messages import (
     Abort,
     Alive,
     Answer,
@@ -42,7 +41,8 @@ from trioserve.front_end.messages import (
     encode,
     packed,
 )
-from trioserve.front_end.sent_requests import SentRequests
+from trioserve.front_ends.rpc import Asks, Handlers
+from trioserve.front_ends.wire_errors import error_of
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.protocol.grammar import Grammar

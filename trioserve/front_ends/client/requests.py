@@ -6,9 +6,9 @@ the request. What still comes for a sequence that has ended here is dropped.
 
 from __future__ import annotations
 
-from trioserve.front_end.clock import SharedClock
-from trioserve.front_end.faults import error_of
-from trioserve.front_end.messages import STATES, Prompt, Row, Step, Update, entries_of, numbers_of
+from trioserve.front_ends.clock import SharedClock
+from trioserve.front_ends.messages import STATES, Prompt, Row, Step, Update, entries_of, numbers_of
+from trioserve.front_ends.wire_errors import error_of
 from trioserve.protocol.errors import RequestAborted
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from trioserve.front_end.asks import Handlers
+from trioserve.front_ends.rpc import Handlers
 
 __all__ = ["HostedSeats"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.front_end.faults import error_of, fault_of
-from trioserve.front_end.messages import Answer, Ask, Withdraw
+from trioserve.front_ends.messages import Answer, Ask, Withdraw
+from trioserve.front_ends.wire_errors import error_of, fault_of
 from trioserve.protocol.errors import TrioserveError
 
 __all__ = ["Asks", "Handlers"]

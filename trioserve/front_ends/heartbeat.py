@@ -1,6 +1,6 @@
 """Signs of life: how a front end that hangs is told from one that has nothing to say.
 
-It says :class:`~trioserve.front_end.messages.Alive` again and again, from its own event loop. If
+It says :class:`~trioserve.front_ends.messages.Alive` again and again, from its own event loop. If
 that is stopped, or something holds the loop up for good, nothing comes any more.
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.front_end.asks import Handlers
+from trioserve.front_ends.rpc import Handlers
 from trioserve.observability.live import Picture, Subject, Watcher
 from trioserve.observability.live.schema import TaskNode
 from trioserve.protocol.errors import EngineError

@@ -18,8 +18,8 @@ import trio
 from trioserve._util.child_process import end_child
 from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
-from trioserve.front_end.home import receive_from_front_end
-from trioserve.front_end.messages import Failed, Hello, Listening, Start, Stop, encode
+from trioserve.front_ends.messages import Failed, Hello, Listening, Start, Stop, encode
+from trioserve.front_ends.server.session import receive_from_front_end
 from trioserve.observability.logs import get_logger
 from trioserve.observability.task_dump import reporting
 from trioserve.protocol.errors import EngineError, FrontEndLost, NoRoomForWorker
@@ -39,7 +39,7 @@ _log = get_logger("trioserve.front_end")
 
 def package_folder() -> str:
     """Where trioserve was imported from."""
-    return str(Path(__file__).resolve().parents[1])
+    return str(Path(__file__).resolve().parents[2])
 
 
 @contextlib.asynccontextmanager
@@ -119,7 +119,7 @@ def _listen(url: str) -> PairSocket:
 
 
 async def _start_process(url: str, index: int, descriptors: Sequence[int]) -> trio.Process:
-    command = [sys.executable, "-P", "-m", "trioserve.front_end", "--connect", url]
+    command = [sys.executable, "-P", "-m", "trioserve.front_ends", "--connect", url]
     command += ["--index", str(index), "--listen", ",".join(map(str, descriptors))]
     try:
         return await trio.lowlevel.open_process(

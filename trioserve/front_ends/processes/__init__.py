@@ -1,0 +1,4 @@
+"""The front-end processes: started together, watched, replaced, drained and ended.
+
+Imported by ``front_ends.serving``.
+"""

@@ -1,0 +1,4 @@
+"""The engine process's side: one session for each front end, over one engine.
+
+Imported by ``front_ends.processes``.
+"""
