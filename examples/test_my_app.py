@@ -8,8 +8,8 @@ import trio.testing
 
 import trioserve
 from trioserve.protocol import wire
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies
+from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.virtual import run_virtual
 
 

@@ -22,7 +22,7 @@ from trioserve.config import EngineConfig, ServerConfig
 from trioserve.http import create_app
 from trioserve.http.api import service
 from trioserve.http.server.server import serve_app
-from trioserve.simulation import open_fake_engine
+from trioserve.testing.fake_engine import open_fake_engine
 
 
 def misuse(body: bytes) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from trioserve.cli import commands
 from trioserve.config import EngineConfig
 from trioserve.engine.engine import Engine
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 __all__ = ["EMBEDDED", "QUICK", "SHORT", "fake", "run"]
 

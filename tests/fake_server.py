@@ -14,8 +14,8 @@ from trioserve.engine.engine import Engine
 from trioserve.front_ends import serving
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import byte_tokenizer, open_fake_engine
 
 STALL = 2.0
 STEP_TIME = 0.01

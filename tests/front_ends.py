@@ -27,13 +27,13 @@ from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import FrontEndLost
 from trioserve.scheduler.scheduler import Scheduler
-from trioserve.simulation import (
+from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import (
     FAKE_CHAT_TEMPLATE,
     byte_tokenizer,
     fake_encoder_model,
     run_fake_worker,
 )
-from trioserve.testing import FakeWorker
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.workers.supervisor import OpenWorker, Supervisor

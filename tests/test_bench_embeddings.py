@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.embeddings import Measurement, make_texts, measure, table
-from trioserve.simulation import open_fake_encoder
+from trioserve.testing.fake_engine import open_fake_encoder
 
 
 async def test_a_measurement() -> None:

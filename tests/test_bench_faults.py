@@ -29,8 +29,8 @@ from gpu.draws import SamplerRow
 from gpu.sampler import Sampler
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 
 class TestHoldings:

@@ -7,8 +7,8 @@ import trio
 
 from bench import live
 from bench.live import UNWATCHED, Cost, Rate, measure_cost, measure_rate, tables
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 
 async def test_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:

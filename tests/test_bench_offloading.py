@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.offloading import KINDS, PAGE_SIZE, Load, Measurement, measure, options_of, table
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 LOAD = Load(length=64, turn=16, output=2, conversations=4, fit=2)
 

@@ -10,8 +10,8 @@ from bench import long_prompts, shared_prefix_engine
 from bench.long_prompts import Setting, gaps_within
 from bench.shared_prefix_engine import Load
 from trioserve.protocol import wire
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 LOAD = Load(prefix=100, own=8, output=4, requests=6, at_a_time=3)
 FULL = 96

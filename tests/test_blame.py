@@ -24,8 +24,8 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Request, Sequence, SequenceOutput
 from trioserve.scheduler.fault_isolation import KILLS_FORGIVEN, MAX_ALONE, Blame
 from trioserve.scheduler.recovery import CALM_LIFE
-from trioserve.simulation import byte_tokenizer, open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
+from trioserve.testing.fake_engine import byte_tokenizer, open_fake_engine, run_fake_worker
 from trioserve.workers import Link
 
 Clock = trio.testing.MockClock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio.testing
 
 from trioserve.engine.engine import Engine
-from trioserve.simulation import open_fake_engine
+from trioserve.testing.fake_engine import open_fake_engine
 
 PROMPT = list(range(64))
 

@@ -14,8 +14,8 @@ from http_stub import server_config
 from trioserve import Engine
 from trioserve.http import create_app, serve_app
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import byte_tokenizer, open_fake_engine
 
 ENCODE = byte_tokenizer().encode
 (END,) = ENCODE("\0").ids

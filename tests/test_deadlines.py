@@ -20,8 +20,8 @@ from trioserve.http.api.app import App
 from trioserve.protocol import wire
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import State
-from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies
+from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 from trioserve.workers import Link
 
 Clock = trio.testing.MockClock

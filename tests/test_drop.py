@@ -7,8 +7,8 @@ import trio.testing
 
 from tests.scheduling import ABORT, Bench
 from trioserve.protocol import wire
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 PROMPT = list(range(1, 18))
 

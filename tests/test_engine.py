@@ -27,8 +27,8 @@ from trioserve import (
     TokensPrompt,
 )
 from trioserve.protocol import wire
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
+from trioserve.testing.fake_engine import open_fake_engine
 
 Clock = trio.testing.MockClock
 

@@ -13,8 +13,8 @@ from tests.test_engine import settle, slow_worker
 from trioserve import Engine, EngineError, Grammar, InvalidRequest, QueueFull
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies, fake_logprobs, hashed_token
+from trioserve.testing.fake_engine import open_fake_engine
 
 Clock = trio.testing.MockClock
 

@@ -22,8 +22,8 @@ from trioserve.protocol.errors import WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests.stream import Chunk
-from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies
+from trioserve.testing.fake_engine import byte_tokenizer, open_fake_engine
 from trioserve.text.preparation import MAX_WORKERS_LOST
 
 Clock = trio.testing.MockClock

@@ -26,8 +26,8 @@ from trioserve.requests.admission import (
 )
 from trioserve.requests.request import Request, Sequence, Times
 from trioserve.requests.stream import Stream, StreamBudget
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 Clock = trio.testing.MockClock
 

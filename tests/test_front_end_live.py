@@ -19,8 +19,8 @@ from trioserve.http.api.server_api import Pictures
 from trioserve.observability import live
 from trioserve.observability.live.schema import Picture, TaskNode
 from trioserve.protocol.errors import WatcherLimit
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 
 def slow() -> FakeWorker:

@@ -17,9 +17,9 @@ from trioserve.protocol.errors import (
     QueueFull,
     RequestAborted,
 )
-from trioserve.simulation import byte_tokenizer
 from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config, fake_vector
+from trioserve.testing.fake_engine import byte_tokenizer
 
 CONFIG = fake_encoder_config()
 

@@ -19,8 +19,8 @@ from trioserve.http.api.server_api import OneProcess, Whole
 from trioserve.protocol.errors import DeadlineExceeded, RequestAborted, SessionLimit
 from trioserve.requests.generation import GenerationStream, completion_of
 from trioserve.requests.request import ChatPrompt, TokensPrompt
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 SAMPLING: dict[str, Any] = {"max_tokens": 6, "seed": 3}
 LONG: dict[str, Any] = {"max_tokens": 1000, "seed": 3}

@@ -35,8 +35,8 @@ from trioserve.protocol.errors import Paused
 from trioserve.requests.generation import completion_of
 from trioserve.requests.request import State, Times
 from trioserve.requests.retention import Retention, RetentionRange
-from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies
+from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 
 PROMPT = "a prompt that fills a page or two, and then some more"
 REQUESTS: dict[str, dict[str, Any]] = {

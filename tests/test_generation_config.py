@@ -17,7 +17,7 @@ from trioserve.engine.loaded_model import chosen_generation_config
 from trioserve.http import create_app
 from trioserve.model_files import locate, open_model
 from trioserve.model_files.generation_config import GenerationConfig
-from trioserve.simulation import open_fake_engine
+from trioserve.testing.fake_engine import open_fake_engine
 
 OWN = GenerationConfig(sampling={"temperature": 0.6, "top_k": 20}, max_tokens=100)
 

@@ -19,8 +19,8 @@ from trioserve.engine.idle_check import IdleCheck
 from trioserve.http import create_app
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 ADMIN = {"Authorization": "Bearer admin"}
 

@@ -15,8 +15,8 @@ from trioserve.config import ServerConfig
 from trioserve.http import create_app
 from trioserve.http.api import bounds
 from trioserve.http.api.schema import reading as schemas
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

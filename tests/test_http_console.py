@@ -18,8 +18,8 @@ from trioserve.http.api.app import App
 from trioserve.http.api.console.files import FOLDER, SECURITY_HEADERS
 from trioserve.http.server.server import serve_app
 from trioserve.observability.live import MAX_WATCHERS, subject_of
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 LIVE = "/console/live?interval=0.1"
 

@@ -18,8 +18,8 @@ from http_stub import captured_logs, connect, http_client, raw_request, server_c
 from trioserve import Engine, EngineConfig
 from trioserve.http import create_app, serve_app
 from trioserve.protocol import wire
-from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies
+from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 from trioserve.workers import Link
 
 TEXT = "/v1/completions"

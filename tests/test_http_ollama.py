@@ -27,7 +27,7 @@ import trioserve
 from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
 from trioserve.requests.request import ChatPrompt, TextPrompt
 from trioserve.requests.stream import Chunk
-from trioserve.simulation import open_fake_encoder
+from trioserve.testing.fake_engine import open_fake_encoder
 
 CHAT = "/api/chat"
 TEXT = "/api/generate"

@@ -15,8 +15,8 @@ from http_stub import captured_logs, server_config
 from quart_trio.testing import TrioClient
 
 from trioserve.http import create_app
-from trioserve.simulation import byte_tokenizer, open_fake_encoder, open_fake_engine
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config, fake_vector
+from trioserve.testing.fake_engine import byte_tokenizer, open_fake_encoder, open_fake_engine
 
 RANKER = fake_encoder_config("classify", labels=("relevant",))
 

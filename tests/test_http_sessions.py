@@ -16,8 +16,8 @@ from quart_trio.testing import TrioClient
 from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.api.control.schemas import Done
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 SAMPLING = {"max_new_tokens": 5, "sampling_seed": 1}
 

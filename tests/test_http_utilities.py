@@ -18,8 +18,8 @@ from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.api.utilities.endpoint import shown_options
-from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import byte_tokenizer, open_fake_engine
 from trioserve.text.chat_template import ChatTemplate
 
 

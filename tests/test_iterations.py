@@ -11,9 +11,9 @@ from trioserve._util.feed import Feed
 from trioserve.observability.scheduler_statistics import Counters
 from trioserve.protocol.errors import EngineError
 from trioserve.scheduler.iterations import Iterations
-from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
+from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine
 
 COUNTED = {
     "num_tokens_sampled": "num_tokens_sampled",

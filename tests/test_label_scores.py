@@ -19,8 +19,8 @@ from tests.tiny_models import make_tiny
 from trioserve import LLM
 from trioserve.http import create_app
 from trioserve.protocol.errors import DeadlineExceeded, InvalidRequest, RequestAborted
-from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine
 
 QUERY = "hello there, the cat is on the house, and"
 ITEMS = [" the dog", " you", " the world is there"]

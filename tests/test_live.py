@@ -25,8 +25,8 @@ from trioserve.protocol.errors import ContextTooLong, WatcherLimit
 from trioserve.requests.request import TRANSITIONS
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
-from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies
+from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine
 
 SECRET = "the cat and the dog and nobody else"
 

@@ -31,8 +31,8 @@ from trioserve.load import (
 from trioserve.load.datasets import Lengths, with_cancellations
 from trioserve.load.measure import MeasureError, Point, count_tokens, measure, warm_up
 from trioserve.load.texts import CountedTexts, GuessedTexts
-from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import byte_tokenizer, open_fake_engine
 
 TEXTS = CountedTexts(byte_tokenizer())
 FIELDS = {

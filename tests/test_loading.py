@@ -19,7 +19,7 @@ from trioserve.engine.nursery import start_message
 from trioserve.model_files import open_model
 from trioserve.protocol import wire
 from trioserve.requests.request import ChatPrompt
-from trioserve.simulation import byte_tokenizer
+from trioserve.testing.fake_engine import byte_tokenizer
 
 HELLO = ChatPrompt(messages=({"role": "user", "content": "hello"},))
 

@@ -10,8 +10,8 @@ from tests.test_tokenizer import make_request, prepare, user
 from trioserve.model_files.native import Panic, panics_raised
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.requests.request import TextPrompt
-from trioserve.simulation import byte_tokenizer
 from trioserve.testing.fake_encoder import fake_encoder_config
+from trioserve.testing.fake_engine import byte_tokenizer
 from trioserve.text import bounded_encoder, encoder_tokenizer, guarded
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.encoder_tokenizer import EncoderTokenizer

@@ -14,8 +14,8 @@ from trioserve.observability.metrics.loop_lag import INTERVAL, WINDOW, LoopLag
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import FinishReason, State, Times
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 
 class TestHistogram:

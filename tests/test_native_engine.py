@@ -15,7 +15,7 @@ from http_stub import http_client, server_config
 from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.server.server import serve_app
-from trioserve.simulation import open_fake_engine
+from trioserve.testing.fake_engine import open_fake_engine
 
 
 @contextlib.asynccontextmanager

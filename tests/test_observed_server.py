@@ -17,7 +17,7 @@ from tests.tiny_models import make_tiny
 from trioserve import EngineConfig, ServerConfig, TrioserveError, serve
 from trioserve.front_ends import serving
 from trioserve.observability.task_dump import ask_others
-from trioserve.simulation import open_fake_engine
+from trioserve.testing.fake_engine import open_fake_engine
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 

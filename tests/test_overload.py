@@ -14,8 +14,8 @@ from http_stub import http_client, server_config
 from trioserve import Engine, QueueFull
 from trioserve.http import create_app
 from trioserve.http.server.server import serve_app
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 Clock = trio.testing.MockClock
 

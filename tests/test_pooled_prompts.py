@@ -26,8 +26,8 @@ from trioserve.protocol.errors import (
     InvalidRequest,
     RequestAborted,
 )
-from trioserve.simulation import byte_tokenizer, open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import byte_tokenizer, open_fake_engine
 
 TOLERANCE = 1e-4
 TEXTS = [

@@ -21,9 +21,9 @@ from trioserve.protocol.errors import (
     QueueFull,
     RequestAborted,
 )
-from trioserve.simulation import open_fake_encoder, open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config, fake_vector
+from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine, run_fake_worker
 
 CONFIG = fake_encoder_config()
 
@@ -48,7 +48,7 @@ class Recorder:
 
 
 def byte_ids(text: str) -> list[int]:
-    from trioserve.simulation import byte_tokenizer
+    from trioserve.testing.fake_engine import byte_tokenizer
 
     return byte_tokenizer().encode(text, add_special_tokens=False).ids
 

@@ -31,8 +31,8 @@ from trioserve.requests.request import (
     Times,
 )
 from trioserve.requests.stream import Stream, StreamBudget
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.text import preparation
 from trioserve.text.preparation import (
     LONG_BYTES,

@@ -13,8 +13,8 @@ import trio.testing
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
 from trioserve.protocol.grammar import Grammar
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker, WorkerDies
+from trioserve.testing.fake_engine import open_fake_engine
 
 Clock = trio.testing.MockClock
 SLOW, OTHER = Grammar("regex", "slow"), Grammar("regex", "other")

@@ -11,8 +11,8 @@ from trioserve.config import EngineConfig
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.metrics.recorder import MAX_ERROR_CODES, REFUSALS
 from trioserve.protocol.errors import QueueFull, WorkerLost
-from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 
 
 def losses(metrics: Metrics) -> dict[str, float]:

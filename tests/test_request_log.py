@@ -30,8 +30,8 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import ChatPrompt, Request, TextPrompt, Times, TokensPrompt
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -15,8 +15,8 @@ from trioserve.requests.request import Sequence, State
 from trioserve.requests.retention import MAX_RANGES, Retention, RetentionRange
 from trioserve.scheduler.cache_events import CacheEvent, page_hash
 from trioserve.scheduler.prefix_cache import Node
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 INF = float("inf")
 

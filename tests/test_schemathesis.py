@@ -30,8 +30,8 @@ from trioserve.http.api.routes import ROUTES
 from trioserve.http.api.schema.reading import parse_body
 from trioserve.http.server.server import serve_app
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing.fake_encoder import fake_encoder_config
+from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine
 
 OPERATIONS = [(openapi_path(rule), route.method) for route in ROUTES for rule in route.rules]
 ENDLESS = ("/console/live", "GET")

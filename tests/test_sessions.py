@@ -18,8 +18,8 @@ from trioserve.engine.sessions.turn_tree import Turn, Turns
 from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.requests.request import TokensPrompt
 from trioserve.requests.retention import DEFAULT_PRIORITY
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.simulation import draw_scenario
 
 

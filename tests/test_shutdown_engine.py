@@ -11,9 +11,10 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import Engine, EngineError, Grammar, RequestAborted, ShuttingDown, simulation
-from trioserve.simulation import open_fake_engine
+from trioserve import Engine, EngineError, Grammar, RequestAborted, ShuttingDown
 from trioserve.testing import FakeWorker, WorkerDies
+from trioserve.testing import fake_engine as simulation
+from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.workers.supervisor import Supervisor
 
 Clock = trio.testing.MockClock

@@ -33,7 +33,7 @@ import sys
 from trioserve import serving
 from trioserve.cli.commands import main
 from trioserve.http import server
-from trioserve.simulation import open_fake_engine
+from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing import FakeWorker
 
 def worker():

@@ -8,8 +8,8 @@ import trio.testing
 
 from trioserve.engine.engine import Engine
 from trioserve.protocol.errors import InvalidRequest, QueueFull, RequestAborted
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 
 async def assert_idle(engine: Engine) -> None:

@@ -15,8 +15,8 @@ import trio.testing
 
 from trioserve.observability import task_dump
 from trioserve.observability.task_dump import ask_others, dump_tasks, reporting
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 
 async def sleeper() -> None:

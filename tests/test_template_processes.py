@@ -13,7 +13,7 @@ import trio
 
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.requests.request import ChatPrompt
-from trioserve.simulation import open_fake_engine
+from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.text import template_processes
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.template_bounds import BeyondBounds

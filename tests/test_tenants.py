@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from trioserve import InvalidRequest, QueueFull, SessionLimit
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.requests.tenants import TenantCounts, excess
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 Clock = trio.testing.MockClock
 

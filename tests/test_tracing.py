@@ -28,9 +28,9 @@ from trioserve.http import create_app
 from trioserve.observability import tracing
 from trioserve.observability.tracing import ENDPOINT_VARIABLE, Tracing, open_tracing
 from trioserve.protocol.errors import ContextTooLong, DeadlineExceeded
-from trioserve.simulation import open_fake_encoder, open_fake_engine
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
+from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"

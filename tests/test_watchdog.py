@@ -19,8 +19,8 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.scheduler import SchedulerCore
 from trioserve.scheduler.watchdog import FIRST_SECONDS, MAX_FIRST_SECONDS, Watchdog
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.text.preparation import MAX_CALL_SECONDS
 
 Clock = trio.testing.MockClock

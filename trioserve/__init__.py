@@ -54,6 +54,7 @@ _HOME = {
     "LLM": "engine.offline.llm",
     "Continuation": "engine.sessions.continuation",
     "Session": "engine.sessions.sessions",
+    "serve": "front_ends.serving",
     "Classifications": "pooling.results",
     "Embeddings": "pooling.results",
     "LabelScores": "pooling.results",
@@ -86,7 +87,6 @@ _HOME = {
     "RetentionRange": "requests.retention",
     "Chunk": "requests.stream",
     "TokenLogprob": "requests.stream",
-    "serve": "front_ends.serving",
 }
 
 __all__ = [

@@ -33,8 +33,8 @@ from bench.servers import MODEL
 from trioserve import Engine
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Request, State
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 __all__ = ["STAGES", "Sample", "Setup", "disconnects", "main"]
 

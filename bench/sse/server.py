@@ -23,7 +23,7 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import Prompt, Request, Times
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
-from trioserve.simulation import open_fake_engine
+from trioserve.testing.fake_engine import open_fake_engine
 
 _TOKEN = Chunk(" token", (17,))
 

@@ -19,8 +19,8 @@ from trioserve.protocol.errors import WorkerLost
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import Plan, Ready
 from trioserve.scheduler.adapter_residency import Bring, Residency, Take
-from trioserve.simulation import open_fake_engine, run_fake_worker
 from trioserve.testing import FakeWorker, WorkerDies, adapter_shift, hashed_token
+from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 from trioserve.workers import Link
 
 TOKENS = 12

@@ -12,8 +12,8 @@ from trioserve.config import EngineConfig
 from trioserve.engine.engine import Engine
 from trioserve.engine.offline import engine_thread
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 
 
 @attrs.define

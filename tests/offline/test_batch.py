@@ -15,8 +15,8 @@ from trioserve.engine.offline.room import Room
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion
-from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.text import preparation
 
 Clock = trio.testing.MockClock

@@ -12,7 +12,7 @@ from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.pooling.columns import Columns
 from trioserve.protocol import wire
-from trioserve.testing import FakeWorker
+from trioserve.testing.fake_worker import FakeWorker
 
 __all__ = ["fake_encoder", "fake_encoder_config", "fake_vector"]
 

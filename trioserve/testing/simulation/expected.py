@@ -14,8 +14,8 @@ from typing import Any
 import attrs
 
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.testing import adapter_shift
 from trioserve.testing.fake_model import draw, fake_logprob, fake_logprobs
+from trioserve.testing.fake_worker import adapter_shift
 from trioserve.testing.simulation.scenario import Client, Scenario
 
 __all__ = ["ExpectedOutput", "expected_outputs", "ids_of", "prompt_ids_of", "text_of"]
@@ -39,7 +39,7 @@ class ExpectedOutput:
 
 @functools.cache
 def _bytes_of_tokens() -> tuple[int, ...]:
-    """The byte that each token of :func:`trioserve.simulation.byte_tokenizer` stands for.
+    """The byte that each token of :func:`trioserve.testing.fake_engine.byte_tokenizer` stands for.
 
     Its vocabulary is GPT-2's alphabet in order: printable bytes stand for themselves, all others
     for the characters from 256 on.

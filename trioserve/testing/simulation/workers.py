@@ -13,8 +13,8 @@ from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
-from trioserve.simulation import run_fake_worker
-from trioserve.testing import FakeWorker, StepFails, WorkerDies
+from trioserve.testing.fake_engine import run_fake_worker
+from trioserve.testing.fake_worker import FakeWorker, StepFails, WorkerDies
 from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
 from trioserve.testing.simulation.scenario import Fault, Scenario, client_of
 from trioserve.testing.simulation.watch import Books, WatchedLink

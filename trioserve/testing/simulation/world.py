@@ -14,7 +14,7 @@ from trioserve.engine.engine import Engine
 from trioserve.protocol.errors import EngineError, RequestAborted, TrioserveError, WorkerLost
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import Request
-from trioserve.simulation import open_fake_engine
+from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.simulation.adapters import AdapterBooks
 from trioserve.testing.simulation.judge import Circumstances, Visit
 from trioserve.testing.simulation.scenario import Client, Pause, Scenario

@@ -35,8 +35,9 @@ from trioserve.pooling.inputs import TextEncoder
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.scheduler.scheduler import Scheduler
-from trioserve.testing import FakeWorker, memory_link_pair, serve_fake
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
+from trioserve.testing.fake_worker import FakeWorker, serve_fake
+from trioserve.testing.memory_link import memory_link_pair
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.encoder_tokenizer import EncoderTokenizer
 from trioserve.text.tokenizer import Tokenizer

@@ -1,0 +1,480 @@
+"""A worker without a model, whose pages hold tokens.
+
+:class:`FakeWorker` takes the same plans as the real one and answers them with tokens that a
+function of yours makes of everything before them. It is strict: a plan that breaks the rules of
+:mod:`trioserve.protocol.wire` raises. In place of keys and values its pages hold the tokens
+themselves, each with a digest of everything before it. A token is made only of what is read back
+through the sequence's block table, so a page that was recycled too early, shared wrongly or never
+computed fails the test. Log-probabilities are functions of the tokens, too (:func:`fake_logprobs`).
+
+Everything waits by trio's clock, so a test under ``trio.testing.MockClock(autojump_threshold=0)``
+takes no time. The scheduler by itself, on such a worker::
+
+    scheduler = Scheduler(EngineConfig("fake"))
+    engine_side, worker_side = memory_link_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_fake, FakeWorker(step_time=0.01), worker_side)
+        nursery.start_soon(scheduler.run, requests, outputs)
+        nursery.start_soon(scheduler.attach, engine_side, FakeWorker().ready())
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence, Sized
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from trioserve._util.exception_groups import sole_exception
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.testing.fake_model import (
+    TokenFunction,
+    draw,
+    fake_logprob,
+    fake_logprobs,
+    hashed_token,
+    prompt_piece,
+)
+from trioserve.testing.memory_link import MemoryLink
+
+Ints = npt.NDArray[np.int32]
+
+Script = Callable[[int, wire.Plan], None]
+"""Is called with the number of steps done so far and the next plan; may raise what follows."""
+
+
+class WorkerDies(Exception):
+    """Raised by a script: the worker ends here, without an answer."""
+
+
+class StepFails(Exception):
+    """Raised by a script: the plan fails. ``slot`` is to blame, unless it is -1."""
+
+    def __init__(self, message: str, *, slot: int = -1, fatal: bool = False) -> None:
+        super().__init__(message)
+        self.slot = slot
+        self.fatal = fatal
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Slot:
+    generation: int
+    tokens: list[int]
+    prompt_length: int
+    computed: int
+    pages: list[int]
+    sampler: SamplerParams
+    adapter: int
+    prompt_logprobs_from: int
+    sum_of_tokens: int = 0
+    """Of those that were computed, for a prompt that is pooled."""
+    stopped: bool = False
+    """It drew a stop id, there was nothing to draw, or nobody wants it any more."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class FakeWorker:
+    """A worker whose model is a function. Takes plans, gives results; no task, no clock.
+
+    Args:
+        num_pages, num_host_pages, page_size: its page pool, and places on the host.
+        vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens: what it says in ``Ready``.
+        token: makes the next token (default: :func:`hashed_token`), -1 if there is none to draw.
+            Where ``allowed_token_ids`` leaves it out, one of those stands in for it.
+        step_time: seconds that :func:`serve_fake` takes for a step, or a function of the plan.
+        computes_past_stop: whether a row that comes after a stop id is computed for nothing and
+            gives a token, or gives none. A worker may do either.
+        script: called before each step; raises :class:`WorkerDies` or :class:`StepFails`.
+        max_loras, max_cpu_loras: the adapters that it computes together, and holds. An adapter is
+            any path whose last part doesn't begin with ``bad``; it adds :func:`adapter_shift` to
+            each token.
+        calls: what it answers to a call, by name: functions of the arguments. ``prepare``, which
+            asks whether it can serve a grammar, is answered with "yes" unless it is given here.
+        call_time: seconds that :func:`serve_fake` takes for a call, or a function of it that says
+            so; steps go on meanwhile.
+        calls_in_turn: whether they don't, nor do other calls. A call may then be the worker's death
+            (:class:`WorkerDies`).
+    """
+
+    num_pages: int = 256
+    num_host_pages: int = 0
+    page_size: int = 16
+    vocab_size: int = 256
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_loras: int = 8
+    max_cpu_loras: int = 32
+    token: TokenFunction = attrs.field(
+        default=attrs.Factory(lambda self: hashed_token(self.vocab_size), takes_self=True)
+    )
+    step_time: float | Callable[[wire.Plan], float] = 0.0
+    computes_past_stop: bool = False
+    script: Script = lambda _step, _plan: None
+    calls: dict[str, Callable[[Any], Any]] = attrs.field(factory=dict)
+    call_time: float | Callable[[wire.Call], float] = 0.0
+    calls_in_turn: bool = False
+    num_steps: int = attrs.field(init=False, default=0)
+    weights: str = attrs.field(init=False, default="")
+    """What it was told to compute with. Tokens don't depend on it, but what its pages hold does."""
+    slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
+    adapters: dict[int, str] = attrs.field(init=False, factory=dict)
+    """The folders of those that are loaded, by number."""
+    _next_plan: int = attrs.field(init=False, default=1)
+    _failed: bool = attrs.field(init=False, default=False)
+    _dropped: set[tuple[int, int]] = attrs.field(init=False, factory=set)
+    _tokens: Ints = attrs.field(init=False, repr=False)
+    """[all pages * page_size]: the token at each place, -1 where nothing is."""
+    _digests: npt.NDArray[np.uint64] = attrs.field(init=False, repr=False)
+    """[all pages * page_size]: the digest of each place's token and everything before it."""
+
+    def __attrs_post_init__(self) -> None:
+        size = (self.num_pages + self.num_host_pages) * self.page_size
+        self._tokens = np.full(size, -1, dtype=np.int32)
+        self._digests = np.zeros(size, dtype=np.uint64)
+
+    def ready(self, **changes: Any) -> wire.Ready:
+        """What a worker like this says once its model is loaded."""
+        ready = wire.Ready(
+            model_checksum="",
+            device="cpu",
+            device_name="fake",
+            computing="nothing",
+            dtype="float32",
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            num_host_pages=self.num_host_pages,
+        )
+        return attrs.evolve(ready, **changes)
+
+    def reset(self, message: wire.Reset) -> None:
+        """Forget every slot; plans are welcome again."""
+        self.slots.clear()
+        self._dropped.clear()
+        self._failed = False
+        self._next_plan = message.next_plan
+
+    def drop(self, message: wire.Drop) -> None:
+        """Nothing more is wanted of a slot that is open, or that a plan on its way opens."""
+        slot = self.slots.get(message.slot)
+        if slot is not None and slot.generation == message.generation:
+            slot.stopped = True
+        else:
+            self._dropped.add((message.slot, message.generation))
+
+    def step(self, plan: wire.Plan) -> wire.StepResult | wire.Failure:
+        """Run one plan.
+
+        Raises:
+            WorkerDies: the script says so.
+            AssertionError: the plan breaks a rule.
+        """
+        if self._failed:
+            return wire.Failure(number=plan.number, message="an earlier plan failed")
+        assert plan.number == self._next_plan, f"plan {plan.number}, not {self._next_plan}"
+        self._next_plan += 1
+        try:
+            self.script(self.num_steps, plan)
+        except StepFails as failure:
+            self._failed = True
+            return wire.Failure(
+                number=plan.number, message=str(failure), slot=failure.slot, fatal=failure.fatal
+            )
+        self._apply(plan)
+        rows = list(zip(_list(plan.row_slots), _list(plan.row_counts), strict=True))
+        assert len({slot for slot, _ in rows}) == len(rows), "a slot has two rows"
+        assert sum(count for _, count in rows) <= self.max_num_batched_tokens, "too many tokens"
+        singles = [count == 1 for _, count in rows]
+        assert singles == sorted(singles, reverse=True), "rows of one token don't come first"
+        pieces = [piece for slot, count in rows if (piece := self._piece(slot, count)) is not None]
+        pooled = [each for slot, count in rows if (each := self._pool(slot, count)) is not None]
+        given = [self._compute(self.slots[slot], count) for slot, count in rows]
+        self.num_steps += 1
+        return attrs.evolve(self._result(plan, given, pieces), pooled=pooled)
+
+    def _apply(self, plan: wire.Plan) -> None:
+        for number in _list(plan.closed):
+            del self.slots[number]
+        for opened in plan.opened:
+            assert 0 <= opened.slot < self.max_num_seqs, f"there is no slot {opened.slot}"
+            assert opened.slot not in self.slots, f"slot {opened.slot} is opened twice"
+            assert opened.computed % self.page_size == 0, "a part of a page is shared"
+            slot = self.slots[opened.slot] = _Slot(
+                generation=opened.generation,
+                tokens=_list(opened.tokens),
+                prompt_length=opened.prompt_length,
+                computed=opened.computed,
+                pages=_list(opened.pages),
+                sampler=opened.sampler,
+                adapter=opened.adapter,
+                prompt_logprobs_from=opened.prompt_logprobs_from,
+                stopped=(opened.slot, opened.generation) in self._dropped,
+            )
+            assert slot.adapter == 0 or slot.adapter in self.adapters, "there is no such adapter"
+            assert 0 <= slot.computed < len(slot.tokens), "nothing is left to compute"
+            assert 0 < slot.prompt_length <= len(slot.tokens)
+            if slot.prompt_logprobs_from != -1:
+                assert opened.sampler.prompt_logprobs >= 0, "nobody asked for log-probabilities"
+                assert slot.computed < slot.prompt_logprobs_from < slot.prompt_length
+        used = {slot.adapter for slot in self.slots.values()} - {0}
+        assert len(used) <= self.max_loras, "too many adapters are computed together"
+        for number, page in zip(_list(plan.page_slots), _list(plan.page_ids), strict=True):
+            self.slots[number].pages.append(page)
+        self._copy(wire.ints(plan.copies).reshape(-1, 2))
+
+    def _copy(self, copies: Ints) -> None:
+        """Copy pages; what they came from holds nothing of use any more."""
+        for source, destination in copies.tolist():
+            assert (source < self.num_pages) != (destination < self.num_pages), "on one side"
+            for column in (self._tokens, self._digests):
+                pages = column.reshape(-1, self.page_size)
+                pages[destination] = pages[source]
+            gone = slice(source * self.page_size, (source + 1) * self.page_size)
+            self._tokens[gone] = -1
+
+    def _compute(self, slot: _Slot, count: int) -> list[int]:
+        """Compute the next ``count`` tokens of ``slot``, and sample if they are its last."""
+        assert count > 0, "a row of no tokens"
+        if slot.stopped and not self.computes_past_stop:
+            return []
+        start, stop = slot.computed, slot.computed + count
+        assert stop <= len(slot.tokens), "more tokens are to be computed than there are"
+        assert stop <= self.max_model_len, "a sequence is longer than the model allows"
+        self._check_pages_written(slot, start, stop)
+        places = self._places(slot, stop)
+        before = self._digests[places[start - 1]] if start else self._origin(slot)
+        tokens = np.array(slot.tokens[start:stop], dtype=np.int32)
+        self._tokens[places[start:]] = tokens
+        self._digests[places[start:]] = before + _digests(tokens, start)
+        slot.computed = stop
+        if stop < len(slot.tokens):
+            return []
+        assert slot.adapter == 0 or slot.adapter in self.adapters, "an adapter is gone that is used"
+        token = draw(self.token, self._read(slot, places), slot.sampler)
+        if slot.adapter and token >= 0:
+            token = (token + adapter_shift(self.adapters[slot.adapter])) % self.vocab_size
+        slot.tokens.append(token)
+        num_output = len(slot.tokens) - slot.prompt_length
+        slot.stopped = slot.stopped or token < 0 or slot.sampler.is_stop(token, num_output)
+        return [token]
+
+    def _piece(self, number: int, count: int) -> wire.PromptPiece | None:
+        """The log-probabilities of prompt tokens that a row of ``count`` tokens gets to."""
+        slot = self.slots[number]
+        if slot.prompt_logprobs_from == -1:
+            return None
+        start = max(slot.prompt_logprobs_from, slot.computed + 1)
+        stop = min(slot.computed + count + 1, slot.prompt_length)
+        if start >= stop:
+            return None
+        return prompt_piece(number, slot.tokens, start, stop, slot.sampler, self.vocab_size)
+
+    def _pool(self, number: int, count: int) -> wire.PooledPrompt | None:
+        """The vector of a prompt that a row of ``count`` tokens completes, if one is wanted.
+
+        In place of hidden states it is made of the tokens themselves: their mean, or the last one.
+        """
+        slot = self.slots[number]
+        stop = slot.computed + count
+        if not slot.sampler.pooling or stop > slot.prompt_length:
+            return None
+        slot.sum_of_tokens += sum(slot.tokens[slot.computed : stop])
+        if stop < slot.prompt_length:
+            return None
+        mean = slot.sum_of_tokens / slot.prompt_length
+        value = mean if slot.sampler.pooling == "mean" else slot.tokens[stop - 1]
+        return wire.PooledPrompt(slot=number, vector=wire.from_floats([value, 1.0]))
+
+    def _check_pages_written(self, slot: _Slot, start: int, stop: int) -> None:
+        written = set(slot.pages[start // self.page_size : -(-stop // self.page_size)])
+        assert all(0 <= page < self.num_pages for page in slot.pages), "there is no such page"
+        assert len(slot.pages) * self.page_size >= stop, "a sequence runs past its pages"
+        for other in self.slots.values():
+            if other is not slot:
+                assert written.isdisjoint(other.pages), "a page is written that somebody else has"
+
+    def _places(self, slot: _Slot, length: int) -> npt.NDArray[np.int64]:
+        """Where the first ``length`` tokens of ``slot`` are stored."""
+        position = np.arange(length)
+        pages = np.array(slot.pages)[position // self.page_size]
+        return pages * self.page_size + position % self.page_size
+
+    def _read(self, slot: _Slot, places: npt.NDArray[np.int64]) -> list[int]:
+        """The context of ``slot`` as its pages hold it."""
+        tokens = self._tokens[places]
+        assert np.array_equal(self._digests[places], self._origin(slot) + _digests(tokens, 0)), (
+            "a page was computed after other tokens than those that stand before it, or with "
+            "other weights or another adapter"
+        )
+        context: list[int] = tokens.tolist()
+        assert context == slot.tokens, "a page holds other tokens than its sequence"
+        return context
+
+    def _result(
+        self, plan: wire.Plan, given: list[list[int]], pieces: list[wire.PromptPiece]
+    ) -> wire.StepResult:
+        slots = [self.slots[number] for number in _list(plan.row_slots)]
+        logprobs: list[float] = []
+        top: list[list[int]] = []
+        asked: list[npt.NDArray[np.float32]] = []
+        for slot, tokens in zip(slots, given, strict=True):
+            num_top, ids = slot.sampler.logprobs, slot.sampler.logprob_token_ids
+            for token in tokens:
+                # A likeness of log-probabilities: the token is the most probable, by its number.
+                logprobs.append(math.nan if num_top < 0 else fake_logprob(token, 0))
+                top.append([(token + rank) % self.vocab_size for rank in range(num_top)])
+                asked.append(fake_logprobs(slot.tokens[:-1], self.vocab_size)[ids])
+        return wire.StepResult(
+            number=plan.number,
+            slots=plan.row_slots,
+            generations=wire.from_ints([slot.generation for slot in slots]),
+            offsets=_offsets(given),
+            tokens=wire.from_ints(list(itertools.chain(*given))),
+            logprobs=wire.from_floats(logprobs),
+            top_offsets=_offsets(top) if any(top) else b"",
+            top_ids=wire.from_ints(list(itertools.chain(*top))),
+            top_logprobs=wire.from_floats(
+                [fake_logprob(ids[0], rank) for ids in top for rank in range(len(ids))]
+            ),
+            ids_offsets=_offsets(asked) if any(map(len, asked)) else b"",
+            ids_logprobs=wire.from_floats(np.concatenate(asked)) if asked else b"",
+            prompts=pieces,
+            step_us=round(self.seconds_for(plan) * 1e6),
+        )
+
+    def seconds_for(self, plan: wire.Plan) -> float:
+        """How long a step is to take."""
+        return self.step_time(plan) if callable(self.step_time) else self.step_time
+
+    def seconds_for_call(self, call: wire.Call) -> float:
+        """How long a call is to take."""
+        return self.call_time(call) if callable(self.call_time) else self.call_time
+
+    def _origin(self, slot: _Slot) -> np.uint64:
+        """What the digests of a sequence begin with: by weights, and by adapter."""
+        return np.uint64(zlib.crc32(self.weights.encode()) | slot.adapter << 48)
+
+    def swap_weights(self, weights: str) -> None:
+        """Compute with ``weights``, whatever they are, from the next step on."""
+        assert not self.slots, "weights are exchanged under a sequence that is open"
+        self.weights = weights
+
+    def _load_adapter(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        path, name = arguments["path"], arguments["path"].rpartition("/")[2]
+        if name.startswith(("bad", "missing")):
+            return {"error": f"{path} is bad", "missing": name.startswith("missing")}
+        assert len(self.adapters) < self.max_cpu_loras, "too many adapters are held"
+        self.adapters[arguments["number"]] = path
+        return {"checksum": name, "rank": 8}
+
+    def answer(self, call: wire.Call) -> wire.Reply:
+        """Answer a call from ``calls``, or one that every worker knows."""
+        known: dict[str, Callable[[Any], Any]] = {
+            "ping": lambda arguments: arguments,
+            "prepare": lambda _: None,
+            "read_weights": lambda path: f"checksum of {path}",
+            "swap_weights": self.swap_weights,
+            "discard_weights": lambda _: None,
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self.adapters.pop,
+        }
+        function = {**known, **self.calls}.get(call.name)
+        if function is None:
+            return wire.Reply(number=call.number, error=f"there is no call {call.name!r}")
+        try:
+            result = function(msgspec.msgpack.decode(call.arguments))
+        except WorkerDies:
+            raise
+        except Exception as error:
+            return wire.Reply(number=call.number, error=str(error))
+        return wire.Reply(number=call.number, result=msgspec.msgpack.encode(result))
+
+
+def adapter_shift(path: str) -> int:
+    """What an adapter from the folder at ``path`` adds to each token that is drawn."""
+    return zlib.crc32(path.encode()) % 97 + 1
+
+
+def _offsets(rows: Sequence[Sized]) -> bytes:
+    return wire.from_ints([0, *itertools.accumulate(map(len, rows))])
+
+
+def _list(column: bytes) -> list[int]:
+    values: list[int] = wire.ints(column).tolist()
+    return values
+
+
+def _digests(tokens: Ints, start: int) -> npt.NDArray[np.uint64]:
+    """What each of ``tokens``, the first at position ``start``, adds to the digest; summed up."""
+    position = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint64)
+    weights = (position * np.uint64(0x9E3779B97F4A7C15)) ^ (position << np.uint64(23))
+    terms = (tokens.astype(np.uint64) + np.uint64(1)) * weights
+    sums: npt.NDArray[np.uint64] = np.cumsum(terms, dtype=np.uint64)
+    return sums
+
+
+async def serve_fake(worker: FakeWorker, link: MemoryLink) -> None:
+    """The worker's loop: answer what comes in order, until told to quit, its death or the end.
+
+    The link is closed when this returns, so the other end notices. Plans that wait in the buffer
+    are run one after the other, ``worker.step_time`` for each.
+    """
+    try:
+        async with trio.open_nursery() as nursery:
+            await _answer_messages(worker, link, nursery)
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        error = sole_exception(group)
+        if not isinstance(error, (WorkerLost, WorkerDies)):
+            raise error from None
+    finally:
+        link.close()
+
+
+async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.Nursery) -> None:
+    ahead: deque[wire.Message] = deque()
+    while True:
+        match ahead.popleft() if ahead else await link.receive():
+            case wire.Plan() as plan:
+                for message in link.receive_waiting():
+                    if isinstance(message, wire.Drop):
+                        worker.drop(message)
+                    else:
+                        ahead.append(message)
+                answer = worker.step(plan)
+                await trio.sleep(worker.seconds_for(plan))
+                await link.send(answer)
+            case wire.Drop() as drop:
+                worker.drop(drop)
+            case wire.Reset() as reset:
+                worker.reset(reset)
+            case wire.Call() as call if worker.calls_in_turn:
+                await trio.sleep(worker.seconds_for_call(call))
+                await link.send(worker.answer(call))
+            case wire.Call() as call if worker.seconds_for_call(call):
+                nursery.start_soon(_answer_late, worker, link, call)
+            case wire.Call() as call:
+                await link.send(worker.answer(call))
+            case wire.Quit():
+                return
+            case message:
+                raise AssertionError(f"a worker got {type(message).__name__}")
+
+
+async def _answer_late(worker: FakeWorker, link: MemoryLink, call: wire.Call) -> None:
+    await trio.sleep(worker.seconds_for_call(call))
+    await link.send(worker.answer(call))
