@@ -31,9 +31,9 @@ from http_stub import (
 from tls_certificates import make_authority
 
 from trioserve.http.api.openai.completions.writer import CompletionWriter
+from trioserve.http.server import connection as connection_module
 from trioserve.http.server.connection import Connection
 from trioserve.http.server.connections import Connections
-from trioserve.http.server.server import connection as connection_module
 from trioserve.http.server.server import serve_app
 from trioserve.http.server.settings import server_settings
 from trioserve.http.server.unsent import UnsentBudget

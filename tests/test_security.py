@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from http_stub import StubEngine, captured_logs, client_of
-from trioserve.worker.socket_folder import SocketFolder
 
 from tests.dangerous_code import dangers_in
 from tests.source_files import ROOT, modules_of
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.options import options_of
 from trioserve.http.api.utilities.endpoint import shown_options
+from trioserve.workers.socket_folder import SocketFolder
 
 # --- the sources ---
 

@@ -31,10 +31,11 @@ from http_stub import (
 from hypercorn.trio.worker_context import WorkerContext
 
 from trioserve.http import create_app, serve_app
+from trioserve.http.server import protocol
 from trioserve.http.server.connection import Connection
 from trioserve.http.server.connections import Connections
 from trioserve.http.server.http1 import HTTP1
-from trioserve.http.server.server import CANCELLED_GRACE, FINAL_GRACE, protocol
+from trioserve.http.server.server import CANCELLED_GRACE, FINAL_GRACE
 from trioserve.http.server.settings import ServerSettings
 from trioserve.http.server.unsent import UnsentBudget
 from trioserve.protocol.errors import TrioserveError

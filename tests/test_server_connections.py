@@ -33,6 +33,7 @@ from http_stub import (
 
 from trioserve.http import create_app
 from trioserve.http.api import bodies
+from trioserve.http.server import server
 from trioserve.http.server.connections import (
     MAX_CONNECTIONS,
     BoundedListener,
@@ -40,7 +41,7 @@ from trioserve.http.server.connections import (
     connection_limit,
     raise_descriptor_limit,
 )
-from trioserve.http.server.server import serve_app, server
+from trioserve.http.server.server import serve_app
 from trioserve.requests.stream import Chunk
 
 TEXT = "/v1/completions"

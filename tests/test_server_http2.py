@@ -46,9 +46,9 @@ from http_stub import (
 )
 
 from trioserve.http import serve_app
+from trioserve.http.server import http2_rate as frames
 from trioserve.http.server.connection import CONNECTION_STATE
 from trioserve.http.server.http2_rate import BURST
-from trioserve.http.server.server import http2_rate as frames
 from trioserve.http.server.settings import MAX_FRAME_SIZE, MAX_HEAD_SIZE, MAX_STREAMS
 from trioserve.requests.stream import Chunk
 

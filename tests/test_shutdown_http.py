@@ -29,8 +29,8 @@ from http_stub import (
 )
 
 from trioserve.http import create_app, serve_app
+from trioserve.http.server import server as server_module
 from trioserve.http.server.server import FINAL_GRACE
-from trioserve.http.server.server import server as server_module
 from trioserve.protocol.errors import ShuttingDown
 from trioserve.requests.stream import Chunk
 

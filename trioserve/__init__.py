@@ -7,8 +7,10 @@ imports ``trioserve.wire``, never loads trio.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
+from trioserve._util.moved_modules import MovedModules
 from trioserve.protocol.version import __version__
 
 if TYPE_CHECKING:
@@ -133,6 +135,23 @@ __all__ = [
     "open_engine",
     "serve",
 ]
+
+
+sys.meta_path.insert(
+    0,
+    MovedModules({
+        "trioserve.errors": "trioserve.protocol.errors",
+        "trioserve.feed": "trioserve._util.feed",
+        "trioserve.grammar": "trioserve.protocol.grammar",
+        "trioserve.live": "trioserve.observability.live",
+        "trioserve.logits_processors": "trioserve.protocol.logits_processors",
+        "trioserve.offline": "trioserve.engine.offline",
+        "trioserve.sampling": "trioserve.protocol.sampling",
+        "trioserve.simulation": "trioserve.testing.fake_engine",
+        "trioserve.token_ids": "trioserve.protocol.token_ids",
+        "trioserve.wire": "trioserve.protocol.wire",
+    }),
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

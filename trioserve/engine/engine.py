@@ -28,7 +28,6 @@ from trioserve.engine.operations import OperatedEngine
 from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.sessions.sessions import MAX_CAPACITY, Session, Sessions
 from trioserve.engine.submissions import Submissions, open_submissions
-from trioserve.engine.validation import check_arguments
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
@@ -45,6 +44,7 @@ from trioserve.protocol.errors import Draining, EngineError, InvalidRequest, Pau
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.adapters import NO_ADAPTER
 from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Entrance
+from trioserve.requests.arguments import check_arguments
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import (
     Completion,

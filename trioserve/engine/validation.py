@@ -7,7 +7,6 @@ tokenized.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 
 import attrs
@@ -21,7 +20,6 @@ from trioserve.text.stop_regex import check_stop_regex
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = [
-    "check_arguments",
     "check_params",
     "check_prompt",
     "check_without_text",
@@ -29,23 +27,6 @@ __all__ = [
     "max_prompt_tokens",
     "sampler_params",
 ]
-
-
-def check_arguments(
-    priority: int, timeout: float | None, arrived: float | None, **texts: str
-) -> None:
-    """Refuse what would fail further in, where it would be every request's failure."""
-    for name, value in texts.items():
-        if not isinstance(value, str):
-            raise InvalidRequest(f"{name} must be a string, got {value!r}", param=name)
-    if not isinstance(priority, int):
-        raise InvalidRequest(f"priority must be an integer, got {priority!r}", param="priority")
-    if arrived is not None and not (isinstance(arrived, (int, float)) and math.isfinite(arrived)):
-        raise InvalidRequest(f"arrived must be a time, got {arrived!r}", param="arrived")
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
-        raise InvalidRequest(
-            f"timeout must be a number of seconds from 0 up, got {timeout!r}", param="timeout"
-        )
 
 
 def check_prompt(

@@ -6,7 +6,7 @@ import uuid
 
 import attrs
 
-from trioserve.engine.validation import check_arguments
+from trioserve.requests.arguments import check_arguments
 
 __all__ = ["Sender"]
 
