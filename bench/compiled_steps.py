@@ -10,7 +10,7 @@ import numpy as np
 
 from gpu.cpu.compiled import CompiledModel, read_as
 from gpu.cpu.library import load_library
-from gpu.rope import cos_sin_table
+from gpu.models.rope import cos_sin_table
 from gpu.slots import SlotTable
 from gpu.weights import read_weights
 from trioserve.model_files import open_model

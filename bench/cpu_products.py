@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from bench.report import machine, markdown, own_versions, save
 from gpu.cpu.products import Kind, Pool, Product, pack, packed_bytes
-from gpu.linear import Linear
+from gpu.models.linear import Linear
 
 LAYER = {"qkv": (960, 576), "output": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
 HEAD = (49152, 576)

@@ -23,8 +23,8 @@ from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
 from gpu.cpu.torch_model import TorchSampler
-from gpu.draws import SamplerRow
-from gpu.sampler import Sampler
+from gpu.sampling.sampler import Sampler
+from gpu.sampling.sampler_io import SamplerRow
 from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["CASES", "Measurement", "main", "measure"]

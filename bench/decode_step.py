@@ -36,7 +36,7 @@ from gpu.cuda.timeline import HostTimeline, Timeline
 from gpu.kernels import KernelLoader
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
-from gpu.operations.cuda_ops import CudaOperations
+from gpu.models.operations.cuda_ops import CudaOperations
 from gpu.runner import Runner
 from trioserve.model_files import ModelConfig
 
@@ -106,7 +106,7 @@ class Stand:
     @classmethod
     def emulated(cls) -> Stand:
         """The tiny shape on the CPU."""
-        from gpu.emulation import EmulatedLoader
+        from gpu.kernels.emulation import EmulatedLoader
 
         loader = EmulatedLoader()
         return cls(

@@ -34,8 +34,8 @@ from bench.kernel_cases import Case, Contestant, Peer, PeerAbsent, Setting
 from bench.kernel_cases.all import all_cases
 from bench.roofline import Ceilings
 from bench.targets import Judged, Result, judge
-from gpu.emulation import EmulatedLoader
 from gpu.kernels.catalogue import sources
+from gpu.kernels.emulation import EmulatedLoader
 from gpu.kernels.nvrtc import KernelBuildError
 
 __all__ = ["Measured", "main", "measure", "run_cases", "summary", "table"]

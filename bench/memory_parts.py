@@ -25,7 +25,7 @@ from bench.prompts import exact_prompts, tokenizer
 from bench.report import markdown, show
 from bench.servers import MODEL, running
 from bench.validity import check
-from gpu.memory import kv_bytes_per_page
+from gpu.loading.memory import kv_bytes_per_page
 from trioserve.load import closed_loop
 from trioserve.model_files import open_model
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from fuzz.limits import address_space_bounded
 from fuzz.target import Target
 from fuzz.values import JSON, NUMBERS
-from gpu.encoder.loading import load_encoder
+from gpu.models.encoder.loading import load_encoder
 from gpu.weights.encoder import encoder_tensors
 from tests.tiny_encoders import encoder_tokenizer
 from trioserve.model_files import EncoderFiles, open_encoder, task_of

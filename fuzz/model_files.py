@@ -19,7 +19,7 @@ from fuzz.limits import address_space_bounded
 from fuzz.model_seeds import CONFIG, gguf_bytes, gguf_metadata, write_folder, write_gguf_bytes
 from fuzz.target import Target
 from fuzz.values import JSON, NUMBERS, TEXTS
-from gpu.loading import load
+from gpu.loading.loading import load
 from trioserve.config import EngineConfig
 from trioserve.engine.loaded_model import LoadedModel
 from trioserve.engine.nursery import start_message

@@ -20,8 +20,8 @@ def examine() -> dict[str, Any]:
     """What torch and CuPy find on this machine, for ``trioserve doctor``."""
     import torch
 
-    from gpu.linear import prepacks
-    from gpu.loaded import choose_num_threads
+    from gpu.loading.loaded_model import choose_num_threads
+    from gpu.models.linear import prepacks
 
     kernels, targets = _examine_kernels()
 

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from gpu.draws import TopLogprobs
+from gpu.sampling.sampler_io import TopLogprobs
 from gpu.slots import Row, Slot
 from trioserve.protocol.wire import PooledPrompt, PromptPiece
 

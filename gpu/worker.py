@@ -30,12 +30,12 @@ from typing import Any, NoReturn
 import msgspec
 import pynng
 
-from gpu import loading
+from gpu._util.logs import set_up_logging
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
-from gpu.exchange import ModelWeights
-from gpu.loaded import Serving
-from gpu.logs import set_up_logging
+from gpu.loading import loading
+from gpu.loading.loaded_model import Serving
+from gpu.loading.weight_swap import ModelWeights
 from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
 from gpu.slots import PlanError, described

@@ -1,4 +1,4 @@
-"""An :class:`gpu.adjustments.Adjuster` for tests, whose masks depend on the last token."""
+"""An :class:`gpu.sampling.adjustments.Adjuster` for tests, whose masks depend on the last token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import attrs
 import numpy as np
 import torch
 
-from gpu.adjustments import Adjustment, Logits
+from gpu._util.upload import upload
+from gpu.sampling.adjustments import Adjustment, Logits
 from gpu.slots import Slot
-from gpu.upload import upload
 from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["CLASSES", "ToyAdjuster", "chained", "follows"]

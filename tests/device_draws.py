@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 
 from gpu.cuda.sampler import DeviceSampler, top_lists
-from gpu.draws import SamplerRow, TopLogprobs
 from gpu.kernels import KernelLoader
-from gpu.philox import Purpose, uniforms
-from gpu.sampler import Sampled, Sampler
+from gpu.sampling.philox import Purpose, uniforms
+from gpu.sampling.sampler import Sampled, Sampler
+from gpu.sampling.sampler_io import SamplerRow, TopLogprobs
 from tests.kernels.memory import place
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import ints

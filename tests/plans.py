@@ -10,17 +10,17 @@ import attrs
 import numpy as np
 import torch
 
-from gpu.adjustments import Adjuster, Adjustment
 from gpu.attention import CacheShape, StepLayout
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.torch_model import TorchModel, TorchSampler
-from gpu.draws import SamplerRow
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
-from gpu.rope import cos_sin_table
+from gpu.models.rope import cos_sin_table
 from gpu.runner import Runner
-from gpu.sampler import Sampled, Sampler
+from gpu.sampling.adjustments import Adjuster, Adjustment
+from gpu.sampling.sampler import Sampled, Sampler
+from gpu.sampling.sampler_io import SamplerRow
 from gpu.slots import SlotTable
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import open_model

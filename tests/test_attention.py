@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gpu.attention import CacheShape, StepLayout
 from gpu.attention.torch_cpu import TorchCpuAttention, split_buckets
-from gpu.rope import cos_sin_table, inverse_frequencies
+from gpu.models.rope import cos_sin_table, inverse_frequencies
 from tests.rounding import apart
 from trioserve.model_files.config import ModelConfig, RopeScaling
 from trioserve.protocol.errors import ModelLoadError

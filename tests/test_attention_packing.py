@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.attention import StepLayout
-from gpu.attention.limits import AttentionLimits
-from gpu.attention.packing import StepPacker, StepShape, padded_shape
+from gpu.cuda.attention_limits import AttentionLimits
+from gpu.cuda.attention_packing import StepPacker, StepShape, padded_shape
 from gpu.cuda.step_buffer import StepBuffer
 
 PAGE_SIZE = 16

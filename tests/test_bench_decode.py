@@ -17,7 +17,7 @@ from bench.random_model import LLAMA_8B, TINY
 from bench.roofline import Ceilings
 from bench.step_profile import shares, shares_table
 from gpu.cuda.timeline import HostTimeline
-from gpu.emulation import EmulatedLoader
+from gpu.kernels.emulation import EmulatedLoader
 from tests.kernels.tape import TapeCapturer, TapedLoader
 
 H200 = Ceilings(copy=4.3e12, matrix=790e12)

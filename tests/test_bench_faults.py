@@ -25,8 +25,8 @@ from bench.faults.results import markdown, save, spread
 from bench.faults.server import Subject
 from bench.faults.soak import Sample, Scenario, Soak, figures_of_soak
 from bench.faults.trend import trend_of
-from gpu.draws import SamplerRow
-from gpu.sampler import Sampler
+from gpu.sampling.sampler import Sampler
+from gpu.sampling.sampler_io import SamplerRow
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.testing import FakeWorker

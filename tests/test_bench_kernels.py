@@ -22,7 +22,7 @@ from bench.kernel_peers import torch_attention
 from bench.kernels import Measured, measure, summary, table
 from bench.roofline import Ceilings, Work
 from bench.targets import Target
-from gpu.emulation import EmulatedLoader
+from gpu.kernels.emulation import EmulatedLoader
 
 
 class TestTiming:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpu.cuda.sampler import DeviceSampler, scratch_bytes, top_lists
-from gpu.emulation import EmulatedLoader
+from gpu.kernels.emulation import EmulatedLoader
 from tests.device_draws import reference_draw, row
 from trioserve.protocol.sampling import SamplerParams
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.devices import choose_device, choose_dtype, gpu_obstacle
+from gpu.loading.devices import choose_device, choose_dtype, gpu_obstacle
 from trioserve.protocol.errors import ModelLoadError
 
 CPU, GPU = "cpu", "cuda:0"

@@ -15,12 +15,12 @@ import safetensors.torch
 import torch
 import transformers
 
-from gpu.encoder import model as encoder_model
-from gpu.encoder.loading import load_encoder
-from gpu.encoder.model import Encoder
-from gpu.encoder.packing import Group, pack, split
-from gpu.encoder.pooling import pool
-from gpu.encoder.relative import RelativeBias, buckets_of
+from gpu.models.encoder import model as encoder_model
+from gpu.models.encoder.loading import load_encoder
+from gpu.models.encoder.model import Encoder
+from gpu.models.encoder.packing import Group, pack, split
+from gpu.models.encoder.pooling import pool
+from gpu.models.encoder.relative import RelativeBias, buckets_of
 from tests.rounding import apart, sum_error, terms_of_folder
 from tests.tiny_encoders import FAMILIES, make_encoder, write_sentence_modules
 from trioserve.model_files import open_encoder

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from gpu.linear import Linear
+from gpu.models.linear import Linear
 from gpu.models.mlp import Experts, Mlp, choose_experts
-from gpu.operations.torch_ops import TorchOperations
+from gpu.models.operations.torch_ops import TorchOperations
 from gpu.weights import Blocks, Numbers, expected_tensors, read_weights
 from tests.plans import load_tiny, prompt_logits
 from tests.rounding import apart

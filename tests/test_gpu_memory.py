@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpu.memory import (
-    GpuMemory,
-    choose_num_gpu_pages,
-    choose_num_pages,
-    graph_bytes,
-)
+from gpu.loading.memory import GpuMemory, choose_num_gpu_pages, choose_num_pages, graph_bytes
 from tests.test_worker import start_message
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from gpu.logs import ConsoleFormatter as WorkerFormatter
+from gpu._util.logs import ConsoleFormatter as WorkerFormatter
 from trioserve.cli.terminal import Terminal
 from trioserve.observability.logs import ASKED_FOR, get_logger, setup_logging
 from trioserve.protocol.log_output import WORKER_LOG, escaped
@@ -204,7 +204,7 @@ def test_a_log_that_cant_be_written_fails_nobody(
 
 WORKER = """
 import logging, warnings
-from gpu.logs import set_up_logging
+from gpu._util.logs import set_up_logging
 set_up_logging()
 log = logging.getLogger("gpu.test")
 log.info("step %d", 1)

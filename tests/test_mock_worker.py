@@ -12,9 +12,9 @@ import torch
 import trio
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu import loading
 from gpu.cpu import loading as cpu_loading
 from gpu.cpu import torch_loading
+from gpu.loading import loading
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable

@@ -14,10 +14,10 @@ from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.model import CpuModel
 from gpu.cpu.torch_model import TorchModel, TorchSampler
-from gpu.memory import choose_num_host_pages
-from gpu.rope import cos_sin_table
+from gpu.loading.memory import choose_num_host_pages
+from gpu.models.rope import cos_sin_table
 from gpu.runner import Runner
-from gpu.sampler import Sampler
+from gpu.sampling.sampler import Sampler
 from gpu.slots import PlanError, SlotTable
 from gpu.weights import BFLOAT16, read_weights
 from tests.engines import assert_idle, open_tiny_engine

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.philox import Purpose, philox4x32, uniforms
+from gpu.sampling.philox import Purpose, philox4x32, uniforms
 
 WORD = st.integers(0, 2**32 - 1)
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu import prompt_logprobs, prompt_scores
 from gpu.cpu import scores as cpu_scores
-from gpu.prompt_logprobs import PromptSpan, in_rows, peak_bytes, prompt_piece
+from gpu.sampling import prompt_logprobs, prompt_scores
+from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, peak_bytes, prompt_piece
 from gpu.slots import SlotTable
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, PromptPiece, floats, from_ints, ints

@@ -13,11 +13,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gpu.adjustments import Adjustment
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.sampling import CompiledSampler
-from gpu.draws import SamplerRow
-from gpu.sampler import Sampled, Sampler
+from gpu.sampling.adjustments import Adjustment
+from gpu.sampling.sampler import Sampled, Sampler
+from gpu.sampling.sampler_io import SamplerRow
 from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
 from trioserve.protocol.wire import ints
 

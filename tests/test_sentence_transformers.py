@@ -12,8 +12,8 @@ import sentence_transformers
 import torch
 import transformers
 
-from gpu.encoder.loading import load_encoder
-from gpu.encoder.model import Encoder
+from gpu.models.encoder.loading import load_encoder
+from gpu.models.encoder.model import Encoder
 from tests.rounding import apart, terms_of_folder
 from tests.tiny_encoders import make_encoder
 from trioserve.model_files import open_encoder

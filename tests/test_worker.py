@@ -27,8 +27,8 @@ from gpu.__main__ import examine
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.grammar_trial import MAX_SECONDS
 from gpu.kernels.device import KernelLaunchError
-from gpu.loaded import choose_num_threads
-from gpu.loading import choose_max_model_len
+from gpu.loading.loaded_model import choose_num_threads
+from gpu.loading.loading import choose_max_model_len
 from gpu.worker import MAX_PREPARING, Quit, Worker
 from tests.plans import GREEDY, PlanMaker, load_tiny, make_runner
 from tests.tiny_models import make_tiny, tiny_tokenizer

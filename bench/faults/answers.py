@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from gpu.draws import SamplerRow
-from gpu.sampler import Sampler
-from gpu.truncation import BLOCK
+from gpu.sampling.sampler import Sampler
+from gpu.sampling.sampler_io import SamplerRow
+from gpu.sampling.truncation import BLOCK
 from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["MARGIN", "Difference", "first_difference", "is_near_tie"]

@@ -1,8 +1,9 @@
 """Cases of the sampler: all launches from logits to a token in the device's history.
 
-The tokens must be those of :class:`gpu.sampler.Sampler`, which computes in torch operations with
-the same random numbers; only near ties may fall otherwise. The least that any sampler moves is one
-pass over the logits. (In a model they were written just before: a few rows are still in the cache.)
+The tokens must be those of :class:`gpu.sampling.sampler.Sampler`, which computes in torch
+operations with the same random numbers; only near ties may fall otherwise. The least that any
+sampler moves is one pass over the logits. (In a model they were written just before: a few rows are
+still in the cache.)
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from bench.kernel_peers import flashinfer_module
 from bench.roofline import sampling
 from bench.targets import Target
 from gpu.cuda.sampler import DeviceSampler
-from gpu.draws import SamplerRow
-from gpu.sampler import Sampler
+from gpu.sampling.sampler import Sampler
+from gpu.sampling.sampler_io import SamplerRow
 from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["cases"]

@@ -57,8 +57,8 @@ class _Chunk:
 class TorchCpuAttention:
     """:class:`gpu.attention.Attention` for the CPU, in float32 or bfloat16.
 
-    ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`, None where nothing is rotated here;
-    ``windows`` are all that ``attend`` will be called with.
+    ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`, None where nothing is rotated
+    here; ``windows`` are all that ``attend`` will be called with.
     """
 
     def __init__(

@@ -16,10 +16,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from gpu.adjustments import Adjustment, Logits
 from gpu.constraints.lazy_grammars import Grammars
 from gpu.constraints.processors import Processors
 from gpu.constraints.refusals import GrammarError, one_line
+from gpu.sampling.adjustments import Adjustment, Logits
 from gpu.slots import PlanError, Slot
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.grammar import Grammar
@@ -40,7 +40,7 @@ inside a string, to milliseconds, and handing it to another thread a few microse
 _log = logging.getLogger("gpu.constraints")
 
 Mask = npt.NDArray[np.int32]
-"""Rows of :attr:`gpu.adjustments.Adjustment.bitmask`, or one of them."""
+"""Rows of :attr:`gpu.sampling.adjustments.Adjustment.bitmask`, or one of them."""
 
 
 @attrs.define(eq=False)
@@ -75,7 +75,7 @@ class _Constrained:
 
 
 class Constraints:
-    """:class:`gpu.adjustments.Adjuster` of a model.
+    """:class:`gpu.sampling.adjustments.Adjuster` of a model.
 
     Args:
         vocab_size: the model's.
@@ -140,7 +140,7 @@ class Constraints:
         return 0
 
     def open(self, slot: Slot) -> None:
-        """See :meth:`gpu.adjustments.Adjuster.open`.
+        """See :meth:`gpu.sampling.adjustments.Adjuster.open`.
 
         Raises:
             PlanError: the grammar can't be compiled, or a processor failed.
@@ -159,7 +159,7 @@ class Constraints:
             self._open[slot.number] = constrained
 
     def close(self, number: int) -> None:
-        """See :meth:`gpu.adjustments.Adjuster.close`."""
+        """See :meth:`gpu.sampling.adjustments.Adjuster.close`."""
         self._open.pop(number, None)
         self._processors.close(number)
 
@@ -168,16 +168,16 @@ class Constraints:
         self._grammars.close()
 
     def adjusts(self, slot: Slot) -> bool:
-        """See :meth:`gpu.adjustments.Adjuster.adjusts`."""
+        """See :meth:`gpu.sampling.adjustments.Adjuster.adjusts`."""
         return slot.number in self._open
 
     def needs_last_token(self, slot: Slot) -> bool:
-        """See :meth:`gpu.adjustments.Adjuster.needs_last_token`."""
+        """See :meth:`gpu.sampling.adjustments.Adjuster.needs_last_token`."""
         found = self._open.get(slot.number)
         return found is not None and bool(found.words or found.matching or found.processed)
 
     def adjustment(self, logits: Logits, slots: Sequence[Slot]) -> Adjustment:
-        """See :meth:`gpu.adjustments.Adjuster.adjustment`.
+        """See :meth:`gpu.sampling.adjustments.Adjuster.adjustment`.
 
         Raises:
             PlanError: a processor failed.

@@ -48,8 +48,8 @@ class _Step(ctypes.Structure):
 class CompiledAttention:
     """:class:`gpu.attention.Attention` for bfloat16 on the CPU, over a cache of its own.
 
-    ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`. ``fill`` is what the cache holds
-    before it is written: any bits will do.
+    ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`. ``fill`` is what the cache
+    holds before it is written: any bits will do.
 
     Raises:
         BuildError: there is no library for this machine.

@@ -5,7 +5,7 @@ and the processor, since it is compiled for the very instructions that this proc
 never out of date. It appears whole, by renaming, and any number of processes may share the folder.
 
 A library that is loaded is code that runs. So one is taken from the folder only where no other user
-of the machine could have put it there (:mod:`gpu.private_files`).
+of the machine could have put it there (:mod:`gpu._util.private_files`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from gpu.private_files import check_private, make_private_folder
+from gpu._util.private_files import check_private, make_private_folder
 from trioserve.protocol.machine import (
     COMPILER_ADVICE,
     Machine,

@@ -201,7 +201,7 @@ class CompiledModel:
     def finish(self, cos_sin: Floats, *, page_size: int, num_pages: int, max_tokens: int) -> None:
         """Make the KV cache and room for steps of up to ``max_tokens`` tokens.
 
-        ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`.
+        ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`.
 
         Raises:
             ModelLoadError: there is no memory for them.

@@ -17,7 +17,7 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class CompiledOperations:
-    """:class:`gpu.operations.Operations` for bfloat16 on the CPU, and what belongs to it.
+    """:class:`gpu.models.operations.Operations` for bfloat16 on the CPU, and what belongs to it.
 
     Raises:
         BuildError: there is no library for this machine.
@@ -53,7 +53,7 @@ class CompiledOperations:
             self._pool = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See :meth:`gpu.operations.Operations.rms_norm`."""
+        """See :meth:`gpu.models.operations.Operations.rms_norm`."""
         y = torch.empty_like(x)
         self._library.elementwise_rms_norm(
             *(self._pool, x.data_ptr(), weight.data_ptr(), eps, *x.shape, y.data_ptr())
@@ -63,7 +63,7 @@ class CompiledOperations:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See :meth:`gpu.operations.Operations.add_rms_norm`."""
+        """See :meth:`gpu.models.operations.Operations.add_rms_norm`."""
         y = torch.empty_like(x)
         self._library.elementwise_add_rms_norm(
             *(self._pool, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps),
@@ -72,7 +72,7 @@ class CompiledOperations:
         return y
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See :meth:`gpu.operations.Operations.silu_mul`."""
+        """See :meth:`gpu.models.operations.Operations.silu_mul`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         y = gate_up.new_empty(rows, width)
         self._library.elementwise_silu_mul(

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gpu.adjustments import Adjuster, NoAdjuster
 from gpu.cpu.model import CpuModel, CpuSampler, Floats, Hidden
 from gpu.cpu.scores import logprobs_of, score_prompt
-from gpu.draws import SamplerRow, is_plainly_greedy
 from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn, Finished, Submission
-from gpu.extras import SlotExtras
-from gpu.pooled import PooledSpan, pooled_prompt
-from gpu.prompt_logprobs import PromptSpan, in_rows, prompt_piece
+from gpu.sampling.adjustments import Adjuster, NoAdjuster
+from gpu.sampling.pooled import PooledSpan, pooled_prompt
+from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
+from gpu.sampling.sampler_io import SamplerRow, is_plainly_greedy
+from gpu.sampling.slot_options import SlotExtras
 from gpu.slots import Row, Slot, SlotTable
 from trioserve.protocol.wire import PooledPrompt, PromptPiece
 

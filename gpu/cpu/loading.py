@@ -12,16 +12,16 @@ from collections.abc import Callable
 
 import attrs
 
-from gpu.adjustments import Adjuster
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
-from gpu.exchange import ReadWeights
-from gpu.loaded import Loaded, OnProgress, of_weights, unseen
-from gpu.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
-from gpu.rope import cos_sin_table
+from gpu.loading.loaded_model import Loaded, OnProgress, of_weights, unseen
+from gpu.loading.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
+from gpu.loading.weight_swap import ReadWeights
+from gpu.models.rope import cos_sin_table
+from gpu.sampling.adjustments import Adjuster
 from gpu.slots import SlotTable
 from gpu.weights import read_weights
 from trioserve.model_files import ModelConfig, ModelFiles
@@ -103,7 +103,7 @@ class _Whole:
     num_pages: int
     num_host_pages: int
     computing: str
-    """As :class:`~gpu.loaded.Loaded` has it."""
+    """As :class:`~gpu.loading.loaded_model.Loaded` has it."""
     exchange: Callable[[CpuExecutor], ReadWeights]
     """How weights are exchanged under an executor."""
     warning: str = ""

@@ -1,8 +1,8 @@
 """Tokens from logits by compiled kernels: every row in one pass or few.
 
-The same tokens come out as of :mod:`gpu.sampler`, up to near-ties of rounding: exponentials and
-sums may differ in the last bit. A row is computed by one thread and by itself, so its token doesn't
-depend on its batch.
+The same tokens come out as of :mod:`gpu.sampling.sampler`, up to near-ties of rounding:
+exponentials and sums may differ in the last bit. A row is computed by one thread and by itself, so
+its token doesn't depend on its batch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.adjustments import Adjustment
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
-from gpu.draws import SamplerRow, TopLogprobs
 from gpu.executor import Drawn
+from gpu.sampling.adjustments import Adjustment
+from gpu.sampling.sampler_io import SamplerRow, TopLogprobs
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import ints

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, by NumPy; see :mod:`gpu.prompt_logprobs`."""
+"""Log-probabilities of given tokens, by NumPy; see :mod:`gpu.sampling.prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.cpu.model import Floats, Hidden
-from gpu.prompt_logprobs import PromptSpan, padded_ids, rows_in_a_slice
+from gpu.sampling.prompt_logprobs import PromptSpan, padded_ids, rows_in_a_slice
 from gpu.slots import Slot
 
 __all__ = ["logprobs_of", "score_prompt"]
@@ -21,7 +21,7 @@ Scores = tuple[Floats, npt.NDArray[np.int32], npt.NDArray[np.int32], Floats, Flo
 def score_prompt(
     span: PromptSpan, hidden: Hidden, logits_of: Callable[[Any], Floats], vocab_size: int
 ) -> list[npt.NDArray[np.generic]]:
-    """What :func:`gpu.prompt_logprobs.prompt_piece` makes the message about ``span`` of.
+    """What :func:`gpu.sampling.prompt_logprobs.prompt_piece` makes the message about ``span`` of.
 
     Args:
         span: which tokens.

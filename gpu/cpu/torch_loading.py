@@ -11,12 +11,12 @@ import torch
 from gpu.attention import Attention, CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.torch_model import TorchModel, TorchSampler
-from gpu.exchange import ReadWeights
-from gpu.loaded import OnProgress, of_weights, unseen
+from gpu.loading.loaded_model import OnProgress, of_weights, unseen
+from gpu.loading.weight_swap import ReadWeights
 from gpu.lora.torch_adapters import TorchAdapters
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
-from gpu.sampler import Sampler
+from gpu.sampling.sampler import Sampler
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelFiles
 from trioserve.protocol.wire import Start
@@ -46,7 +46,7 @@ def give_cache(
     *,
     max_rank: int = 0,
 ) -> TorchModel[Attention]:
-    """The model with a KV cache; ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table`.
+    """The model with a KV cache; ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`.
 
     ``max_rank`` is the largest of the adapters that are served, 0 for none.
     """

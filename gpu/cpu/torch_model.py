@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu.adjustments import Adjustment
 from gpu.attention import StepLayout
 from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cpu.model import Floats
-from gpu.draws import SamplerRow
 from gpu.executor import Copies, Drawn
 from gpu.lora.store import AdapterStore
 from gpu.lora.torch_adapters import TorchAdapter, TorchAdapters
 from gpu.lora.updates import ProductUpdates
-from gpu.sampler import Sampler
+from gpu.sampling.adjustments import Adjustment
+from gpu.sampling.sampler import Sampler
+from gpu.sampling.sampler_io import SamplerRow
 from gpu.slots import Row, SlotTable
 
 __all__ = ["TorchDecoder", "TorchModel", "TorchSampler"]

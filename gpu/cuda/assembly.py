@@ -5,12 +5,11 @@ from __future__ import annotations
 import attrs
 import torch
 
-from gpu.adjustments import Adjuster
 from gpu.attention import CacheShape
-from gpu.attention.cuda import CudaAttention
 from gpu.attention.kv_cache import FP8, KvCache
-from gpu.attention.limits import AttentionLimits
 from gpu.cuda.adapters import CudaAdapters
+from gpu.cuda.attention import CudaAttention
+from gpu.cuda.attention_limits import AttentionLimits
 from gpu.cuda.executor import CudaExecutor, executor_regions
 from gpu.cuda.sampler import DeviceSampler
 from gpu.cuda.state import DeviceState
@@ -19,7 +18,8 @@ from gpu.cuda.timeline import Timeline
 from gpu.kernels import KernelLoader
 from gpu.lora.places import AdapterPlaces
 from gpu.models.decoder import Decoder
-from gpu.rope import cos_sin_table
+from gpu.models.rope import cos_sin_table
+from gpu.sampling.adjustments import Adjuster
 from gpu.slots import SlotTable
 from trioserve.model_files import ModelConfig
 

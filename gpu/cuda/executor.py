@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from gpu.adjustments import Adjuster, NoAdjuster
+from gpu._util.upload import upload
 from gpu.attention import StepLayout
-from gpu.attention.cuda import CudaAttention
 from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cuda.adapters import CudaAdapters
+from gpu.cuda.attention import CudaAttention
 from gpu.cuda.graphs import Capturer, GraphLadder, ladder, sharing_ladder
 from gpu.cuda.sampler import DeviceSampler
 from gpu.cuda.state import DeviceState
@@ -32,15 +32,15 @@ from gpu.cuda.step import CudaStep, CudaSubmission, Replay
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import Ending, Timeline
 from gpu.executor import NO_COPIES, Copies, Submission
-from gpu.extras import SlotExtras
 from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
 from gpu.models.decoder import Decoder
-from gpu.pooled import PooledSpan
-from gpu.prompt_logprobs import PromptSpan
-from gpu.prompt_scores import logprobs_of, score_prompt
+from gpu.sampling.adjustments import Adjuster, NoAdjuster
+from gpu.sampling.pooled import PooledSpan
+from gpu.sampling.prompt_logprobs import PromptSpan
+from gpu.sampling.prompt_scores import logprobs_of, score_prompt
+from gpu.sampling.slot_options import SlotExtras
 from gpu.slots import Row, Slot, SlotTable
-from gpu.upload import upload
 
 __all__ = ["CudaExecutor", "executor_regions"]
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
-from gpu.adjustments import Adjuster
 from gpu.attention import CacheShape
 from gpu.attention.kv_cache import bytes_per_page
 from gpu.cuda.assembly import ServingLimits, assemble, attention_limits, cache_shape
@@ -26,9 +25,15 @@ from gpu.cuda.model_kernels import model_kernels
 from gpu.kernels import MOST_BLOCKS
 from gpu.kernels.attention_tile import PAGE_SIZES, check_attention_arguments
 from gpu.kernels.nvrtc import KernelBuildError
-from gpu.loaded import Loaded, OnProgress, choose_num_threads, of_weights, unseen, warm_up
-from gpu.lora.places import AdapterPlaces
-from gpu.memory import (
+from gpu.loading.loaded_model import (
+    Loaded,
+    OnProgress,
+    choose_num_threads,
+    of_weights,
+    unseen,
+    warm_up,
+)
+from gpu.loading.memory import (
     GRAPHS_DONT_FIT,
     GpuMemory,
     cache_doesnt_fit,
@@ -37,10 +42,12 @@ from gpu.memory import (
     graph_bytes,
     step_doesnt_fit,
 )
+from gpu.lora.places import AdapterPlaces
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
-from gpu.operations.cuda_ops import CudaOperations
-from gpu.prompt_logprobs import peak_bytes
+from gpu.models.operations.cuda_ops import CudaOperations
+from gpu.sampling.adjustments import Adjuster
+from gpu.sampling.prompt_logprobs import peak_bytes
 from gpu.weights import expected_tensors
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelConfig, ModelFiles

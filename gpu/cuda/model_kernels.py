@@ -30,7 +30,7 @@ def model_kernels(
 ) -> list[KernelSource]:
     """Every kernel that :func:`gpu.cuda.assembly.assemble` and the model's operations load.
 
-    ``may_share`` is :attr:`gpu.attention.limits.AttentionLimits.may_share`.
+    ``may_share`` is :attr:`gpu.cuda.attention_limits.AttentionLimits.may_share`.
     """
     head_dim = config.head_dim
     sources = [

@@ -1,4 +1,5 @@
-"""The sampler on the device: :mod:`gpu.sampler`'s draws, by the kernels of ``gpu/kernels``.
+"""The sampler on the device: :mod:`gpu.sampling.sampler`'s draws, by the kernels of
+``gpu/kernels``.
 
 Nothing comes back to the host before the tokens do, and nothing is launched that depends on them:
 a step's launches can be captured in a CUDA graph and replayed.
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu.draws import TopLogprobs
+from gpu._util.upload import staged, upload
 from gpu.kernels import KernelLoader
 from gpu.kernels.sampling import (
     MAX_HISTORY,
@@ -23,8 +24,8 @@ from gpu.kernels.sampling import (
     SamplingMemory,
     Tiling,
 )
-from gpu.sampler import LOWEST_TEMPERATURE
-from gpu.upload import staged, upload
+from gpu.sampling.sampler import LOWEST_TEMPERATURE
+from gpu.sampling.sampler_io import TopLogprobs
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import ints
 
@@ -53,8 +54,8 @@ class DeviceSampler:
     """Draws tokens for a model with ``vocab_size`` tokens, from logits that stay on the device.
 
     The order of operations is :mod:`trioserve.protocol.sampling`'s, the random numbers are those of
-    :class:`gpu.sampler.Sampler`, and so are the tokens up to near ties of rounding. A row's result
-    depends on nothing but its logits, history and parameters.
+    :class:`gpu.sampling.sampler.Sampler`, and so are the tokens up to near ties of rounding. A
+    row's result depends on nothing but its logits, history and parameters.
 
     Args:
         loader: where the kernels run.

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu._util.upload import staged
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels import KernelLoader
 from gpu.kernels.scatter_updates import ScatterUpdates
 from gpu.slots import PlanError, Row, Slot, SlotTable
-from gpu.upload import staged
 
 __all__ = ["DeviceState"]
 

@@ -13,8 +13,8 @@ from gpu.cuda.graphs import GraphLadder
 from gpu.cuda.sampler import SamplerOutputs, top_lists
 from gpu.cuda.timeline import Ending, Finished
 from gpu.executor import Drawn
-from gpu.pooled import PooledSpan, pooled_prompt
-from gpu.prompt_logprobs import PromptSpan, in_rows, prompt_piece
+from gpu.sampling.pooled import PooledSpan, pooled_prompt
+from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.slots import Row
 
 __all__ = ["CudaStep", "CudaSubmission", "Replay"]

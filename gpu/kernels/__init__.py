@@ -5,8 +5,8 @@ choices. It takes one argument, a struct by value that holds raw pointers and nu
 everything that changes from step to step through those pointers, so that a captured launch can be
 replayed.
 
-The same kernels run on a GPU (:mod:`gpu.kernels.device`) and on the CPU (:mod:`gpu.emulation`):
-what launches them knows neither, only :class:`KernelLoader`.
+The same kernels run on a GPU (:mod:`gpu.kernels.device`) and on the CPU
+(:mod:`gpu.kernels.emulation`): what launches them knows neither, only :class:`KernelLoader`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def sources() -> list[KernelSource]:
     """
     found: list[KernelSource] = []
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name != "__main__":
+        if module.name != "__main__" and not module.ispkg:
             found += getattr(importlib.import_module(f"gpu.kernels.{module.name}"), "VARIANTS", [])
     twice = [title for title, count in Counter(each.title for each in found).items() if count > 1]
     if twice:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import attrs
 
+from gpu._util.private_files import check_private, make_private_folder
 from gpu.kernels import KernelSource, nvrtc
 from gpu.kernels.nvrtc import Build, KernelBuildError, Usage
-from gpu.private_files import check_private, make_private_folder
 from trioserve.protocol.machine import Machine, cache_folder
 
 __all__ = ["CubinCache", "Outcome", "build_all", "default_folder", "default_jobs"]

@@ -8,7 +8,7 @@
 //
 // The vocabulary isn't sorted, and most of it not read again. Sampling by rejection, as FlashInfer
 // has it, does without a sort too, but draws anew in each round: here the draw is one race, with
-// the random numbers of gpu/sampler.py.
+// the random numbers of gpu/sampling/sampler.py.
 //
 // Tiling: one thread block per row. Shared memory: the blocks' ranks and sums, a list of
 // LIST_CAPACITY candidates, sums over them or over intervals.

@@ -1,4 +1,4 @@
-// philox.cuh - Philox4x32-10 on the device: the twin of gpu/philox.py.
+// philox.cuh - Philox4x32-10 on the device: the twin of gpu/sampling/philox.py.
 //
 // Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC'11). A number is a
 // pure function of (seed, position, sequence index, purpose, lane): there is no state to keep.

@@ -64,8 +64,8 @@ class RopeAndWrite:
     """Norms and rotates queries and keys, and writes keys and values to the cache of a layer.
 
     ``dtype`` is that of queries, keys and values; ``cache_dtype`` the same, or e4m3 with a scale
-    for each token and head. ``cos_sin`` is the table of :func:`gpu.rope.cos_sin_table` on the
-    loader's device; every position must lie inside it.
+    for each token and head. ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table` on
+    the loader's device; every position must lie inside it.
 
     Raises:
         ValueError: a size or dtype that the kernel isn't made for.

@@ -8,7 +8,7 @@
 // form: every block has a maximum of its own, so nothing waits for the row's.
 //
 // What mark_tokens.cu marked is adjusted in float64, each step rounded to float32 as in
-// gpu/sampler.py, written back, and its mark cleared; in rows that report raw log-probabilities the
+// gpu/sampling/sampler.py, written back, and its mark cleared; in rows that report raw log-probabilities the
 // raw logit takes the mark's place until top_logprobs.cu. Other rows don't read their marks.
 //
 // Tiling: grid (ceil(num_blocks / BLOCKS_PER_GROUP), rows), 4 warps. A warp has PER_WARP blocks of

@@ -14,11 +14,11 @@ import attrs
 import numpy as np
 import torch
 
+from gpu._util.upload import pinned
 from gpu.kernels.lora import ENTRY, ProductShape, padded_rank, partial_numbers
 from gpu.lora.products import PRODUCTS
 from gpu.lora.reading import Adapter, Update
 from gpu.lora.store import AdapterStore
-from gpu.upload import pinned
 from gpu.weights import FLOAT32, expected_tensors
 from gpu.weights.tensors import as_tensor
 from trioserve.model_files import ModelConfig

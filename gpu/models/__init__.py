@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from gpu.models.decoder import Decoder
-from gpu.operations import Operations
+from gpu.models.operations import Operations
 from trioserve.model_files.config import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 

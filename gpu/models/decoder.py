@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from gpu.attention import Attention, QkNorm
-from gpu.linear import Linear
 from gpu.lora.updates import ProductUpdates
+from gpu.models.linear import Linear
 from gpu.models.mlp import Experts, Mlp
-from gpu.operations import Operations
-from gpu.operations.torch_ops import TorchOperations
+from gpu.models.operations import Operations
+from gpu.models.operations.torch_ops import TorchOperations
 from gpu.weights.named import NamedTensors
 from trioserve.model_files.config import ExpertsConfig, ModelConfig
 from trioserve.protocol.errors import ModelLoadError

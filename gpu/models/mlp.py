@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from gpu.linear import Linear
-from gpu.operations import Operations
+from gpu.models.linear import Linear
+from gpu.models.operations import Operations
 from trioserve.model_files import ExpertsConfig
 
 __all__ = ["Experts", "Mlp", "choose_experts"]

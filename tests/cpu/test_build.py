@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from gpu import private_files
+from gpu._util import private_files
+from gpu._util.private_files import NotPrivateError, check_private, make_private_folder
 from gpu.cpu import build as building
 from gpu.cpu.build import BuildError, build, is_temporary
 from gpu.cpu.library import load_library
-from gpu.private_files import NotPrivateError, check_private, make_private_folder
 from tests.tiny_models import make_tiny
 from trioserve.protocol.machine import Machine, compiler_version
 

@@ -8,12 +8,12 @@ from typing import Any
 import attrs
 import pytest
 
-from gpu.adjustments import NoAdjuster
 from gpu.cpu import library
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.loading import load_on_cpu
-from gpu.loaded import Loaded, warm_up
-from gpu.loading import load
+from gpu.loading.loaded_model import Loaded, warm_up
+from gpu.loading.loading import load
+from gpu.sampling.adjustments import NoAdjuster
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import make_tiny
 from trioserve import EngineConfig

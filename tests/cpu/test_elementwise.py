@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpu.cpu.elementwise import CompiledOperations
 from gpu.cpu.library import BuildError
-from gpu.operations.torch_ops import TorchOperations
+from gpu.models.operations.torch_ops import TorchOperations
 
 EPS = 1e-5
 TORCH = TorchOperations()

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from gpu.adjustments import NoAdjuster
 from gpu.cpu.compiled import CompiledModel, Format, obstacle_in
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.loading import load_on_cpu
 from gpu.runner import Runner
+from gpu.sampling.adjustments import NoAdjuster
 from tests.cpu.test_native_model import (
     SCORED,
     come_and_go,

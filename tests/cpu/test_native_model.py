@@ -18,7 +18,7 @@ from gpu.cpu.model import CpuModel
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
-from gpu.rope import cos_sin_table
+from gpu.models.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.slots import SlotTable
 from gpu.weights import BFLOAT16, read_weights

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from bench import cpu_sampler
-from gpu.adjustments import Adjustment
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.model import Floats
 from gpu.cpu.sampling import CompiledSampler
 from gpu.cpu.torch_model import TorchSampler
-from gpu.draws import SamplerRow
 from gpu.executor import Drawn
-from gpu.sampler import Sampler
+from gpu.sampling.adjustments import Adjustment
+from gpu.sampling.sampler import Sampler
+from gpu.sampling.sampler_io import SamplerRow
 from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
 
 VOCAB = 5003

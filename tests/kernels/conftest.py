@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gpu.emulation import (
-    ARITHMETICS,
-    FORWARD,
-    PLAIN,
-    RANDOM,
-    REVERSE,
-    EmulatedLoader,
-)
 from gpu.kernels import FOLDER, KernelLoader
+from gpu.kernels.emulation import ARITHMETICS, FORWARD, PLAIN, RANDOM, REVERSE, EmulatedLoader
 
 if TYPE_CHECKING:
     from tests.kernels.fake_cuda.gpu import FakeGpu

@@ -1,4 +1,4 @@
-// random_numbers - what philox.cuh gives, for a comparison with gpu/philox.py bit for bit.
+// random_numbers - what philox.cuh gives, for a comparison with gpu/sampling/philox.py bit for bit.
 #include "philox.cuh"
 
 struct Parameters {

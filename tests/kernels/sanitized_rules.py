@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.emulation import EmulatedLoader
+from gpu.kernels.emulation import EmulatedLoader
 from tests.kernels.memory import poisoned
 from tests.kernels.test_emulation import run
 

@@ -10,21 +10,21 @@ import attrs
 import numpy as np
 import torch
 
-from gpu.adjustments import Adjuster
 from gpu.attention import StepLayout
 from gpu.cuda.assembly import ServingLimits, assemble
 from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.graphs import Capturer, CudaCapturer
 from gpu.cuda.timeline import CudaTimeline, HostTimeline, Timeline
-from gpu.draws import SamplerRow
 from gpu.kernels import KernelLoader
 from gpu.lora.places import AdapterPlaces
 from gpu.lora.reading import read_adapter
 from gpu.models import build_model
 from gpu.models.decoder import Decoder
-from gpu.operations.cuda_ops import CudaOperations
+from gpu.models.operations.cuda_ops import CudaOperations
 from gpu.runner import Runner
-from gpu.sampler import Sampler
+from gpu.sampling.adjustments import Adjuster
+from gpu.sampling.sampler import Sampler
+from gpu.sampling.sampler_io import SamplerRow
 from gpu.weights.tensors import load_weights
 from tests.kernels.tape import TapeCapturer, TapedLoader
 from tests.plans import PlanMaker, make_attention

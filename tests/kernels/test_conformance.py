@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.emulation import ROUGH, EmulatedLoader
 from gpu.kernels import KernelLoader, KernelSource, element_name, parameters
+from gpu.kernels.emulation import ROUGH, EmulatedLoader
 from tests.kernels.memory import place, poisoned
 
 pytestmark = pytest.mark.every_arithmetic

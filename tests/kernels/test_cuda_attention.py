@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gpu.attention import CacheShape, StepLayout
-from gpu.attention.cuda import CudaAttention
 from gpu.attention.kv_cache import KvCache, bytes_per_page
-from gpu.attention.limits import AttentionLimits
 from gpu.attention.torch_cpu import TorchCpuAttention
+from gpu.cuda.attention import CudaAttention
+from gpu.cuda.attention_limits import AttentionLimits
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels import MOST_BLOCKS, KernelLoader, KernelSource
 from tests.kernels.memory import relative_error

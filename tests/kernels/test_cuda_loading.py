@@ -10,16 +10,16 @@ import attrs
 import pytest
 import torch
 
-from gpu import loading
 from gpu.cuda import loading as cuda_loading
 from gpu.cuda.device import is_out_of_memory
 from gpu.cuda.graphs import Capturer, ladder
 from gpu.cuda.loading import load_model
 from gpu.cuda.timeline import HostTimeline, Timeline
-from gpu.emulation import EmulatedLoader
 from gpu.kernels import KernelSource
+from gpu.kernels.emulation import EmulatedLoader
 from gpu.kernels.nvrtc import KernelBuildError
-from gpu.loaded import Loaded
+from gpu.loading import loading
+from gpu.loading.loaded_model import Loaded
 from gpu.lora.places import AdapterPlaces
 from gpu.runner import Runner
 from tests.kernels.tape import TapeCapturer, TapedLoader

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpu.kernels import KernelLoader
-from gpu.operations.cuda_ops import CudaOperations
-from gpu.operations.torch_ops import TorchOperations
+from gpu.models.operations.cuda_ops import CudaOperations
+from gpu.models.operations.torch_ops import TorchOperations
 from tests.kernels.memory import place, relative_error
 
 EPS = 1e-5

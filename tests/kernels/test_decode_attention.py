@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gpu.attention.splits import Splits, split
-from gpu.emulation import EmulatedLoader
 from gpu.kernels import KernelLoader
 from gpu.kernels.combine_partials import CombinePartials
 from gpu.kernels.decode_attention import DecodeAttention
+from gpu.kernels.emulation import EmulatedLoader
 from tests.kernels.memory import place, poisoned, relative_error
 from tests.kernels.paged_rows import PagedRows, attention_reference, make_rows
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-import gpu.emulation.build
-from gpu.emulation import (
+import gpu.kernels.emulation.build
+from gpu.kernels import KernelSource, parameters
+from gpu.kernels.emulation import (
     ARITHMETICS,
     FORWARD,
     FUSED,
@@ -27,8 +28,7 @@ from gpu.emulation import (
     EmulatedLoader,
     EmulationError,
 )
-from gpu.emulation.build import build_kernel
-from gpu.kernels import KernelSource, parameters
+from gpu.kernels.emulation.build import build_kernel
 from tests.kernels.memory import place, poisoned
 
 FILE = Path(__file__).parent / "rules.cu"

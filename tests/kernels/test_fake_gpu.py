@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from gpu._util.upload import staged, upload
 from gpu.cuda.graphs import CudaCapturer
 from gpu.kernels.gather_tokens import GatherTokens
-from gpu.upload import staged, upload
 from tests.kernels.fake_cuda.gpu import FakeGpu
 from tests.kernels.fake_cuda.queue import CudaError
 

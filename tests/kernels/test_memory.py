@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from gpu.emulation import EmulatedLoader
+from gpu.kernels.emulation import EmulatedLoader
 from tests.kernels.memory import place, poisoned, poisoned_cache, relative_error
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32]
@@ -56,7 +56,7 @@ def test_a_cache_is_all_nan() -> None:
 def test_a_touch_past_the_end_kills(size: int, access: str) -> None:
     program = (
         "import ctypes, torch\n"
-        "from gpu.emulation import EmulatedLoader\n"
+        "from gpu.kernels.emulation import EmulatedLoader\n"
         "from tests.kernels.memory import poisoned\n"
         f"memory = poisoned(({size},), torch.float32, EmulatedLoader())\n"
         "end = memory.data_ptr() + -(-memory.numel() * 4 // 16) * 16\n"

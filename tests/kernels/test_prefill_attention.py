@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gpu.attention.prefill_items import prefill_items
-from gpu.emulation import EmulatedLoader
 from gpu.kernels import KernelLoader
+from gpu.kernels.emulation import EmulatedLoader
 from gpu.kernels.prefill_attention import PrefillAttention, prefill_attention_source
 from tests.kernels.memory import place, poisoned, relative_error
 from tests.kernels.paged_rows import (

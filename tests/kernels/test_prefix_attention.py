@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gpu.attention.shared_prefix import PrefixGroups, prefix_items
-from gpu.emulation import EmulatedLoader
 from gpu.kernels import KernelLoader
+from gpu.kernels.emulation import EmulatedLoader
 from gpu.kernels.prefix_attention import PrefixAttention, prefix_attention_source
 from tests.kernels.memory import place, poisoned, relative_error
 from tests.kernels.paged_rows import (

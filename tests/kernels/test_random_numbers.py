@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpu.kernels import KernelLoader, KernelSource, parameters
-from gpu.philox import Purpose, uniforms
+from gpu.sampling.philox import Purpose, uniforms
 from tests.kernels.memory import place, poisoned
 
 INPUTS = {

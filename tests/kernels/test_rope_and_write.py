@@ -11,7 +11,7 @@ import torch
 from gpu.attention import QkNorm
 from gpu.kernels import KernelLoader
 from gpu.kernels.rope_and_write import HEAD_DIMS, RopeAndWrite
-from gpu.rope import cos_sin_table
+from gpu.models.rope import cos_sin_table
 from tests.kernels.memory import place, poisoned, poisoned_cache, relative_error
 from tests.kernels.rounding import share_rounded_otherwise
 from trioserve.model_files.config import ModelConfig, RopeScaling

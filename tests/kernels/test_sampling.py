@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gpu.draws import SamplerRow
 from gpu.kernels import KernelLoader
+from gpu.sampling.sampler_io import SamplerRow
 from tests.device_draws import (
     NEAR_TIE,
     adjusted,

@@ -20,7 +20,7 @@ from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.step import CudaStep
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import CudaTimeline
-from gpu.emulation import EmulatedLoader
+from gpu.kernels.emulation import EmulatedLoader
 from tests.adjusters import ToyAdjuster, chained
 from tests.kernels.fake_cuda.gpu import FakeGpu
 from tests.kernels.flights import Flight

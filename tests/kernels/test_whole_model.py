@@ -16,8 +16,8 @@ import attrs
 import pytest
 import torch
 
-from gpu.attention import packing
 from gpu.attention.shared_prefix import PrefixCost
+from gpu.cuda import attention_packing as packing
 from gpu.kernels import KernelLoader
 from tests.kernels.serving import PAGE_SIZE, Judge, Server
 from tests.plans import GREEDY, outputs_over_moved_pages

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from gpu.cpu.torch_model import TorchSampler
-from gpu.loaded import Serving
-from gpu.loading import load
-from gpu.transformers_models import loading
+from gpu.loading.loaded_model import Serving
+from gpu.loading.loading import load
+from gpu.models.transformers_models import loading
 from tests.plans import GREEDY, PlanMaker, RecordingSampler, outputs_over_moved_pages
 from tests.rounding import apart, terms_of_folder
 from tests.tiny_models import VOCAB_SIZE, make_tiny

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu.transformers_models import packing
-from gpu.transformers_models.packing import noting_products, pack
+from gpu.models.transformers_models import packing
+from gpu.models.transformers_models.packing import noting_products, pack
 
 
 class Odd(torch.nn.Module):

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpu.transformers_models import reading
-from gpu.transformers_models.reading import growing, read_model
+from gpu.models.transformers_models import reading
+from gpu.models.transformers_models.reading import growing, read_model
 from tests.transformers_models.models import FAMILIES, make_other
 
 
@@ -53,7 +53,7 @@ def test_an_error_in_between_is_the_end_of_it() -> None:
 def test_a_model_is_read_in_the_format_that_was_asked_for(tmp_path: Path) -> None:
     import torch
 
-    from gpu.transformers_models import interface
+    from gpu.models.transformers_models import interface
 
     interface.register()
     folder = make_other(*FAMILIES["gpt_neox"], tmp_path)

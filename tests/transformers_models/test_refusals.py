@@ -14,12 +14,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from gpu.adjustments import NoAdjuster
-from gpu.loaded import unseen
-from gpu.loading import load
-from gpu.transformers_models import check
-from gpu.transformers_models.attention import PagedLayers
-from gpu.transformers_models.loading import load_through_transformers
+from gpu.loading.loaded_model import unseen
+from gpu.loading.loading import load
+from gpu.models.transformers_models import check
+from gpu.models.transformers_models.attention import PagedLayers
+from gpu.models.transformers_models.loading import load_through_transformers
+from gpu.sampling.adjustments import NoAdjuster
 from gpu.weights.replacement import weights_for
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import make_tiny

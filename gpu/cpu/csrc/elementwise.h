@@ -1,4 +1,4 @@
-// The small operations between products and attention, as gpu/operations says and rounded where it
+// The small operations between products and attention, as gpu/models/operations says and rounded where it
 // rounds: to bfloat16 where a result is stored, in float32 before that.
 //
 // Each is called by all threads of a team, none waits inside. Rows stand one after the other.

@@ -1,4 +1,4 @@
-// Philox4x32-10 as gpu/philox.py has it: a number is a function of seed, position, index, purpose
+// Philox4x32-10 as gpu/sampling/philox.py has it: a number is a function of seed, position, index, purpose
 // and lane alone.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace trioserve {
 
-// What a number is for; the values are those of gpu/philox.py.
+// What a number is for; the values are those of gpu/sampling/philox.py.
 enum class Purpose : uint32_t { kBlock = 0, kToken = 1 };
 
 // A number in [0, 1) with all 53 bits of a double.

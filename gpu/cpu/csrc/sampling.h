@@ -1,6 +1,6 @@
 // Logits to tokens: steps 2 to 11 of trioserve/protocol/sampling.py, and the log-probabilities.
 //
-// gpu/sampler.py is the reference. Every row is computed by one thread, by itself, so what it gives
+// gpu/sampling/sampler.py is the reference. Every row is computed by one thread, by itself, so what it gives
 // doesn't depend on the batch or on the number of threads.
 #pragma once
 

@@ -8,9 +8,9 @@ from functools import partial
 
 import numpy as np
 
-from gpu.emulation import EmulatedLoader
 from gpu.kernels import Kernel, KernelSource
 from gpu.kernels.cubins import Outcome
+from gpu.kernels.emulation import EmulatedLoader
 from gpu.kernels.nvrtc import Build, Usage
 from tests.kernels.fake_cuda.queue import CudaError, Queue
 

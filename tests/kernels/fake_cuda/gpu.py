@@ -10,9 +10,9 @@ import attrs
 import pytest
 import torch
 
-from gpu.emulation import EmulatedLoader
 from gpu.kernels.cubins import CubinCache
 from gpu.kernels.device import DeviceLoader
+from gpu.kernels.emulation import EmulatedLoader
 from tests.kernels.fake_cuda.calls import DEVICE, DeviceCalls
 from tests.kernels.fake_cuda.driver import FakeDriver
 from tests.kernels.fake_cuda.memory import Memory

@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 import torch
 
-from gpu.emulation import ROUGH
 from gpu.kernels import FOLDER, KernelLoader
+from gpu.kernels.emulation import ROUGH
 from tests.kernels.ptx.cases import CASES, PRIMITIVES, agree
 from tests.kernels.ptx.loader import InterpretedLoader
 from tests.kernels.ptx.text import PtxError

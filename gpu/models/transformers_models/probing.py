@@ -12,8 +12,8 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from gpu.transformers_models.attention import LayerShape
-from gpu.transformers_models.interface import AttentionCall, answering
+from gpu.models.transformers_models.attention import LayerShape
+from gpu.models.transformers_models.interface import AttentionCall, answering
 from trioserve.protocol.errors import ModelLoadError
 
 __all__ = ["probe_layers", "refusal"]

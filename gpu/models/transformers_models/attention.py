@@ -12,7 +12,7 @@ from gpu.attention import CacheShape, StepLayout
 from gpu.attention.scores import ScoreRule
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.executor import Copies
-from gpu.transformers_models.interface import AttentionCall
+from gpu.models.transformers_models.interface import AttentionCall
 
 __all__ = ["LayerShape", "PagedLayers"]
 
@@ -40,7 +40,8 @@ class LayerShape:
 
 
 class PagedLayers:
-    """The paged attention of a whole model: :class:`gpu.transformers_models.interface.Backend`.
+    """The paged attention of a whole model:
+    :class:`gpu.models.transformers_models.interface.Backend`.
 
     Layers of one shape share one :class:`~gpu.attention.torch_cpu.TorchCpuAttention`; a page has
     its number in all of them.

@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 import torch
 
-from gpu.adjustments import Adjuster
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.loading import choose_cpu_pages, refuse_cache_format
 from gpu.cpu.torch_loading import make_sampler
 from gpu.cpu.torch_model import TorchModel
-from gpu.exchange import ReadWeights
-from gpu.loaded import Loaded, OnProgress, choose_num_threads, unseen
+from gpu.loading.loaded_model import Loaded, OnProgress, choose_num_threads, unseen
+from gpu.loading.weight_swap import ReadWeights
+from gpu.models.transformers_models import interface
+from gpu.models.transformers_models.attention import LayerShape, PagedLayers
+from gpu.models.transformers_models.check import check_against_plain
+from gpu.models.transformers_models.decoder import TransformersDecoder
+from gpu.models.transformers_models.packing import noting_products, pack
+from gpu.models.transformers_models.probing import probe_layers, refusal
+from gpu.models.transformers_models.reading import read_model, version
+from gpu.sampling.adjustments import Adjuster
 from gpu.slots import SlotTable, described
-from gpu.transformers_models import interface
-from gpu.transformers_models.attention import LayerShape, PagedLayers
-from gpu.transformers_models.check import check_against_plain
-from gpu.transformers_models.decoder import TransformersDecoder
-from gpu.transformers_models.packing import noting_products, pack
-from gpu.transformers_models.probing import probe_layers, refusal
-from gpu.transformers_models.reading import read_model, version
 from trioserve.model_files import ModelFiles, TransformersConfig
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine, extra_advice

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens, by torch, on the device that has the logits.
 
-See :mod:`gpu.prompt_logprobs`. Nothing here waits for the device.
+See :mod:`gpu.sampling.prompt_logprobs`. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu.prompt_logprobs import PromptSpan, padded_ids, rows_in_a_slice
+from gpu._util.upload import upload
+from gpu.sampling.prompt_logprobs import PromptSpan, padded_ids, rows_in_a_slice
 from gpu.slots import Slot
-from gpu.upload import upload
 
 __all__ = ["logprobs_of", "score_prompt"]
 
@@ -25,7 +25,7 @@ _TOP_BYTES = 16 << 20
 def score_prompt(
     span: PromptSpan, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], vocab_size: int
 ) -> list[Tensor]:
-    """What :func:`gpu.prompt_logprobs.prompt_piece` makes the message about ``span`` of.
+    """What :func:`gpu.sampling.prompt_logprobs.prompt_piece` makes the message about ``span`` of.
 
     Args:
         hidden: [T, E], the step's hidden states.

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from gpu.constraints.adjuster import Constraints
-from gpu.exchange import ModelWeights, ReadWeights
 from gpu.executor import Executor
+from gpu.loading.weight_swap import ModelWeights, ReadWeights
 from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
 from gpu.slots import SlotTable

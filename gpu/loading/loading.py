@@ -10,9 +10,9 @@ import attrs
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.processors import Processors, load_processor, load_processors
-from gpu.devices import choose_device, choose_dtype
-from gpu.exchange import ModelWeights
-from gpu.loaded import Loaded, OnProgress, Serving, choose_num_threads, warm_up
+from gpu.loading.devices import choose_device, choose_dtype
+from gpu.loading.loaded_model import Loaded, OnProgress, Serving, choose_num_threads, warm_up
+from gpu.loading.weight_swap import ModelWeights
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable
@@ -45,7 +45,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         ModelLoadError: the model can't be loaded or served so; one line says why and what to do.
     """
     if task_of(Path(start.model)) != "generate":
-        from gpu.encoder.serving import load_encoder_to_serve  # needs torch
+        from gpu.models.encoder.serving import load_encoder_to_serve  # needs torch
 
         return load_encoder_to_serve(start, on_progress)
     device = choose_device(start.device)
@@ -112,7 +112,7 @@ def _load_on(
     if start.mock is not None:
         return _load_mock(start, start.mock, files)
     if isinstance(files.config, TransformersConfig):
-        from gpu.transformers_models.loading import load_through_transformers
+        from gpu.models.transformers_models.loading import load_through_transformers
 
         return load_through_transformers(start, files, dtype, device, on_progress, constraints)
     if device != "cpu":

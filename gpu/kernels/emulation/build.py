@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from gpu._util.private_files import make_private_folder
 from gpu.kernels import FOLDER, KernelSource
-from gpu.private_files import make_private_folder
 
 __all__ = ["BuildError", "BuildWarning", "build_emulator", "build_kernel"]
 

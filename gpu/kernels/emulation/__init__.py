@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu.emulation.build import BuildError, BuildWarning, build_emulator, build_kernel
 from gpu.kernels import FOLDER, Kernel, KernelSource
+from gpu.kernels.emulation.build import BuildError, BuildWarning, build_emulator, build_kernel
 
 __all__ = [
     "ARITHMETICS",

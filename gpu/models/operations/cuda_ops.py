@@ -14,7 +14,7 @@ __all__ = ["CudaOperations"]
 
 
 class CudaOperations:
-    """:class:`gpu.operations.Operations` for one model, in bfloat16 or float16.
+    """:class:`gpu.models.operations.Operations` for one model, in bfloat16 or float16.
 
     ``mlp_sizes`` are the intermediate sizes of its MLPs.
 
@@ -34,7 +34,7 @@ class CudaOperations:
         self._silu_mul = {size: SiluMul(loader, inner_size=size, dtype=dtype) for size in mlp_sizes}
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See :meth:`gpu.operations.Operations.rms_norm`."""
+        """See :meth:`gpu.models.operations.Operations.rms_norm`."""
         y = torch.empty_like(x)
         self._norm.launch(x, weight, eps, y)
         return y
@@ -42,13 +42,13 @@ class CudaOperations:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See :meth:`gpu.operations.Operations.add_rms_norm`."""
+        """See :meth:`gpu.models.operations.Operations.add_rms_norm`."""
         y = torch.empty_like(x)
         self._norm.launch_add(x, residual, weight, eps, y)
         return y
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See :meth:`gpu.operations.Operations.silu_mul`."""
+        """See :meth:`gpu.models.operations.Operations.silu_mul`."""
         size = gate_up.shape[1] // 2
         y = gate_up.new_empty(gate_up.shape[0], size)
         self._silu_mul[size].launch(gate_up, y)

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.attention import StepLayout
-from gpu.attention.limits import AttentionLimits
 from gpu.attention.prefill_items import PrefillItems, choose_tile, prefill_items
 from gpu.attention.shared_prefix import PrefixCost, SharedPrefixes, prefix_tile, shared_prefixes
 from gpu.attention.splits import Splits, split
+from gpu.cuda.attention_limits import AttentionLimits
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels.attention_tile import TILES, tokens_per_tile
 

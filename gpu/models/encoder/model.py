@@ -20,11 +20,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from gpu.encoder.activations import ACTIVATIONS
-from gpu.encoder.packing import Group, Ints, Packed, check_inputs, pack, split
-from gpu.encoder.pooling import pool
-from gpu.encoder.relative import RelativeBias
-from gpu.linear import Linear, padded_rows, prepacks
+from gpu.models.encoder.activations import ACTIVATIONS
+from gpu.models.encoder.packing import Group, Ints, Packed, check_inputs, pack, split
+from gpu.models.encoder.pooling import pool
+from gpu.models.encoder.relative import RelativeBias
+from gpu.models.linear import Linear, padded_rows, prepacks
 from gpu.weights.encoder import RELATIVE_BIAS
 from gpu.weights.named import NamedTensors
 from trioserve.model_files import EncoderConfig

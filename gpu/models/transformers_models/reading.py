@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from gpu.loaded import OnProgress
-from gpu.transformers_models import interface
-from gpu.transformers_models.probing import refusal
+from gpu.loading.loaded_model import OnProgress
+from gpu.models.transformers_models import interface
+from gpu.models.transformers_models.probing import refusal
 from trioserve.model_files.shards import read_shards
 from trioserve.protocol.errors import ModelLoadError
 

@@ -1,7 +1,7 @@
 """Paged attention with the CUDA kernels, on a GPU or in the emulation.
 
-A step is packed on the host (:mod:`gpu.attention.packing`) and launched on the device. Rows of one
-token are computed by ``decode_attention``, the prefix that several of them share by
+A step is packed on the host (:mod:`gpu.cuda.attention_packing`) and launched on the device. Rows of
+one token are computed by ``decode_attention``, the prefix that several of them share by
 ``prefix_attention``, rows of more tokens by ``prefill_attention``. Where a row was cut, these leave
 partial results, which ``combine_partials`` merges for all tokens at once.
 """
@@ -16,11 +16,11 @@ import torch
 
 from gpu.attention import QkNorm, StepLayout
 from gpu.attention.kv_cache import KvCache
-from gpu.attention.limits import AttentionLimits
-from gpu.attention.packing import StepPacker, StepShape, padded_shape
 from gpu.attention.prefill_items import ITEM_FIELDS as PREFILL_FIELDS
 from gpu.attention.shared_prefix import ITEM_FIELDS as PREFIX_FIELDS
 from gpu.attention.shared_prefix import SharedPrefixes
+from gpu.cuda.attention_limits import AttentionLimits
+from gpu.cuda.attention_packing import StepPacker, StepShape, padded_shape
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.executor import Copies
 from gpu.kernels import KernelLoader
@@ -60,7 +60,7 @@ class CudaAttention:
         cache: the KV cache.
         limits: of the steps.
         dtype: of the model.
-        cos_sin: the table of :func:`gpu.rope.cos_sin_table` on the device.
+        cos_sin: the table of :func:`gpu.models.rope.cos_sin_table` on the device.
 
     Raises:
         ValueError: the kernels aren't built for the model's shape.

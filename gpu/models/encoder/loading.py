@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from gpu.encoder.model import Encoder
+from gpu.models.encoder.model import Encoder
 from gpu.weights.encoder import read_encoder_weights
 from gpu.weights.tensors import NUMPY_DTYPES, as_tensor
 from trioserve.model_files import EncoderFiles

@@ -1,8 +1,8 @@
 """The matrices of a model in the layout that the processor multiplies fastest.
 
-:class:`gpu.linear.Linear` has it for native models: in bfloat16 on a CPU it gains a factor of two
-at small batches. A matrix is given away for its packed copy, so only modules get one that were seen
-to be called: a family may as well take the weight of one and multiply itself.
+:class:`gpu.models.linear.Linear` has it for native models: in bfloat16 on a CPU it gains a factor
+of two at small batches. A matrix is given away for its packed copy, so only modules get one that
+were seen to be called: a family may as well take the weight of one and multiply itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu.linear import Linear, prepacks
+from gpu.models.linear import Linear, prepacks
 
 __all__ = ["noting_products", "pack"]
 

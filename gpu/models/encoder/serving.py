@@ -11,12 +11,12 @@ import attrs
 import numpy as np
 import torch
 
-from gpu.devices import choose_device
-from gpu.encoder.loading import load_encoder
-from gpu.encoder.model import Encoder
-from gpu.exchange import ModelWeights
 from gpu.executor import NO_COPIES, Copies, Submission
-from gpu.loaded import Serving, choose_num_threads, of_weights
+from gpu.loading.devices import choose_device
+from gpu.loading.loaded_model import Serving, choose_num_threads, of_weights
+from gpu.loading.weight_swap import ModelWeights
+from gpu.models.encoder.loading import load_encoder
+from gpu.models.encoder.model import Encoder
 from gpu.runner import Runner
 from gpu.slots import PlanError, Row, Slot, SlotTable
 from gpu.weights.replacement import encoder_weights_for

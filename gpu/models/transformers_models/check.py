@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 
 from gpu.cpu.torch_model import TorchModel
+from gpu.models.transformers_models.attention import LayerShape, PagedLayers
+from gpu.models.transformers_models.decoder import TransformersDecoder
+from gpu.models.transformers_models.interface import NAME
+from gpu.models.transformers_models.probing import refusal
 from gpu.slots import SlotTable
-from gpu.transformers_models.attention import LayerShape, PagedLayers
-from gpu.transformers_models.decoder import TransformersDecoder
-from gpu.transformers_models.interface import NAME
-from gpu.transformers_models.probing import refusal
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 

@@ -4,7 +4,8 @@ All are raw, of the model's own distribution. A hidden state says what follows i
 state at position p - 1 gives the log-probability of the prompt's token p; the first token has none.
 
 The logits of a whole prompt would be hundreds of megabytes, so they are made and reduced in slices
-of :data:`SLICE_BYTES`: on a GPU by :mod:`gpu.prompt_scores`, on a CPU by :mod:`gpu.cpu.scores`.
+of :data:`SLICE_BYTES`: on a GPU by :mod:`gpu.sampling.prompt_scores`, on a CPU by
+:mod:`gpu.cpu.scores`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Everything works on whole batches. A batch of plain greedy rows costs one argmax; rows with a
 temperature alone cost a few elementwise passes and no sort; for what cuts a distribution see
-:mod:`gpu.truncation`. Penalties, biases and masks touch only the tokens that they name, and an
-adjustment only the rows that it changes.
+:mod:`gpu.sampling.truncation`. Penalties, biases and masks touch only the tokens that they name,
+and an adjustment only the rows that it changes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu.adjustments import Adjustment
-from gpu.draws import SamplerRow, TopLogprobs
-from gpu.philox import Purpose, uniforms
-from gpu.truncation import BLOCK, block_sums, drop_below, truncate
+from gpu.sampling.adjustments import Adjustment
+from gpu.sampling.philox import Purpose, uniforms
+from gpu.sampling.sampler_io import SamplerRow, TopLogprobs
+from gpu.sampling.truncation import BLOCK, block_sums, drop_below, truncate
 from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
 from trioserve.protocol.wire import ints
 

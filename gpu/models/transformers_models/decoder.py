@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gpu.lora.updates import ProductUpdates
-from gpu.transformers_models.attention import PagedLayers
-from gpu.transformers_models.interface import answering
+from gpu.models.transformers_models.attention import PagedLayers
+from gpu.models.transformers_models.interface import answering
 
 __all__ = ["TransformersDecoder"]
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gpu.adjustments import Adjuster, Adjustment, Logits
-from gpu.pooled import PooledSlots
-from gpu.prompt_logprobs import PromptSpan
+from gpu.sampling.adjustments import Adjuster, Adjustment, Logits
+from gpu.sampling.pooled import PooledSlots
+from gpu.sampling.prompt_logprobs import PromptSpan
 from gpu.slots import UNKNOWN_TOKEN, Row, Slot
 
 __all__ = ["SlotExtras"]
