@@ -1,7 +1,7 @@
 """The project's tasks: ``python -m nox -s serve`` and the rest of ``python -m nox --list``.
 
 There are two environments, ``.nox/serve`` and ``.nox/development``, instead of one for each
-session, because each holds a copy of torch. ``tests/test_clients.py`` makes a third,
+session, because each holds a copy of torch. ``tests/clients/test_clients.py`` makes a third,
 ``.nox/clients``, of packages that want other versions of what the second has.
 """
 
@@ -81,7 +81,7 @@ def lint(session: nox.Session) -> None:
     session.run(python, "-m", "ruff", "check", ".")
     session.run(python, "-m", "ruff", "format", "--check", ".")
     session.run(python, "-m", "mypy")
-    session.run(python, "-m", "mypy", "examples")
+    session.run(python, "-m", "mypy", "docs/examples")
 
 
 @nox.session
@@ -107,7 +107,9 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """Fuzz what reads others' bytes; what follows ``--`` are targets and ``--seconds`` for each."""
-    session.run(development(session), "-m", "fuzz", *session.posargs, env={"HF_HUB_OFFLINE": "1"})
+    session.run(
+        development(session), "-m", "tests.fuzz", *session.posargs, env={"HF_HUB_OFFLINE": "1"}
+    )
 
 
 @nox.session

@@ -14,7 +14,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
 ]
-exclude_patterns = ["_build", "_ext"]
+exclude_patterns = ["_build", "_ext", "examples"]
 html_theme = "furo"
 html_title = f"trioserve {release}"
 myst_heading_anchors = 3

@@ -17,7 +17,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.model_server import Server, serving
+from tests.support.model_server import Server, serving
 
 TEST_TIMEOUT = 180.0
 

@@ -60,13 +60,13 @@ SANITIZED_TESTS = (
     "test_token_movement",
 )
 WORKER_TESTS = (
-    "tests/test_attention.py",
-    "tests/test_models.py",
-    "tests/test_philox.py",
-    "tests/test_runner.py",
-    "tests/test_sampler.py",
-    "tests/test_weights.py",
-    "tests/test_worker.py",
+    "tests/gpu/attention/test_attention.py",
+    "tests/gpu/models/test_models.py",
+    "tests/gpu/sampling/test_philox.py",
+    "tests/gpu/test_runner.py",
+    "tests/gpu/sampling/test_sampler.py",
+    "tests/gpu/weights/test_weights.py",
+    "tests/gpu/test_worker.py",
 )
 # Kernels that are measured in one process, and the seconds of that.
 KERNEL_GROUPS: Mapping[str, tuple[tuple[str, ...], float]] = {

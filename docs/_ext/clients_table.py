@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 OWN = "constraints.txt"
-PYTHON = "tests/clients/requirements.txt"
-NODE = "tests/clients/node/package.json"
+PYTHON = "tests/clients/programs/requirements.txt"
+NODE = "tests/clients/programs/node/package.json"
 CLIENTS = (
     ("openai", "Python", OWN, "OpenAI's chats, completions and responses"),
     ("anthropic", "Python", OWN, "Anthropic's messages"),

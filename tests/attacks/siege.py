@@ -23,7 +23,7 @@ from pathlib import Path
 import attrs
 import psutil
 
-from tests.model_server import ROOT
+from tests.support.model_server import ROOT
 
 __all__ = ["MAX_BUSY", "MAX_GAP", "MAX_MEMORY", "Victim", "besieged"]
 

@@ -19,8 +19,8 @@ import pytest
 
 from tests.attacks.siege import MAX_MEMORY, Victim, besieged
 from tests.attacks.witness import HEADERS
-from tests.h2_client import END_HEADERS, END_STREAM, PREFACE, SETTINGS, frame
-from tests.h2_client import HEADERS as HEADERS_FRAME
+from tests.support.h2_client import END_HEADERS, END_STREAM, PREFACE, SETTINGS, frame
+from tests.support.h2_client import HEADERS as HEADERS_FRAME
 
 NUM_CONNECTIONS = 128
 BUDGET = 32 * 2**20

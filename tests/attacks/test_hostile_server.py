@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.live_pictures import hello, picture
+from tests.support.live_pictures import hello, picture
 from trioserve.cli import commands
 from trioserve.cli.top import feed
 from trioserve.load import remote

@@ -14,7 +14,7 @@ import pytest
 
 from tests.attacks.siege import Victim
 from tests.attacks.test_connections import NO_WINDOW, get
-from tests.h2_client import (
+from tests.support.h2_client import (
     CONTINUATION,
     DATA,
     END_HEADERS,

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 
 import attrs
 import pytest
-from model_server import Server, serving
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+from tests.support.model_server import Server, serving
 
 ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

@@ -9,7 +9,7 @@ import attrs
 
 from gpu.kernels import KernelLoader
 from tests.kernels.serving import NUM_PAGES, PAGE_SIZE, Server
-from tests.plans import PlanMaker
+from tests.support.plans import PlanMaker
 from trioserve.protocol.wire import StepResult
 
 __all__ = ["Flight"]

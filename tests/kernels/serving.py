@@ -27,7 +27,7 @@ from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampler_io import SamplerRow
 from gpu.weights.tensors import load_weights
 from tests.kernels.tape import TapeCapturer, TapedLoader
-from tests.plans import PlanMaker, make_attention
+from tests.support.plans import PlanMaker, make_attention
 from trioserve.model_files import open_model
 from trioserve.protocol.sampling import SamplerParams
 

@@ -15,9 +15,9 @@ from gpu.lora.reading import read_adapter
 from gpu.lora.torch_adapters import TorchAdapters
 from tests.kernels.memory import place, relative_error
 from tests.kernels.serving import Judge, Server
-from tests.lora.adapters import make_adapter, merge, rows_of
-from tests.plans import GREEDY
-from tests.tiny_models import make_tiny
+from tests.support.lora_adapters import make_adapter, merge, rows_of
+from tests.support.plans import GREEDY
+from tests.support.tiny_models import make_tiny
 from trioserve.model_files import open_model
 
 PROMPTS = [[(7 * i * i + 3 * i + 11 * k) % 300 for i in range(20 + 9 * k)] for k in range(4)]

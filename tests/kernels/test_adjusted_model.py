@@ -1,7 +1,7 @@
 """What comes between the forward pass and the draw, over kernels and a whole small model.
 
-The adjuster's masks depend on the last token (tests/adjusters.py), so with two plans in flight
-draws are deferred; whatever is in flight, the tokens are the same.
+The adjuster's masks depend on the last token (tests/support/adjusters.py), so with two plans in
+flight draws are deferred; whatever is in flight, the tokens are the same.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from gpu.kernels import KernelLoader
-from tests.adjusters import CLASSES, ToyAdjuster, chained, follows
 from tests.kernels.serving import Judge, Server
-from tests.plans import GREEDY
-from tests.tiny_models import make_tiny
+from tests.support.adjusters import CLASSES, ToyAdjuster, chained, follows
+from tests.support.plans import GREEDY
+from tests.support.tiny_models import make_tiny
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import StepResult, floats, ints
 

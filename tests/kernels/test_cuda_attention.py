@@ -15,8 +15,8 @@ from gpu.cuda.attention import CudaAttention
 from gpu.cuda.attention_limits import AttentionLimits
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels import MOST_BLOCKS, KernelLoader, KernelSource
+from tests.gpu.attention.test_packing import layout_of
 from tests.kernels.memory import relative_error
-from tests.test_attention_packing import layout_of
 
 PAGE_SIZE = 16
 NUM_PAGES = 80

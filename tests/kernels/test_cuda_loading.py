@@ -22,10 +22,10 @@ from gpu.loading import loading
 from gpu.loading.loaded_model import Loaded
 from gpu.lora.places import AdapterPlaces
 from gpu.runner import Runner
+from tests.gpu.test_worker import start_message
 from tests.kernels.tape import TapeCapturer, TapedLoader
-from tests.plans import PlanMaker
-from tests.test_worker import start_message
-from tests.tiny_models import make_tiny
+from tests.support.plans import PlanMaker
+from tests.support.tiny_models import make_tiny
 from trioserve.model_files import open_model
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError

@@ -9,9 +9,9 @@ import pytest
 from gpu.kernels import KernelLoader
 from tests.kernels.serving import Judge, Server
 from tests.kernels.test_whole_model import PROMPTS, SEEDED, check
-from tests.lora.adapters import make_adapter
-from tests.plans import GREEDY
-from tests.tiny_models import make_tiny
+from tests.support.lora_adapters import make_adapter
+from tests.support.plans import GREEDY
+from tests.support.tiny_models import make_tiny
 from trioserve.protocol.sampling import SamplerParams
 
 MARGIN = 0.25

@@ -11,8 +11,8 @@ import torch
 
 from gpu.kernels import KernelLoader
 from tests.kernels.serving import PAGE_SIZE, Server
-from tests.plans import PlanMaker
-from tests.tiny_models import make_tiny
+from tests.support.plans import PlanMaker
+from tests.support.tiny_models import make_tiny
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import Plan, StepResult
 

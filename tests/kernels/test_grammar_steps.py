@@ -13,7 +13,7 @@ from gpu.constraints.grammar_cache import GrammarCache
 from gpu.constraints.grammars import GrammarVocabulary
 from gpu.kernels import KernelLoader
 from tests.kernels.serving import Server
-from tests.tiny_models import make_tiny, tiny_tokenizer
+from tests.support.tiny_models import make_tiny, tiny_tokenizer
 from trioserve.model_files import open_model
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplerParams

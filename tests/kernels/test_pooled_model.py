@@ -12,8 +12,8 @@ import torch
 from gpu.kernels import KernelLoader
 from gpu.slots import PlanError
 from tests.kernels.serving import Judge, Server
-from tests.plans import GREEDY
-from tests.tiny_models import make_tiny
+from tests.support.plans import GREEDY
+from tests.support.tiny_models import make_tiny
 from trioserve.protocol.wire import StepResult, floats
 
 PROMPT = [(7 * i * i + 3 * i) % 300 for i in range(41)]

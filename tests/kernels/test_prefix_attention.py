@@ -21,7 +21,7 @@ from tests.kernels.paged_rows import (
     one_large_score,
     rising_scores,
 )
-from tests.rounding import sum_error
+from tests.support.rounding import sum_error
 
 pytestmark = pytest.mark.every_arithmetic
 

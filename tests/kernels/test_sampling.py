@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpu.kernels import KernelLoader
 from gpu.sampling.sampler_io import SamplerRow
-from tests.device_draws import (
+from tests.support.device_draws import (
     NEAR_TIE,
     adjusted,
     assert_same_tokens,

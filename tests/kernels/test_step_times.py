@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gpu.kernels import KernelLoader
-from tests.adjusters import ToyAdjuster, chained
 from tests.kernels.serving import Server
-from tests.plans import GREEDY
-from tests.tiny_models import make_tiny
+from tests.support.adjusters import ToyAdjuster, chained
+from tests.support.plans import GREEDY
+from tests.support.tiny_models import make_tiny
 
 PROMPT = [5, 17, 200, 31, 8, 90, 44]
 

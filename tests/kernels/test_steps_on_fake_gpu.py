@@ -21,11 +21,11 @@ from gpu.cuda.step import CudaStep
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import CudaTimeline
 from gpu.kernels.emulation import EmulatedLoader
-from tests.adjusters import ToyAdjuster, chained
 from tests.kernels.fake_cuda.gpu import FakeGpu
 from tests.kernels.flights import Flight
-from tests.lora.adapters import make_adapter
-from tests.tiny_models import make_tiny
+from tests.support.adjusters import ToyAdjuster, chained
+from tests.support.lora_adapters import make_adapter
+from tests.support.tiny_models import make_tiny
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import StepResult, ints
 

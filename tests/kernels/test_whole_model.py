@@ -20,8 +20,8 @@ from gpu.attention.shared_prefix import PrefixCost
 from gpu.cuda import attention_packing as packing
 from gpu.kernels import KernelLoader
 from tests.kernels.serving import PAGE_SIZE, Judge, Server
-from tests.plans import GREEDY, outputs_over_moved_pages
-from tests.tiny_models import make_tiny
+from tests.support.plans import GREEDY, outputs_over_moved_pages
+from tests.support.tiny_models import make_tiny
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import StepResult, floats, ints
 

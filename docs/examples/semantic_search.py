@@ -1,0 +1,43 @@
+"""Find the text nearest in meaning: ``python docs/examples/semantic_search.py "rainy day"``.
+
+A model that generates embeds, too, if it is asked for a single word. One that was trained for it,
+whose folder TRIOSERVE_MODEL may name, needs no such trick, and does it better.
+"""
+
+import os
+import sys
+
+import trio
+
+import trioserve
+
+TEXTS = (
+    "The cat sleeps on the sofa.",
+    "It has been raining since Monday.",
+    "Stock markets fell sharply today.",
+    "Flour, water, salt and yeast make bread.",
+    "The kitten plays with a ball of wool.",
+    "Take an umbrella, there are clouds.",
+)
+
+
+async def search(engine: trioserve.Engine, query: str) -> list[tuple[float, str]]:
+    """The texts with how near they are to ``query`` (1 is the same), the nearest first."""
+    form = 'This sentence: "{}" means in one word: "' if engine.task == "generate" else "{}"
+    found = await engine.embed([form.format(text) for text in (query, *TEXTS)])
+    # float32 [texts, dimensions], each of length 1
+    nearness = found.vectors[1:] @ found.vectors[0]
+    return sorted(zip(nearness.tolist(), TEXTS, strict=True), reverse=True)
+
+
+async def main(*queries: str) -> None:
+    model = os.environ.get("TRIOSERVE_MODEL", "smollm2-135m")
+    async with trioserve.open_engine(model) as engine:
+        for query in queries or ("a pet", "bad weather"):
+            print(query)
+            for nearness, text in await search(engine, query):
+                print(f"    {nearness:.3f}  {text}")
+
+
+if __name__ == "__main__":
+    trio.run(main, *sys.argv[1:])

@@ -1,0 +1,110 @@
+"""What crosses the border of the worker's process: any bytes, and results that don't fit a plan."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import attrs
+from hypothesis import strategies as st
+
+from tests.fuzz.target import Target
+from tests.protocol.test_wire import MESSAGES
+from tests.support.scheduling import Bench, worker
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
+
+__all__ = ["TARGETS"]
+
+MEMORY = 1 << 20
+"""What decoding a few hundred bytes may take at most: the memory of an error's text and little."""
+
+
+def _check_message(data: bytes) -> None:
+    started = not tracemalloc.is_tracing()
+    if started:
+        tracemalloc.start()
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        message = wire.decode(data)
+    except wire.WireError:
+        message = None
+    finally:
+        peak = tracemalloc.get_traced_memory()[1] - before
+        if started:
+            tracemalloc.stop()
+    assert peak < MEMORY + 64 * len(data), f"{peak} bytes for a message of {len(data)}"
+    if message is not None:
+        # Equal messages are equal as bytes; NaN isn't equal to itself.
+        assert wire.encode(wire.decode(wire.encode(message))) == wire.encode(message)
+
+
+_INTEGERS = st.sampled_from((-(2**31), -2, -1, 0, 1, 2, 3, 4, 255, 256, 2**31 - 1))
+_COLUMNS = st.one_of(
+    st.lists(
+        st.sampled_from((-(2**31), -2, -1, 0, 1, 2, 3, 4, 255, 256, 2**31 - 1)), max_size=8
+    ).map(wire.from_ints),
+    st.lists(st.floats(width=32), max_size=8).map(wire.from_floats),
+    st.binary(max_size=9),
+)
+_COLUMN_NAMES = (
+    *("slots", "generations", "offsets", "tokens", "logprobs", "top_offsets", "top_ids"),
+    *("top_logprobs", "ids_offsets", "ids_logprobs"),
+)
+_PIECES = st.builds(
+    wire.PromptPiece,
+    slot=st.integers(-1, 4),
+    start=st.sampled_from((-(2**31), -1, 0, 1, 2, 3, 2**31)),
+    logprobs=_COLUMNS,
+    ranks=_COLUMNS,
+    top_ids=_COLUMNS,
+    top_logprobs=_COLUMNS,
+    ids_logprobs=_COLUMNS,
+)
+_CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(_COLUMN_NAMES, _COLUMNS),
+        "number": st.integers(0, 3),
+        "prompts": st.lists(_PIECES, max_size=3),
+        "step_us": st.sampled_from((-(2**63), -1, 0, 2**63 - 1)),
+        "idle_us": st.sampled_from((-(2**63), -1, 0, 2**63 - 1)),
+    },
+)
+
+
+def _check_result(changes: dict[str, Any]) -> None:
+    """A result that was changed is refused as a whole, or taken and leaves nothing wrong behind."""
+    bench = Bench.make(worker())
+    sequences = [
+        bench.submit([1, 2, 3], max_tokens=3, logprobs=2, prompt_logprobs=1),
+        bench.submit([3], max_tokens=3, logprobs=0, logprob_token_ids=[1, 2]),
+        bench.submit([4, 5], max_tokens=3),
+    ]
+    bench.plan()
+    result = bench.results[0]
+    data = wire.encode(attrs.evolve(result, **changes))
+    try:
+        outputs = bench.core.on_result(_decoded(data), 0.0)
+    except WorkerLost:
+        assert all(sequence.output_ids == [] for sequence in sequences)
+        outputs = []
+    bench.core.check_integrity()
+    for output in outputs:
+        for entry in output.logprobs or ():
+            for token, _, _ in (*entry.top, *entry.asked):
+                assert 0 <= token < bench.worker.vocab_size
+        assert all(0 <= token < bench.worker.vocab_size for token in output.token_ids)
+
+
+def _decoded(data: bytes) -> wire.StepResult:
+    message = wire.decode(data)
+    assert isinstance(message, wire.StepResult)
+    return message
+
+
+TARGETS = (
+    Target("message", _check_message, seeds=lambda: [wire.encode(each) for each in MESSAGES]),
+    Target("step_result", _check_result, _CHANGES),
+)

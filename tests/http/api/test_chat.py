@@ -1,0 +1,442 @@
+"""Chats over HTTP: prompts, reasoning, several answers, and what else is told of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.chats import (
+    CALLS,
+    CHAT,
+    HERMES,
+    MESSAGES,
+    THINKS,
+    TOOLS,
+    WEATHER,
+    accumulated,
+    engine,
+    events,
+    refusal,
+    said,
+    whole_message,
+)
+from tests.support.http_stub import Step, StubEngine, StubTokenizer, client_of, post, with_logprobs
+from trioserve.requests.request import ChatPrompt
+from trioserve.requests.stream import Chunk, TokenLogprob
+
+
+class TestPrompts:
+    async def _prompt(self, template: str | None, **body: Any) -> ChatPrompt:
+        stub = engine("Hello", template)
+        await post(stub, CHAT, **{"messages": MESSAGES, **body})
+        prompt = stub.calls[0].prompt
+        assert isinstance(prompt, ChatPrompt)
+        return prompt
+
+    async def test_tools_as_the_template_prints_them(self) -> None:
+        prompt = await self._prompt(HERMES, tools=TOOLS)
+        assert prompt.template_arguments == {"tools": TOOLS}
+        assert json.dumps(prompt.template_arguments["tools"][0]) == json.dumps(WEATHER)
+        assert (
+            await self._prompt(HERMES, tools=TOOLS, tool_choice="none")
+        ).template_arguments == {}
+
+    async def test_reasoning_has_both_of_its_names(self) -> None:
+        message = {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
+        prompt = await self._prompt(HERMES, messages=[*MESSAGES, message])
+        assert prompt.messages[1] == {**message, "reasoning_content": "Hm."}
+        differing = {**message, "reasoning_content": "By its older name."}
+        prompt = await self._prompt(HERMES, messages=[*MESSAGES, differing])
+        assert prompt.messages[1] == {**message, "reasoning_content": "Hm."}
+
+    async def test_an_answer_can_be_sent_back_as_it_came(self) -> None:
+        reply = await post(engine(CALLS, THINKS), CHAT, messages=MESSAGES, tools=TOOLS)
+        message = reply["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Sun"}
+        prompt = await self._prompt(HERMES, messages=[*MESSAGES, message, result], tools=TOOLS)
+        assert prompt.messages[2] == result
+        assert prompt.messages[1]["tool_calls"] == message["tool_calls"]
+
+    async def test_a_template_without_tools(self) -> None:
+        """The system message describes them, and results are what the user says."""
+        function = {"name": "weather", "arguments": '{"city": "Köln"}'}
+        call = {"id": "1", "type": "function", "function": function}
+        bare = {**call, "function": {"name": "search"}}
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            *MESSAGES,
+            {"role": "assistant", "content": "Well.", "tool_calls": [call, bare]},
+            {"role": "tool", "tool_call_id": "1", "content": "Sun"},
+            {"role": "tool", "tool_call_id": "2", "content": "Rain"},
+            {"role": "user", "content": "So?"},
+            {"role": "tool", "tool_call_id": "2", "content": "Fog"},
+        ]
+        prompt = await self._prompt("{{ messages }}", messages=messages, tools=TOOLS)
+        assert prompt.template_arguments == {}
+        system, user, assistant, results, *rest = prompt.messages
+        assert system["content"].startswith("Be brief.\n\nYou can call functions.")
+        assert json.dumps(WEATHER["function"]) in system["content"]
+        assert '{"name": "NAME", "arguments": ARGUMENTS}' in system["content"]
+        assert "answer in plain words" in system["content"]
+        assert user == MESSAGES[0]
+        assert "tool_calls" not in assistant
+        assert assistant["content"] == (
+            'Well.\n[{"name": "weather", "arguments": {"city": "Köln"}}, '
+            '{"name": "search", "arguments": {}}]'
+        )
+        assert results == {
+            "role": "user",
+            "content": "The function search returned:\nSun\n\nThe function returned:\nRain",
+        }
+        assert rest == [
+            {"role": "user", "content": "So?"},
+            {"role": "user", "content": "The function returned:\nFog"},
+        ]
+        prompt = await self._prompt("{{ messages }}", tools=TOOLS, tool_choice="required")
+        assert [message["role"] for message in prompt.messages] == ["system", "user"]
+        assert "have to call" in prompt.messages[0]["content"]
+
+    async def test_calls_as_json(self) -> None:
+        text = '{"name": "weather", "arguments": {"city": "Köln"}}'
+        reply = await post(engine(text, "{{ messages }}"), CHAT, messages=MESSAGES, tools=TOOLS)
+        (choice,) = reply["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+    async def test_arguments_of_the_template(self) -> None:
+        template = "{{ messages }}{{ documents }}{{ reasoning_effort }}{{ enable_thinking }}"
+        fields = {"documents": [{"text": "x"}], "reasoning_effort": "low"}
+        kwargs = {"enable_thinking": False}
+        prompt = await self._prompt(template, **fields, chat_template_kwargs=kwargs)
+        assert prompt.template_arguments == {**fields, **kwargs}
+        for name, value in fields.items():
+            error = await refusal(engine("", "{{ messages }}"), **{name: value})
+            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        wanted = {"enable_thinking": True}
+        error = await refusal(engine("", "{{ messages }}"), chat_template_kwargs=wanted)
+        assert error["param"] == "chat_template_kwargs.enable_thinking"
+        error = await refusal(engine("", HERMES), chat_template_kwargs={"tools": []})
+        assert error["param"] == "chat_template_kwargs.tools"
+        error = await refusal(engine("", HERMES), chat_template="{{ 1 }}")
+        assert error["param"] == "chat_template"
+        assert "executed" in error["message"]
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"reasoning_effort": "none"},
+            {"enable_thinking": False},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"chat_template_kwargs": {"thinking": False}},
+        ],
+    )
+    async def test_no_reasoning(self, fields: dict[str, Any]) -> None:
+        """It is asked of a model that never reasons, and of one that can't be told not to."""
+        prompt = await self._prompt("{{ messages }}", **fields)
+        assert prompt.template_arguments == {}
+        error = await refusal(engine("", "{{ messages }}<think>"), **fields)
+        (name,) = fields
+        assert error["param"].startswith(name)
+        assert error["code"] == "unsupported_parameter"
+
+    async def test_no_effort_turns_a_switch_off(self) -> None:
+        off = {"enable_thinking": False}
+        thinks = "{{ messages }}{{ enable_thinking }}<think>"
+        prompt = await self._prompt(thinks, reasoning_effort="none")
+        assert prompt.template_arguments == off
+        prompt = await self._prompt(thinks, enable_thinking=False)
+        assert prompt.template_arguments == off
+        both = thinks + "{{ reasoning_effort }}"
+        prompt = await self._prompt(both, reasoning_effort="none")
+        assert prompt.template_arguments == {"reasoning_effort": "none", **off}
+        error = await refusal(engine("", thinks), enable_thinking=True, chat_template_kwargs=off)
+        assert error["param"] == "enable_thinking"
+        error = await refusal(engine("", "{{ messages }}"), enable_thinking=True)
+        assert error["param"] == "enable_thinking"
+
+    async def test_developers_and_refusals(self) -> None:
+        messages = [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            *MESSAGES,
+        ]
+        prompt = await self._prompt("{{ messages }}", messages=messages)
+        assert prompt.messages[0]["role"] == "system"
+        assert prompt.messages[1]["content"] == [{"type": "text", "text": "No."}]
+        prompt = await self._prompt("{{ messages }}developer", messages=messages)
+        assert prompt.messages[0]["role"] == "developer"
+
+    async def test_an_answer_that_comes_back_with_notes_of_the_client(self) -> None:
+        said = {"role": "assistant", "content": "No."}
+        noted = {**said, "provider_specific_fields": {"refusal": None}}
+        prompt = await self._prompt("{{ messages }}", messages=[noted, *MESSAGES])
+        assert prompt.messages[0] == said
+
+
+class TestReasoning:
+    TEXT = "<think>\nHm.\n</think>\n\nParis."
+
+    async def test_apart(self) -> None:
+        for stream in (False, True):
+            if stream:
+                chunks = await events(engine(self.TEXT, THINKS), messages=MESSAGES)
+                message = accumulated(chunks)[0]
+            else:
+                reply = await post(engine(self.TEXT, THINKS), CHAT, messages=MESSAGES)
+                message = reply["choices"][0]["message"]
+            assert message["reasoning"] == message["reasoning_content"] == "Hm."
+            assert message["content"] == "Paris."
+
+    async def test_cut_off(self) -> None:
+        reply = await post(engine("<think>Hm", THINKS, finish="length"), CHAT, messages=MESSAGES)
+        (choice,) = reply["choices"]
+        assert choice["message"]["content"] is None
+        assert choice["message"]["reasoning"] == "Hm"
+        assert choice["finish_reason"] == "length"
+
+    @pytest.mark.parametrize(
+        ("pieces", "expected"),
+        [
+            ([("<think>", (1,)), ("Hm.", (2, 3)), ("</think>", (4,)), ("Yes", (5, 6))], 4),
+            ([("<think></think>", (1, 4)), ("Yes", (5,))], 2),
+            ([("<think>Hm", (1, 2))], 2),
+            ([("Yes", (5,))], 0),
+        ],
+        ids=["reasoned", "empty", "cut off", "none"],
+    )
+    async def test_its_tokens_are_counted(
+        self, pieces: list[tuple[str, tuple[int, ...]]], expected: int
+    ) -> None:
+        def script(_: Any) -> list[Step]:
+            return [*(Chunk(*piece) for piece in pieces), Chunk("", (), finish_reason="stop")]
+
+        def stub(template: str) -> StubEngine:
+            tokens = {"</think>": 4}
+            return StubEngine(script=script, tokenizer=StubTokenizer(template, tokens))
+
+        usage = {"include_usage": True}
+        for include in (True, False):
+            body = {"messages": MESSAGES, "include_reasoning": include}
+            reply = await post(stub(THINKS), CHAT, **body)
+            details = {"reasoning_tokens": expected}
+            assert reply["usage"]["completion_tokens_details"] == details
+            *_, last = await events(stub(THINKS), stream_options=usage, **body)
+            assert last["usage"]["completion_tokens_details"] == details
+        for never, body in ((THINKS, {"separate_reasoning": False}), ("{{ messages }}", {})):
+            reply = await post(stub(never), CHAT, messages=MESSAGES, **body)
+            assert "completion_tokens_details" not in reply["usage"]
+
+    async def test_what_is_left_out_is_told_by_its_tokens_neither(self) -> None:
+        pieces = [("<think>", 1), ("Hm", 2), ("</think>", 4), ("Yes", 5), (".", 6)]
+
+        def script(_: Any) -> list[Step]:
+            given = [
+                Chunk(text, (id,), logprobs=(TokenLogprob(id, -0.5, text),)) for text, id in pieces
+            ]
+            return [*given, Chunk("", (), finish_reason="stop")]
+
+        body = {"messages": MESSAGES, "logprobs": True, "return_token_ids": True}
+        for include, expected in ((True, [1, 2, 4, 5, 6]), (False, [5, 6])):
+            body["include_reasoning"] = include
+            tokenizer = StubTokenizer(THINKS, {"</think>": 4})
+            reply = await post(StubEngine(script=script, tokenizer=tokenizer), CHAT, **body)
+            (choice,) = reply["choices"]
+            assert choice["token_ids"] == expected
+            names = [entry["token"] for entry in choice["logprobs"]["content"]]
+            assert names == [chr(id) for id in expected]
+            chunks = await events(StubEngine(script=script, tokenizer=tokenizer), **body)
+            streamed = [choice for chunk in chunks for choice in chunk["choices"]]
+            assert [id for each in streamed for id in each.get("token_ids", ())] == expected
+            told = [each["logprobs"]["content"] for each in streamed if each["logprobs"]]
+            assert [entry["token"] for part in told for entry in part] == names
+
+    async def test_left_out_or_left_in(self) -> None:
+        reply = await post(
+            engine(self.TEXT, THINKS), CHAT, messages=MESSAGES, include_reasoning=False
+        )
+        assert "reasoning" not in reply["choices"][0]["message"]
+        assert reply["choices"][0]["message"]["content"] == "Paris."
+        reply = await post(
+            engine(self.TEXT, THINKS), CHAT, messages=MESSAGES, separate_reasoning=False
+        )
+        assert reply["choices"][0]["message"]["content"] == self.TEXT
+        client = client_of(engine(self.TEXT, THINKS), reasoning_parser="none")
+        response = await client.post(CHAT, json={"messages": MESSAGES})
+        assert (await response.get_json())["choices"][0]["message"]["content"] == self.TEXT
+        client = client_of(engine(self.TEXT, "{{ messages }}"), reasoning_parser="think")
+        response = await client.post(CHAT, json={"messages": MESSAGES})
+        assert (await response.get_json())["choices"][0]["message"]["content"] == "Paris."
+
+    async def test_a_prompt_that_begins_it(self) -> None:
+        template = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}"
+        stub = engine("Hm.\n</think>Paris.", template)
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}}
+        for body in ({}, {"response_format": schema}):
+            reply = await post(stub, CHAT, messages=MESSAGES, **body)
+            assert reply["choices"][0]["message"]["reasoning"] == "Hm."
+            assert reply["choices"][0]["message"]["content"] == "Paris."
+        grammar = stub.calls[1].params.grammar
+        assert grammar is not None
+        assert "start: head GAP? answer" in grammar.text
+        final = [*MESSAGES, {"role": "assistant", "content": "<think>So"}]
+        body = {"messages": final, "continue_final_message": True}
+        reply = await post(engine(" it is.</think>Yes", THINKS), CHAT, **body)
+        assert reply["choices"][0]["message"]["reasoning"] == "it is."
+
+    async def test_a_prompt_that_has_ended_it(self) -> None:
+        """Then there is none in the answer, and a grammar is for all of it."""
+        template = "{{ messages[0].content }}<think>\n\n</think>\n\n"
+        stub = engine("a", template)
+        reply = await post(stub, CHAT, messages=MESSAGES, regex="a+")
+        assert reply["choices"][0]["message"]["content"] == "a"
+        grammar = stub.calls[0].params.grammar
+        assert grammar is not None
+        assert "think" not in grammar.text
+
+    async def test_formats_come_after_it(self) -> None:
+        body = {"messages": MESSAGES, "regex": "a+"}
+        stub = engine("a", THINKS)
+        await post(stub, CHAT, **body)
+        grammar = stub.calls[0].params.grammar
+        assert grammar is not None
+        assert grammar.kind == "grammar"
+        assert '"</think>"' in grammar.text
+        assert "/a+/" in grammar.text
+        stub = engine("a", HERMES)
+        await post(stub, CHAT, **body)
+        grammar = stub.calls[0].params.grammar
+        assert grammar is not None
+        assert (grammar.kind, grammar.text) == ("regex", "a+")
+
+
+class TestSeveralAnswers:
+    def _engine(self) -> StubEngine:
+        def script(call: Any) -> list[Step]:
+            answers = [said(text, index=i) for i, text in enumerate([CALLS, "No.", "Yes, it is."])]
+            longest = max(map(len, answers))
+            return [
+                answer[step] for step in range(longest) for answer in answers if step < len(answer)
+            ]
+
+        return StubEngine(script=script, tokenizer=StubTokenizer(HERMES))
+
+    async def test_each_has_its_index(self) -> None:
+        body = {"messages": MESSAGES, "n": 3, "tools": TOOLS}
+        whole = await post(self._engine(), CHAT, **body)
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+        reasons = [choice["finish_reason"] for choice in whole["choices"]]
+        assert reasons == ["tool_calls", "stop", "stop"]
+        chunks = await events(self._engine(), **body)
+        expected = {choice["index"]: whole_message(choice) for choice in whole["choices"]}
+        assert accumulated(chunks) == expected
+        roles = [chunk["choices"][0]["index"] for chunk in chunks[:3]]
+        assert roles == [0, 1, 2]
+
+
+class TestWhatElseIsTold:
+    async def test_ids_and_the_prompt(self) -> None:
+        body = {"messages": MESSAGES, "return_token_ids": True, "return_prompt_text": True}
+        reply = await post(engine("Yes", None, size=2), CHAT, **body)
+        assert reply["prompt_token_ids"] == [0]
+        assert reply["prompt_text"] == "\0"
+        assert reply["choices"][0]["token_ids"] == [ord(character) for character in "Yes"]
+        first, *rest = await events(engine("Yes", None, size=2), **body)
+        assert (first["prompt_token_ids"], first["prompt_text"]) == ([0], "\0")
+        assert all("prompt_token_ids" not in chunk for chunk in rest)
+        ids = [id for chunk in rest for id in chunk["choices"][0]["token_ids"]]
+        assert ids == reply["choices"][0]["token_ids"]
+
+    async def test_nothing_of_it_unless_asked_for(self) -> None:
+        reply = await post(engine("Yes", None), CHAT, messages=MESSAGES)
+        absent = {"prompt_logprobs", "prompt_token_ids"}
+        assert set(reply) == {"id", "object", "created", "model", "choices", "usage", *absent}
+        assert {reply[name] for name in absent} == {None}
+        assert "token_ids" not in reply["choices"][0]
+
+    async def test_logprobs_are_those_of_all_tokens(self) -> None:
+        """Of reasoning and calls too, as they came, and in an event even where there is no text."""
+        text = f"<think>Hm.</think>{CALLS}"
+        stub = StubEngine(
+            script=lambda call: [
+                with_logprobs(step, call.params.logprobs or 0) if isinstance(step, Chunk) else step
+                for step in said(text, size=1)
+            ],
+            tokenizer=StubTokenizer(THINKS),
+        )
+        body = {"messages": MESSAGES, "tools": TOOLS, "logprobs": True, "top_logprobs": 1}
+        reply = await post(stub, CHAT, **body)
+        content = reply["choices"][0]["logprobs"]["content"]
+        assert "".join(entry["token"] for entry in content) == text
+        assert all(len(entry["top_logprobs"]) == 1 for entry in content)
+        chunks = await events(stub, **body)
+        streamed = [
+            entry
+            for chunk in chunks
+            for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+        ]
+        assert streamed == content
+        reply = await post(stub, CHAT, **body, return_tokens_as_token_ids=True)
+        first = reply["choices"][0]["logprobs"]["content"][0]
+        assert first["token"] == "token_id:60"
+        assert first["top_logprobs"][0]["token"] == "token_id:60"
+
+    async def test_asked_tokens_in_place_of_the_most_probable_ones(self) -> None:
+        """vLLM's meaning: the token itself, and those of ``logprob_token_ids``."""
+        entry = TokenLogprob(97, -0.5, "a", ((98, -0.1, "b"),), ((99, -3.0, "c"), (97, -0.5, "a")))
+        stub = StubEngine(
+            script=lambda _: [Chunk("a", (97,), finish_reason="stop", logprobs=(entry,))],
+            tokenizer=StubTokenizer(THINKS),
+        )
+        fields = {"logprobs": True, "top_logprobs": 4, "logprob_token_ids": [99, 97]}
+        reply = await post(stub, CHAT, messages=MESSAGES, **fields)
+        (told,) = reply["choices"][0]["logprobs"]["content"]
+        assert [(each["token"], each["logprob"]) for each in told["top_logprobs"]] == [
+            ("a", -0.5),
+            ("c", -3.0),
+        ]
+        assert stub.calls[0].params.logprobs == 0
+
+    @pytest.mark.parametrize(
+        ("chunk", "matched"),
+        [
+            (Chunk("a", (97, 7), finish_reason="stop"), 7),
+            (Chunk("a", (97,), finish_reason="stop", stop_reason="END"), "END"),
+            (Chunk("a", (97, 5), finish_reason="stop", stop_reason=5), 5),
+            (Chunk("a", (97, 7), finish_reason="length"), None),
+        ],
+    )
+    async def test_what_matched(self, chunk: Chunk, matched: int | str | None) -> None:
+        stub = StubEngine(script=lambda _: [chunk], tokenizer=StubTokenizer(HERMES))
+        stub.eos_token_ids = (7,)
+        reply = await post(stub, CHAT, messages=MESSAGES)
+        assert reply["choices"][0]["matched_stop"] == matched
+        assert (await events(stub, messages=MESSAGES))[-1]["choices"][0]["matched_stop"] == matched
+        reply = await post(stub, "/v1/completions", prompt="x")
+        assert reply["choices"][0]["matched_stop"] == matched
+
+    async def test_echo(self) -> None:
+        messages = [*MESSAGES, {"role": "assistant", "content": "It is "}]
+        body = {"messages": messages, "echo": True, "continue_final_message": True}
+        reply = await post(engine("Paris."), CHAT, **body)
+        assert reply["choices"][0]["message"]["content"] == "It is Paris."
+        assert accumulated(await events(engine("Paris."), **body))[0]["content"] == ("It is Paris.")
+        reply = await post(engine("Paris."), CHAT, messages=MESSAGES, echo=True)
+        assert reply["choices"][0]["message"]["content"] == "Paris."
+        body = {"messages": MESSAGES, "echo": True, "add_generation_prompt": False}
+        reply = await post(engine(" there"), CHAT, **body)
+        assert reply["choices"][0]["message"]["content"] == "Hi there"
+        assert reply["choices"][0]["message"]["role"] == "user"
+
+    async def test_prompt_logprobs(self) -> None:
+        stub = engine("Yes")
+        await post(stub, CHAT, messages=MESSAGES, prompt_logprobs=2)
+        assert stub.calls[0].params.prompt_logprobs == 2
+        error = await refusal(stub, prompt_logprobs=1, stream=True)
+        assert error["param"] == "prompt_logprobs"
+
+    async def test_usage_in_every_event(self) -> None:
+        options = {"continuous_usage_stats": True, "include_usage": True}
+        chunks = await events(engine("Yes"), messages=MESSAGES, stream_options=options)
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 3, 3, 3]

@@ -1,0 +1,204 @@
+"""The order of the waiting queue: tenants take turns, and one tenant's requests come by age."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.support.scheduling import ABORT, Bench, make_limits, make_request, worker
+from trioserve.requests.request import Sequence
+from trioserve.scheduler.sequence_state import Computation, Line
+from trioserve.scheduler.waiting_queue import WaitingQueue
+
+LIMITS = make_limits(worker(), scheduling_policy="priority")
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """A waiting queue and those that run, beside a model that keeps a list for each tenant.
+
+    The model knows no numbers: of each priority it has the admitted in the order in which they came
+    in, and the tenants in the order of their turns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = WaitingQueue()
+        self.running = Line()
+        self.arrivals = itertools.count(1)
+        self.rings: dict[int, dict[str, list[Computation]]] = {0: {}, 1: {}}
+        self.admitted: dict[int, list[Computation]] = {0: [], 1: []}
+        self.overtaken: dict[Computation, list[str]] = {}
+        """By whose turns each that waits was overtaken while it was the oldest of its tenant."""
+        self.has_skipped = False
+
+    def tenant(self, computation: Computation) -> str:
+        return computation.sequence.request.tenant
+
+    @rule(tenant=st.sampled_from(["", "a", "b", "c"]), priority=st.integers(0, 1))
+    def arrive(self, tenant: str, priority: int) -> None:
+        request = make_request([1], tenant=tenant, priority=priority)
+        computation = Computation.of(request.sequences[0], LIMITS, next(self.arrivals))
+        self.queue.add(computation)
+        self.rings[priority].setdefault(tenant, []).append(computation)
+
+    def expected(self) -> list[Computation]:
+        waiting = set(self.queue)
+        order: list[Computation] = []
+        for priority in (0, 1):
+            order += [each for each in self.admitted[priority] if each in waiting]
+            rounds = itertools.zip_longest(*self.rings[priority].values())
+            order += [each for each in itertools.chain.from_iterable(rounds) if each is not None]
+        return order
+
+    @invariant()
+    def order_is_the_model_s(self) -> None:
+        self.queue.check()
+        order = list(self.queue.in_turn())
+        if not self.has_skipped:
+            assert order == self.expected()
+            admitted = [each for priority in (0, 1) for each in self.admitted[priority]]
+            assert list(self.running) == [each for each in admitted if each in set(self.running)]
+        assert sorted(map(id, order)) == sorted(map(id, self.queue))
+        for line in (order, list(self.running)):
+            assert [each.order[0] for each in line] == sorted(each.order[0] for each in line)
+            for tenant, priority in itertools.product(["", "a", "b", "c"], (0, 1)):
+                own = [
+                    each.arrival
+                    for each in line
+                    if self.tenant(each) == tenant and each.order[0] == priority
+                ]
+                assert own == sorted(own), "a request comes behind a younger one of its tenant"
+
+    @precondition(lambda self: self.queue)
+    @rule()
+    def admit(self) -> None:
+        self.enter(next(self.queue.in_turn()))
+
+    def enter(self, computation: Computation) -> None:
+        priority = computation.order[0]
+        is_new = not computation.had_turn
+        self.queue.admit(computation, self.running)
+        self.running.add(computation)
+        self.overtaken.pop(computation, None)
+        if not is_new:
+            return
+        self.admitted[priority].append(computation)
+        ring = self.rings[priority]
+        tenant = self.tenant(computation)
+        ring[tenant].remove(computation)
+        rest = ring.pop(tenant)
+        if rest:
+            ring[tenant] = rest
+        for other, line in ring.items():
+            if other != tenant:
+                self.overtaken.setdefault(line[0], []).append(tenant)
+
+    @invariant()
+    def nobody_is_overtaken_twice_by_a_tenant(self) -> None:
+        for names in self.overtaken.values():
+            assert self.has_skipped or len(set(names)) == len(names)
+
+    @precondition(lambda self: len(self.running))
+    @rule()
+    def preempt(self) -> None:
+        computation = self.running[len(self.running) - 1]
+        self.running.remove(computation)
+        self.queue.add(computation)
+
+    @rule()
+    def lose_the_worker(self) -> None:
+        for computation in self.running.take_all():
+            self.queue.add(computation)
+        for computation in self.queue.take_all():
+            self.queue.add(computation)
+
+    @precondition(lambda self: self.queue)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        computation = data.draw(st.sampled_from(list(self.queue)))
+        self.queue.remove(computation)
+        self.forget(computation)
+
+    @precondition(lambda self: len(self.running))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        computation = data.draw(st.sampled_from(list(self.running)))
+        self.running.remove(computation)
+        self.forget(computation)
+
+    def forget(self, computation: Computation) -> None:
+        priority = computation.order[0]
+        self.overtaken.pop(computation, None)
+        if computation.had_turn:
+            self.admitted[priority].remove(computation)
+            return
+        line = self.rings[priority][self.tenant(computation)]
+        line.remove(computation)
+        if not line:
+            del self.rings[priority][self.tenant(computation)]
+
+
+class SkippingMachine(QueueMachine):
+    """The same where any sequence is admitted, as if those before it waited for a grammar.
+
+    From then on, only what is said of one tenant's requests is checked.
+    """
+
+    @precondition(lambda self: self.queue)
+    @rule(data=st.data())
+    def skip(self, data: st.DataObject) -> None:
+        self.has_skipped = True
+        self.enter(data.draw(st.sampled_from(list(self.queue))))
+
+
+TestQueue = QueueMachine.TestCase
+TestSkipping = SkippingMachine.TestCase
+
+
+def _finished(bench: Bench, sequences: list[Sequence]) -> list[int]:
+    """Return the places in ``sequences`` in the order in which they finish."""
+    bench.drain()
+    ends = [each.sequence for each in bench.outputs if each.finish is not None]
+    return [sequences.index(each) for each in ends]
+
+
+def test_a_tenant_with_many_requests_delays_another_by_one() -> None:
+    bench = Bench.make(worker(max_num_seqs=1))
+    tenants = ["a", "a", "a", "a", "b", "b", "", "b"]
+    sequences = [
+        bench.submit([number + 1] * 6, max_tokens=2, tenant=tenant)
+        for number, tenant in enumerate(tenants)
+    ]
+    assert _finished(bench, sequences) == [0, 4, 6, 1, 5, 2, 7, 3]
+
+
+def test_each_output_is_a_turn() -> None:
+    bench = Bench.make(worker(max_num_seqs=1))
+    outputs = bench.submit_all([1] * 6, max_tokens=2, n=4, tenant="a")
+    other = bench.submit_all([2] * 6, max_tokens=2, n=2, tenant="b")
+    assert _finished(bench, [*outputs, *other]) == [0, 4, 1, 5, 2, 3]
+
+
+def test_requests_that_leave_the_queue_cost_their_tenant_no_turn() -> None:
+    bench = Bench.make(worker(max_num_seqs=1))
+    sequences = [
+        bench.submit([number + 1] * 6, max_tokens=2, tenant=tenant)
+        for number, tenant in enumerate("aaaaabbb")
+    ]
+    bench.plan()
+    for sequence in sequences[1:4]:
+        bench.core.abort(sequence, ABORT)
+    # Both have one turn after another all the same.
+    assert _finished(bench, sequences) == [0, 5, 4, 6, 7]
+
+
+def test_a_preempted_request_comes_back_before_all_that_are_new() -> None:
+    bench = Bench.make(worker(num_pages=6, max_num_seqs=2), capacity_policy="max_utilization")
+    first = bench.submit([1] * 6, max_tokens=14, tenant="a")
+    second = bench.submit([2] * 6, max_tokens=14, tenant="b")
+    others = [bench.submit([number] * 6, max_tokens=2, tenant="a") for number in (3, 4)]
+    finished = _finished(bench, [first, second, *others])
+    assert bench.core.counters.num_preemptions
+    assert finished.index(1) < finished.index(3)

@@ -1,0 +1,81 @@
+"""The real server with a real model, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import attrs
+
+__all__ = ["MODEL", "ROOT", "Server", "serving"]
+
+ROOT = Path(__file__).parents[2]
+MODEL = "smollm2-135m"
+
+
+@attrs.frozen
+class Server:
+    """A server that wants the API key ``secret``."""
+
+    process: subprocess.Popen[str]
+    url: str
+    _log: IO[bytes]
+
+    def log(self) -> str:
+        """What it has logged so far."""
+        # Not by seek and read, which would move where the server writes.
+        return os.pread(self._log.fileno(), 1 << 24, 0).decode()
+
+    def metrics(self) -> dict[str, float]:
+        headers = {"Authorization": "Bearer secret"}
+        request = urllib.request.Request(f"{self.url}/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read().decode()
+        samples = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {name.split("{")[0]: float(value) for name, value in samples}
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + 60
+        while self.metrics()["trioserve:num_requests_running"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[Server]:
+    """``python -m trioserve serve`` on a port of its own choosing, for as long as the block lasts.
+
+    ``options`` are further ones.
+
+    Prompts are not cached: in bfloat16 one that is found in the cache may be rounded otherwise than
+    one that isn't, and tests compare what was streamed with what was not.
+    """
+    command = [
+        *(sys.executable, "-m", "trioserve", "serve", MODEL, "--port", "0", "--api-key", "secret"),
+        *("--log-format", "json", "--keep-alive-interval", "0.5", "--no-enable-prefix-caching"),
+        *options,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (
+        # A file, as a pipe that nobody reads would fill up and stop the server.
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            *words, url = process.stdout.readline().split() or [""]
+            server = Server(process, url, log)
+            assert words == ["Serving", MODEL, "at"], server.log()
+            yield server
+        finally:
+            process.kill()
