@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-import gpu.kernels.emulation.build
 from gpu.kernels import KernelSource, parameters
 from gpu.kernels.emulation import (
     ARITHMETICS,
@@ -27,6 +26,7 @@ from gpu.kernels.emulation import (
     EmulatedKernel,
     EmulatedLoader,
     EmulationError,
+    build,
 )
 from gpu.kernels.emulation.build import build_kernel
 from tests.kernels.memory import place, poisoned
@@ -288,7 +288,7 @@ def test_a_missing_or_an_old_compiler_is_named(
         (tmp_path / "g++").write_text(f"#!/bin/sh\necho {version}\n")
         (tmp_path / "g++").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if version else str(tmp_path))
-    monkeypatch.setattr(gpu.emulation.build, "_compiler", gpu.emulation.build._compiler.__wrapped__)
+    monkeypatch.setattr(build, "_compiler", build._compiler.__wrapped__)
     with pytest.raises(BuildError, match=r"g\+\+ 12 or newer, not 11.4.0|which is not installed"):
         EmulatedLoader().load(source("neighbor"))
 

@@ -52,7 +52,7 @@ def test_each_defect_changes_one_file(tmp_path: Path) -> None:
     [
         (0, "1 passed", ""),
         (1, "1 failed", "wrong result"),
-        (1, "gpu.emulation.EmulationError: deadlock", "rule broken"),
+        (1, "gpu.kernels.emulation.EmulationError: deadlock", "rule broken"),
         (-11, "", "signal 11"),
         (99, "WARNING: ThreadSanitizer: data race (pid=1)", "data race"),
         (99, "==1==ERROR: AddressSanitizer: heap-buffer-overflow", "bad address"),
