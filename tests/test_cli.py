@@ -167,8 +167,10 @@ def test_help_fits_a_terminal_and_shows_every_option(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("COLUMNS", "80")
     _, commands = build_parsers()
     for command in commands.values():
-        assert max(map(len, command.format_help().splitlines())) <= 80
-    text = " ".join(commands["serve"].format_help().split())
+        for everything in (False, True):
+            lines = command.format_help(everything=everything).splitlines()
+            assert max(map(len, lines)) <= 80
+    text = " ".join(commands["serve"].format_help(everything=True).split())
     for option in SERVER_OPTIONS:
         assert option.flag in text
         if option.default_text is not None:
