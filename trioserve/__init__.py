@@ -1,7 +1,7 @@
 """trioserve: a server for large language models, built on trio's structured concurrency.
 
 The public names are loaded when they are first used (PEP 562), so that a worker process, which
-imports ``trioserve.wire``, never loads trio.
+imports ``trioserve.protocol``, never loads trio.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from gpu.attention.shared_prefix import (
 from gpu.attention.splits import split
 from gpu.kernels.combine_partials import CombinePartials
 from gpu.kernels.decode_attention import DecodeAttention
-from gpu.kernels.prefill_attention import PrefillAttention
-from gpu.kernels.prefix_attention import PrefixAttention
+from gpu.kernels.tiled_attention import PrefillAttention, PrefixAttention
 
 __all__ = ["decode_launches", "prefill_launches", "shared_launches"]
 
@@ -168,7 +167,7 @@ def shared_launches(data: AttentionData, setting: Setting) -> Sequence[Launch]:
     """
     spec = data.spec
     decode, prefix = _decode_kernel(spec, setting), _prefix_kernel(spec, setting)
-    shared = _find_shared(data, prefix.rows_per_tile, setting)
+    shared = _find_shared(data, prefix.tokens_per_tile, setting)
     splits = split(
         spec.contexts,
         target_items=decode.target_items,

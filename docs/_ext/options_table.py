@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
@@ -11,12 +12,12 @@ from trioserve.config.options import Option, options_of
 def table_lines() -> Iterator[str]:
     """A Markdown section with a table for every group of options."""
     options = [option for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]
-    for group, title in GROUPS.items():
-        yield f"## {title}"
+    for name, group in GROUPS.items():
+        yield f"## {group.title}"
         yield ""
         yield "| Option | Default | Meaning |"
         yield "| --- | --- | --- |"
-        yield from (_row(option) for option in options if option.group == group)
+        yield from (_row(option) for option in options if option.group == name)
         yield ""
 
 
@@ -25,7 +26,10 @@ def _row(option: Option) -> str:
     if option.kind is bool:
         flag += f", `{option.flag.replace('--', '--no-', 1)}`"
     default = f"`{option.default_text}`" if option.default_text is not None else ""
-    cells = (f"{flag}<br>`{option.environment}`", default, _meaning(option))
+    meaning = _meaning(option)
+    if option.page is not None:
+        meaning += f" See {_link(option.page)}."
+    cells = (f"{flag}<br>`{option.environment}`", default, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -36,3 +40,10 @@ def _meaning(option: Option) -> str:
     ):
         return text
     return f"{text} {option.wanted[0].upper()}{option.wanted[1:]}."
+
+
+def _link(page: str) -> str:
+    """Return the Markdown link to a section; ``page`` is ``Option.page``."""
+    name, _, heading = page.partition("#")
+    anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+    return f"[{heading}]({'' if name == 'options' else f'{name}.md'}#{anchor})"

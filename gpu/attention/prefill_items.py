@@ -1,4 +1,4 @@
-"""Work items of ``prefill_attention.cu``: which tokens and keys each block takes, longest first."""
+"""Work items of ``prefill_attention``: which tokens and keys each block takes, longest first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 __all__ = ["ITEM_FIELDS", "PrefillItems", "choose_tile", "prefill_items"]
 
 ITEM_FIELDS = 5
+"""Numbers of an item, also of one of :mod:`gpu.attention.shared_prefix`."""
 
 KEY_STEP = 64
 """Splits begin at multiples of this many positions, the kernel's largest tile of keys."""

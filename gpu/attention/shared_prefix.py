@@ -2,11 +2,11 @@
 
 Rows share a prefix if their block tables begin with the same pages. Those pages form a tree: all
 rows may share a system prompt, some of them a document after it, two of them a prompt sampled
-twice. ``prefix_attention.cu`` lets every row share once, so each row takes part at one node of the
+twice. ``prefix_attention`` lets every row share once, so each row takes part at one node of the
 tree, in the group of all rows below it; which nodes are used is what saves most time.
 
 Only whole pages before a row's newest token count, so every row keeps a rest of its own for
-``decode_attention.cu``. Layers with a sliding window see too little of a prefix: they don't use
+``decode_attention``. Layers with a sliding window see too little of a prefix: they don't use
 this. Everything here is arithmetic over arrays, without a loop over rows or groups.
 """
 
@@ -16,8 +16,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from gpu.attention.prefill_items import ITEM_FIELDS, KEY_STEP
+
 __all__ = [
-    "ITEM_FIELDS",
     "PrefixCost",
     "PrefixGroups",
     "SharedPrefixes",
@@ -28,10 +29,6 @@ __all__ = [
     "shared_prefixes",
 ]
 
-ITEM_FIELDS = 5
-
-KEY_STEP = 64
-"""Splits begin at multiples of this many positions, the kernel's largest tile of keys."""
 MIN_SPLIT = 256
 """A split has at least so many keys: below, writing and merging partial results costs more."""
 
@@ -90,7 +87,7 @@ NO_GROUPS = PrefixGroups(
 
 @attrs.frozen(kw_only=True)
 class SharedPrefixes:
-    """The work of ``prefix_attention.cu`` for R decode rows; empty where sharing doesn't pay."""
+    """The work of ``prefix_attention`` for R decode rows; empty where sharing doesn't pay."""
 
     items: npt.NDArray[np.int32]
     """[N, 5] = {first, count, begin, end, split}: rows ``members[first:first + count]`` attend to

@@ -16,8 +16,7 @@ import torch
 
 from gpu.attention import QkNorm, StepLayout
 from gpu.attention.kv_cache import KvCache
-from gpu.attention.prefill_items import ITEM_FIELDS as PREFILL_FIELDS
-from gpu.attention.shared_prefix import ITEM_FIELDS as PREFIX_FIELDS
+from gpu.attention.prefill_items import ITEM_FIELDS
 from gpu.attention.shared_prefix import SharedPrefixes
 from gpu.cuda.attention_limits import AttentionLimits
 from gpu.cuda.attention_packing import StepPacker, StepShape, padded_shape
@@ -27,9 +26,8 @@ from gpu.kernels import KernelLoader
 from gpu.kernels.attention_tile import TILES
 from gpu.kernels.combine_partials import CombinePartials
 from gpu.kernels.decode_attention import DecodeAttention
-from gpu.kernels.prefill_attention import PrefillAttention
-from gpu.kernels.prefix_attention import PrefixAttention
 from gpu.kernels.rope_and_write import RopeAndWrite
+from gpu.kernels.tiled_attention import PrefillAttention, PrefixAttention
 
 __all__ = ["CudaAttention"]
 
@@ -217,7 +215,7 @@ class CudaAttention:
     def _prepare_prefill(self, window: _Window, tile: int, num_items: int) -> None:
         buffer = self._buffer
         window.prefills[tile].prepare(
-            items=buffer["prefill_items"][: PREFILL_FIELDS * num_items].view(-1, PREFILL_FIELDS),
+            items=buffer["prefill_items"][: ITEM_FIELDS * num_items].view(-1, ITEM_FIELDS),
             num_items=num_items,
             query_start=buffer["query_start"],
             context_lens=buffer["context_lens"],
@@ -230,7 +228,7 @@ class CudaAttention:
     def _prepare_prefix(self, tile: int, num_items: int) -> None:
         buffer = self._buffer
         self._prefixes[tile].prepare(
-            items=buffer["prefix_items"][: PREFIX_FIELDS * num_items].view(-1, PREFIX_FIELDS),
+            items=buffer["prefix_items"][: ITEM_FIELDS * num_items].view(-1, ITEM_FIELDS),
             num_items=buffer["num_prefix_items"],
             members=buffer["prefix_members"],
             slots=buffer["slots"],

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from gpu.attention import prefill_items
 from gpu.attention import shared_prefix as prefix
+from gpu.attention.prefill_items import ITEM_FIELDS
 from gpu.attention.splits import max_items
 from gpu.kernels.attention_tile import TILES, tokens_per_tile
 from gpu.kernels.decode_attention import BLOCKS_PER_MULTIPROCESSOR
@@ -131,9 +131,9 @@ class AttentionLimits:
         regions["kv_locations"] = self.max_tokens
         if self.may_share:
             regions["num_prefix_items"] = 1
-            regions["prefix_items"] = prefix.ITEM_FIELDS * self.max_prefix_items(self.max_rows)
+            regions["prefix_items"] = ITEM_FIELDS * self.max_prefix_items(self.max_rows)
             regions["prefix_members"] = self.max_rows
         regions["query_start"] = self.max_rows + 1
         regions["context_lens"] = self.max_rows
-        regions["prefill_items"] = prefill_items.ITEM_FIELDS * self.max_prefill_items
+        regions["prefill_items"] = ITEM_FIELDS * self.max_prefill_items
         return regions

@@ -8,13 +8,12 @@ from gpu.kernels import KernelSource, combine_partials, decode_attention
 from gpu.kernels.attention_tile import TILES
 from gpu.kernels.gather_tokens import gather_tokens_source
 from gpu.kernels.lora import lora_sources
-from gpu.kernels.prefill_attention import prefill_attention_source
-from gpu.kernels.prefix_attention import prefix_attention_source
 from gpu.kernels.rms_norm import rms_norm_source
 from gpu.kernels.rope_and_write import rope_and_write_source
 from gpu.kernels.sampling import Tiling, sampling_sources
 from gpu.kernels.scatter_updates import scatter_updates_source
 from gpu.kernels.silu_mul import silu_mul_source
+from gpu.kernels.tiled_attention import tiled_attention_source
 from trioserve.model_files import ModelConfig
 
 __all__ = ["model_kernels"]
@@ -45,9 +44,14 @@ def model_kernels(
         *sampling_sources(Tiling.of(config.vocab_size)).values(),
         *(lora_sources(dtype).values() if serves_adapters else ()),
     ]
-    tiled = [prefill_attention_source, *([prefix_attention_source] if may_share else [])]
     return sources + [
-        source(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile)
-        for source in tiled
+        tiled_attention_source(
+            shared_prefix=shared_prefix,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            head_dim=head_dim,
+            tile=tile,
+        )
+        for shared_prefix in ((False, True) if may_share else (False,))
         for tile in TILES
     ]

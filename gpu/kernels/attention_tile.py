@@ -1,30 +1,11 @@
-"""What the kernels on ``attention_tile.cuh`` have in common: compile-time choices, launches."""
+"""Compile-time choices of the kernels on ``attention_tile.cuh``, and the shapes that they take."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import attrs
-import numpy as np
 import torch
 
-from gpu.kernels import KernelLoader, KernelSource, element_name
-
-__all__ = [
-    "DTYPES",
-    "HEAD_DIMS",
-    "NO_WINDOW",
-    "TILES",
-    "TileOptions",
-    "TiledKernel",
-    "check_attention_arguments",
-    "keys_per_tile",
-    "tile_options",
-    "tile_source",
-    "tokens_per_tile",
-    "variants",
-]
+from gpu.kernels import element_name
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -123,99 +104,3 @@ def check_attention_arguments(
             f"{num_heads} query heads over {num_kv_heads} kv heads: 1 to {MAX_GROUP} query heads "
             "must share each kv head"
         )
-
-
-def tile_source(
-    name: str,
-    parameters: np.dtype[np.void],
-    item_fields: int,
-    *,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    head_dim: int,
-    tile: int,
-) -> KernelSource:
-    """The kernel ``name`` for one type of model and cache, size of head and tile of queries."""
-    options = tile_options(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile)
-    return KernelSource(
-        name=name,
-        parameters=parameters,
-        num_threads=options.num_threads,
-        defines=(*options.defines, ("ITEM_FIELDS", item_fields)),
-        shared_bytes=options.shared_bytes,
-    )
-
-
-def variants(make_source: Callable[..., KernelSource]) -> list[KernelSource]:
-    """``make_source`` for all that can be asked for."""
-    return [
-        make_source(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile)
-        for dtype in DTYPES
-        for cache_dtype in (dtype, torch.float8_e4m3fn)
-        for head_dim in HEAD_DIMS
-        for tile in TILES
-    ]
-
-
-class TiledKernel:
-    """A kernel for one model's shape, with what never changes and what each layer changes.
-
-    Raises:
-        ValueError: the shape is none that the kernel is built for.
-    """
-
-    def __init__(
-        self,
-        loader: KernelLoader,
-        make_source: Callable[..., KernelSource],
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        softmax_scale: float,
-        tile: int,
-    ) -> None:
-        check_attention_arguments(
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
-        )
-        if tile not in TILES:
-            raise ValueError(f"tile is {tile}; it must be one of {TILES}")
-        source = make_source(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, tile=tile)
-        self.tokens_per_tile = tokens_per_tile(tile, num_heads // num_kv_heads)
-        self.num_kv_heads = num_kv_heads
-        self._kernel = loader.load(source)
-        self._parameters = np.zeros(1, source.parameters)
-        self.fields = self._parameters[0]
-        """The kernel's ``struct Parameters``, to be filled by name."""
-        self.fields["group"] = num_heads // num_kv_heads
-        self.fields["num_kv_heads"] = num_kv_heads
-        self.fields["page_shift"] = page_size.bit_length() - 1
-        self.fields["scale_log2"] = softmax_scale * math.log2(math.e)
-
-    def launch(
-        self,
-        num_items: int,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k_scale: torch.Tensor | None,
-        v_scale: torch.Tensor | None,
-    ) -> None:
-        """Launch over ``num_items`` work items with one layer's queries and cache."""
-        fields = self.fields
-        fields["q"] = q.data_ptr()
-        fields["q_stride"] = q.stride(0)
-        fields["k_cache"] = k_cache.data_ptr()
-        fields["v_cache"] = v_cache.data_ptr()
-        if k_scale is not None and v_scale is not None:
-            fields["k_scale"] = k_scale.data_ptr()
-            fields["v_scale"] = v_scale.data_ptr()
-        self._kernel.launch((self.num_kv_heads, num_items, 1), self._parameters)

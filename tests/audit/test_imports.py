@@ -77,8 +77,11 @@ def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() 
     commands = ["chat", "commands", "serve", "top/command"]
     # Those that kill, and know what others kill with, and what all processes do at SIGUSR1.
     others = [
-        *("child", "front_end/__main__", "front_end/process", "signals"),
-        "worker/supervisor",
+        "_util/child_process",
+        "front_ends/__main__",
+        "front_ends/processes/process",
+        "observability/signals",
+        "workers/supervisor",
     ]
     assert sorted(handlers) == sorted([
         *(f"trioserve/cli/{name}.py" for name in commands),

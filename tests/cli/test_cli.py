@@ -23,6 +23,7 @@ from trioserve.cli.flags import engine_config, sampling_fields, server_config
 from trioserve.cli.parser import SAMPLING_OPTIONS, build_parsers, parse
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.options import options_of
+from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
 from trioserve.protocol.sampling import SamplingParams
 
@@ -167,8 +168,10 @@ def test_help_fits_a_terminal_and_shows_every_option(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("COLUMNS", "80")
     _, commands = build_parsers()
     for command in commands.values():
-        assert max(map(len, command.format_help().splitlines())) <= 80
-    text = " ".join(commands["serve"].format_help().split())
+        for everything in (False, True):
+            lines = command.format_help(everything=everything).splitlines()
+            assert max(map(len, lines)) <= 80
+    text = " ".join(commands["serve"].format_help(everything=True).split())
     for option in SERVER_OPTIONS:
         assert option.flag in text
         if option.default_text is not None:
@@ -225,8 +228,8 @@ class FakeServe:
         task_status: Any,
     ) -> int:
         assert mock is None
-        on_progress(trioserve.wire.Progress(stage="weights", done=1, total=2))
-        on_progress(trioserve.wire.Progress(stage="weights", done=2, total=2))
+        on_progress(wire.Progress(stage="weights", done=1, total=2))
+        on_progress(wire.Progress(stage="weights", done=2, total=2))
         if self.starts:
             task_status.started(["http://127.0.0.1:1"])
         try:

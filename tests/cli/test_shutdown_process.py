@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PATH = "/v1/completions"
 WITHOUT_A_MODEL = """
 import sys
-from trioserve import serving
+from trioserve.front_ends import serving
 from trioserve.cli.commands import main
 from trioserve.http import server
 from trioserve.testing.fake_engine import open_fake_engine
@@ -314,7 +314,7 @@ async def test_a_nursery_that_is_cancelled_ends_its_server_with_50_streams(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     # As long as a slow machine takes for fifty last events.
-    monkeypatch.setattr("trioserve.http.server.CANCELLED_GRACE", 30.0)
+    monkeypatch.setattr("trioserve.http.server.server.CANCELLED_GRACE", 30.0)
     engine = EngineConfig(str(tiny), device="cpu", num_threads=1, max_num_seqs=40)
     config = ServerConfig(engine=engine, port=0)
     answers: list[bytes] = []

@@ -33,6 +33,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def check_trioserve(words: Sequence[str]) -> None:
     """``trioserve …``: its options exist, and their values are allowed."""
+    if any(word.partition("=")[0] == "--help" for word in words):
+        with pytest.raises(SystemExit) as left:
+            parse(words)
+        assert left.value.code == 0
+        return
     arguments = vars(parse(words))
     checks: dict[str, Callable[[], object]] = {
         "serve": lambda: (flags.server_config(arguments, {}), mock_steps(arguments)),
@@ -234,6 +239,7 @@ def test_every_program_that_is_expected_is_there() -> None:
     [
         "trioserve serve --max-num-seq 3",
         "trioserve serve --port many",
+        "trioserve serve --help=max-num-seq",
         "TRIOSERVE_MAX_NUM_SEQ=3 trioserve serve",
         "python -m nox -s serves",
         "python -m bench.nothing",

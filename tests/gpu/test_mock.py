@@ -74,7 +74,7 @@ def test_without_the_flag_there_is_no_mock_worker_and_only_serving_knows_it(
     assert mock_steps(vars(parse(["serve"]))) is None
     assert commands.main(["serve", "--mock-worker", "soon"]) == 2
     with pytest.raises(SystemExit):
-        parse(["serve", "--help"])
+        parse(["serve", "--help=all"])
     assert "compute nothing, to measure everything else" in " ".join(
         capsys.readouterr().out.split()
     )

@@ -242,7 +242,7 @@ def _combine() -> list[Defect]:
 
 def _prefill() -> list[Defect]:
     tile, pages, online = "attention_tile.cuh", "paged_tiles.cuh", "online_softmax.cuh"
-    prefill, prefix = "prefill_attention.cu", "prefix_attention.cu"
+    tiled = "tiled_attention.cu"
     prefill_tests, prefix_tests = "test_prefill_attention.py", "test_prefix_attention.py"
     sizes, e4m3 = f"{prefill_tests} -k test_head_sizes", f"{prefill_tests} -k test_e4m3_cache"
     return [
@@ -304,37 +304,37 @@ def _prefill() -> list[Defect]:
         ),
         Defect(
             "a query sees the token after it",
-            prefill,
+            tiled,
             "min(keys.end - 1, own)};",
             "min(keys.end - 1, own + 1)};",
             sizes,
         ),
         Defect(
             "the tile on the diagonal is not masked",
-            prefill,
-            "min(keys.end - 1, work.position)};",
+            tiled,
+            "min(keys.end - 1, position)};",
             "min(keys.end - 1, last_position)};",
             sizes,
         ),
         Defect(
             "the window is one position too wide",
-            prefill,
+            tiled,
             "return {own - p.window + 1",
             "return {own - p.window",
             f"{prefill_tests} -k test_windows",
         ),
         Defect(
             "the position in the context ignores the cached part",
-            prefill,
+            tiled,
             "p.context_lens[row] - row_tokens + item[1]",
             "item[1]",
             f"{prefill_tests} -k test_chunks",
         ),
         Defect(
             "all splits are written to the first one's place",
-            prefill,
-            "p.partial_start[work.token(p, m)] + work.split",
-            "p.partial_start[work.token(p, m)]",
+            tiled,
+            "p.partial_start[item.token(p, m)] + item.split",
+            "p.partial_start[item.token(p, m)]",
             f"{prefill_tests} -k test_splits",
         ),
         Defect(
@@ -430,30 +430,30 @@ def _prefill() -> list[Defect]:
         ),
         Defect(
             "one item too many",
-            prefix,
+            tiled,
             ">= *p.num_items",
             "> *p.num_items",
             prefix_tests,
         ),
         Defect(
             "the token after the prefix counts",
-            prefix,
-            "keys.inner = {0, work.end - 1};",
-            "keys.inner = {0, work.end};",
+            tiled,
+            "keys.inner = {0, end - 1};",
+            "keys.inner = {0, end};",
             prefix_tests,
         ),
         Defect(
             "the prefix is looked up in the first row's table",
-            prefix,
-            "p.slots[work.members[0]]",
+            tiled,
+            "p.slots[members[0]]",
             "p.slots[0]",
             prefix_tests,
         ),
         Defect(
             "all splits are written to the first one's place",
-            prefix,
-            "p.partial_start[work.row(p, m)] + work.split",
-            "p.partial_start[work.row(p, m)]",
+            tiled,
+            "p.partial_start[item.token(p, m)] + item.split",
+            "p.partial_start[item.token(p, m)]",
             f"{prefix_tests} -k test_splits",
         ),
     ]

@@ -13,7 +13,7 @@ import torch
 from gpu.attention.prefill_items import prefill_items
 from gpu.kernels import KernelLoader
 from gpu.kernels.emulation import EmulatedLoader
-from gpu.kernels.prefill_attention import PrefillAttention, prefill_attention_source
+from gpu.kernels.tiled_attention import PrefillAttention, tiled_attention_source
 from tests.kernels.memory import place, poisoned, relative_error
 from tests.kernels.paged_rows import (
     along_first_element,
@@ -66,8 +66,12 @@ class Case:
             **rows,
         )
         self.softmax_scale = head_dim**-0.5
-        self.source = prefill_attention_source(
-            dtype=dtype, cache_dtype=cache_dtype or dtype, head_dim=head_dim, tile=tile
+        self.source = tiled_attention_source(
+            shared_prefix=False,
+            dtype=dtype,
+            cache_dtype=cache_dtype or dtype,
+            head_dim=head_dim,
+            tile=tile,
         )
         self.kernel = PrefillAttention(
             loader,
@@ -278,6 +282,7 @@ def test_what_the_kernel_is_not_built_for_is_refused(loader: KernelLoader) -> No
         "head_dim": 64,
         "page_size": 16,
         "softmax_scale": 0.125,
+        "tile": 64,
     }
     for name, value in [
         ("dtype", torch.float32),

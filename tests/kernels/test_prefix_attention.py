@@ -12,7 +12,7 @@ import torch
 from gpu.attention.shared_prefix import PrefixGroups, prefix_items
 from gpu.kernels import KernelLoader
 from gpu.kernels.emulation import EmulatedLoader
-from gpu.kernels.prefix_attention import PrefixAttention, prefix_attention_source
+from gpu.kernels.tiled_attention import PrefixAttention, tiled_attention_source
 from tests.kernels.memory import place, poisoned, relative_error
 from tests.kernels.paged_rows import (
     along_first_element,
@@ -68,7 +68,7 @@ class Case:
         )
         self.softmax_scale = head_dim**-0.5
         choices = {"dtype": dtype, "cache_dtype": cache_dtype or dtype, "head_dim": head_dim}
-        self.source = prefix_attention_source(**choices, tile=tile)  # type: ignore[arg-type]
+        self.source = tiled_attention_source(shared_prefix=True, **choices, tile=tile)  # type: ignore[arg-type]
         self.kernel = PrefixAttention(
             loader,
             **choices,  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ class Case:
                 prefix_lens=np.array([self.prefix_len]),
             ),
             num_rows=num_rows,
-            rows_per_tile=self.kernel.rows_per_tile,
+            rows_per_tile=self.kernel.tokens_per_tile,
             target_items=target_items,
         )
 

@@ -183,7 +183,7 @@ def reports_dropped_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memory_that_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.upload.pinned", lambda host, device: host)
+    monkeypatch.setattr("gpu._util.upload.pinned", lambda host, device: host)
 
 
 def events_without_timing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,7 +370,7 @@ class TestWithoutTheExtra:
     def test_the_command_says_so_in_one_line_before_it_looks_for_the_model(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("trioserve.logs.setup_logging", lambda *_: None)
+        monkeypatch.setattr("trioserve.observability.logs.setup_logging", lambda *_: None)
         options = ["--port", "0", "--otlp-traces-endpoint", "http://x"]
         assert main(["serve", "/no/such/model", *options]) == 1
         (line,) = capsys.readouterr().err.splitlines()

@@ -150,7 +150,7 @@ async def test_a_text_is_refused_once_its_tokens_are_known(autojump_clock: Clock
 async def test_characters_of_open_prompts_are_bounded(
     autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trioserve.entrance.MAX_CHARACTERS", 5000)
+    monkeypatch.setattr("trioserve.requests.admission.MAX_CHARACTERS", 5000)
     cut: dict[str, Any] = {"truncate_prompt_tokens": 1}
     async with busy_engine() as engine:
         async with engine.generate("x" * 3000, **cut):

@@ -106,7 +106,7 @@ def reference_draw(
 
 
 def adjusted(logits: Floats, each: SamplerRow) -> Floats:
-    """Steps 2 to 4 of trioserve.sampling, one token at a time."""
+    """Steps 2 to 4 of trioserve.protocol.sampling, one token at a time."""
     params, tokens = each.params, [int(token) for token in each.tokens]
     output, x = tokens[each.prompt_length :], logits.astype(np.float32)
     for token, amount in params.logit_bias.items():

@@ -12,13 +12,12 @@ from typing import Any
 
 import attrs
 
-from trioserve.cli.remote_options import RemoteOptions
-from trioserve.config.options import option, options_of
+from trioserve.cli.bench_prompt_options import PromptOptions
+from trioserve.config.options import Group, flag_name, option, options_of
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["BENCH_GROUPS", "DATASETS", "BenchOptions"]
+__all__ = ["BENCH_GROUPS", "BenchOptions"]
 
-DATASETS = ("random", "fixed", "shared-prefix", "chat", "sharegpt", "json")
 _LIMITS = ("ttft", "tpot", "e2el")
 _WHAT_A_TRACE_SAYS = (
     *("dataset", "data", "prompt", "json_schema", "input_tokens", "output_tokens", "range_ratio"),
@@ -27,16 +26,19 @@ _WHAT_A_TRACE_SAYS = (
 """Options of prompts and lengths, in whose place a trace is."""
 
 BENCH_GROUPS = {
-    "target": "Whom to ask",
-    "load": "How fast to ask (a closed loop, unless --request-rate or --trace is given)",
-    "work": "What to ask",
-    "results": "What to tell",
+    "target": Group("Whom to ask", "benchmarking#Benchmarking"),
+    "load": Group(
+        "How fast to ask (a closed loop, unless --request-rate or --trace is given)",
+        "benchmarking#How requests are sent",
+    ),
+    "work": Group("What to ask", "benchmarking#What is asked"),
+    "results": Group("What to tell", "benchmarking#What comes out"),
 }
-"""The title of every group of options, in the order in which help shows them."""
+"""Every group of options, in the order in which help shows them."""
 
 
 @attrs.frozen(kw_only=True)
-class BenchOptions(RemoteOptions):
+class BenchOptions(PromptOptions):
     """Everything that ``trioserve bench`` can be told.
 
     Raises:
@@ -47,12 +49,14 @@ class BenchOptions(RemoteOptions):
         None,
         "open an engine with this model in this process, in place of a server",
         group="target",
+        common=True,
         metavar="MODEL",
     )
     engine_option: tuple[str, ...] = option(
         (),
         "options of the embedded engine, named as trioserve serve's: max-num-seqs=64",
         group="target",
+        common=True,
         metavar="NAME=VALUE",
         repeatable=True,
         form=(r"[A-Za-z][\w-]*=.*", "NAME=VALUE"),
@@ -61,6 +65,7 @@ class BenchOptions(RemoteOptions):
         None,
         "name of the model in requests (default: the first that the server lists)",
         group="target",
+        common=True,
         metavar="NAME",
     )
     endpoint: str = option(
@@ -93,6 +98,7 @@ class BenchOptions(RemoteOptions):
         "model, folder or tokenizer.json that prompts are measured with (default: the model's own "
         "where it is on this machine; without one, lengths of prompts are nearly as asked)",
         group="target",
+        common=True,
         metavar="PATH",
     )
 
@@ -101,6 +107,7 @@ class BenchOptions(RemoteOptions):
         "closed loop: streams that each ask again as soon as they are answered; several numbers "
         "are measured one after the other (default: 8, or --num-prompts if that is less)",
         group="load",
+        common=True,
         kind=int,
         low=1,
         repeatable=True,
@@ -110,6 +117,7 @@ class BenchOptions(RemoteOptions):
         "open loop: requests a second, sent at their times whether or not others are answered; "
         "several numbers are measured one after the other; inf, with --num-prompts: all at once",
         group="load",
+        common=True,
         kind=float,
         above=0,
         repeatable=True,
@@ -132,6 +140,7 @@ class BenchOptions(RemoteOptions):
         "send requests of these lengths at these times: JSON lines or CSV as Mooncake's, Azure's "
         "and BurstGPT's traces",
         group="load",
+        common=True,
         metavar="FILE",
     )
     trace_unit: str = option(
@@ -148,6 +157,7 @@ class BenchOptions(RemoteOptions):
         "requests of each measurement, or conversations of the data set chat (default: 4 for each "
         "stream, 30 seconds of an open loop, at least 16; all of a trace)",
         group="load",
+        common=True,
         kind=int,
         low=1,
     )
@@ -161,102 +171,12 @@ class BenchOptions(RemoteOptions):
     )
     seed: int = option(0, "of prompts, lengths, arrivals and cancellations", group="load", kind=int)
 
-    dataset: str = option(
-        "random",
-        "random: words, lengths drawn with --range-ratio; fixed: one prompt again and again; "
-        "shared-prefix: groups that begin alike; chat: several turns, with the answers so far; "
-        "sharegpt: conversations from --data; json: answers that follow a schema",
-        choices=DATASETS,
-        group="work",
-    )
-    input_tokens: int = option(
-        128, "tokens of a prompt, or of a turn's message", group="work", kind=int, low=1
-    )
-    output_tokens: int | None = option(
-        None,
-        "tokens of an answer (default: 128; with sharegpt as many as in the file)",
-        group="work",
-        kind=int,
-        low=1,
-    )
-    range_ratio: float = option(
-        0.0,
-        "draw lengths from n * (1 - X) to n * (1 + X), as vLLM's tool does",
-        group="work",
-        kind=float,
-        low=0,
-        high=0.99,
-    )
-    prefix_tokens: int | None = option(
-        None,
-        "tokens that prompts begin with alike, or of chat's system message (default: 512 with "
-        "shared-prefix, else 0)",
-        group="work",
-        kind=int,
-        low=0,
-    )
-    prefix_groups: int = option(
-        4, "different beginnings with shared-prefix", group="work", kind=int, low=1
-    )
-    turns: int | None = option(
-        None,
-        "turns of each conversation, at most those in the file with sharegpt (default: 4 with "
-        "chat, 1 with sharegpt)",
-        group="work",
-        kind=int,
-        low=1,
-    )
-    think_time: float = option(
-        0.0, "mean seconds between an answer and the next turn", group="work", kind=float, low=0
-    )
-    prompt: str | None = option(
-        None, "the text that fixed sends (default: random words)", group="work"
-    )
-    data: str | None = option(None, "ShareGPT's file, for sharegpt", group="work", metavar="FILE")
-    json_schema: str | None = option(
-        None,
-        "file with the schema that json's answers follow (default: three small ones in turns)",
-        group="work",
-        metavar="FILE",
-    )
-    temperature: float = option(0.0, "of sampling", group="work", kind=float, low=0)
-    ignore_eos: bool | None = option(
-        None,
-        "have answers go on to their length past the model's end of text; servers that don't know "
-        "the field refuse it (default: on, except for json and a --prompt)",
-        group="work",
-        kind=bool,
-    )
-    cancel_rate: float = option(
-        0.0,
-        "share of requests whose client leaves before the end",
-        group="work",
-        kind=float,
-        low=0,
-        high=1,
-    )
-    cancel_seconds: tuple[float, ...] = option(
-        (),
-        "the client leaves so long after sending: one number, or two to draw between",
-        group="work",
-        kind=float,
-        low=0,
-        repeatable=True,
-    )
-    cancel_events: tuple[int, ...] = option(
-        (),
-        "the client leaves after so many events: one number, or two to draw between (default: 1 to "
-        "half the answer)",
-        group="work",
-        kind=int,
-        low=1,
-        repeatable=True,
-    )
-
     goodput: tuple[str, ...] = option(
         (),
         "limits in ms that a good request keeps: ttft:500 tpot:50 e2el:5000",
         group="results",
+        page="benchmarking#The figures",
+        common=True,
         metavar="NAME:MS",
         repeatable=True,
         form=(rf"({'|'.join(_LIMITS)}):\d+(\.\d+)?", "ttft:MS, tpot:MS or e2el:MS"),
@@ -265,6 +185,7 @@ class BenchOptions(RemoteOptions):
         None,
         "write figures, options, versions and machine to this file",
         group="results",
+        common=True,
         metavar="FILE",
     )
     records: bool = option(
@@ -274,12 +195,14 @@ class BenchOptions(RemoteOptions):
         None,
         "write plots into this folder as PNG; needs the extra bench",
         group="results",
+        common=True,
         metavar="FOLDER",
     )
     html: str | None = option(
         None,
         "write figures and plots as one page; needs the extra bench",
         group="results",
+        common=True,
         metavar="FILE",
     )
 
@@ -291,7 +214,7 @@ class BenchOptions(RemoteOptions):
         }
         given = [name for name, there in ways.items() if there]
         if len(given) > 1:
-            raise _refuse(given[1], f"can't be given with {_flag(given[0])}")
+            raise _refuse(given[1], f"can't be given with {flag_name(given[0])}")
         self._check_infinite()
         self._check_trace()
         self._check_needs()
@@ -402,10 +325,6 @@ class BenchOptions(RemoteOptions):
         """``--goodput`` by name, in milliseconds."""
         pairs = (text.split(":") for text in self.goodput)
         return {name: float(limit) for name, limit in pairs}
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _refuse(name: str, message: str) -> InvalidRequest:

@@ -7,17 +7,17 @@ its tokens. ``0`` is as fast as it goes.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trioserve.cli.usage import UsageError
+from trioserve.config.options import Group, Option
 
 if TYPE_CHECKING:
     from trioserve.protocol.wire import MockSteps
 
-__all__ = ["add_mock_flag", "mock_steps"]
+__all__ = ["MOCK_GROUPS", "MOCK_OPTION", "mock_steps"]
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"(\d+(?:\.\d+)?)"
@@ -27,17 +27,17 @@ _LONGEST = 3600.0
 """Seconds. More is a mistake, which the watchdog would take for a worker that hangs."""
 
 
-def add_mock_flag(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the flag, in a group of its own."""
-    group = parser.add_argument_group("Measuring")
-    group.add_argument(
-        "--mock-worker",
-        metavar="TIME",
-        default=argparse.SUPPRESS,
-        help="load no model and compute nothing, to measure everything else: a step takes TIME "
-        "(10ms), or its tokens a set rate (50000/s), or both (10ms,50000/s), or nothing (0), and "
-        "gives the next token of a fixed text",
-    )
+MOCK_OPTION = Option(
+    name="mock_worker",
+    kind=str,
+    default=None,
+    help="load no model and compute nothing, to measure everything else: a step takes TIME (10ms), "
+    "or its tokens a set rate (50000/s), or both (10ms,50000/s), or nothing (0), and gives the "
+    "next token of a fixed text",
+    group="measuring",
+    metavar="TIME",
+)
+MOCK_GROUPS = {"measuring": Group("Measuring", "benchmarking#Is it the server that is measured?")}
 
 
 def mock_steps(arguments: Mapping[str, Any]) -> MockSteps | None:

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import attrs
 
 from trioserve.cli.bench_options import BENCH_GROUPS, BenchOptions
-from trioserve.cli.equivalents import explained, told, without_foreign
-from trioserve.cli.mock import add_mock_flag
-from trioserve.cli.remote_options import DEFAULT_URL, RemoteOptions
+from trioserve.cli.command_parser import CommandParser
+from trioserve.cli.help import topic_of
+from trioserve.cli.mock import MOCK_GROUPS, MOCK_OPTION
+from trioserve.cli.remote_options import DEFAULT_URL, REMOTE_GROUPS, RemoteOptions
 from trioserve.cli.top.options import TOP_GROUPS, TopOptions
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
-from trioserve.config.options import Option, options_of
+from trioserve.config.options import Group, Option, options_of
 from trioserve.protocol.version import __version__
 
 __all__ = ["DEFAULT_MODEL", "SAMPLING_OPTIONS", "build_parsers", "parse"]
@@ -49,7 +50,9 @@ _BENCH_EPILOG = (
 
 
 def _sampling_option(name: str, kind: type, help: str, **more: Any) -> Option:
-    return Option(name=name, kind=kind, default=None, help=help, group="sampling", **more)
+    return Option(
+        name=name, kind=kind, default=None, help=help, group="sampling", common=True, **more
+    )
 
 
 SAMPLING_OPTIONS = (
@@ -68,141 +71,151 @@ SAMPLING_OPTIONS = (
 """The fields of SamplingParams that are flags; without a flag the model's own default holds."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in short, and what does the same as unknown options."""
-
-    def error(self, message: str) -> NoReturn:
-        end = "see" if message.endswith("\n") else "; see"
-        self.exit(2, f"{self.prog}: {message}{end} {self.prog} --help\n")
-
-    def without_foreign(self, arguments: Sequence[str], *, has_tables: bool) -> list[str]:
-        """Return the arguments without options that change nothing; exit with others'."""
-        flags = [flag for action in self._actions for flag in action.option_strings]
-        left, foreign = without_foreign(arguments, flags, has_tables=has_tables)
-        unknown = [each for each in foreign if not each.is_taken]
-        if unknown:
-            self.error(explained(unknown, flags, has_tables=has_tables))
-        for each in foreign:
-            print(f"{self.prog}: {told(each)}", file=sys.stderr)
-        return left
+_SAMPLING_GROUPS = {
+    "sampling": Group("Sampling (defaults: the model's own)", "terminal#Talk to a model")
+}
+_Add: TypeAlias = Callable[..., CommandParser]
+"""Adds a command: its name, its help, its usage, and keywords of :class:`CommandParser`."""
 
 
-def _add_option(group: argparse._ArgumentGroup, option: Option, *, lists: bool = False) -> None:
-    """The flag of ``option``; with ``lists`` a repeatable one takes several values at once, too."""
-    # Texts are converted later, with those of the environment, so both are refused alike.
-    default = f" (default: {option.default_text})" if option.default_text is not None else ""
-    common: dict[str, Any] = {
-        "dest": option.name,
-        "default": argparse.SUPPRESS,
-        "help": (option.help + default).replace("%", "%%"),
-    }
-    if option.kind is bool:
-        group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **common)
-    elif option.repeatable and lists:
-        group.add_argument(
-            option.flag, action="extend", nargs="+", metavar=option.value_name, **common
-        )
-    else:
-        action = "append" if option.repeatable else "store"
-        group.add_argument(option.flag, action=action, metavar=option.value_name, **common)
+def _options(*classes: type[attrs.AttrsInstance]) -> Iterator[Option]:
+    return (option for cls in classes for option in options_of(cls))
 
 
-def _add_options(
-    parser: argparse.ArgumentParser,
-    *classes: type[attrs.AttrsInstance],
-    groups: Mapping[str, str] = GROUPS,
-    lists: bool = False,
-) -> None:
-    options = [option for cls in classes for option in options_of(cls)]
-    for name, title in groups.items():
-        members = [option for option in options if option.group == name]
-        if members:
-            group = parser.add_argument_group(title)
-            for option in members:
-                _add_option(group, option, lists=lists)
-
-
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("Sampling (defaults: the model's own)")
-    for option in SAMPLING_OPTIONS:
-        _add_option(group, option)
-
-
-def build_parsers() -> tuple[_Parser, dict[str, _Parser]]:
-    """The parser that lists the commands, and the commands' own by name."""
-    parser = _Parser(
-        prog="trioserve",
-        description="Serve large language models, or use one here.",
-        allow_abbrev=False,
+def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
+    """Return the parser that lists the commands, and the commands' own by name."""
+    parser = CommandParser(
+        prog="trioserve", description="Serve large language models, or use one here."
     )
     parser.add_argument("--version", action="version", version=f"trioserve {__version__}")
-    group = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser, title="commands")
-    commands: dict[str, _Parser] = {}
+    commands = parser.add_subparsers(
+        metavar="COMMAND", parser_class=CommandParser, title="commands"
+    )
 
-    def add(name: str, help: str, usage: str, epilog: str | None = None) -> _Parser:
-        command = group.add_parser(
+    def add(name: str, help: str, usage: str, **more: Any) -> CommandParser:
+        command: CommandParser = commands.add_parser(
             name,
             help=help,
             description=help[0].upper() + help[1:] + ".",
             usage=f"trioserve {name} {usage}",
-            epilog=epilog,
-            allow_abbrev=False,
+            **more,
         )
         command.set_defaults(command=name)
-        commands[name] = command
         return command
 
-    serve = add("serve", "serve a model over HTTP", "[MODEL] [options]", _EPILOG + _SIGNALS_EPILOG)
-    serve.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
-    _add_options(serve, EngineConfig, ServerConfig)
-    add_mock_flag(serve)
+    return parser, {
+        "serve": _serve(add),
+        "chat": _chat(add),
+        "generate": _generate(add),
+        "bench": _bench(add),
+        "top": _top(add),
+        "doctor": _doctor(add),
+    }
 
-    chat = add("chat", "talk to a model in the terminal", "[MODEL] [options]", _EPILOG)
-    chat.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
-    chat.add_argument("--system", metavar="TEXT", help="what the model is told before the chat")
-    chat.add_argument(
+
+def _serve(add: _Add) -> CommandParser:
+    command = add(
+        "serve",
+        "serve a model over HTTP",
+        "[MODEL] [options]",
+        page="quickstart#Start the server",
+        epilog=_EPILOG + _SIGNALS_EPILOG,
+    )
+    command.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
+    command.variables.add("model")
+    command.add_options(_options(EngineConfig, ServerConfig), GROUPS, variables=True)
+    command.add_options([MOCK_OPTION], MOCK_GROUPS)
+    return command
+
+
+def _chat(add: _Add) -> CommandParser:
+    command = add(
+        "chat",
+        "talk to a model in the terminal",
+        "[MODEL] [options]",
+        page="terminal#Talk to a model",
+        epilog=_EPILOG,
+    )
+    command.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
+    command.add_argument("--system", metavar="TEXT", help="what the model is told before the chat")
+    command.add_argument(
         "--history",
         metavar="FILE",
         help="keep what is written at the prompt in FILE, or nowhere (off) "
         "(default: $TRIOSERVE_HISTORY, else ~/.local/state/trioserve/chat_history)",
     )
-    chat.add_argument(
+    command.add_argument(
         "--url",
         metavar="URL",
         help="talk to this OpenAI-compatible server in place of a model that is loaded here; MODEL "
         "is a name of its own (default: the first that it lists)",
     )
-    _add_sampling_options(chat)
-    _add_options(chat, RemoteOptions, groups={"target": "With --url"})
-    _add_options(chat, EngineConfig)
+    command.variables |= {"model", "history"}
+    command.add_options(SAMPLING_OPTIONS, _SAMPLING_GROUPS)
+    command.add_options(_options(RemoteOptions), REMOTE_GROUPS)
+    command.add_options(_options(EngineConfig), GROUPS, variables=True)
+    return command
 
-    generate = add("generate", "continue a text", "MODEL [PROMPT] [options]", _EPILOG)
-    generate.add_argument("model", metavar="MODEL", help=_MODEL_HELP.partition(" (default")[0])
-    generate.add_argument("prompt", metavar="PROMPT", nargs="?", help="default: read from stdin")
-    _add_sampling_options(generate)
-    _add_options(generate, EngineConfig)
 
-    bench = add("bench", "measure a server under load", "[URL] [options]", _BENCH_EPILOG)
-    bench.add_argument(
+def _generate(add: _Add) -> CommandParser:
+    command = add(
+        "generate",
+        "continue a text",
+        "MODEL [PROMPT] [options]",
+        page="terminal#Continue a text",
+        epilog=_EPILOG,
+    )
+    command.add_argument("model", metavar="MODEL", help=_MODEL_HELP.partition(" (default")[0])
+    command.add_argument("prompt", metavar="PROMPT", nargs="?", help="default: read from stdin")
+    command.add_options(SAMPLING_OPTIONS, _SAMPLING_GROUPS)
+    command.add_options(_options(EngineConfig), GROUPS, variables=True)
+    return command
+
+
+def _bench(add: _Add) -> CommandParser:
+    command = add(
+        "bench",
+        "measure a server under load",
+        "[URL] [options]",
+        page="benchmarking#Benchmarking",
+        epilog=_BENCH_EPILOG,
+    )
+    command.add_argument(
         "url",
         metavar="URL",
         nargs="?",
         help=f"an OpenAI-compatible server, /v1 at its end or not (default: {DEFAULT_URL})",
     )
-    _add_options(bench, BenchOptions, groups=BENCH_GROUPS, lists=True)
-    add_mock_flag(bench)
+    command.add_options(_options(BenchOptions), BENCH_GROUPS, lists=True)
+    command.add_options([MOCK_OPTION], MOCK_GROUPS)
+    return command
 
-    top = add("top", "watch a server: rates, latencies, pages, requests, tasks", "[URL] [options]")
-    top.add_argument(
+
+def _top(add: _Add) -> CommandParser:
+    command = add(
+        "top",
+        "watch a server: rates, latencies, pages, requests, tasks",
+        "[URL] [options]",
+        page="terminal#Watch a server",
+    )
+    command.add_argument(
         "url", metavar="URL", nargs="?", help=f"a trioserve server (default: {DEFAULT_URL})"
     )
-    top.add_argument("--once", action="store_true", help="print one picture and leave")
-    top.add_argument("--json", action="store_true", help="print pictures as lines of JSON")
-    _add_options(top, TopOptions, groups=TOP_GROUPS)
+    command.add_argument("--once", action="store_true", help="print one picture and leave")
+    command.add_argument("--json", action="store_true", help="print pictures as lines of JSON")
+    command.add_options(_options(TopOptions), TOP_GROUPS)
+    return command
 
-    doctor = add("doctor", "show what this machine has, and what is missing", "[--json]")
-    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return parser, commands
+
+def _doctor(add: _Add) -> CommandParser:
+    command = add(
+        "doctor",
+        "show what this machine has, and what is missing",
+        "[--json]",
+        page="quickstart#When something is missing",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return command
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -220,6 +233,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"no command in {' '.join(given)!r}")
     # Intermixed, so that MODEL and PROMPT may stand before, between and after the flags.
     command = commands[given[0]]
+    topic = topic_of(given[1:])
+    if topic is not None:
+        command.show_topic(topic)
     words = command.without_foreign(given[1:], has_tables=given[0] in _COMMANDS_WITH_MODELS)
     arguments, unknown = command.parse_known_intermixed_args(words)
     if unknown:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.config.options import option
+from trioserve.config.options import Group, option
 
 __all__ = ["DEFAULT_URL", "REMOTE_GROUPS", "RemoteOptions"]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-REMOTE_GROUPS = {"target": "The server"}
-"""The title of the group of options, for help."""
+REMOTE_GROUPS = {"target": Group("With --url", "terminal#Talk to a model")}
+"""The group of options in the help of ``chat``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -24,6 +24,7 @@ class RemoteOptions:
         None,
         "sent as a bearer token (default: $OPENAI_API_KEY)",
         group="target",
+        common=True,
         metavar="KEY",
         secret=True,
     )

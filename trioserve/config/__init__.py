@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from trioserve.config.engine import EngineConfig
+from trioserve.config.options import Group
 from trioserve.config.server import ServerConfig
 
 __all__ = ["GROUPS", "EngineConfig", "ServerConfig"]
 
-GROUPS = {
+_TITLES = {
     "model": "Model",
     "adapters": "Adapters",
     "scheduling": "Scheduling",
@@ -19,4 +20,5 @@ GROUPS = {
     "http": "HTTP server",
     "log": "Logging",
 }
-"""The title of every group of options, in the order in which help and documentation show them."""
+GROUPS = {name: Group(title, f"options#{title}") for name, title in _TITLES.items()}
+"""Every group of options, in the order in which help and documentation show them."""

@@ -19,6 +19,7 @@ from trioserve.protocol.errors import InvalidRequest
 
 __all__ = [
     "PREFIX",
+    "Group",
     "Option",
     "closest",
     "environment_name",
@@ -83,6 +84,15 @@ def environment_name(name: str) -> str:
     return PREFIX + name.upper()
 
 
+@attrs.frozen
+class Group:
+    """A group of options, as help and documentation show it."""
+
+    title: str
+    page: str
+    """The section of the docs about those of its options that name none; see ``Option.page``."""
+
+
 @attrs.frozen(kw_only=True)
 class Option:
     """Everything there is to know of one option.
@@ -109,7 +119,11 @@ class Option:
     form: tuple[str, str] | None = None
     """A regular expression that the whole text matches, and what that means in words."""
     secret: bool = False
-    """Whether its value is told to nobody, such as a key."""
+    """True for a value that is never shown, such as a key."""
+    common: bool = False
+    """True for an option of everyday use, which ``--help`` shows without being asked for all."""
+    page: str | None = None
+    """The section of the docs about it, as in ``lora#How many``; None for its group's."""
 
     @property
     def flag(self) -> str:
@@ -234,6 +248,8 @@ def option(
     in_bytes: bool = False,
     form: tuple[str, str] | None = None,
     secret: bool = False,
+    common: bool = False,
+    page: str | None = None,
 ) -> Any:
     """An attrs field that is also a flag and an environment variable."""
     metadata = {
@@ -249,6 +265,8 @@ def option(
         "in_bytes": in_bytes,
         "form": form,
         "secret": secret,
+        "common": common,
+        "page": page,
     }
     converter = _as_tuple if repeatable else None
     return attrs.field(

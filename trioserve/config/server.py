@@ -33,6 +33,7 @@ class ServerConfig:
         "name that clients use for the model; may be given several times (default: the model's "
         "own)",
         group="http",
+        common=True,
         metavar="NAME",
         repeatable=True,
     )
@@ -41,24 +42,43 @@ class ServerConfig:
         "how the model writes tool calls; auto goes by its chat template",
         choices=TOOL_CALL_PARSERS,
         group="http",
+        page="tools#How models write calls",
+        common=True,
     )
     reasoning_parser: str = option(
         "auto",
         "how the model marks its reasoning; auto goes by its chat template",
         choices=REASONING_PARSERS,
         group="http",
+        page="tools#Reasoning",
+        common=True,
     )
-    host: str = option("127.0.0.1", "address to listen on", group="http")
+    host: str = option(
+        "127.0.0.1", "address to listen on", group="http", page="security#The defaults", common=True
+    )
     port: int = option(
-        8000, "port to listen on; 0 picks a free one", group="http", kind=int, low=0, high=65535
+        8000,
+        "port to listen on; 0 picks a free one",
+        group="http",
+        page="quickstart#Start the server",
+        common=True,
+        kind=int,
+        low=0,
+        high=65535,
     )
     uds: str | None = option(
-        None, "Unix socket to listen on instead of a port", group="http", metavar="PATH"
+        None,
+        "Unix socket to listen on instead of a port",
+        group="http",
+        page="deployment#What the server sees",
+        metavar="PATH",
     )
     api_server_count: int = option(
         1,
         "processes that do HTTP, tokenizing and detokenizing; with 1 the engine's own does it all",
         group="http",
+        page="front-ends#Several front ends",
+        common=True,
         kind=int,
         low=1,
         high=1024,
@@ -68,6 +88,8 @@ class ServerConfig:
         "key that clients must send as a bearer token; may be given several times; the variable is "
         "safer, as other users can read a command line",
         group="http",
+        page="security#The defaults",
+        common=True,
         metavar="KEY",
         repeatable=True,
         secret=True,
@@ -77,6 +99,7 @@ class ServerConfig:
         "key for the routes that control the server, which answer nobody without one; may be "
         "given several times, and does for all other routes, too",
         group="http",
+        page="operating#Operating a running server",
         metavar="KEY",
         repeatable=True,
         secret=True,
@@ -87,6 +110,7 @@ class ServerConfig:
         "is one, requests of other keys that do are answered with 403, but for admin keys; may be "
         "given several times",
         group="http",
+        page="security#The defaults",
         metavar="KEY",
         repeatable=True,
         secret=True,
@@ -96,6 +120,7 @@ class ServerConfig:
         "most requests of one API key that may be open at a time; the answer past it is 429 "
         "(default: any number)",
         group="http",
+        page="overload#What to set",
         kind=int,
         low=1,
     )
@@ -104,6 +129,8 @@ class ServerConfig:
         "origin whose web pages may use this server from a browser, or * for any; may be given "
         "several times",
         group="http",
+        page="security#The defaults",
+        common=True,
         metavar="ORIGIN",
         repeatable=True,
         form=(
@@ -117,6 +144,8 @@ class ServerConfig:
         "may be given several times (default: IP addresses, localhost, the name listened on; "
         "beyond loopback, also names without a dot and of private networks)",
         group="http",
+        page="security#Host names",
+        common=True,
         metavar="HOST",
         repeatable=True,
         form=(
@@ -128,18 +157,23 @@ class ServerConfig:
         None,
         "certificate to serve TLS with, and those that vouch for it",
         group="http",
+        page="options#TLS",
+        common=True,
         metavar="PATH",
     )
     ssl_keyfile: str | None = option(
         None,
         "private key of the certificate, where it isn't in the same file",
         group="http",
+        page="options#TLS",
+        common=True,
         metavar="PATH",
     )
     ssl_keyfile_password: str | None = option(
         None,
         "what the private key is encrypted with",
         group="http",
+        page="options#TLS",
         metavar="TEXT",
         secret=True,
     )
@@ -147,24 +181,28 @@ class ServerConfig:
         None,
         "certificates of the authorities whose clients are served; others get no connection",
         group="http",
+        page="options#TLS",
         metavar="PATH",
     )
     root_path: str = option(
         "",
         "path prefix of a proxy in front; requests are served with it and without it",
         group="http",
+        page="deployment#What the server sees",
         metavar="PATH",
     )
     console: bool = option(
         True,
         "serve the console at /console, and the live feed that it shows",
         group="http",
+        page="console#The console",
         kind=bool,
     )
     max_body_size: int = option(
         32 << 20,
         "largest request body; the answer past it is 413",
         group="http",
+        page="security#What is bounded",
         kind=int,
         low=1,
         in_bytes=True,
@@ -173,6 +211,7 @@ class ServerConfig:
         512,
         "most prompts in one request's batch; the answer past it is 400",
         group="http",
+        page="security#What is bounded",
         kind=int,
         low=1,
     )
@@ -180,12 +219,14 @@ class ServerConfig:
         False,
         "ignore fields of requests that aren't served, and log each name once, in place of 400",
         group="http",
+        page="api#Requests",
         kind=bool,
     )
     request_timeout: float = option(
         60.0,
         "seconds that a client has for sending a request, its head and then its body",
         group="http",
+        page="security#What is bounded",
         kind=float,
         low=0.01,
     )
@@ -193,6 +234,7 @@ class ServerConfig:
         15.0,
         "seconds of silence on an event stream before a comment line is sent",
         group="http",
+        page="api#Streams",
         kind=float,
         low=0.01,
     )
@@ -200,6 +242,7 @@ class ServerConfig:
         30.0,
         "seconds a client may leave the server's bytes unread before it is cut off",
         group="http",
+        page="overload#Slow readers",
         kind=float,
         low=0.01,
     )
@@ -207,17 +250,20 @@ class ServerConfig:
         30.0,
         "seconds that running requests get to finish on Ctrl-C or SIGTERM",
         group="http",
+        page="shutdown#A signal",
+        common=True,
         kind=float,
         low=0,
     )
     log_level: str = option(
-        "info", "least important message to log", choices=LOG_LEVELS, group="log"
+        "info", "least important message to log", choices=LOG_LEVELS, group="log", common=True
     )
     log_requests: bool = option(
         False,
         "log what requests say and are answered, too: prompts, outputs and sampling fields, "
         "up to 2000 characters each",
         group="log",
+        page="observability#The request log",
         kind=bool,
     )
     log_format: str = option(

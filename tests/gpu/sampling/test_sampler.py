@@ -65,7 +65,7 @@ def make_sampler(vocab_size: int, *, processed_logprobs: bool = False) -> Sample
 
 
 def adjusted(logits: Floats, params: SamplerParams, tokens: Sequence[int], prompt: int) -> Floats:
-    """Steps 2 to 4 of trioserve.sampling, one token at a time."""
+    """Steps 2 to 4 of trioserve.protocol.sampling, one token at a time."""
     x = logits.astype(np.float64).copy()
     for token, bias in params.logit_bias.items():
         x[token] += bias

@@ -66,7 +66,7 @@ async def test_every_field_that_is_served_is_looked_at(
 ) -> None:
     seen: set[str] = set()
     monkeypatch.setattr(
-        "trioserve.http.service.parse_body",
+        "trioserve.http.api.service.parse_body",
         lambda wanted, data, _: Recorder(parse_body(wanted, data), seen),
     )
     client = client_of(StubEngine(tokenizer=StubTokenizer(TEMPLATE)))

@@ -273,7 +273,7 @@ async def test_logprobs_of_the_prompt(
     start: int | None, expected: list[Any], long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if long:  # Put into words in a thread.
-        monkeypatch.setattr("trioserve.http.threads.LONG", 0)
+        monkeypatch.setattr("trioserve.http.api.threads.LONG", 0)
     stub = StubEngine(script=asked, prompt_logprobs=prompt_logprobs)
     fields = {
         "text": "bcde",

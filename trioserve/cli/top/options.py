@@ -5,12 +5,15 @@ from __future__ import annotations
 import attrs
 
 from trioserve.cli.remote_options import RemoteOptions
-from trioserve.config.options import option
+from trioserve.config.options import Group, option
 
 __all__ = ["TOP_GROUPS", "TopOptions"]
 
-TOP_GROUPS = {"target": "The server", "picture": "The picture"}
-"""The title of every group of options, for help."""
+TOP_GROUPS = {
+    "target": Group("The server", "terminal#Talk to a model"),
+    "picture": Group("The picture", "terminal#Watch a server"),
+}
+"""Every group of options, in the order in which help shows them."""
 
 
 @attrs.frozen(kw_only=True)

@@ -59,7 +59,7 @@ ROUTES_NOT_REPORTED = "the experts that computed a token aren't reported"
 TOKEN_ID_FORMAT = "token-id"
 """Marks token ids in a schema: the largest one depends on the model that is served."""
 
-# The ranges are those of trioserve.sampling and trioserve.checks, so that the schema tells them.
+# The ranges are those of trioserve.protocol.sampling and checks, so that the schema tells them.
 Count = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
 TokenId = Annotated[
     int, msgspec.Meta(ge=0, le=_INT32_MAX, extra_json_schema={"format": TOKEN_ID_FORMAT})

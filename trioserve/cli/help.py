@@ -1,0 +1,132 @@
+"""Text of ``--help``: the common options, ``--help=all`` and ``--help=NAME``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from trioserve.config.options import Option
+
+__all__ = ["ALL", "Formatter", "Topic", "close_names", "plain_name", "topic_of"]
+
+ALL = "all"
+"""The NAME that asks for every option."""
+
+_FLAG = "--help="
+_MOST_CLOSE = 5
+
+
+def topic_of(words: Sequence[str]) -> str | None:
+    """Return NAME of the first ``--help=NAME`` on a command line; None without one."""
+    for word in words:
+        if word == "--":
+            break
+        if word.startswith(_FLAG):
+            return word.removeprefix(_FLAG)
+    return None
+
+
+def plain_name(text: str) -> str:
+    """Return a flag, a variable or a Python name in one spelling: ``max-num-seqs``."""
+    return text.lstrip("-").replace("_", "-").lower()
+
+
+def close_names(name: str, known: Iterable[str]) -> list[str]:
+    """Return the flags in ``known`` that ``name`` is a part of or is spelled like."""
+    import difflib  # used for a wrong name alone
+
+    flags = {plain_name(flag): flag for flag in known}
+    plain = plain_name(name)
+    close = [each for each in flags if plain and plain in each]
+    close += difflib.get_close_matches(plain, flags, n=_MOST_CLOSE)
+    return [flags[each] for each in dict.fromkeys(close)][:_MOST_CLOSE]
+
+
+class Formatter(argparse.HelpFormatter):
+    """argparse's formatter, which also breaks usage, titles and flags where a line ends."""
+
+    @property
+    def width(self) -> int:
+        """Columns of a line."""
+        return self._width
+
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(heading and textwrap.fill(heading, self._width))
+
+    def _format_usage(self, *arguments: Any) -> str:
+        usage = super()._format_usage(*arguments)
+        return _filled(usage, self._width, "", "  ") + "\n\n"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return self.broken(super()._format_action_invocation(action), self._current_indent)
+
+    def broken(self, text: str, indent: int) -> str:
+        """Return ``text`` in lines that fit, broken at spaces and commas."""
+        lines = [""]
+        for piece in re.findall(r"[^ ,]+[ ,]*", text):
+            if lines[-1] and indent + len(lines[-1] + piece.rstrip()) > self._width:
+                lines.append(" " * 4)
+            lines[-1] += piece
+        return f"\n{' ' * indent}".join(line.rstrip() for line in lines)
+
+
+@attrs.frozen(kw_only=True)
+class Topic:
+    """One argument of a command, as ``--help=NAME`` shows it."""
+
+    action: argparse.Action
+    option: Option | None
+    """None for an argument that is no option, such as MODEL."""
+    variable: str | None
+    """Its environment variable."""
+    page: str
+    """A section of the docs; see ``Option.page``."""
+
+    @property
+    def names(self) -> set[str]:
+        """The plain names that it goes by."""
+        names = {self.action.dest, *self.action.option_strings, self.variable or ""}
+        return {plain_name(name) for name in names if name}
+
+    def text(self, formatter: Formatter) -> str:
+        """Return everything there is to know of it."""
+        invocation = formatter._format_action_invocation(self.action)
+        paragraphs = [invocation, _filled(self._help, formatter.width, "  ")]
+        facts = [
+            _filled(f"{name + ':':<10}{fact}", formatter.width, "  ", " " * 12)
+            for name, fact in self._facts()
+        ]
+        return "\n\n".join([*paragraphs, "\n".join(facts)]) + "\n"
+
+    @property
+    def _help(self) -> str:
+        return self.option.help if self.option is not None else str(self.action.help)
+
+    def _facts(self) -> Iterable[tuple[str, str]]:
+        option = self.option
+        several = option is not None and option.repeatable
+        if self.variable is not None:
+            commas = ", with commas between several values" if several else ""
+            yield "variable", self.variable + commas
+        if option is not None:
+            if option.kind is not bool or self.variable is not None:
+                yield "value", option.wanted
+            if option.default_text is not None:
+                yield "default", option.default_text
+        path, _, heading = self.page.partition("#")
+        yield "docs", f'docs/{path}.md, "{heading}"'
+
+
+def _filled(text: str, width: int, indent: str, hanging: str | None = None) -> str:
+    return textwrap.fill(
+        text,
+        max(width, len(hanging or indent) + 8),
+        initial_indent=indent,
+        subsequent_indent=indent if hanging is None else hanging,
+        break_on_hyphens=False,
+    )

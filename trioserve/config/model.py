@@ -1,0 +1,190 @@
+"""The options of a model and its adapters: the part of an engine's that says what it computes."""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.config.options import option
+
+__all__ = ["ModelConfig"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("auto", "none", "int8", "int4", "w8a8")
+MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
+DEVICES = ("auto", "cpu", "cuda")
+LOGPROBS_MODES = ("raw", "processed")
+
+
+@attrs.frozen(kw_only=True)
+class ModelConfig:
+    """What an engine loads, and the defaults of its requests."""
+
+    model: str = attrs.field(kw_only=False)
+    """A known name (``smollm2-135m``), a folder, a GGUF file or a Hugging Face Hub id."""
+
+    tokenizer: str | None = option(
+        None,
+        "folder or tokenizer.json to use instead of the model's own tokenizer",
+        group="model",
+        metavar="PATH",
+    )
+    chat_template: str | None = option(
+        None, "file with a jinja2 chat template, or the template itself", group="model", common=True
+    )
+    revision: str | None = option(None, "branch, tag or commit of a Hub model", group="model")
+    model_impl: str = option(
+        "auto",
+        "what computes the model: native has a file for some families, transformers has many more "
+        "and is slower, auto takes native where it can",
+        choices=MODEL_IMPLEMENTATIONS,
+        group="model",
+        page="models#Which models run",
+    )
+    dtype: str = option(
+        "auto",
+        "number format of weights and activations",
+        choices=DTYPES,
+        group="model",
+        common=True,
+    )
+    quantization: str = option(
+        "auto",
+        "number format of the weights on a CPU: auto keeps a GGUF file's 4 and 8 bits where dtype "
+        "is auto, none computes with dtype, int8 and int4 round any model's weights, w8a8 rounds "
+        "weights and activations to 8 bits",
+        choices=QUANTIZATIONS,
+        group="model",
+        page="performance#What fewer bits cost",
+        common=True,
+    )
+    skip_tokenizer_init: bool = option(
+        False,
+        "load no tokenizer: prompts are token ids, and outputs have no text",
+        group="model",
+        kind=bool,
+    )
+    device: str = option(
+        "auto", "where the worker computes", choices=DEVICES, group="model", common=True
+    )
+    max_model_len: int | None = option(
+        None,
+        "longest sequence, prompt and output together, in tokens (default: the model's own)",
+        group="model",
+        page="security#What is bounded",
+        common=True,
+        kind=int,
+        low=1,
+    )
+    seed: int | None = option(
+        None,
+        "seed of requests that bring none (default: fresh entropy for each request)",
+        group="model",
+        kind=int,
+    )
+    generation_config: str = option(
+        "auto",
+        "source of the sampling defaults: auto is the model's own generation_config.json, vllm is "
+        "none, a folder is the file in it, whose max_new_tokens is a limit for all requests",
+        group="model",
+        page="options#Defaults of requests",
+        metavar="auto|vllm|PATH",
+    )
+    override_generation_config: str | None = option(
+        None,
+        "JSON object of defaults that replace those of the generation config, as in "
+        '{"temperature": 0.5}; its max_new_tokens is a limit for all requests',
+        group="model",
+        page="options#Defaults of requests",
+        metavar="JSON",
+    )
+    max_tokens_default: int | None = option(
+        None,
+        "output tokens of a request that names no max_tokens, as far as they fit; a request may "
+        "name more (default: max_new_tokens of the generation config, else as many as fit)",
+        group="model",
+        page="options#Defaults of requests",
+        kind=int,
+        low=1,
+    )
+    logprobs_mode: str = option(
+        "raw",
+        "report log-probabilities of the model's raw distribution or of the one sampled from",
+        choices=LOGPROBS_MODES,
+        group="model",
+        page="evaluation#Scoring and evaluation",
+    )
+    max_logprobs: int = option(
+        20,
+        "most log-probabilities a request may ask for per token",
+        group="model",
+        page="api#`POST /generate`",
+        kind=int,
+        low=0,
+    )
+
+    logits_processors: tuple[str, ...] = option(
+        (),
+        "class of your own that changes logits before a token is drawn; may be given several times",
+        group="model",
+        page="logits-processors#Logits processors",
+        metavar="MODULE:CLASS",
+        repeatable=True,
+    )
+    grammar_timeout: float = option(
+        10.0,
+        "seconds that compiling a request's JSON schema, regex or grammar may take",
+        group="model",
+        page="structured-output#Limits",
+        kind=float,
+        above=0,
+    )
+
+    enable_lora: bool = option(
+        False,
+        "serve LoRA adapters, also such as are loaded while the server runs; lora_modules do so by "
+        "themselves",
+        group="adapters",
+        page="lora#Serving adapters",
+        kind=bool,
+    )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "adapter to load at the start, from a folder as PEFT writes it, and the name that requests "
+        "give it, or vLLM's JSON object with name and path; may be given several times",
+        group="adapters",
+        page="lora#Serving adapters",
+        common=True,
+        metavar="NAME=PATH",
+        repeatable=True,
+        form=(
+            r"[^={]+=.+|\{.+\}",
+            "a name and a folder, as in mine=/adapters/mine, or JSON with name and path",
+        ),
+    )
+    max_loras: int = option(
+        8,
+        "most different adapters among the sequences that are computed together",
+        group="adapters",
+        page="lora#How many",
+        kind=int,
+        low=1,
+        high=1024,
+    )
+    max_lora_rank: int = option(
+        64,
+        "largest rank of an adapter",
+        group="adapters",
+        page="lora#How many",
+        kind=int,
+        low=1,
+        high=4096,
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        "most adapters in the worker's memory; of more that are loaded, those not used for the "
+        "longest time are read again when they are wanted (default: 32; never below max_loras)",
+        group="adapters",
+        page="lora#How many",
+        kind=int,
+        low=1,
+    )
