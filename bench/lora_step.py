@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.compiled_steps import CompiledSteps, load_compiled, num_pages_of, usual
-from gpu.lora.products import PRODUCTS
 from gpu.lora.reading import Adapter, Update
 from gpu.weights import expected_tensors
+from gpu.weights.packed_modules import PACKED_MODULES
 from trioserve.model_files import ModelConfig, locate
 
 
@@ -25,7 +25,7 @@ def random_adapter(config: ModelConfig, rank: int, seed: int) -> Adapter:
     shapes = expected_tensors(config)
     updates = {}
     for layer in range(config.num_layers):
-        for part in (part for parts in PRODUCTS.values() for part in parts):
+        for part in (part for parts in PACKED_MODULES.values() for part in parts):
             outputs, inputs = shapes[f"model.layers.{layer}.{part}.weight"]
             a = draw.standard_normal((rank, inputs), dtype=np.float32) / 100
             b = draw.standard_normal((outputs, rank), dtype=np.float32) / 100
