@@ -121,7 +121,7 @@ def check_podman(words: Sequence[str]) -> None:
         if option == "--file":
             assert (ROOT / value).is_file()
         elif option == "--env":
-            assert not flags.strangers({value.split("=")[0]: "x"})
+            assert not flags.unknown_variable_lines({value.split("=")[0]: "x"})
     if words[0] == "run":
         check_trioserve(["serve", *words[list(words).index("trioserve") + 1 :]])
 
@@ -165,7 +165,7 @@ def programs_of(command: Command) -> list[list[str]]:
         if set(word) <= set("|&;"):
             found.append([])
         elif not found[-1] and re.fullmatch(r"[A-Z_]+=.*", word):
-            assert not flags.strangers({word.split("=")[0]: "x"}), word
+            assert not flags.unknown_variable_lines({word.split("=")[0]: "x"}), word
         else:
             found[-1].append(word)
     return [words for words in found if words]

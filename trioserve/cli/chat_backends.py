@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from trioserve.engine import Engine
     from trioserve.generation import GenerationStream
 
-__all__ = ["EnginePartner", "Messages", "Partner", "Piece", "Reply", "ServerPartner", "find_server"]
+__all__ = [
+    "ChatBackend",
+    "EngineChatBackend",
+    "Messages",
+    "Piece",
+    "Reply",
+    "ServerChatBackend",
+    "find_server",
+]
 
 Messages = Sequence[dict[str, Any]]
 
@@ -57,7 +65,7 @@ class Reply(Protocol):
         """How much of the model's context the conversation takes with it, where that is known."""
 
 
-class Partner(Protocol):
+class ChatBackend(Protocol):
     """A model to talk to."""
 
     @property
@@ -80,7 +88,7 @@ class Partner(Protocol):
 
 
 @attrs.frozen
-class EnginePartner:
+class EngineChatBackend:
     """An open engine."""
 
     engine: Engine
@@ -131,7 +139,7 @@ class _Cards(msgspec.Struct):
     data: list[_Card]
 
 
-async def find_server(remote: Remote, base_path: str, model: str | None) -> ServerPartner:
+async def find_server(remote: Remote, base_path: str, model: str | None) -> ServerChatBackend:
     """The server's model of that name, or its first.
 
     Raises:
@@ -145,7 +153,7 @@ async def find_server(remote: Remote, base_path: str, model: str | None) -> Serv
         raise RemoteError(f"{remote.url} gives no list of models: {error}") from error
     for card in cards:
         if model in (None, card.id):
-            return ServerPartner(remote, base_path, card.id, card.max_model_len)
+            return ServerChatBackend(remote, base_path, card.id, card.max_model_len)
     names = ", ".join(card.id for card in cards) or "none"
     raise RemoteError(
         f"{remote.url} lists no models"
@@ -155,7 +163,7 @@ async def find_server(remote: Remote, base_path: str, model: str | None) -> Serv
 
 
 @attrs.frozen
-class ServerPartner:
+class ServerChatBackend:
     """A model of an OpenAI-compatible server."""
 
     _remote: Remote
