@@ -12,8 +12,6 @@ from gpu.runner import Runner
 from trioserve.sampling import SamplerParams
 from trioserve.wire import OpenSlot, Plan, StepResult, from_ints
 
-__all__ = ["DecodeBatch", "StepTimes"]
-
 _SAMPLER = SamplerParams(temperature=0.8)
 
 

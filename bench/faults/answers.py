@@ -19,8 +19,6 @@ from gpu.sampler import Sampler
 from gpu.truncation import BLOCK
 from trioserve.sampling import SamplerParams
 
-__all__ = ["MARGIN", "Difference", "first_difference", "is_near_tie"]
-
 MARGIN = 1e-3
 """Of logits. Float32 sums of another order differ by 1e-5 or so at this size of model."""
 

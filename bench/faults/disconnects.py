@@ -36,8 +36,6 @@ from trioserve.request import Request, State
 from trioserve.simulation import open_fake_engine
 from trioserve.testing import FakeWorker
 
-__all__ = ["STAGES", "Sample", "Setup", "disconnects", "main"]
-
 STEP_SECONDS = 0.02
 _LOOK_EVERY = 0.0005
 _BOUND_MS = 5.0

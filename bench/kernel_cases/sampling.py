@@ -24,8 +24,6 @@ from gpu.draws import SamplerRow
 from gpu.sampler import Sampler
 from trioserve.sampling import SamplerParams
 
-__all__ = ["cases"]
-
 _VOCABULARY = 128256
 _HISTORY = 1000
 _PROMPT = 600

@@ -18,18 +18,6 @@ from trioserve.sampling import SamplerParams, SamplingParams
 from trioserve.scheduler import Limits, SchedulerCore
 from trioserve.stream import Stream, StreamBudget
 
-__all__ = [
-    "PAGE_SIZE",
-    "PROMPT_TOKENS",
-    "VOCAB_SIZE",
-    "Loop",
-    "Prepared",
-    "make_limits",
-    "make_request",
-    "make_runner",
-    "result_of",
-]
-
 PAGE_SIZE = 16
 PROMPT_TOKENS = 32
 VOCAB_SIZE = 49152
