@@ -12,8 +12,6 @@ from gpu.runner import Runner
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, StepResult, from_ints
 
-__all__ = ["DecodeBatch", "StepTimes"]
-
 _SAMPLER = SamplerParams(temperature=0.8)
 
 

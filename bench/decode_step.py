@@ -40,8 +40,6 @@ from gpu.models.operations.cuda_ops import CudaOperations
 from gpu.runner import Runner
 from trioserve.model_files import ModelConfig
 
-__all__ = ["Measured", "Scenario", "Stand", "main", "measure_scenario", "random_model", "table"]
-
 _DTYPE = torch.bfloat16
 _PAGE_SIZE = 16
 PROFILED_STEPS = 5

@@ -18,8 +18,6 @@ import trio
 
 from trioserve.load import Target, closed_loop, figures_of, over_tcp
 
-__all__ = ["main", "prompts"]
-
 
 def prompts(count: int, tokens: int, seed: int) -> list[str]:
     """``count`` random texts of ``tokens`` letters: as many tokens to a model of bytes."""

@@ -28,8 +28,6 @@ from bench.servers import Running, Server, ServerFailed, running
 from bench.targets import IDLE_SHARE
 from trioserve.model_files import ModelConfig
 
-__all__ = ["EngineLoad", "Sample", "measure_engine", "parse_metrics", "steady"]
-
 _MODEL = "random"
 # Of the time in which all streams run, this much at the beginning is left out: prompts come in.
 _LEAD_IN = 0.2

@@ -17,8 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["differences", "main"]
-
 _PYTHON = Path(__file__).parent / ".peers" / "vllm" / "bin" / "python"
 _TOLERANCE = 1e-4
 """Times in the file are rounded to a microsecond."""

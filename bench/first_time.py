@@ -28,9 +28,7 @@ from pathlib import Path
 
 import attrs
 
-from bench.report import asked, markdown, show
-
-__all__ = ["Part", "Server", "ask", "main", "open_console", "started", "stories", "table", "walk"]
+from bench.report import markdown, run_script
 
 ROOT = Path(__file__).parent.parent
 _LISTENS = re.compile(r"Serving .* at (\S+)\r?\n")
@@ -63,22 +61,21 @@ def timed(parts: list[Part], what: str) -> Iterator[None]:
 
 @attrs.frozen
 class Server:
-    """One that listens at ``url``."""
+    """A server at ``url``; ``silence`` is its longest time without output before it listened."""
 
     process: subprocess.Popen[bytes]
     url: str
     silence: float
-    """The longest time without output before it listened, in seconds."""
 
     def stop(self) -> None:
-        """Ctrl-C, as a terminal sends it, until all has ended."""
+        """Send Ctrl-C, as a terminal does, and wait until all has ended."""
         os.killpg(self.process.pid, signal.SIGINT)
         self.process.wait()
 
 
 @attrs.define
 class _Reader:
-    """All that a command prints, read by a thread until it ends, so that no pipe fills."""
+    """The output of a command, read by a thread until its end, so that no pipe fills."""
 
     descriptor: int
     text: str = ""
@@ -111,20 +108,10 @@ class _Reader:
 def started(
     command: str, folder: Path, environment: Mapping[str, str], *, terminal: bool = False
 ) -> Server:
-    """Start a command and return the server that came of it, once it listens.
-
-    Raises:
-        RuntimeError: it has ended without listening.
-    """
+    """Start a command and return the server that came of it, once it listens."""
     ours, theirs = pty.openpty() if terminal else os.pipe()
-    process = subprocess.Popen(
-        ["bash", "-c", command],
-        stdout=theirs,
-        stderr=theirs,
-        cwd=folder,
-        env=environment,
-        start_new_session=True,
-    )
+    how = {"cwd": folder, "env": environment, "start_new_session": True}
+    process = subprocess.Popen(["bash", "-c", command], stdout=theirs, stderr=theirs, **how)
     os.close(theirs)
     reader = _Reader(ours)
     url = reader.url()
@@ -135,19 +122,17 @@ def started(
 
 
 def ask(url: str) -> str:
-    """A first reply."""
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        data=json.dumps(QUESTION).encode(),
-        headers={"Content-Type": "application/json"},
-    )
+    """Return a first reply."""
+    headers = {"Content-Type": "application/json"}
+    asked = {"data": json.dumps(QUESTION).encode(), "headers": headers}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", **asked)
     with urllib.request.urlopen(request) as response:
         answer: str = json.load(response)["choices"][0]["message"]["content"]
     return answer
 
 
 def open_console(url: str) -> int:
-    """The console's page and the files that it names; how many came."""
+    """Read the console's page and the files that it names; return how many came."""
     with urllib.request.urlopen(f"{url}/console") as response:
         base, page = response.url, response.read().decode()
     files = re.findall(r'(?:src|href)="([^":]+\.\w+)"', page)
@@ -158,25 +143,21 @@ def open_console(url: str) -> int:
 
 
 def stories() -> str:
-    """The tutorial's program."""
+    """Return the tutorial's program."""
     page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    (program,) = [
-        each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def tell" in each
-    ]
+    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (program,) = [each for each in programs if "def tell" in each]
     return program
 
 
 def walk(folder: Path, *, pip_cache: bool, terminal: bool = False) -> list[Part]:
-    """The whole path, below an empty folder."""
+    """Walk the whole path, below an empty folder."""
     parts: list[Part] = []
     clone, own = folder / "trioserve", folder / "python"
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HOME")
-    }
-    environment |= {
-        "PATH": f"{own / 'bin'}:{os.environ['PATH']}",
-        "XDG_CACHE_HOME": str(folder / "cache"),
-    }
+    left_out = ("PYTHONPATH", "HF_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    path, cache = f"{own / 'bin'}:{os.environ['PATH']}", str(folder / "cache")
+    environment |= {"PATH": path, "XDG_CACHE_HOME": cache}
     if not pip_cache:
         environment["PIP_NO_CACHE_DIR"] = "1"
     subprocess.run([sys.executable, "-m", "venv", str(own)], check=True)
@@ -203,23 +184,21 @@ def walk(folder: Path, *, pip_cache: bool, terminal: bool = False) -> list[Part]
 
 
 def table(parts: Sequence[Part]) -> str:
-    """What took how long, as Markdown."""
+    """Return what took how long, as Markdown."""
     lines = [[part.what, f"{part.seconds:.2f}"] for part in parts]
     lines.append(["**all of it**", f"**{sum(part.seconds for part in parts):.0f}**"])
     return markdown(["what", "seconds"], lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Walk, print a table, and save it if asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pip-cache", action="store_true", help="use packages that pip has kept")
-    parser.add_argument("--terminal", action="store_true", help="start it on a pseudo-terminal")
-    parser.add_argument("--save", type=Path, help="a folder for the JSON")
-    options = parser.parse_args(argv)
+def measure(options: argparse.Namespace) -> str:
+    """Walk, and return a table."""
     with tempfile.TemporaryDirectory(prefix="first-time-") as folder:
-        parts = walk(Path(folder), pip_cache=options.pip_cache, terminal=options.terminal)
-    show(table(parts), options.save, "first-time", parts, options=asked(options))
-    return 0
+        return table(walk(Path(folder), pip_cache=options.pip_cache, terminal=options.terminal))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Walk and print a table."""
+    return run_script("first_time", measure, arguments, pip_cache=False, terminal=False)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ import torch
 from bench.report import commit
 from bench.roofline import Ceilings
 
-__all__ = ["RESULTS", "ResultFile", "describe_ceilings", "describe_device", "markdown_table"]
-
 RESULTS = Path(__file__).parent / "results"
 
 _PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "flashinfer-python")

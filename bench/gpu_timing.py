@@ -20,17 +20,6 @@ import torch
 
 from bench.roofline import Ceilings
 
-__all__ = [
-    "DryRun",
-    "GraphStopwatch",
-    "Launch",
-    "Recording",
-    "Stopwatch",
-    "buffer_sets",
-    "measure_ceilings",
-    "measure_in_turn",
-]
-
 Launch = Callable[[], object]
 
 # A replay is made at least this long, so that an event's resolution of half a microsecond is small.

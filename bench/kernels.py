@@ -38,8 +38,6 @@ from gpu.kernels.catalogue import sources
 from gpu.kernels.emulation import EmulatedLoader
 from gpu.kernels.nvrtc import KernelBuildError
 
-__all__ = ["Measured", "main", "measure", "run_cases", "summary", "table"]
-
 OURS = "ours"
 
 

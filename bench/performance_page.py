@@ -1,10 +1,8 @@
-"""Put figures into ``docs/performance.md``: ``python -m bench.performance_page RESULT.json ...``.
+"""Figures of the documentation: ``python -m bench.performance_page`` writes them.
 
-What stands between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is written by this script and by
-nobody else. NAME is ``targets``, ``missed``, ``machine``, a scenario of :mod:`bench.compare`, or
-the name of another script's result: that has its Markdown in ``table`` and what became of targets
-in ``verdicts``. Of two results of one name, the later one is taken. What isn't given anew stays,
-and counts among the targets and machines: the results that it says it is from are read again.
+The text between ``<!-- figures: NAME -->`` and ``<!-- end -->`` in docs/performance.md and in the
+README is made here of ``bench/results/NAME.json``, and nowhere else. ``targets``, ``missed`` and
+``machine`` are of all results on the page. ``--measure MINUTES`` first measures all of them.
 """
 
 from __future__ import annotations
@@ -12,31 +10,47 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.goals import Verdict, goals_table, judge
-from bench.page_pictures import pictures_in, plots_of, show_plots
-from bench.report import markdown, table
-from bench.rows import QUIET, Row, busy_cases, busy_elsewhere
+from bench.report import RESULTS, Verdict, markdown, verdict_table
 
-__all__ = ["RESULTS", "blocks_of", "filled", "main", "sources_of", "sources_on"]
-
-RESULTS = Path(__file__).parent / "results"
-_PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+ROOT = Path(__file__).resolve().parents[1]
+QUIET = 0.1
+"""Cores that may be busy with something else; with more, figures aren't to be trusted."""
+PICTURES = {
+    "throughput": (
+        "throughput-bf16-load",
+        "throughput-bf16-32-streams-ttft",
+        "throughput-bf16-32-streams-itl",
+    ),
+    "micro": ("micro",),
+}
+"""The plots below a table, from docs/pictures."""
+PARTS: Mapping[str, Sequence[str]] = {
+    "bench.front_end.sse": (),
+    "bench.micro": ("--plot", "docs/pictures/micro.png"),
+    "bench.front_end": (),
+    "bench.engine.accuracy": (),
+    "bench.engine.waiting": (),
+    "bench.engine.tokenizing": (),
+    "bench.engine.embeddings": (),
+    "bench.engine.experts": (),
+    "bench.engine.memory_parts": (),
+    "bench.engine.long_prompts": ("--plans", "1", "--lengths", "1000", "4000", "--rounds", "2"),
+}
+"""The scripts of single parts, and their options."""
+_PEERS = ("--compare", "llama.cpp", "--compare", "vllm", "--compare", "transformers")
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-_SOURCE = re.compile(r"^From `bench/results/(\S+)`\.$", re.MULTILINE)
 
 
 def filled(page: str, blocks: Mapping[str, str]) -> str:
-    """``page`` with each block that is in ``blocks``; the others stay as they are.
-
-    Raises:
-        ValueError: the page has no place for one of them.
-    """
-    if missing := sorted(blocks.keys() - _blocks_on(page).keys()):
+    """Return ``page`` with each block that is in ``blocks``; the others stay as they are."""
+    if missing := sorted(blocks.keys() - {match[2] for match in _BLOCK.finditer(page)}):
         raise ValueError(f"the page has no place for {', '.join(missing)}")
 
     def replace(match: re.Match[str]) -> str:
@@ -46,154 +60,122 @@ def filled(page: str, blocks: Mapping[str, str]) -> str:
     return _BLOCK.sub(replace, page)
 
 
-def sources_on(page: str) -> dict[str, str]:
-    """The file of results that each filled block of ``page`` says it is from."""
-    found = {name: _SOURCE.search(text) for name, text in _blocks_on(page).items()}
-    return {name: match[1] for name, match in found.items() if match}
-
-
-def sources_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The file of ``results`` that each block follows from: the latest that has figures for it."""
-    sources: dict[str, str] = {}
-    for file in sorted(results, key=lambda file: results[file]["time"]):
-        if "table" in results[file]:
-            sources[_name(file)] = file
-        else:
-            sources |= {row.scenario: file for row in _rows(results[file])}
-    return sources
-
-
-def blocks_of(
-    results: Mapping[str, Mapping[str, Any]], sources: Mapping[str, str]
-) -> dict[str, str]:
-    """The blocks in ``sources``, each from its file in ``results``, and those about all of them."""
-    every: list[Row] = []
-    others: list[Verdict] = []
+def page_blocks(page: str, folder: Path = RESULTS) -> dict[str, str]:
+    """Return the blocks of ``page`` for which ``folder`` has a result, and those about all."""
+    names = [match[2] for match in _BLOCK.finditer(page)]
+    paths = {name: folder / f"{name}.json" for name in names}
+    results = {name: json.loads(p.read_text()) for name, p in paths.items() if p.exists()}
     blocks: dict[str, str] = {}
-    for name, file in sources.items():
-        result = results[file]
-        if "table" in result:
-            others += [Verdict(**verdict) for verdict in result.get("verdicts", [])]
-            shown = result["table"]
-        else:
-            rows = [row for row in _rows(result) if row.scenario == name]
-            every += rows
-            shown = table(rows)
-        blocks[name] = f"{shown}\n\nFrom `bench/results/{file}`."
-    verdicts = judge(every) + others
-    return {
-        "targets": _warning(every) + goals_table(verdicts),
-        "missed": _missed(verdicts),
-        "machine": _machines({file: results[file] for file in sources.values()}),
-        **blocks,
+    for name, result in results.items():
+        pictures = [f"![{plot}](pictures/{plot}.png)" for plot in PICTURES.get(name, ())]
+        parts = [result["table"], f"From `bench/results/{name}.json`.", *pictures]
+        blocks[name] = "\n\n".join(parts)
+    verdicts = [Verdict(**each) for one in results.values() for each in one.get("verdicts", [])]
+    missed = [verdict for verdict in verdicts if verdict.met is False]
+    every = {
+        "targets": _warning(results.values()) + verdict_table(verdicts),
+        "missed": verdict_table(missed) if missed else "None of those that were measured.",
+        "machine": _machines(results),
     }
+    return {**blocks, **{name: text for name, text in every.items() if name in names}}
 
 
-def _blocks_on(page: str) -> dict[str, str]:
-    return {match[2]: match[3] for match in _BLOCK.finditer(page)}
-
-
-def _rows(result: Mapping[str, Any]) -> list[Row]:
-    """The rows of a comparison; none of another script's result."""
-    measurements = result.get("measurements", [])
-    return [Row(**measurement) for measurement in measurements if "scenario" in measurement]
-
-
-def _warning(rows: Sequence[Row]) -> str:
-    busy = {name: cores for name, cores in busy_cases(rows).items() if cores > QUIET}
-    if not busy:
+def _warning(results: Iterable[Mapping[str, Any]]) -> str:
+    cases = {name: cores for one in results for name, cores in one.get("busy", {}).items()}
+    named = "; ".join(f"{name}: {cores:.2f}" for name, cores in cases.items() if cores > QUIET)
+    if not named:
         return ""
-    named = "; ".join(f"{name}: {cores:.2f}" for name, cores in busy.items())
     return (
         "**The machine wasn't quiet**, and figures of these cases decide nothing. So many cores "
         f"were busy with something else: {named}.\n\n"
     )
 
 
-def _missed(verdicts: Sequence[Verdict]) -> str:
-    missed = [verdict for verdict in verdicts if verdict.met is False]
-    return goals_table(missed) if missed else "None of those that were measured."
-
-
-def _name(file: str) -> str:
-    """The name of what was measured: that of the file without its time."""
-    return re.sub(r"-\d{8}-\d{6}\.json$", "", file).replace("-", "_")
-
-
 def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Where and when each result was measured, and how quiet the machine was."""
-    lines = []
-    for file in sorted(results):
-        result = results[file]
-        machine = result["machine"]
-        busy = busy_elsewhere(_rows(result))
-        lines.append(
-            [
-                f"`{file}`",
-                result["time"],
-                f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB",
-                machine["system"],
-                "" if busy is None else f"{busy:.2f}",
-                str(len(result.get("failures", []))),
-            ]
-        )
+    """Return where and when each result was measured, and the versions of all servers."""
+    lines, versions = [], []
+    for name, result in sorted(results.items()):
+        machine, busy = result["machine"], result.get("busy")
+        about = f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB"
+        cores = f"{max(busy.values()):.2f}" if busy else ""
+        failures = len(result.get("failures", []))
+        file = f"`{name}.json`"
+        lines.append([file, result["time"], about, machine["system"], cores, failures])
+        for server, known in result.get("servers", {}).items():
+            shown = ", ".join(f"{k} {v}" for k, v in known.items() if k != "started_with")
+            versions.append((server, shown))
     heads = ["result", "time", "machine", "system", "cores busy elsewhere", "failures"]
-    return "\n\n".join([markdown(heads, lines), *_versions(results)])
+    tables = [markdown(heads, lines)]
+    if versions:
+        tables.append(markdown(["server", "versions"], list(dict.fromkeys(versions))))
+    return "\n\n".join(tables)
 
 
-def _versions(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The servers of all comparisons, a line for each version of each."""
-    lines = []
-    for file in sorted(results):
-        for name, versions in results[file].get("servers", {}).items():
-            shown = ", ".join(f"{k} {v}" for k, v in versions.items() if k != "started_with")
-            lines.append((name, shown))
-    return [markdown(["server", "versions"], list(dict.fromkeys(lines)))] if lines else []
+def readme_figures(folder: Path = RESULTS) -> str:
+    """Return the README's block, of the same results."""
+    throughput = json.loads((folder / "throughput.json").read_text())
+    lines = throughput["table"].splitlines()
+    heads, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    cells = {(row[0], row[1]): dict(zip(heads, row, strict=True)) for row in rows[1:]}
+
+    def figure(case: str, server: str, name: str) -> str:
+        return f"{float(cells[case, server][name]):,.0f}"
+
+    shown = []
+    for case in ("1 stream", "8 streams", "32 streams"):
+        servers = [f"{name} bf16" for name in ("trioserve", "vllm", "llama.cpp")]
+        pairs = [(figure(case, s, "tokens/s"), figure(case, s, "TTFT p50 ms")) for s in servers]
+        shown.append([case.split()[0], *(f"{rate}, {first} ms" for rate, first in pairs)])
+    events = json.loads((folder / "sse.json").read_text())
+    (ratio,) = [v["reached"] for v in events["verdicts"] if "SSE event, 256" in v["what"]]
+    ours = figure("1 stream", "trioserve q4_1", "tokens/s")
+    theirs = figure("1 stream", "llama.cpp q4_1", "tokens/s")
+    return (
+        f"{markdown(['streams', 'trioserve', 'vLLM', 'llama.cpp'], shown)}\n\n"
+        f"With the 4-bit weights of the model's own file one stream gets {ours} tokens/s "
+        f"(llama.cpp {theirs}),\nand an event of a stream costs {ratio:.2f} times the CPU "
+        f"that it costs uvicorn. From `bench/results/throughput.json`."
+    )
 
 
-def _read(paths: Iterable[Path]) -> dict[str, Mapping[str, Any]]:
-    return {path.name: json.loads(path.read_text()) for path in paths}
+def fill(page: Path, blocks: Mapping[str, str]) -> None:
+    """Write ``blocks`` into a page."""
+    page.write_text(filled(page.read_text(encoding="utf-8"), blocks), encoding="utf-8")
+    print(f"wrote {page}")
+
+
+def measure_all(minutes: float) -> list[str]:
+    """Measure all tables of the page, in about so many minutes; return the scripts that failed.
+
+    Single parts go first, because they take as long as they take.
+    """
+    began = time.monotonic()
+
+    def run(*command: str) -> bool:
+        print("\n" + " ".join(command), flush=True)
+        arguments = [sys.executable, "-m", *command, "--save"]
+        return subprocess.run(arguments, cwd=ROOT, check=False).returncode != 0
+
+    failed = [part for part, how in PARTS.items() if run(part, *how)]
+    left = max(minutes - (time.monotonic() - began) / 60, 5.0)
+    if run("bench.compare", *_PEERS, "--minutes", f"{left:.1f}", "--plots", "docs/pictures"):
+        failed.append("bench.compare")
+    return failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill the page; the exit code, 1 if no result has figures for it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("results", nargs="+", type=Path, metavar="RESULT.json")
-    add("--page", type=Path, default=_PAGE)
-    add("--folder", type=Path, default=RESULTS, help="with the results that the page is from")
-    add("--pictures", action="store_true", help="with the plots, copied")
+    """Fill the pages; return 1 if a measurement failed."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--measure", type=float, metavar="MINUTES")
     options = parser.parse_args(arguments)
-    page = options.page.read_text()
-    before, places = sources_on(page), _blocks_on(page)
-    paths = {path.name: path for path in options.results}
-    results = _read(paths.values())
-    new = {name: file for name, file in sources_of(results).items() if name in places}
-    for file in sorted(results.keys() - set(new.values())):
-        print(f"skipped {file}: the page shows none of its figures, or a later result has them")
-    if not new:
-        print("nothing to put into the page", file=sys.stderr)
-        return 1
-    chosen = before | new
-    kept = {file: options.folder / file for file in chosen.values() if file not in paths}
-    if lost := sorted(file for file, path in kept.items() if not path.exists()):
-        parser.error(f"the page has figures from {', '.join(lost)}: not in {options.folder}")
-    paths |= kept
-    results |= _read(kept.values())
-    # In the order of the page, whichever of them are new.
-    sources = {name: chosen[name] for name in places if name in chosen}
-    blocks = blocks_of(results, sources)
-    for name, file in sources.items():
-        plots = plots_of(name, paths[file]) if options.pictures else {}
-        # Plots may be kept nowhere but on the page: they stay as long as their figures do.
-        stay = pictures_in(places[name]) if before.get(name) == file else []
-        pictures = show_plots(plots, options.page.parent / "pictures") if plots else stay
-        blocks[name] = "\n\n".join([blocks[name], *pictures])
-    options.page.write_text(filled(page, blocks))
-    print(f"wrote {options.page}")
-    return 0
+    failed = measure_all(options.measure) if options.measure else []
+    page = ROOT / "docs" / "performance.md"
+    fill(page, page_blocks(page.read_text(encoding="utf-8")))
+    fill(ROOT / "README.md", {"summary": readme_figures()})
+    for name in failed:
+        print(f"FAILED: {name}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

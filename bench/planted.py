@@ -15,8 +15,6 @@ import torch
 
 from gpu.kernels import KernelSource, parameters
 
-__all__ = ["NAMES", "main", "planted_source"]
-
 FILE = Path(__file__).parent / "planted.cu"
 NAMES = ("planted_overflow", "planted_race", "planted_barrier", "planted_gap")
 _PARAMETERS = parameters(("a", "u8"), ("out", "u8"), ("num", "i4"))

@@ -14,8 +14,6 @@ import torch
 from gpu.weights import expected_tensors
 from trioserve.model_files import ModelConfig
 
-__all__ = ["LLAMA_8B", "TINY", "random_weights", "write_model"]
-
 # What initializes most models; activations and logits stay in range through any number of layers.
 _SPREAD = 0.02
 _SHARD_BYTES = 2 << 30
@@ -96,18 +94,21 @@ def write_model(config: ModelConfig, folder: Path, device: torch.device) -> None
     write()
     index_file = folder / "model.safetensors.index.json"
     index_file.write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    (folder / "config.json").write_text(json.dumps(_fields(config), indent=2))
+    (folder / "config.json").write_text(
+        json.dumps({**llama_config(config), "rope_theta": config.rope_theta}, indent=2)
+    )
     _byte_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     )
 
 
-def _fields(config: ModelConfig) -> dict[str, object]:
+def llama_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json of a llama in bfloat16."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -117,7 +118,6 @@ def _fields(config: ModelConfig) -> dict[str, object]:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_word_embeddings,
         "hidden_act": "silu",
     }

@@ -15,21 +15,6 @@ import attrs
 
 from trioserve.model_files import ModelConfig
 
-__all__ = [
-    "AttentionShape",
-    "Ceilings",
-    "Work",
-    "decode_attention",
-    "decode_step_parts",
-    "lora_update",
-    "prefill_attention",
-    "rms_norm",
-    "rope_and_write",
-    "sampling",
-    "shared_prefix_attention",
-    "silu_mul",
-]
-
 _FLOAT32 = 4
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from gpu.weights import expected_tensors
 from trioserve.model_files import ModelConfig
 
-__all__ = ["NoRoomError", "folder_with_room", "model_bytes", "temporary_folders"]
-
 # A tokenizer, an index, and what else is written beside the weights.
 _BESIDE_WEIGHTS = 256 << 20
 

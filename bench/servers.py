@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,32 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import tokenizers
 import trio
 
-from bench.family import Family
 from trioserve.load import Target, over_tcp
-
-__all__ = ["MODEL", "Running", "Server", "ServerFailed", "running"]
+from trioserve.load.texts import CountedTexts
+from trioserve.model_files import locate, open_model
 
 MODEL = "smollm2-135m"
-
-_START_TIMEOUT = 600.0
-_STOP_TIMEOUT = 20.0
-# Seconds; what is added to a time of starting is half of it on average.
+_START_TIMEOUT, _STOP_TIMEOUT = 600.0, 20.0
+# Seconds; a start appears longer by half of it on average.
 _ASK_AGAIN = 0.02
-_HEALTH_REQUEST = b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n"
 
 
 class ServerFailed(Exception):
-    """A server died, or didn't become healthy in time; its last lines are in the message."""
+    """A server died, or didn't become healthy in time; the message has its last lines."""
 
 
 @attrs.frozen(kw_only=True)
 class Server:
-    """How to start one server and what its requests say.
+    """How to start one server, and the fields of every request to it.
 
-    ``argv`` gets the port that it is to listen on; ``fields`` go into every request's body.
-    ``format`` is the number format of the weights, as comparisons call it.
+    ``argv`` gets the port to listen on. ``format`` is the number format of the weights.
     """
 
     name: str
@@ -50,13 +48,13 @@ class Server:
 
     @property
     def title(self) -> str:
-        """As progress and tables call it."""
+        """The server's name in tables."""
         return f"{self.name} {self.format}".rstrip()
 
 
 @attrs.frozen(kw_only=True)
 class Running:
-    """A healthy server; it was ``started`` at that time of trio's clock."""
+    """A healthy server, ``started`` at that time of trio's clock."""
 
     server: Server
     target: Target
@@ -66,39 +64,82 @@ class Running:
 
     @property
     def family(self) -> Family:
-        """All of its processes."""
+        """All processes of the server."""
         return Family(self.process.pid)
+
+
+@attrs.frozen
+class Family:
+    """A process and its descendants, found anew at each question (Linux only)."""
+
+    pid: int
+
+    def members(self) -> list[Any]:
+        """Return the processes, workers in sessions of their own among them."""
+        import psutil  # not on a rented machine
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self.pid)
+            return [parent, *parent.children(recursive=True)]
+        return []
+
+    def _sum(self, figure: Callable[[Any], float]) -> float:
+        import psutil
+
+        total = 0.0
+        for member in self.members():
+            with contextlib.suppress(psutil.Error):
+                total += figure(member)
+        return total
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the processes and of their ended children."""
+        return self._sum(lambda process: sum(process.cpu_times()[:4]))
+
+    def pss_bytes(self, kind: str = "Pss") -> int:
+        """Return the memory, of which a shared page counts with each process's part.
+
+        ``kind`` is the kernel's name: ``Pss``, ``Pss_Anon`` (written), ``Pss_File`` (mapped).
+        """
+        return 1024 * int(self._sum(lambda one: _kib(one.pid, "smaps_rollup", f"{kind}:")))
+
+    def peak_resident_bytes(self) -> int:
+        """Return the sum of the most memory that each process held."""
+        return 1024 * int(self._sum(lambda one: _kib(one.pid, "status", "VmHWM:")))
+
+
+def _kib(pid: int, file: str, name: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1])
+    return 0
 
 
 @contextlib.asynccontextmanager
 async def running(server: Server, log: Path) -> AsyncIterator[Running]:
-    """Start ``server``, its output going to ``log``; healthy inside the block, gone after it.
-
-    Raises:
-        ServerFailed: it died or didn't become healthy in time.
-    """
-    port = _free_port()
+    """Start ``server``, its output in ``log``: healthy inside the block, gone after it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
     started = trio.current_time()
-    async with await trio.open_file(log, "wb") as output:
+    with log.open("wb") as output:
         process = await trio.lowlevel.open_process(
             server.argv(port),
-            stdout=output.wrapped.fileno(),
+            stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **server.env},
             start_new_session=True,
         )
     try:
         with trio.move_on_after(_START_TIMEOUT) as patience:
-            while not await _healthy(port):
-                if process.poll() is not None:
-                    break
+            while process.poll() is None and not await _healthy(port):
                 await trio.sleep(_ASK_AGAIN)
         if patience.cancelled_caught or process.returncode is not None:
-            tail = await trio.Path(log).read_text(errors="replace")
-            raise ServerFailed(f"{server.name} didn't start:\n{tail[-2000:]}")
-        target = Target(
-            connect=over_tcp(f"http://127.0.0.1:{port}"), path=server.path, fields=server.fields
-        )
+            tail = log.read_text(errors="replace")[-2000:]
+            raise ServerFailed(f"{server.name} didn't start:\n{tail}")
+        connect = over_tcp(f"http://127.0.0.1:{port}")
+        target = Target(connect=connect, path=server.path, fields=server.fields)
         yield Running(server=server, target=target, port=port, process=process, started=started)
     finally:
         with trio.CancelScope(shield=True):
@@ -106,9 +147,9 @@ async def running(server: Server, log: Path) -> AsyncIterator[Running]:
 
 
 async def _stop(process: trio.Process) -> None:
-    for last_word in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, last_word)
+            os.killpg(process.pid, number)
         with trio.move_on_after(_STOP_TIMEOUT):
             await process.wait()
             # The group may outlive its leader by a worker; nothing of it may stay.
@@ -117,16 +158,41 @@ async def _stop(process: trio.Process) -> None:
             return
 
 
+async def get(port: int, path: str) -> tuple[int, str]:
+    """Return status and body of a GET."""
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+        answer = b"".join([bytes(part) async for part in stream])
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body.decode()
+
+
 async def _healthy(port: int) -> bool:
     try:
-        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
-            await stream.send_all(_HEALTH_REQUEST)
-            return b" 200 " in await stream.receive_some(64)
-    except (OSError, trio.BrokenResourceError):
+        return (await get(port, "/health"))[0] == 200
+    except (OSError, trio.BrokenResourceError, IndexError):
         return False
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@functools.cache
+def tokenizer() -> tokenizers.Tokenizer:
+    """Return the default model's tokenizer, read once."""
+    return open_model(locate(MODEL)).load_tokenizer()
+
+
+def exact_prompts(count: int, tokens: int, seed: int | str, *, prefix_tokens: int = 0) -> list[str]:
+    """Return ``count`` different texts of random English words, of ``tokens`` ids each.
+
+    All begin with the same ``prefix_tokens`` further ids. Another ``seed`` gives other texts; a
+    server keeps what it has computed, so each purpose has a seed of its own.
+    """
+    texts = CountedTexts(tokenizer())
+    # A number and its negative would be the same seed.
+    chooser = random.Random(f"prompts {seed}")
+    prefix = texts.make(prefix_tokens, chooser) if prefix_tokens else ""
+    prompts: dict[str, None] = {}
+    while len(prompts) < count:
+        text = texts.make(tokens, chooser, prefix)
+        if texts.count(text) == prefix_tokens + tokens:
+            prompts[text] = None
+    return list(prompts)

@@ -15,8 +15,6 @@ import torch
 
 from bench.gpu_report import markdown_table
 
-__all__ = ["KernelShare", "profile_steps", "shares", "shares_table"]
-
 _LONGEST_NAME = 60
 
 

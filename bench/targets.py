@@ -6,17 +6,6 @@ from collections.abc import Mapping
 
 import attrs
 
-__all__ = [
-    "DECODE_ATTENTION",
-    "DECODE_STEP",
-    "IDLE_SHARE",
-    "PREFILL_ATTENTION",
-    "Judged",
-    "Result",
-    "Target",
-    "judge",
-]
-
 DECODE_STEP = 1.10
 """The longest decode step, in floors."""
 DECODE_ATTENTION = 0.95

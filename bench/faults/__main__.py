@@ -18,8 +18,6 @@ import attrs
 from bench.faults.results import RESULTS
 from bench.report import machine, own_versions
 
-__all__ = ["PARTS", "main"]
-
 
 @attrs.frozen
 class Part:

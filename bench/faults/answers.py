@@ -19,8 +19,6 @@ from gpu.sampling.sampler_io import SamplerRow
 from gpu.sampling.truncation import BLOCK
 from trioserve.protocol.sampling import SamplerParams
 
-__all__ = ["MARGIN", "Difference", "first_difference", "is_near_tie"]
-
 MARGIN = 1e-3
 """Of logits. Float32 sums of another order differ by 1e-5 or so at this size of model."""
 

@@ -34,8 +34,6 @@ from bench.faults.stage import engine_over, serve_here, tiny_model
 from bench.faults.steady import Steady
 from trioserve import Engine
 
-__all__ = ["clients", "crowd", "main"]
-
 _PATIENCE = 170.0
 _PAGES = 1024
 """Few, so that the prefix cache is full after the first crowd and grows no more."""

@@ -22,8 +22,6 @@ import pynng
 
 from trioserve.protocol import wire
 
-__all__ = ["DIRECTIONS", "KINDS", "damaged", "main"]
-
 DIRECTIONS = ("to engine", "to worker")
 
 KINDS: dict[str, Callable[[bytes, random.Random], list[bytes]]] = {

@@ -36,8 +36,6 @@ from trioserve.requests.request import Request, State
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
 
-__all__ = ["STAGES", "Sample", "Setup", "disconnects", "main"]
-
 STEP_SECONDS = 0.02
 _LOOK_EVERY = 0.0005
 _BOUND_MS = 5.0

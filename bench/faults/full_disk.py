@@ -25,8 +25,6 @@ from bench.faults.results import RESULTS, markdown, save
 from bench.faults.server import serving
 from bench.faults.stage import tiny_model
 
-__all__ = ["filled", "full_disk", "main", "small_disk"]
-
 _MOUNT = 'mount -t tmpfs -o size=64k,nr_inodes=8 tmpfs "$0" && exec "$@"'
 _WAYS = (
     ("mount namespace", ("unshare", "--mount")),

@@ -32,8 +32,6 @@ from bench.faults.steady import Steady
 from bench.servers import MODEL
 from trioserve import Engine
 
-__all__ = ["Pause", "hangs", "main", "stop_workers"]
-
 
 @attrs.frozen(kw_only=True)
 class Pause:

@@ -31,8 +31,6 @@ from bench.faults.stage import tiny_model
 from bench.servers import MODEL
 from trioserve.load import Client, Record, closed_loop
 
-__all__ = ["Kill", "Kills", "Outcome", "kills", "main", "requests_for"]
-
 _IN_FLIGHT = 0.05
 """Seconds that what a worker had sent before its death may take to the client."""
 

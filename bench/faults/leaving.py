@@ -14,8 +14,6 @@ import h2.events
 import msgspec
 import trio
 
-__all__ = ["MANNERS", "STAGES", "Visit"]
-
 STAGES = ("connected", "head", "body", "asked", "first event", "some events", "stalled")
 """How far a client goes before it leaves: half of the head sent, the head, half of the body, all of
 the request; the first event read, a few of them; or nothing read for a while."""

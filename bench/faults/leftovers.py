@@ -30,17 +30,6 @@ from bench.faults.processes import children_of
 from trioserve import Engine
 from trioserve.protocol.errors import WorkerLost
 
-__all__ = [
-    "OUTSIDE",
-    "SORTS",
-    "Holdings",
-    "Leftovers",
-    "living_tasks",
-    "nothing_held",
-    "nothing_left",
-    "own_temporary_folder",
-]
-
 
 class Leftovers(AssertionError):
     """Something is held that shouldn't be; the message says what."""

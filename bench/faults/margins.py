@@ -14,8 +14,6 @@ from bench.faults.server import Subject
 from trioserve.load import Record
 from trioserve.protocol.sampling import SamplerParams
 
-__all__ = ["Parted", "real_differences"]
-
 
 class Parted(Protocol):
     """An answer to the ``request``-th request that has a difference."""

@@ -37,8 +37,6 @@ from bench.faults.steady import Steady
 from trioserve import Engine
 from trioserve.workers import supervisor
 
-__all__ = ["Harm", "Harmed", "damaged_workers", "harm_workers", "main", "messages"]
-
 _STEPS_AFTER = 40
 """A worker that goes on for so many steps after the damage hasn't minded it."""
 

@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["mixture", "texts"]
-
 _WORDS = """
 the of and to in is that it for was on are as with they at be this from have or by one had not but
 what all were when we there can an your which their said if do will each about how up out them

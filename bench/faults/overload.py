@@ -21,8 +21,6 @@ from bench.faults.results import RESULTS, markdown, save, spread
 from bench.faults.server import Subject, serving
 from bench.servers import MODEL
 
-__all__ = ["Load", "main", "overload"]
-
 _MIB = 1 << 20
 _SAMPLE_SECONDS = 0.5
 _WARM_UP_SECONDS = 5.0

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["Footprint", "children_of", "footprint", "is_worker", "workers_of"]
-
 
 @attrs.frozen(kw_only=True)
 class Footprint:

@@ -11,8 +11,6 @@ from typing import Any
 
 from bench.report import machine, own_versions
 
-__all__ = ["RESULTS", "markdown", "percentile", "save", "spread"]
-
 RESULTS = Path(__file__).parent.parent / "results"
 
 

@@ -19,8 +19,6 @@ from bench.report import own_versions
 from bench.servers import MODEL, Running, Server, running
 from trioserve.load import Target
 
-__all__ = ["Subject", "serving"]
-
 _NAME = "subject"
 _IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "stream_bytes")
 

@@ -30,8 +30,6 @@ from bench.faults.trend import Trend, trend_of
 from bench.servers import MODEL
 from trioserve.load import Client
 
-__all__ = ["Sample", "Scenario", "Soak", "figures_of_soak", "main", "soak"]
-
 _MIB = 1 << 20
 _SAMPLE_INTERVAL = 5.0
 _SHORTEST_VERDICT = 1800.0

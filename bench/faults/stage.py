@@ -16,8 +16,6 @@ from trioserve import Engine, ServerConfig, open_engine
 from trioserve.http import create_app
 from trioserve.http.server.server import serve_app
 
-__all__ = ["engine_over", "serve_here", "sole_worker", "tiny_model"]
-
 
 @contextlib.asynccontextmanager
 async def serve_here(engine: Engine, **options: Any) -> AsyncIterator[int]:

@@ -13,8 +13,6 @@ from bench.faults.mixture import texts
 from trioserve import Engine
 from trioserve.protocol.errors import TrioserveError
 
-__all__ = ["Steady"]
-
 _AFTER_A_FAILURE = 0.1
 
 

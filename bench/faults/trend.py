@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import attrs
 
-__all__ = ["Trend", "trend_of"]
-
 Points = Sequence[tuple[float, float]]
 
 

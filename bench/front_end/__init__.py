@@ -1,1 +1,1 @@
-"""What everything but the model can do: servers over workers that compute nothing."""
+"""Everything but the model: servers over workers that compute nothing."""

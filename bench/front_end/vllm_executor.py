@@ -4,7 +4,7 @@ Runs inside vLLM's own environment (``--distributed-executor-backend
 bench.front_end.vllm_executor.MockExecutor``), so it imports nothing of this project. The engine
 core, its scheduler and block pool, the process boundary and the API server are vLLM's own. Steps
 give the tokens ``MOCK_TOKENS`` (ids with commas), one after another, and take the seconds that
-stand in the file ``MOCK_STEP_FILE``, which is looked at whenever nobody was left to be computed.
+stand in the file ``MOCK_STEP_FILE``, which is read whenever no request is left.
 With asynchronous scheduling the next step is made while one "runs", as on a GPU.
 """
 
@@ -22,14 +22,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
-__all__ = ["MockExecutor"]
-
 _LAYER = "model.layers.0.self_attn.attn"
 _CACHE_BYTES = 1 << 30
 
 
 class _Running(Future):  # type: ignore[type-arg]
-    """A step's result, which is there at ``ends`` on the performance counter."""
+    """A step's result, complete at ``ends`` on the performance counter."""
 
     def __init__(self, output: ModelRunnerOutput | None, ends: float) -> None:
         super().__init__()
@@ -44,7 +42,7 @@ class _Running(Future):  # type: ignore[type-arg]
 
 
 class MockExecutor(Executor):
-    """Gives each scheduled request whose prompt is computed its next token."""
+    """An executor that gives each scheduled request whose prompt is computed its next token."""
 
     def _init_executor(self) -> None:
         self._step_file = Path(os.environ["MOCK_STEP_FILE"])
@@ -67,10 +65,9 @@ class MockExecutor(Executor):
         return [answers[method]() if method in answers else None]
 
     def _kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
-        spec = FullAttentionSpec(
-            block_size=self.cache_config.block_size, num_kv_heads=1, head_size=64, dtype=torch.half
-        )
-        return {_LAYER: spec}
+        size = self.cache_config.block_size
+        sizes = {"block_size": size, "num_kv_heads": 1, "head_size": 64, "dtype": torch.half}
+        return {_LAYER: FullAttentionSpec(**sizes)}
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         self._output = self._step(scheduler_output)
@@ -96,14 +93,11 @@ class MockExecutor(Executor):
         return ModelRunnerOutput(
             req_ids=requests,
             req_id_to_index={request: index for index, request in enumerate(requests)},
-            sampled_token_ids=[
-                self._next(request, count)
-                for request, count in scheduled.num_scheduled_tokens.items()
-            ],
+            sampled_token_ids=[self._next(*row) for row in scheduled.num_scheduled_tokens.items()],
         )
 
     def _next(self, request: str, count: int) -> list[int]:
-        """The token that a row of ``count`` tokens draws; none within the prompt."""
+        """Return the token that a row of ``count`` tokens draws; none within the prompt."""
         left = self._left[request]
         if left > 0:
             self._left[request] = left = left - count
@@ -114,10 +108,10 @@ class MockExecutor(Executor):
         return [self._tokens[given % len(self._tokens)]]
 
     def check_health(self) -> None:
-        """It is always well."""
+        """Do nothing: it is always well."""
 
     def shutdown(self) -> None:
-        """There is nothing to be shut down."""
+        """Do nothing."""
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:

@@ -17,8 +17,6 @@ from bench.roofline import Work
 from bench.targets import Target
 from gpu.kernels import KernelLoader
 
-__all__ = ["Case", "Contestant", "Peer", "PeerAbsent", "Setting", "Trial", "relative_error"]
-
 
 class PeerAbsent(Exception):
     """A peer that isn't installed, or doesn't offer what the case computes; the text says which."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bench.kernel_cases import Case, attention, fused, lora, sampling
 
-__all__ = ["all_cases"]
-
 
 def all_cases(*, tiny: bool) -> list[Case]:
     """The cases in the order in which they run; ``tiny`` ones are for the emulation."""

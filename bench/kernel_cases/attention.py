@@ -22,8 +22,6 @@ from bench.kernel_peers.torch_attention import torch_peers
 from bench.roofline import decode_attention, prefill_attention, shared_prefix_attention
 from bench.targets import DECODE_ATTENTION, PREFILL_ATTENTION, Target
 
-__all__ = ["cases"]
-
 _E4M3 = torch.float8_e4m3fn
 # One rounding of the weights and one of the result, each to bfloat16.
 _TOLERANCE = 6e-3

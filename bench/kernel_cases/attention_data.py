@@ -10,8 +10,6 @@ import torch
 from bench.kernel_cases import Setting, poison
 from bench.roofline import AttentionShape
 
-__all__ = ["AttentionData", "AttentionSpec", "Buffers", "make_data", "reference"]
-
 _E4M3_LARGEST = 448.0
 # Scores of a block of the reference: so many numbers of 8 bytes at once.
 _BLOCK_SCORES = 1 << 27

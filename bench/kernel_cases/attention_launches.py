@@ -29,8 +29,6 @@ from gpu.kernels.combine_partials import CombinePartials
 from gpu.kernels.decode_attention import DecodeAttention
 from gpu.kernels.tiled_attention import PrefillAttention, PrefixAttention
 
-__all__ = ["decode_launches", "prefill_launches", "shared_launches"]
-
 _BLOCKS_PER_MULTIPROCESSOR = 2  # of the kernels of attention_tile.cuh
 _MAX_PARTIALS = 1 << 16
 

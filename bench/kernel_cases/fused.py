@@ -20,8 +20,6 @@ from gpu.kernels.rms_norm import RmsNorm
 from gpu.kernels.rope_and_write import RopeAndWrite
 from gpu.kernels.silu_mul import SiluMul
 
-__all__ = ["cases"]
-
 _EPS = 1e-5
 _DTYPE = torch.bfloat16
 # One rounding to bfloat16 is 2**-9 at most and half of that on average.

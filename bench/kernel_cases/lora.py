@@ -14,8 +14,6 @@ from bench.roofline import lora_update
 from bench.targets import Target
 from gpu.kernels.lora import ENTRY, TILE, LoraUpdate, ProductShape, padded_rank
 
-__all__ = ["cases"]
-
 _DTYPE = torch.bfloat16
 _ONE_ROUNDING = 3e-3
 

@@ -25,8 +25,6 @@ from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampler_io import SamplerRow
 from trioserve.protocol.sampling import SamplerParams
 
-__all__ = ["cases"]
-
 _VOCABULARY = 128256
 _HISTORY = 1000
 _PROMPT = 600

@@ -7,8 +7,6 @@ from typing import Any
 
 from bench.kernel_cases import PeerAbsent
 
-__all__ = ["flashinfer_module", "needs_cuda"]
-
 
 def flashinfer_module() -> Any:
     """FlashInfer (https://github.com/flashinfer-ai/flashinfer).

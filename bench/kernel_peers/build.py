@@ -16,8 +16,6 @@ import torch
 from bench.kernel_cases import PeerAbsent
 from bench.kernel_peers import flashinfer_module
 
-__all__ = ["main"]
-
 _BF16, _E4M3 = torch.bfloat16, torch.float8_e4m3fn
 _PAGE_SIZE = 16
 _NO_POSITIONS = 0  # FlashInfer's number for "positions are not its business"

@@ -17,8 +17,6 @@ from bench.kernel_cases import Contestant, Peer, PeerAbsent, poison, relative_er
 from bench.kernel_cases.attention_data import AttentionData, Buffers, reference
 from bench.kernel_peers import flashinfer_module
 
-__all__ = ["attention_peers", "cascade_peers"]
-
 _WORKSPACE_BYTES = 256 << 20
 _LAYOUT = "HND"
 # About what brings e4m3 numbers of up to 448 back to those of a normal distribution.

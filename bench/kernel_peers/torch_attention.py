@@ -16,8 +16,6 @@ from bench.kernel_cases import Contestant, Peer, PeerAbsent, poison, relative_er
 from bench.kernel_cases.attention_data import AttentionData, reference
 from bench.kernel_peers import needs_cuda
 
-__all__ = ["sdpa", "torch_peers"]
-
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

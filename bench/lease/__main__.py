@@ -14,8 +14,6 @@ from bench.lease.call import Call, run_part, scratch_folder
 from bench.lease.manifest import FOLDER, PreparedError
 from bench.lease.plan import LIMIT, PARTS, RESERVE, ROOT
 
-__all__ = ["main"]
-
 _DESCRIPTION = f"""\
 Test and measure everything that needs a GPU, on a machine that is rented for half an hour, lets
 commands run for ten minutes, and has torch but none of this project's other packages.

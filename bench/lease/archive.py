@@ -7,8 +7,6 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["members", "pack"]
-
 _LOG_BYTES = 128 << 10
 """The end of a log that is kept: sixty logs stay far below what one file may have."""
 _MAX_MEMBER = 16 << 20

@@ -18,8 +18,6 @@ from bench.lease.manifest import CUBINS, MANIFEST, WHEELS, Manifest, PreparedErr
 from bench.lease.plan import LIMIT, RESERVE, ROOT, Setting, stages_of
 from bench.lease.running import Machine, Outcome, World, run_stages
 
-__all__ = ["Call", "run_part", "scratch_folder", "summary"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Call:

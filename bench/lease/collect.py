@@ -15,8 +15,6 @@ from bench.lease.goals import goals_page
 from bench.lease.manifest import PreparedError
 from bench.performance_page import filled
 
-__all__ = ["collect", "merged", "tables_of"]
-
 _RESULT = re.compile(r"results/((kernels|decode-step|engine-idle)-\d{8}-\d{6}\.json)")
 _PARTS = ("cases", "steps")
 """Lists of a result that several processes measured a piece of each."""

@@ -10,8 +10,6 @@ import attrs
 from bench.gpu_report import markdown_table
 from bench.targets import DECODE_ATTENTION, DECODE_STEP, IDLE_SHARE, PREFILL_ATTENTION
 
-__all__ = ["KERNEL_GOALS", "goals_page"]
-
 UNMEASURED = "not yet measured on a GPU"
 
 KERNEL_GOALS: Mapping[tuple[str, str], tuple[str, str]] = {

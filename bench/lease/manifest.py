@@ -9,8 +9,6 @@ from pathlib import Path
 
 from bench.lease.plan import ROOT
 
-__all__ = ["CUBINS", "FOLDER", "MANIFEST", "WHEELS", "Manifest", "PreparedError", "file_digest"]
-
 FOLDER = ROOT / ".lease"
 MANIFEST = "manifest.json"
 WHEELS = "wheels"

@@ -7,20 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = [
-    "LIMIT",
-    "MAX_FILES",
-    "PARTS",
-    "RESERVE",
-    "SECONDS",
-    "Setting",
-    "Stage",
-    "Step",
-    "deadline",
-    "kernel_names",
-    "stages_of",
-]
-
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = (1, 2, 3)
 LIMIT = 560.0

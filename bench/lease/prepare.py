@@ -19,8 +19,6 @@ from gpu.kernels.catalogue import sources
 from gpu.kernels.cubins import CubinCache, build_all, default_jobs
 from gpu.kernels.nvrtc import Build
 
-__all__ = ["CARRIED_BYTES", "REQUIREMENTS", "packages_in", "pip_command", "prepare", "tree_bytes"]
-
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 CARRIED_BYTES = 64 << 20
 """Bytes that travel with one command: this tree and the prepared folder together."""

@@ -14,8 +14,6 @@ from typing import Protocol
 
 from bench.lease.plan import ROOT, SECONDS, Stage, Step, deadline
 
-__all__ = ["Outcome", "Process", "World", "log_name", "processes", "run_stages"]
-
 _TICK = 0.25
 SAVE_EVERY = 10.0
 """Seconds between two archives while a step runs: what a killed call loses at most."""

@@ -1,1 +1,1 @@
-"""What each part of the Python path costs, and how that grows with the rows of a step."""
+"""The cost of each part of the Python path, and its growth with the rows of a step."""

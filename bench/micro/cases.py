@@ -20,7 +20,7 @@ from bench.micro.fixtures import (
     make_runner,
 )
 from bench.micro.loops import link, server_sent_events, stream_fan_out
-from bench.prompts import tokenizer
+from bench.servers import tokenizer
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests.request import SequenceOutput
@@ -31,9 +31,6 @@ from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.result_validation import Results
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer
-
-__all__ = ["CASES"]
-
 
 Case = tuple[Callable[[], object], Callable[[], object]]
 """What is timed, and what has to happen before each time, such as a worker's answer."""
@@ -118,7 +115,7 @@ def scheduler_and_wire(rows: int) -> Case:
     answer = b""
 
     def before() -> None:
-        # The plan of the step to come is known beforehand: everybody decodes.
+        # The plan of the step to come is known beforehand: every row decodes.
         nonlocal answer
         number = loop.core.next_number
         result = attrs.evolve(loop.result(), number=number)
@@ -139,17 +136,13 @@ def worker_side(rows: int) -> Case:
     runner = make_runner(rows, rows * pages_each)
     number = 1
     slots = wire.from_ints(np.arange(rows, dtype=np.int32))
+    tokens = wire.from_ints([7] * PROMPT_TOKENS)
+    fields = {"generation": 1, "tokens": tokens, "prompt_length": PROMPT_TOKENS, "computed": 0}
+    sampler = SamplerParams(temperature=0.0, stop_ids=[0, 2])
+    pages = [wire.from_ints(range(n * pages_each, (n + 1) * pages_each)) for n in range(rows)]
     opened = [
-        wire.OpenSlot(
-            slot=slot,
-            generation=1,
-            tokens=wire.from_ints([7] * PROMPT_TOKENS),
-            prompt_length=PROMPT_TOKENS,
-            computed=0,
-            pages=wire.from_ints(range(slot * pages_each, (slot + 1) * pages_each)),
-            sampler=SamplerParams(temperature=0.0, stop_ids=[0, 2]),
-        )
-        for slot in range(rows)
+        wire.OpenSlot(slot=slot, pages=own, sampler=sampler, **fields)
+        for slot, own in enumerate(pages)
     ]
     counts = wire.from_ints(np.full(rows, PROMPT_TOKENS, dtype=np.int32))
     runner.step(wire.Plan(number=1, opened=opened, row_slots=slots, row_counts=counts))
@@ -164,10 +157,10 @@ def worker_side(rows: int) -> Case:
 
 
 class _Drain:
-    """Where chunks go that nobody wants."""
+    """A stream that drops its chunks."""
 
     def push(self, chunk: Chunk) -> None:
-        """Take it."""
+        """Drop it."""
 
 
 def detokenizer(rows: int) -> Case:
@@ -187,15 +180,14 @@ def detokenizer(rows: int) -> Case:
     return run, _nothing
 
 
-@attrs.frozen
-class _Plain:
-    """A case that needs no event loop."""
-
-    prepare: Callable[[int], Case]
+def _plain(
+    prepare: Callable[[int], Case],
+) -> Callable[[int], AbstractAsyncContextManager[Prepared]]:
+    """Make an async case of one that needs no event loop."""
 
     @contextlib.asynccontextmanager
-    async def __call__(self, rows: int) -> AsyncIterator[Prepared]:
-        run, before = self.prepare(rows)
+    async def prepared(rows: int) -> AsyncIterator[Prepared]:
+        run, before = prepare(rows)
 
         async def run_it() -> None:
             run()
@@ -205,16 +197,18 @@ class _Plain:
 
         yield Prepared(run=run_it, before=prepare_it)
 
+    return prepared
+
 
 CASES: dict[str, Callable[[int], AbstractAsyncContextManager[Prepared]]] = {
-    "policy": _Plain(share_out),
-    "pages": _Plain(pages),
-    "prefix tree": _Plain(prefix_tree),
-    "plan message": _Plain(plan_message),
-    "result message": _Plain(result_message),
-    "scheduler and wire": _Plain(scheduler_and_wire),
-    "worker's slots": _Plain(worker_side),
-    "detokenizer": _Plain(detokenizer),
+    "policy": _plain(share_out),
+    "pages": _plain(pages),
+    "prefix tree": _plain(prefix_tree),
+    "plan message": _plain(plan_message),
+    "result message": _plain(result_message),
+    "scheduler and wire": _plain(scheduler_and_wire),
+    "worker's slots": _plain(worker_side),
+    "detokenizer": _plain(detokenizer),
     "stream fan-out": stream_fan_out,
     "server-sent events": server_sent_events,
     "link round trip": link,

@@ -18,18 +18,6 @@ from trioserve.requests.request import Request, Sequence, Times, TokensPrompt
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.scheduler.scheduler import Limits, SchedulerCore
 
-__all__ = [
-    "PAGE_SIZE",
-    "PROMPT_TOKENS",
-    "VOCAB_SIZE",
-    "Loop",
-    "Prepared",
-    "make_limits",
-    "make_request",
-    "make_runner",
-    "result_of",
-]
-
 PAGE_SIZE = 16
 PROMPT_TOKENS = 32
 VOCAB_SIZE = 49152

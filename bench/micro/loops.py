@@ -16,7 +16,7 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.trio.worker_context import WorkerContext
 
 from bench.micro.fixtures import Loop, Prepared, make_request
-from bench.prompts import tokenizer
+from bench.servers import tokenizer
 from trioserve.http.api.openai.completions.writer import CompletionWriter, Wanted
 from trioserve.http.server.connection import Connection
 from trioserve.http.server.connections import Connections
@@ -28,8 +28,6 @@ from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.workers.link import NngLink
 from trioserve.workers.socket_folder import SocketFolder
-
-__all__ = ["link", "server_sent_events", "stream_fan_out"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CHUNK = Chunk(" lighthouse", (17,))
@@ -128,11 +126,8 @@ async def link(rows: int) -> AsyncIterator[Prepared]:
         contextlib.closing(SocketFolder.make()) as folder,
         contextlib.closing(NngLink.listen(folder.url)) as ours,
     ):
-        echo = await trio.lowlevel.open_process(
-            [sys.executable, "-m", "bench.micro.echo", folder.url],
-            stdin=subprocess.PIPE,
-            cwd=_ROOT,
-        )
+        command = [sys.executable, "-m", "bench.micro.echo", folder.url]
+        echo = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, cwd=_ROOT)
         try:
             await ours.receive()
 

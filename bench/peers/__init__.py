@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bench.peers import servers
 
-from bench.peers import llama_server, transformers_serve, vllm_serve
-from bench.servers import Server
-from bench.setting import Setting
-
-__all__ = ["BF16_ONLY", "MAKERS", "SERVERS"]
-
-SERVERS: dict[str, Callable[[Setting], Server]] = {
-    "llama.cpp": llama_server.llama_server,
-    "vllm": vllm_serve.vllm_server,
-    "transformers": transformers_serve.transformers_server,
+SERVERS = {
+    "llama.cpp": servers.llama_server,
+    "vllm": servers.vllm_server,
+    "transformers": servers.transformers_server,
 }
 """How each peer is started; it is installed first if need be."""
-
-MAKERS: dict[str, Callable[[], object]] = {
-    "llama.cpp": llama_server.make,
-    "vllm": vllm_serve.make,
-    "transformers": transformers_serve.make,
+MAKERS = {
+    "llama.cpp": servers.make_llama,
+    "vllm": servers.make_vllm,
+    "transformers": servers.make_transformers,
 }
-"""How each peer is installed."""
-
 BF16_ONLY = ("vllm", "transformers")
 """Peers that don't read GGUF's formats on a CPU, or not well."""

@@ -1,6 +1,6 @@
 """A table of the tutorial: how long the tutorial took on a clean machine.
 
-Made from the newest record of ``python -m bench.first_time`` in ``bench/results``.
+Made from the record of ``python -m bench.first_time --save`` in ``bench/results``.
 """
 
 from __future__ import annotations
@@ -10,16 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
-
-
-def newest_record() -> Path | None:
-    """The record's file, if there is one."""
-    return max(RESULTS.glob("first-time-*.json"), default=None)
+RECORD = Path(__file__).parents[2] / "bench" / "results" / "first_time.json"
 
 
 def table_lines(record: dict[str, Any]) -> Iterator[str]:
-    """The record's table, and a paragraph on where it was taken."""
+    """Yield the record's table, and a paragraph on where it was taken."""
     machine, versions = record["machine"], record["versions"]
     kept = "had been kept" if record["options"]["pip_cache"] else "were downloaded"
     terminal = " --terminal" if record["options"].get("terminal") else ""
@@ -34,9 +29,5 @@ def table_lines(record: dict[str, Any]) -> Iterator[str]:
 
 
 def newest_lines() -> Iterator[str]:
-    """Yield the newest record's lines, or one that says how to make a record."""
-    path = newest_record()
-    if path is None:
-        yield "`python -m bench.first_time` measures it."
-    else:
-        yield from table_lines(json.loads(path.read_text()))
+    """Yield the lines of the record."""
+    yield from table_lines(json.loads(RECORD.read_text(encoding="utf-8")))

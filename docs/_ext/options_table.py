@@ -25,7 +25,9 @@ def _row(option: Option) -> str:
     flag = f"`{option.flag}`"
     if option.kind is bool:
         flag += f", `{option.flag.replace('--', '--no-', 1)}`"
-    default = f"`{option.default_text}`" if option.default_text is not None else ""
+    default = option.default_text or ""
+    if default and option.unset is None:
+        default = f"`{default}`"
     meaning = _meaning(option)
     if option.page is not None:
         meaning += f" See {_link(option.page)}."

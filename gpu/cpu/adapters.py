@@ -10,9 +10,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from gpu.lora.products import PRODUCTS, outputs_of
 from gpu.lora.reading import Adapter, Update
-from gpu.weights import BFLOAT16, FLOAT32, Numbers, expected_tensors
+from gpu.weights import BFLOAT16, FLOAT32, Numbers
+from gpu.weights.packed_modules import PACKED_MODULES, packed_shapes
 from trioserve.model_files import ModelConfig
 
 __all__ = ["AdapterStep", "CompiledAdapter", "pack_adapter", "pack_module", "step_of"]
@@ -56,7 +56,7 @@ class Step(ctypes.Structure):
 class CompiledAdapter:
     """An adapter in the decoder's layout: what points into it, and the memory that it points to."""
 
-    layers: ctypes.Array[Product]  # [num_layers * len(PRODUCTS)]
+    layers: ctypes.Array[Product]  # [num_layers * len(PACKED_MODULES)]
     memory: object
 
 
@@ -87,8 +87,7 @@ def pack_module(update: Update) -> tuple[Numbers, Numbers]:
 
 def pack_adapter(adapter: Adapter, config: ModelConfig) -> CompiledAdapter:
     """The compiled decoder's form of ``adapter``."""
-    shapes = expected_tensors(config)
-    layers = (Product * (config.num_layers * len(PRODUCTS)))()
+    layers = (Product * (config.num_layers * len(PACKED_MODULES)))()
     # In one piece, in the order in which it is read: NumPy asks for large pages for it.
     memory = np.empty(_packed_size(adapter), dtype=np.uint16)
     end = -memory.ctypes.data // 2 % ALIGNMENT
@@ -101,9 +100,12 @@ def pack_adapter(adapter: Adapter, config: ModelConfig) -> CompiledAdapter:
         return int(memory.ctypes.data) + 2 * begin
 
     for layer in range(config.num_layers):
-        for index, name in enumerate(PRODUCTS):
-            product, first = layers[layer * len(PRODUCTS) + index], 0
-            for part, outputs in outputs_of(shapes, layer, name).items():
+        shapes = packed_shapes(config, layer)
+        for index, name in enumerate(PACKED_MODULES):
+            if name not in shapes:
+                continue
+            product, first = layers[layer * len(PACKED_MODULES) + index], 0
+            for part, outputs in shapes[name].outputs.items():
                 update = adapter.updates.get((layer, part))
                 if update is not None:
                     a, b = pack_module(update)

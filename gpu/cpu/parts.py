@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import re
-from collections import Counter
 
 import attrs
+
+from gpu.weights.packed_modules import PACKED_MODULES, PACKED_PLACES
 
 __all__ = ["NUM_PARTS", "Part", "Which", "part_of"]
 
@@ -27,21 +28,19 @@ class Which(enum.IntEnum):
 
 _WHOLE = {"model.embed_tokens": Which.EMBEDDING, "lm_head": Which.HEAD}
 _OF_LAYER = {
-    "self_attn.q_proj": (Which.QKV, 0),
-    "self_attn.k_proj": (Which.QKV, 1),
-    "self_attn.v_proj": (Which.QKV, 2),
-    "self_attn.o_proj": (Which.OUTPUT, 0),
-    "mlp.gate_proj": (Which.GATE_UP, 0),
-    "mlp.up_proj": (Which.GATE_UP, 1),
-    "mlp.down_proj": (Which.DOWN, 0),
-    "mlp.gate": (Which.ROUTER, 0),
+    "qkv": Which.QKV,
+    "output": Which.OUTPUT,
+    "gate_up": Which.GATE_UP,
+    "down": Which.DOWN,
 }
-_OF_EXPERT = {
-    "gate_proj": (Which.EXPERT_GATE_UP, 0),
-    "up_proj": (Which.EXPERT_GATE_UP, 1),
-    "down_proj": (Which.EXPERT_DOWN, 0),
+_OF_EXPERT = {"gate_up": Which.EXPERT_GATE_UP, "down": Which.EXPERT_DOWN}
+NUM_PARTS = {
+    Which.ROUTER: 1,
+    **{
+        which: len(PACKED_MODULES[product])
+        for product, which in (*_OF_LAYER.items(), *_OF_EXPERT.items())
+    },
 }
-NUM_PARTS = Counter(which for which, _ in (*_OF_LAYER.values(), *_OF_EXPERT.values()))
 """By product, how many matrices it is made of."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
@@ -72,12 +71,12 @@ def part_of(module: str) -> Part | None:
     match = _LAYER.fullmatch(module)
     if match is None:
         return None
-    layer, inner = int(match[1]), match[2]
-    if inner in _OF_LAYER:
-        which, number = _OF_LAYER[inner]
-        return Part(which, layer, 0, number)
-    of_expert = _EXPERT.fullmatch(inner)
-    if of_expert is None:
+    layer, inner, expert, products = int(match[1]), match[2], 0, _OF_LAYER
+    if inner == "mlp.gate":
+        return Part(Which.ROUTER, layer, 0, 0)
+    if of_expert := _EXPERT.fullmatch(inner):
+        expert, inner, products = int(of_expert[1]), f"mlp.{of_expert[2]}", _OF_EXPERT
+    if inner not in PACKED_PLACES:
         return None
-    which, number = _OF_EXPERT[of_expert[2]]
-    return Part(which, layer, int(of_expert[1]), number)
+    product, number = PACKED_PLACES[inner]
+    return Part(products[product], layer, expert, number)

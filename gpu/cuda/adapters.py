@@ -12,8 +12,8 @@ from gpu.kernels import KernelLoader
 from gpu.kernels.lora import TILE, TILE_NUMBERS, LoraUpdate, max_tiles
 from gpu.lora.groups import tokens_by_adapter
 from gpu.lora.places import AdapterPlaces, product_shapes
-from gpu.lora.products import PRODUCTS
 from gpu.slots import Row
+from gpu.weights.packed_modules import PACKED_MODULES
 from trioserve.model_files import ModelConfig
 
 __all__ = ["CudaAdapters"]
@@ -46,7 +46,7 @@ class CudaAdapters:
         self._buffer = buffer
         self._places = places
         self._shapes = product_shapes(config)
-        self._index = {product: index for index, product in enumerate(PRODUCTS)}
+        self._index = {product: index for index, product in enumerate(PACKED_MODULES)}
         self._num_tiles = 0
         self._update = LoraUpdate(
             loader,
@@ -81,5 +81,5 @@ class CudaAdapters:
 
     def update(self, layer: int, product: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """See :meth:`gpu.lora.updates.ProductUpdates.update`. Of the step that was packed last."""
-        index = layer * len(PRODUCTS) + self._index[product]
+        index = layer * len(PACKED_MODULES) + self._index[product]
         self._update.launch(index, self._shapes[product], self._num_tiles, x, y)

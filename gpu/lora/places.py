@@ -16,10 +16,10 @@ import torch
 
 from gpu._util.upload import pinned
 from gpu.kernels.lora import ENTRY, ProductShape, padded_rank, partial_numbers
-from gpu.lora.products import PRODUCTS
 from gpu.lora.reading import Adapter, Update
 from gpu.lora.store import AdapterStore
-from gpu.weights import FLOAT32, expected_tensors
+from gpu.weights import FLOAT32
+from gpu.weights.packed_modules import PACKED_MODULES, packed_shapes
 from gpu.weights.tensors import as_tensor
 from trioserve.model_files import ModelConfig
 
@@ -31,17 +31,11 @@ def product_shapes(config: ModelConfig) -> dict[str, ProductShape]:
 
     Only where each layer has experts there is no MLP among them.
     """
-    tensors = expected_tensors(config)
-    shapes = {}
-    for product, parts in PRODUCTS.items():
-        for layer in range(config.num_layers):
-            sizes = [tensors.get(f"model.layers.{layer}.{part}.weight") for part in parts]
-            known = [size for size in sizes if size is not None]
-            if known:
-                outputs = tuple(outputs for outputs, _ in known)
-                shapes[product] = ProductShape(known[0][1], outputs)
-                break
-    return shapes
+    return {
+        product: ProductShape(shape.inputs, tuple(shape.outputs.values()))
+        for layer in range(config.num_layers)
+        for product, shape in packed_shapes(config, layer).items()
+    }
 
 
 @attrs.frozen(eq=False)
@@ -56,12 +50,12 @@ class PlacedAdapter:
         cls, adapter: Adapter, config: ModelConfig, dtype: torch.dtype, device: torch.device
     ) -> PlacedAdapter:
         """Return ``adapter`` in ``dtype``, ready to be copied to ``device``."""
-        entries = np.zeros(config.num_layers * len(PRODUCTS), ENTRY)
+        entries = np.zeros(config.num_layers * len(PACKED_MODULES), ENTRY)
         pieces: list[torch.Tensor] = []
         end = 0
         for index, entry in enumerate(entries):
-            layer, product = divmod(index, len(PRODUCTS))
-            parts = [*PRODUCTS.values()][product]
+            layer, product = divmod(index, len(PACKED_MODULES))
+            parts = [*PACKED_MODULES.values()][product]
             updates = [adapter.updates.get((layer, part)) for part in parts]
             for part, update in enumerate(updates):
                 entry[f"rank{part}"] = 0 if update is None else padded_rank(update.rank)
@@ -115,7 +109,7 @@ class AdapterPlaces:
         )
         """[count, numbers of an adapter of the largest rank]."""
         self.entries = torch.zeros(
-            count, config.num_layers * len(PRODUCTS), 4, dtype=torch.int64, device=device
+            count, config.num_layers * len(PACKED_MODULES), 4, dtype=torch.int64, device=device
         )
         """[count, layers * products, 4], whose rows are ENTRY."""
         self._places: OrderedDict[int, int] = OrderedDict()
@@ -155,7 +149,7 @@ class AdapterPlaces:
         if max_rank == 0:
             return 0
         between = partial_numbers(product_shapes(config).values(), max_tokens, max_rank)
-        entries = config.num_layers * len(PRODUCTS) * ENTRY.itemsize
+        entries = config.num_layers * len(PACKED_MODULES) * ENTRY.itemsize
         of_place = _numbers_of_a_place(config, max_rank) * dtype.itemsize + entries
         return count * of_place + between * torch.float32.itemsize
 

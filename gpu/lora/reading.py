@@ -14,8 +14,8 @@ from pathlib import Path
 import attrs
 
 from gpu.lora.config import LoraConfig
-from gpu.lora.products import PRODUCTS
 from gpu.weights import BFLOAT16, FLOAT16, FLOAT32, Numbers, expected_tensors
+from gpu.weights.packed_modules import PACKED_MODULES
 from gpu.weights.reading import check_finite, read_bytes
 from trioserve.model_files import ModelConfig
 from trioserve.model_files.jsonfile import read_file
@@ -30,7 +30,7 @@ _NAME = re.compile(
     re.ASCII,
 )
 _OF_EXPERTS = re.compile(r"\.(block_sparse_moe|mlp\.experts|mlp\.gate)\.")
-_SERVED = tuple(part.rpartition(".")[2] for parts in PRODUCTS.values() for part in parts)
+_SERVED = tuple(part.rpartition(".")[2] for parts in PACKED_MODULES.values() for part in parts)
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 _MAX_CONFIG_BYTES = 1 << 20
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from gpu.lora.groups import tokens_by_adapter
-from gpu.lora.products import PRODUCTS, outputs_of
 from gpu.lora.reading import Adapter
 from gpu.lora.store import AdapterStore
 from gpu.slots import Row
-from gpu.weights import FLOAT32, expected_tensors
+from gpu.weights import FLOAT32
+from gpu.weights.packed_modules import packed_shapes
 from gpu.weights.tensors import as_tensor
 from trioserve.model_files import ModelConfig
 
@@ -36,12 +36,11 @@ class TorchAdapter:
     @classmethod
     def of(cls, adapter: Adapter, config: ModelConfig, dtype: torch.dtype) -> TorchAdapter:
         """``adapter`` in ``dtype``, on the CPU."""
-        shapes = expected_tensors(config)
         updates: dict[tuple[int, str], tuple[_Update, ...]] = {}
         for layer in range(config.num_layers):
-            for product in PRODUCTS:
+            for product, shape in packed_shapes(config, layer).items():
                 own, first = [], 0
-                for part, outputs in outputs_of(shapes, layer, product).items():
+                for part, outputs in shape.outputs.items():
                     update = adapter.updates.get((layer, part))
                     if update is not None:
                         scaled = update.b.astype(FLOAT32) * np.float32(update.scale)

@@ -16,5 +16,5 @@ class ProductUpdates(Protocol):
         """Add to a product's result ``y`` [T, outputs] what adapters make of ``x`` [T, inputs].
 
         Only tokens that have one of these adapters change. ``product`` is a name of
-        :data:`gpu.lora.products.PRODUCTS`.
+        :data:`gpu.weights.packed_modules.PACKED_MODULES`.
         """

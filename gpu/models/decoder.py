@@ -24,6 +24,7 @@ from gpu.models.mlp import Experts, Mlp
 from gpu.models.operations import Operations
 from gpu.models.operations.torch_ops import TorchOperations
 from gpu.weights.named import NamedTensors
+from gpu.weights.packed_modules import PackedShape, expert_shapes, packed_shapes
 from trioserve.model_files.config import ExpertsConfig, ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
@@ -63,7 +64,9 @@ class Decoder:
         tensors = NamedTensors(weights)
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = tensors.take("model.embed_tokens.weight", *shape)
-        self._layers = [_layer(config, tensors, index) for index in range(config.num_layers)]
+        builder = _LayerBuilder(config, tensors)
+        self._layers = [builder.layer(index) for index in range(config.num_layers)]
+        self._places = builder.places
         self._norm = tensors.take("model.norm.weight", config.hidden_size)
         head = tensors.take_optional("lm_head.weight", *shape)
         if config.tie_word_embeddings:
@@ -90,41 +93,32 @@ class Decoder:
         Weights that are packed, as bfloat16 is on a CPU, can't be overwritten.
         """
         for name, tensor in weights:
-            stem, _, last = name.rpartition(".")
-            match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
-            if match is None:
-                whole = {
-                    "model.embed_tokens": self._embedding,
-                    "model.norm": self._norm,
-                    "lm_head": self._head.weight,
-                }
-                whole[stem].copy_(tensor)
-            else:
-                self._part_of(self._layers[int(match[1])], match[2], last).copy_(tensor)
+            self._place_of(name).copy_(tensor)
 
-    def _part_of(self, layer: _Layer, inner: str, last: str) -> torch.Tensor:
-        """Where one tensor of a layer lies: in a product with others, it is some of its rows."""
-        config = self.config
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        heads = config.num_heads
-        if inner in ("self_attn.q_norm", "self_attn.k_norm"):
+    def _place_of(self, name: str) -> torch.Tensor:
+        """Return where a tensor lies: within a product or a norm, it is some of the rows."""
+        module, _, last = name.rpartition(".")
+        if module in self._places:
+            linear, rows = self._places[module]
+            whole = linear.weight if last == "weight" else linear.bias
+            assert whole is not None
+            return whole[rows]
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module)
+        if match is None:
+            return {
+                "model.embed_tokens": self._embedding,
+                "model.norm": self._norm,
+                "lm_head": self._head.weight,
+            }[module]
+        layer = self._layers[int(match[1])]
+        if match[2] in ("self_attn.q_norm", "self_attn.k_norm"):
             assert layer.qk_norm is not None
-            norms = layer.qk_norm.weight
-            return norms[:heads] if inner.endswith("q_norm") else norms[heads:]
-        if inner in ("input_layernorm", "post_attention_layernorm"):
-            return layer.attention_norm if inner == "input_layernorm" else layer.mlp_norm
-        if inner.startswith("mlp."):
-            linear, rows = layer.mlp.part(inner.removeprefix("mlp."))
-        else:
-            linear, rows = {
-                "self_attn.q_proj": (layer.qkv, slice(0, q_size)),
-                "self_attn.k_proj": (layer.qkv, slice(q_size, q_size + kv_size)),
-                "self_attn.v_proj": (layer.qkv, slice(q_size + kv_size, None)),
-                "self_attn.o_proj": (layer.output, slice(None)),
-            }[inner]
-        whole = linear.weight if last == "weight" else linear.bias
-        assert whole is not None
-        return whole[rows]
+            norms, heads = layer.qk_norm.weight, self.config.num_heads
+            return norms[:heads] if match[2].endswith("q_norm") else norms[heads:]
+        return {
+            "input_layernorm": layer.attention_norm,
+            "post_attention_layernorm": layer.mlp_norm,
+        }[match[2]]
 
     def forward(
         self, tokens: torch.Tensor, attention: Attention, adapted: Sequence[ProductUpdates] = ()
@@ -170,60 +164,72 @@ class Decoder:
         return self._head.in_float32(hidden, out)
 
 
-def _layer(config: ModelConfig, tensors: NamedTensors, index: int) -> _Layer:
-    prefix = f"model.layers.{index}."
-    hidden = config.hidden_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+class _LayerBuilder:
+    """The layers of one model, and where the files' matrices lie in their products."""
 
-    def linear(block: str, parts: Mapping[str, int], in_size: int, *, bias: bool) -> Linear:
-        return _take_linear(tensors, f"{prefix}{block}.", parts, in_size, bias=bias)
+    def __init__(self, config: ModelConfig, tensors: NamedTensors) -> None:
+        self._config = config
+        self._tensors = tensors
+        self.places: dict[str, tuple[Linear, slice]] = {}
+        """By a matrix's name, its product and its rows there."""
 
-    def mlp(block: str, inner: int, *, bias: bool) -> Mlp:
-        return Mlp(
-            gate_up=linear(block, {"gate_proj": inner, "up_proj": inner}, hidden, bias=bias),
-            down=linear(block, {"down_proj": hidden}, inner, bias=bias),
+    def layer(self, index: int) -> _Layer:
+        """Take the tensors of a layer."""
+        config, tensors = self._config, self._tensors
+        prefix, hidden = f"model.layers.{index}.", config.hidden_size
+        shapes = packed_shapes(config, index)
+        experts = config.experts_of(index)
+        return _Layer(
+            attention_norm=tensors.take(prefix + "input_layernorm.weight", hidden),
+            qkv=self._linear(prefix, shapes["qkv"]),
+            qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
+            output=self._linear(prefix, shapes["output"]),
+            mlp_norm=tensors.take(prefix + "post_attention_layernorm.weight", hidden),
+            mlp=self._mlp(prefix, shapes) if experts is None else self._experts(prefix, experts),
+            window=config.windows[index],
+            rotate=config.rope_layers[index],
         )
 
-    def mixture(experts: ExpertsConfig) -> Experts:
-        size = experts.intermediate_size
-        return Experts(
-            config=experts,
-            router=linear("mlp", {"gate": experts.count}, hidden, bias=False),
-            experts=[mlp(f"mlp.experts.{i}", size, bias=False) for i in range(experts.count)],
-        )
-
-    experts = config.experts_of(index)
-    qk_norm = None
-    if config.qk_norm:
+    def _qk_norm(self, prefix: str) -> QkNorm:
+        config = self._config
         norms = (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads))
         weights = [
-            tensors.take(f"{prefix}self_attn.{name}.weight", config.head_dim).expand(heads, -1)
+            self._tensors.take(f"{prefix}self_attn.{name}.weight", config.head_dim).expand(
+                heads, -1
+            )
             for name, heads in norms
         ]
-        qk_norm = QkNorm(torch.cat(weights), config.rms_norm_eps)
-    return _Layer(
-        attention_norm=tensors.take(prefix + "input_layernorm.weight", hidden),
-        qkv=linear("self_attn", qkv, hidden, bias=config.qkv_bias),
-        qk_norm=qk_norm,
-        output=linear("self_attn", {"o_proj": hidden}, q_size, bias=config.output_bias),
-        mlp_norm=tensors.take(prefix + "post_attention_layernorm.weight", hidden),
-        mlp=(
-            mlp("mlp", config.intermediate_size, bias=config.mlp_bias)
-            if experts is None
-            else mixture(experts)
-        ),
-        window=config.windows[index],
-        rotate=config.rope_layers[index],
-    )
+        return QkNorm(torch.cat(weights), config.rms_norm_eps)
 
+    def _mlp(self, prefix: str, shapes: Mapping[str, PackedShape]) -> Mlp:
+        return Mlp(
+            gate_up=self._linear(prefix, shapes["gate_up"]),
+            down=self._linear(prefix, shapes["down"]),
+        )
 
-def _take_linear(
-    tensors: NamedTensors, stem: str, parts: Mapping[str, int], in_size: int, *, bias: bool
-) -> Linear:
-    """The parts, each with its number of outputs, as one product."""
-    names = [(stem + part, size) for part, size in parts.items()]
-    weight = torch.cat([tensors.take(f"{name}.weight", out, in_size) for name, out in names])
-    if not bias:
-        return Linear(weight)
-    return Linear(weight, torch.cat([tensors.take(f"{name}.bias", out) for name, out in names]))
+    def _experts(self, prefix: str, experts: ExpertsConfig) -> Experts:
+        config = self._config
+        router = PackedShape({"mlp.gate": experts.count}, config.hidden_size, bias=False)
+        return Experts(
+            config=experts,
+            router=self._linear(prefix, router),
+            experts=[
+                self._mlp(prefix, expert_shapes(config, experts, number))
+                for number in range(experts.count)
+            ],
+        )
+
+    def _linear(self, prefix: str, shape: PackedShape) -> Linear:
+        """Take the matrices of a product, and note where each of them lies."""
+        take, sizes = self._tensors.take, shape.outputs
+        weight = torch.cat(
+            [take(f"{prefix}{part}.weight", size, shape.inputs) for part, size in sizes.items()]
+        )
+        bias = None
+        if shape.bias:
+            bias = torch.cat([take(f"{prefix}{part}.bias", size) for part, size in sizes.items()])
+        linear, first = Linear(weight, bias), 0
+        for part, size in sizes.items():
+            self.places[prefix + part] = linear, slice(first, first + size)
+            first += size
+        return linear

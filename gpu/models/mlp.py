@@ -29,15 +29,6 @@ class Mlp:
     gate_up: Linear  # E -> 2 F
     down: Linear  # F -> E
 
-    def part(self, name: str) -> tuple[Linear, slice]:
-        """The product that ``name``, such as ``up_proj``, is a part of, and its rows there."""
-        inner = self.down.in_features
-        return {
-            "gate_proj": (self.gate_up, slice(0, inner)),
-            "up_proj": (self.gate_up, slice(inner, 2 * inner)),
-            "down_proj": (self.down, slice(None)),
-        }[name]
-
 
 @attrs.frozen(kw_only=True)
 class Experts:
@@ -46,13 +37,6 @@ class Experts:
     config: ExpertsConfig
     router: Linear  # E -> X
     experts: Sequence[Mlp]
-
-    def part(self, name: str) -> tuple[Linear, slice]:
-        """As :meth:`Mlp.part`, for ``gate``, the router, or such as ``experts.3.up_proj``."""
-        if name == "gate":
-            return self.router, slice(None)
-        _, number, inner = name.split(".")
-        return self.experts[int(number)].part(inner)
 
     def forward(self, x: torch.Tensor, operations: Operations) -> torch.Tensor:
         """[T, E] of ``x`` [T, E]. The host waits for the device once, to know each one's share."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from gpu.weights.packed_modules import PackedShape, expert_shapes, packed_shapes
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
@@ -13,45 +14,36 @@ __all__ = ["check_tensors", "expected_tensors"]
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model of this shape has, by name, with its shape."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q_size = config.num_heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    linears = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_size, config.output_bias),
-        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
-    }
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        experts = config.experts_of(layer)
-        for name, (rows, columns, bias) in linears.items():
-            if experts is not None and name.startswith("mlp."):
-                continue
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
+        shapes |= _of_products(prefix, packed_shapes(config, layer))
         shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+        experts = config.experts_of(layer)
         if experts is not None:
             shapes[f"{prefix}mlp.gate.weight"] = (experts.count, hidden)
-            for expert in range(experts.count):
-                stem, inner = f"{prefix}mlp.experts.{expert}.", experts.intermediate_size
-                shapes[f"{stem}gate_proj.weight"] = (inner, hidden)
-                shapes[f"{stem}up_proj.weight"] = (inner, hidden)
-                shapes[f"{stem}down_proj.weight"] = (hidden, inner)
+            for number in range(experts.count):
+                shapes |= _of_products(prefix, expert_shapes(config, experts, number))
         if config.qk_norm:
             shapes[f"{prefix}self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"{prefix}self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def _of_products(prefix: str, products: Mapping[str, PackedShape]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for product in products.values():
+        for module, outputs in product.outputs.items():
+            shapes[f"{prefix}{module}.weight"] = (outputs, product.inputs)
+            if product.bias:
+                shapes[f"{prefix}{module}.bias"] = (outputs,)
     return shapes
 
 

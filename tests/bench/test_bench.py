@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,13 +11,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from bench import cpu_after_leave
-from bench.cpu_after_leave import CpuAfterLeave
-from bench.prompts import exact_prompts, tokenizer
-from bench.report import save
-from bench.rows import Row
-from bench.servers import Server, ServerFailed, running
-from bench.validity import InvalidRun, check, check_agreement
+from bench.compare import scenarios
+from bench.compare.scenarios import CpuAfterLeave, InvalidRun, check, check_agreement
+from bench.report import Rounds, run_script
+from bench.servers import Server, ServerFailed, exact_prompts, running, tokenizer
 from trioserve.load import Record, Run, send
 
 
@@ -36,17 +35,17 @@ def run_of(*records: Record, duration: float = 1.0) -> Run:
 
 
 def test_prompts_have_exactly_the_tokens_asked_for_and_differ() -> None:
-    prompts = exact_prompts(tokenizer(), 20, 128, seed=3)
+    prompts = exact_prompts(20, 128, seed=3)
     assert {len(tokenizer().encode(prompt).ids) for prompt in prompts} == {128}
     assert len({prompt[:20] for prompt in prompts}) == 20
-    assert prompts == exact_prompts(tokenizer(), 20, 128, seed=3)
+    assert prompts == exact_prompts(20, 128, seed=3)
     for seed in (4, -3):
-        assert not set(prompts) & set(exact_prompts(tokenizer(), 20, 128, seed=seed))
+        assert not set(prompts) & set(exact_prompts(20, 128, seed=seed))
 
 
 def test_prompts_share_exactly_the_tokens_asked_for() -> None:
     def ids(seed: int) -> list[list[int]]:
-        prompts = exact_prompts(tokenizer(), 5, 10, seed, prefix_tokens=40)
+        prompts = exact_prompts(5, 10, seed, prefix_tokens=40)
         return [tokenizer().encode(prompt).ids for prompt in prompts]
 
     found = ids(seed=3)
@@ -85,11 +84,25 @@ def test_servers_must_begin_most_answers_alike() -> None:
     check_agreement([{"ours": ours}, {"peer": ours}, {}], "ours")
 
 
-def test_results_are_saved_with_the_machine_and_what_was_asked(tmp_path: Path) -> None:
-    row = Row(scenario="s", case="c", server="ours", format="bf16", round=0, values={"rate": 1.0})
-    text = save(tmp_path / "new", "name", [row], {"options": {"rounds": 1}}).read_text()
-    for name in ("scenario", "format", "rate", "processor", "rounds", "measurements"):
-        assert f'"{name}"' in text
+def test_a_script_saves_its_table_with_the_machine_and_what_was_asked(tmp_path: Path) -> None:
+    def measure(options: argparse.Namespace) -> str:
+        return f"| {options.rounds} | {options.sizes} |"
+
+    arguments = ["--sizes", "3", "4", "--save", str(tmp_path / "new")]
+    assert run_script("name", measure, arguments, rounds=2, sizes=[1], quick=False) == 0
+    saved = json.loads((tmp_path / "new" / "name.json").read_text())
+    assert saved["table"] == "| 2 | [3, 4] |"
+    assert saved["options"] == {"rounds": 2, "sizes": [3, 4], "quick": False}
+    assert {"time", "machine", "versions"} <= saved.keys()
+
+
+def test_figures_are_medians_and_ratios_are_of_the_same_round() -> None:
+    rounds = Rounds()
+    for ours, theirs in ((4.0, 2.0), (9.0, 3.0), (2.0, 2.0)):
+        rounds.add("ours", rate=ours)
+        rounds.add("theirs", rate=theirs)
+    assert rounds.medians() == {"ours": {"rate": 4.0}, "theirs": {"rate": 2.0}}
+    assert rounds.ratio("ours", "theirs", "rate") == 2.0
 
 
 ANSWERS = """
@@ -182,8 +195,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 async def test_what_is_burnt_after_clients_have_left_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_after_leave, "IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(cpu_after_leave, "QUIET_SECONDS", 0.6)
+    monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(scenarios, "QUIET_SECONDS", 0.6)
     (turn,) = CpuAfterLeave(clients=2, prompt_tokens=4).turns(0)
     async with running(script(BURNS), tmp_path / "log") as server:
         taken = await turn.measure(server)
@@ -194,7 +207,7 @@ async def test_what_is_burnt_after_clients_have_left_is_counted(
 async def test_clients_that_are_served_one_after_the_other_measure_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_after_leave, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.2)
     (turn,) = CpuAfterLeave(clients=2, prompt_tokens=4).turns(0)
     ends = ANSWERS.replace('"text": "hi"', '"text": "hi", "finish_reason": "length"')
     async with running(script(ends), tmp_path / "log") as server:

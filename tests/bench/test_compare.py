@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import gguf
@@ -13,20 +14,26 @@ import numpy as np
 import pytest
 import trio
 
-from bench import compare, contest, pictures
-from bench.compare import parts_of
-from bench.contest import Notes
-from bench.goals import Verdict, goals_table, judge
-from bench.loads import load_of
-from bench.peers.gguf_files import model_file
-from bench.peers.own_server import own_server
-from bench.report import ratios, tables
-from bench.rows import Row, busy_cases, busy_elsewhere
-from bench.scenario import Taken, Turn
-from bench.servers import Running, Server, ServerFailed, running
-from bench.setting import Setting
-from bench.throughput import Throughput
-from bench.validity import InvalidRun, check_answers
+from bench.compare import __main__ as compare
+from bench.compare import contest, pictures, scenarios
+from bench.compare.__main__ import parts_of
+from bench.compare.contest import Notes, Row, busy_cases, ratios, table
+from bench.compare.scenarios import (
+    ClosedLoop,
+    CpuAfterLeave,
+    InvalidRun,
+    Setting,
+    Taken,
+    Turn,
+    check_answers,
+    load_of,
+    shared_prefix,
+)
+from bench.compare.targets import judge
+from bench.peers.model_files import gguf_file
+from bench.peers.servers import own_server
+from bench.report import Verdict, verdict_table
+from bench.servers import Running, Server, ServerFailed, exact_prompts, running
 from trioserve.cli.usage import UsageError
 from trioserve.load import Record, Run
 from trioserve.load import work as load_work
@@ -99,9 +106,7 @@ async def test_each_round_asks_everybody_and_another_one_first() -> None:
     assert len(notes.rows) == 4
     assert not notes.failures
     assert notes.rows[0].values["elsewhere_cores"] >= 0
-    starts = notes.versions["peer bf16"]["started_with"]
-    assert isinstance(starts, dict)
-    assert [("http.server" in options) for options in starts.values()] == [True]
+    assert "http.server" in notes.servers["fake"]["peer bf16"]["started_with"]
 
 
 async def test_no_round_begins_that_will_not_end_in_time() -> None:
@@ -206,7 +211,7 @@ def test_each_peer_is_measured_in_the_formats_that_it_has() -> None:
         made.append((name, setting.format, setting.kv_tokens))
         return healthy(name)
 
-    parts = parts_of(compare.SCENARIOS, ("bf16", "q4_1"), OTHERS, Throughput(), make)
+    parts = parts_of(compare.SCENARIOS, ("bf16", "q4_1"), OTHERS, ClosedLoop(), make)
     assert [part.title for part in parts] == [
         "bf16: throughput, shared_prefix, cpu_after_leave",
         "q4_1: throughput",
@@ -218,7 +223,7 @@ def test_each_peer_is_measured_in_the_formats_that_it_has() -> None:
     ]
     assert {name for name, format, _ in made if format == "q4_1"} == {"", "llama.cpp"}
     assert {tokens for name, _, tokens in made if tokens} == {16384}
-    assert parts_of(["start"], ["bf16"], [], Throughput(), make)[0].title == "bf16: start"
+    assert parts_of(["start"], ["bf16"], [], ClosedLoop(), make)[0].title == "bf16: start"
 
 
 async def test_time_that_a_part_leaves_goes_to_those_after_it() -> None:
@@ -270,7 +275,7 @@ def test_a_table_has_medians_and_the_ratio_of_each_round() -> None:
     found = rows(
         {**widths("1 stream", "trioserve", 4.0, 1.0), **widths("1 stream", "vllm", 2.0, 2.0)}
     )
-    _, _, _, _, ours, theirs = tables(found).splitlines()
+    _, _, ours, theirs = table(found).splitlines()
     assert ours == "| 1 stream | trioserve bf16 | 2 | 3.0 | 1 | 7.5 |  |"
     assert theirs == "| 1 stream | vllm bf16 | 2 | 1.5 | 2 | 7.5 | 2.00 |"
 
@@ -307,8 +312,8 @@ def test_targets_are_judged_against_the_best_peer_in_what_is_compared() -> None:
     assert verdict(found, "1 stream, tokens/s", "bf16").verdict == "**missed**"
     assert verdict(found, "1 stream, TTFT p50").met
     assert verdict(found, "32 streams, tokens/s").verdict == "not measured"
-    assert "| 104 : 100" not in goals_table(found)
-    assert "| 78 : 75 |" in goals_table(found)
+    assert "| 104 : 100" not in verdict_table(found)
+    assert "| 78 : 75 |" in verdict_table(found)
 
 
 def test_bounds_and_memory_are_judged() -> None:
@@ -353,7 +358,7 @@ def test_a_verdict_says_how_many_rounds_it_is_from() -> None:
     assert verdict(judged, "start to first token, default model").rounds == 2
     assert verdict(judged, "CPU burnt after 16 clients leave").rounds == 2
     assert verdict(judged, "32 streams, tokens/s").rounds is None
-    assert "| ≤ 3 s | 3.75 s | 2 | **missed** |" in goals_table(judged)
+    assert "| ≤ 3 s | 3.75 s | 2 | **missed** |" in verdict_table(judged)
 
 
 def test_a_case_that_was_disturbed_shows_among_many_that_were_not() -> None:
@@ -371,8 +376,6 @@ def test_a_case_that_was_disturbed_shows_among_many_that_were_not() -> None:
             "memory": 0.03,
         }
     )
-    assert busy_elsewhere(found) == pytest.approx(0.6)
-    assert busy_elsewhere([]) is None
 
 
 def write_small_file(path: str) -> None:
@@ -394,7 +397,7 @@ def write_small_file(path: str) -> None:
 def test_a_file_in_another_format_is_the_same_model(tmp_path: Path) -> None:
     model = str(tmp_path / "tiny.gguf")
     write_small_file(model)
-    path = model_file(model, "q8_0", tmp_path)
+    path = gguf_file("q8_0", model, tmp_path)
     original, written = gguf.GGUFReader(model), gguf.GGUFReader(path)
     for name, field in original.fields.items():
         if name != "general.file_type" and not name.startswith("GGUF."):
@@ -405,10 +408,10 @@ def test_a_file_in_another_format_is_the_same_model(tmp_path: Path) -> None:
         bound = 0.0 if was.ndim == 1 else np.abs(was).max() / 127
         assert np.abs(now - was).max() <= bound
     first = path.stat().st_mtime_ns
-    assert model_file(model, "q8_0", tmp_path).stat().st_mtime_ns == first
-    assert model_file(model, "q4_1", tmp_path) == Path(model)
+    assert gguf_file("q8_0", model, tmp_path).stat().st_mtime_ns == first
+    assert gguf_file("q4_1", model, tmp_path) == Path(model)
     with pytest.raises(ValueError, match="formats are bf16, q8_0, q4_1, not 'q2'"):
-        model_file(model, "q2", tmp_path)
+        gguf_file("q2", model, tmp_path)
 
 
 def counting() -> Server:
@@ -482,3 +485,21 @@ def test_an_answer_of_another_length_than_its_turn_asked_for_is_invalid() -> Non
     good.records[0].completion_tokens = 1
     with pytest.raises(InvalidRun, match="counts 1 tokens, not 2"):
         check_answers("ours", good, work)
+
+
+def test_no_scenario_asks_what_another_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their prompts don't even begin alike, since servers keep what they have computed."""
+    asked: list[str] = []
+
+    def note(*arguments: Any, **options: Any) -> list[str]:
+        found = exact_prompts(*arguments, **options)
+        # Those of one call may share a prefix, by intention.
+        asked.append(found[0][:40])
+        return found
+
+    monkeypatch.setattr(scenarios, "exact_prompts", note)
+    for scenario in (ClosedLoop(streams=(1, 3)), shared_prefix(), CpuAfterLeave()):
+        scenario.warm_up()
+        for round in range(3):
+            scenario.turns(round)
+    assert len(asked) == len(set(asked)) == 16

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,8 +14,7 @@ import pytest
 
 from bench.front_end.__main__ import processes, table, verdicts
 from bench.front_end.client import Load, WrongAnswer, run
-from bench.front_end.measure import Measured
-from bench.micro.__main__ import whole_path
+from bench.front_end.measure import Measured, Workload, once, own
 
 
 def event(**values: object) -> bytes:
@@ -85,8 +85,10 @@ def test_a_server_that_refuses_or_leaves_ends_the_run(
         run(load_of(listener))
 
 
-async def test_a_server_with_a_mock_worker_is_measured_from_outside() -> None:
-    measured = await whole_path(4, output_tokens=20)
+async def test_a_server_with_a_mock_worker_is_measured_from_outside(tmp_path: Path) -> None:
+    load = Workload(streams=4, requests=8, output_tokens=20)
+    async with own(load, tmp_path / "log") as at, at(0.0) as up:
+        measured = await once("trioserve", 0, up, 0.0, load)
     assert (measured.requests, measured.tokens) == (8, 160)
     assert 1.0 <= measured.tokens_per_event <= 20.0
     assert measured.server_us_per_token > 0

@@ -14,8 +14,8 @@ import trio
 
 from tests.support.load_server import CUT, DONE, FakeServer, Script, event, usage
 from trioserve.cli.chat import chat
+from trioserve.cli.chat_backends import ServerChatBackend, find_server
 from trioserve.cli.conversation import Conversation
-from trioserve.cli.partners import ServerPartner, find_server
 from trioserve.cli.terminal import Terminal
 from trioserve.load.events import MAX_EVENT_BYTES, Event, EventReader
 from trioserve.load.remote import Refusal, Remote, RemoteError
@@ -134,8 +134,8 @@ async def talk(server: Remote, lines: str, **conversation: Any) -> tuple[str, st
         with open(writer, "wb") as end:
             end.write(lines.encode())
         terminal = Terminal(stdin, stdout, stderr)
-        partner = ServerPartner(server, "/v1", "m", 100)
-        await chat(partner, Conversation(**conversation), terminal=terminal)
+        backend = ServerChatBackend(server, "/v1", "m", 100)
+        await chat(backend, Conversation(**conversation), terminal=terminal)
     return stdout.getvalue(), stderr.getvalue()
 
 

@@ -19,9 +19,9 @@ from tests.support.fake_chat_engine import FakeEngine
 from tests.support.pseudo_terminals import Person, person_at
 from trioserve.cli import generate as generating
 from trioserve.cli.chat import chat
+from trioserve.cli.chat_backends import EngineChatBackend
 from trioserve.cli.conversation import HELP, Conversation
 from trioserve.cli.history import History
-from trioserve.cli.partners import EnginePartner
 from trioserve.cli.terminal import Terminal
 from trioserve.protocol.errors import ContextTooLong
 from trioserve.protocol.sampling import SamplingParams
@@ -53,9 +53,9 @@ def piped(text: str, *, ends: bool = True) -> Iterator[Pipes]:
 
 async def chat_of(lines: str, conversation: Conversation | None = None) -> tuple[FakeEngine, Pipes]:
     engine = FakeEngine(generation_defaults={"top_k": 7})
-    partner = EnginePartner(engine.as_engine())
+    backend = EngineChatBackend(engine.as_engine())
     with piped(lines) as pipes:
-        await chat(partner, conversation or Conversation(), terminal=pipes.terminal)
+        await chat(backend, conversation or Conversation(), terminal=pipes.terminal)
     return engine, pipes
 
 
@@ -181,7 +181,7 @@ async def test_nothing_from_a_pipe_is_kept(tmp_path: Path) -> None:
     with piped("one\n") as pipes:
         own = pipes.terminal
         terminal = Terminal(own._stdin, own._stdout, own._stderr, History(path))
-        await chat(EnginePartner(FakeEngine().as_engine()), Conversation(), terminal=terminal)
+        await chat(EngineChatBackend(FakeEngine().as_engine()), Conversation(), terminal=terminal)
     assert pipes.stdout.getvalue() == "one\n"
     assert not path.exists()
 
@@ -200,8 +200,8 @@ async def test_generate_streams_the_text_and_a_line_end(prompt: str, output: str
 
 async def test_a_chat_can_be_cancelled_while_it_waits_for_a_line() -> None:
     with piped("", ends=False) as pipes, trio.move_on_after(0.05) as scope:
-        partner = EnginePartner(FakeEngine().as_engine())
-        await chat(partner, Conversation(), terminal=pipes.terminal)
+        backend = EngineChatBackend(FakeEngine().as_engine())
+        await chat(backend, Conversation(), terminal=pipes.terminal)
     assert scope.cancelled_caught
 
 

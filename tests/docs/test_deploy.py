@@ -50,7 +50,7 @@ def read(name: str) -> str:
 
 def check_variables(names: list[str]) -> None:
     ours = {name: "x" for name in names if name.startswith("TRIOSERVE_")}
-    assert not flags.strangers(ours)
+    assert not flags.unknown_variable_lines(ours)
 
 
 def directives(text: str) -> dict[str, list[str]]:

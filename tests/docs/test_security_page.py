@@ -111,8 +111,8 @@ def test_the_bounds_are_those_of_the_code(what: str, bound: str) -> None:
 
 
 def test_the_queues_bounds_are_those_of_the_options() -> None:
-    (tokens,) = (o.help for o in options_of(EngineConfig) if o.name == "max_num_queued_tokens")
-    number = re.search(r"default: ([\d,]+),", tokens)
+    (tokens,) = (o.unset for o in options_of(EngineConfig) if o.name == "max_num_queued_tokens")
+    number = re.search(r"([\d,]+),", str(tokens))
     assert number is not None
     row = bound_of("Waiting requests, and tokens in their prompts")
     assert row.startswith(f"{EngineConfig('m').max_num_queued_reqs}, and {number[1]};")

@@ -13,9 +13,9 @@ import attrs
 import trio
 
 from trioserve.cli.chat import chat
+from trioserve.cli.chat_backends import EngineChatBackend
 from trioserve.cli.conversation import Conversation
 from trioserve.cli.history import History, history_path
-from trioserve.cli.partners import EnginePartner
 from trioserve.cli.terminal import Terminal
 from trioserve.protocol.errors import ContextTooLong
 from trioserve.protocol.sampling import SamplingParams
@@ -97,9 +97,9 @@ class FakeEngine:
 
 
 async def main() -> None:
-    partner = EnginePartner(FakeEngine(pause=0.01).as_engine())
+    backend = EngineChatBackend(FakeEngine(pause=0.01).as_engine())
     terminal = Terminal.standard(History(history_path(None, os.environ)))
-    await chat(partner, Conversation(), terminal=terminal)
+    await chat(backend, Conversation(), terminal=terminal)
     print("left")
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from gpu.lora.products import PRODUCTS
 from gpu.slots import Row, SlotTable
 from gpu.weights import expected_tensors
+from gpu.weights.packed_modules import PACKED_MODULES
 from tests.support.plans import GREEDY
 from trioserve.model_files import open_model
 from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 
 __all__ = ["ALL_PARTS", "OF_ATTENTION", "make_adapter", "merge", "rows_of", "write_adapter"]
 
-ALL_PARTS = tuple(part for parts in PRODUCTS.values() for part in parts)
+ALL_PARTS = tuple(part for parts in PACKED_MODULES.values() for part in parts)
 OF_ATTENTION = tuple(part for part in ALL_PARTS if part.startswith("self_attn."))
 
 

@@ -26,13 +26,13 @@ _WHAT_A_TRACE_SAYS = (
 """Options of prompts and lengths, in whose place a trace is."""
 
 BENCH_GROUPS = {
-    "target": Group("Whom to ask", "benchmarking#Benchmarking"),
+    "target": Group("Server or embedded engine", "benchmarking#Benchmarking"),
     "load": Group(
-        "How fast to ask (a closed loop, unless --request-rate or --trace is given)",
+        "Load (a closed loop, unless --request-rate or --trace is given)",
         "benchmarking#How requests are sent",
     ),
-    "work": Group("What to ask", "benchmarking#What is asked"),
-    "results": Group("What to tell", "benchmarking#What comes out"),
+    "work": Group("Requests", "benchmarking#What is asked"),
+    "results": Group("Results", "benchmarking#What comes out"),
 }
 """Every group of options, in the order in which help shows them."""
 
@@ -63,15 +63,16 @@ class BenchOptions(PromptOptions):
     )
     model: str | None = option(
         None,
-        "name of the model in requests (default: the first that the server lists)",
+        "name of the model in requests",
+        unset="the first that the server lists",
         group="target",
         common=True,
         metavar="NAME",
     )
     endpoint: str = option(
         "auto",
-        "/v1/completions or /v1/chat/completions; auto takes chat for the data sets chat and json "
-        "and for a trace with messages",
+        "endpoint to send requests to: /v1/completions or /v1/chat/completions; auto takes "
+        "chat for the data sets chat and json and for a trace with messages",
         choices=("auto", "completions", "chat"),
         group="target",
     )
@@ -95,8 +96,11 @@ class BenchOptions(PromptOptions):
     )
     tokenizer: str | None = option(
         None,
-        "model, folder or tokenizer.json that prompts are measured with (default: the model's own "
-        "where it is on this machine; without one, lengths of prompts are nearly as asked)",
+        "model, folder or tokenizer.json that measures prompts",
+        unset=(
+            "the model's own where it is on this machine; without one, lengths of prompts are "
+            "approximate"
+        ),
         group="target",
         common=True,
         metavar="PATH",
@@ -104,8 +108,9 @@ class BenchOptions(PromptOptions):
 
     concurrency: tuple[int, ...] = option(
         (),
-        "closed loop: streams that each ask again as soon as they are answered; several numbers "
-        "are measured one after the other (default: 8, or --num-prompts if that is less)",
+        "closed loop: streams that each send a request as soon as the one before is answered; "
+        "several numbers are measured one after the other",
+        unset="8, or --num-prompts if that is less",
         group="load",
         common=True,
         kind=int,
@@ -114,8 +119,9 @@ class BenchOptions(PromptOptions):
     )
     request_rate: tuple[float, ...] = option(
         (),
-        "open loop: requests a second, sent at their times whether or not others are answered; "
-        "several numbers are measured one after the other; inf, with --num-prompts: all at once",
+        "open loop: requests a second, sent on time even if earlier ones aren't answered; "
+        "several numbers are measured one after the other; inf, with --num-prompts, sends all "
+        "at once",
         group="load",
         common=True,
         kind=float,
@@ -124,21 +130,22 @@ class BenchOptions(PromptOptions):
     )
     arrivals: str = option(
         "poisson",
-        "times of an open loop: drawn at random, or all the same time apart",
+        "times of an open loop: drawn at random (poisson) or evenly spaced (constant)",
         choices=("poisson", "constant"),
         group="load",
     )
     max_concurrency: int | None = option(
         None,
-        "most requests of an open loop or a trace at a time; the others wait (default: any number)",
+        "most open requests of an open loop or a trace; the others wait",
+        unset="no limit",
         group="load",
         kind=int,
         low=1,
     )
     trace: str | None = option(
         None,
-        "send requests of these lengths at these times: JSON lines or CSV as Mooncake's, Azure's "
-        "and BurstGPT's traces",
+        "file with the lengths and times of requests to send: JSON lines or CSV as in "
+        "Mooncake's, Azure's and BurstGPT's traces",
         group="load",
         common=True,
         metavar="FILE",
@@ -150,12 +157,12 @@ class BenchOptions(PromptOptions):
         group="load",
     )
     trace_speed: float = option(
-        1.0, "replay the trace so many times as fast", group="load", kind=float, above=0
+        1.0, "factor by which the trace is replayed faster", group="load", kind=float, above=0
     )
     num_prompts: int | None = option(
         None,
-        "requests of each measurement, or conversations of the data set chat (default: 4 for each "
-        "stream, 30 seconds of an open loop, at least 16; all of a trace)",
+        "requests of each measurement, or conversations of the data set chat",
+        unset="4 for each stream, 30 seconds of an open loop, at least 16; all of a trace",
         group="load",
         common=True,
         kind=int,
@@ -163,17 +170,19 @@ class BenchOptions(PromptOptions):
     )
     warmup: int | None = option(
         None,
-        "requests before the first measurement, which count nowhere (default: as many as streams, "
-        "16 at most)",
+        "requests before the first measurement, which aren't measured",
+        unset="as many as streams, 16 at most",
         group="load",
         kind=int,
         low=0,
     )
-    seed: int = option(0, "of prompts, lengths, arrivals and cancellations", group="load", kind=int)
+    seed: int = option(
+        0, "seed of prompts, lengths, arrivals and cancellations", group="load", kind=int
+    )
 
     goodput: tuple[str, ...] = option(
         (),
-        "limits in ms that a good request keeps: ttft:500 tpot:50 e2el:5000",
+        "limits in ms that a request keeps to count as good: ttft:500 tpot:50 e2el:5000",
         group="results",
         page="benchmarking#The figures",
         common=True,
@@ -183,24 +192,24 @@ class BenchOptions(PromptOptions):
     )
     json: str | None = option(
         None,
-        "write figures, options, versions and machine to this file",
+        "file to write figures, options, versions and machine to",
         group="results",
         common=True,
         metavar="FILE",
     )
     records: bool = option(
-        False, "with --json: every request's times and text, too", group="results", kind=bool
+        False, "with --json: write every request's times and text, too", group="results", kind=bool
     )
     plots: str | None = option(
         None,
-        "write plots into this folder as PNG; needs the extra bench",
+        "folder to write plots to, as PNG; needs the extra bench",
         group="results",
         common=True,
         metavar="FOLDER",
     )
     html: str | None = option(
         None,
-        "write figures and plots as one page; needs the extra bench",
+        "file to write figures and plots to, as one page; needs the extra bench",
         group="results",
         common=True,
         metavar="FILE",
@@ -236,21 +245,25 @@ class BenchOptions(PromptOptions):
                 raise _refuse(one.name, "must be a finite number; got inf")
         if math.inf in self.request_rate:
             if len(self.request_rate) > 1:
-                raise _refuse("request_rate", "can't be inf among others: measure it by itself")
+                raise _refuse(
+                    "request_rate", "inf can't be measured with other rates: give it alone"
+                )
             if self.num_prompts is None:
-                raise _refuse("request_rate", "of inf needs --num-prompts: all come at once")
+                raise _refuse("request_rate", "inf needs --num-prompts, since all are sent at once")
 
     def _check_trace(self) -> None:
         if self.trace is None:
             return
         for name in _WHAT_A_TRACE_SAYS:
             if self._changed(name):
-                raise _refuse(name, "can't be given with --trace, which says what is asked")
+                raise _refuse(
+                    name, "can't be given with --trace, which has its own prompts and lengths"
+                )
 
     def _check_needs(self) -> None:
         """Refuse options that would change nothing."""
         lengths = self.dataset not in ("sharegpt", "json") and self.prompt is None
-        made_here = "prompts that are made here, not --prompt or --dataset sharegpt or json"
+        made_here = "generated prompts, not --prompt or --dataset sharegpt or json"
         needs = (
             ("engine_option", self.embedded is not None, "--embedded"),
             ("arrivals", bool(self.request_rate), "--request-rate"),

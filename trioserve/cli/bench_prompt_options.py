@@ -21,9 +21,10 @@ class PromptOptions(RemoteOptions):
 
     dataset: str = option(
         "random",
-        "random: words, lengths drawn with --range-ratio; fixed: one prompt again and again; "
-        "shared-prefix: groups that begin alike; chat: several turns, with the answers so far; "
-        "sharegpt: conversations from --data; json: answers that follow a schema",
+        "random: words, with lengths drawn by --range-ratio; fixed: one prompt again and "
+        "again; shared-prefix: groups of prompts that begin alike; chat: several turns, with "
+        "the answers so far; sharegpt: conversations from --data; json: answers that follow a "
+        "schema",
         choices=DATASETS,
         group="work",
         common=True,
@@ -38,7 +39,8 @@ class PromptOptions(RemoteOptions):
     )
     output_tokens: int | None = option(
         None,
-        "tokens of an answer (default: 128; with sharegpt as many as in the file)",
+        "tokens of an answer",
+        unset="128; with sharegpt as many as in the file",
         group="work",
         common=True,
         kind=int,
@@ -55,20 +57,20 @@ class PromptOptions(RemoteOptions):
     )
     prefix_tokens: int | None = option(
         None,
-        "tokens that prompts begin with alike, or of chat's system message (default: 512 with "
-        "shared-prefix, else 0)",
+        "tokens that prompts share at their beginning, or tokens of chat's system message",
+        unset="512 with shared-prefix, else 0",
         group="work",
         common=True,
         kind=int,
         low=0,
     )
     prefix_groups: int = option(
-        4, "different beginnings with shared-prefix", group="work", kind=int, low=1
+        4, "different beginnings of prompts with shared-prefix", group="work", kind=int, low=1
     )
     turns: int | None = option(
         None,
-        "turns of each conversation, at most those in the file with sharegpt (default: 4 with "
-        "chat, 1 with sharegpt)",
+        "turns of each conversation, at most those in the file with sharegpt",
+        unset="4 with chat, 1 with sharegpt",
         group="work",
         common=True,
         kind=int,
@@ -77,30 +79,40 @@ class PromptOptions(RemoteOptions):
     think_time: float = option(
         0.0, "mean seconds between an answer and the next turn", group="work", kind=float, low=0
     )
-    prompt: str | None = option(
-        None, "the text that fixed sends (default: random words)", group="work"
-    )
+    prompt: str | None = option(None, "text that fixed sends", unset="random words", group="work")
     data: str | None = option(
-        None, "ShareGPT's file, for sharegpt", group="work", common=True, metavar="FILE"
+        None,
+        "file of ShareGPT's conversations, for sharegpt",
+        group="work",
+        common=True,
+        metavar="FILE",
     )
     json_schema: str | None = option(
         None,
-        "file with the schema that json's answers follow (default: three small ones in turns)",
+        "file with the schema that json's answers follow",
+        unset="three small ones in turns",
         group="work",
         metavar="FILE",
     )
-    temperature: float = option(0.0, "of sampling", group="work", kind=float, low=0)
+    temperature: float = option(
+        0.0,
+        "sampling temperature; 0 always takes the most probable token",
+        group="work",
+        kind=float,
+        low=0,
+    )
     ignore_eos: bool | None = option(
         None,
-        "have answers go on to their length past the model's end of text; servers that don't know "
-        "the field refuse it (default: on, except for json and a --prompt)",
+        "generate answers to their full length, past the model's end of text; servers that "
+        "don't know the field refuse it",
+        unset="on, except for json and a --prompt",
         group="work",
         common=True,
         kind=bool,
     )
     cancel_rate: float = option(
         0.0,
-        "share of requests whose client leaves before the end",
+        "share of requests whose client disconnects before the end",
         group="work",
         kind=float,
         low=0,
@@ -108,7 +120,8 @@ class PromptOptions(RemoteOptions):
     )
     cancel_seconds: tuple[float, ...] = option(
         (),
-        "the client leaves so long after sending: one number, or two to draw between",
+        "seconds after sending at which such a client disconnects: one number, or two to draw "
+        "between",
         group="work",
         kind=float,
         low=0,
@@ -116,8 +129,9 @@ class PromptOptions(RemoteOptions):
     )
     cancel_events: tuple[int, ...] = option(
         (),
-        "the client leaves after so many events: one number, or two to draw between (default: 1 to "
-        "half the answer)",
+        "number of events after which such a client disconnects: one number, or two to draw "
+        "between",
+        unset="1 to half the answer",
         group="work",
         kind=int,
         low=1,

@@ -14,8 +14,8 @@ import attrs
 import trio
 
 from trioserve._util.exception_groups import sole_exception
+from trioserve.cli.chat_backends import ChatBackend, Piece, Reply
 from trioserve.cli.conversation import Conversation
-from trioserve.cli.partners import Partner, Piece, Reply
 from trioserve.cli.terminal import Terminal
 from trioserve.load.remote import Refusal, RemoteError
 from trioserve.protocol.errors import InvalidRequest, printable
@@ -27,7 +27,7 @@ CONTINUATION = ". "
 
 
 async def chat(
-    partner: Partner, conversation: Conversation, *, terminal: Terminal | None = None
+    backend: ChatBackend, conversation: Conversation, *, terminal: Terminal | None = None
 ) -> None:
     """Talk to the model until the input ends or says /exit.
 
@@ -36,11 +36,11 @@ async def chat(
     a refusal is raised.
     """
     terminal = terminal or Terminal.standard()
-    talk = _Talk(partner, conversation, terminal)
+    talk = _Talk(backend, conversation, terminal)
     if not terminal.interactive:
         await talk.run()
         return
-    terminal.note(_welcome(partner))
+    terminal.note(_welcome(backend))
     failure: BaseException | None = None
     with terminal.line_editing(), trio.open_signal_receiver(signal.SIGINT) as interrupts:
         try:
@@ -54,16 +54,16 @@ async def chat(
         raise failure
 
 
-def _welcome(partner: Partner) -> str:
-    length = partner.max_model_len
+def _welcome(backend: ChatBackend) -> str:
+    length = backend.max_model_len
     context = "" if length is None else f", {length:,} tokens of context"
     keys = "Ctrl-C stops a reply, Ctrl-D leaves, /help shows more."
-    return f"{printable(partner.name)}{context}. {keys}"
+    return f"{printable(backend.name)}{context}. {keys}"
 
 
 @attrs.define(eq=False)
 class _Talk:
-    partner: Partner
+    backend: ChatBackend
     conversation: Conversation
     terminal: Terminal
     reply_scope: trio.CancelScope | None = None
@@ -144,7 +144,7 @@ class _Talk:
             self.reply_scope = None
         if error is None or account.text:
             self.terminal.write("\n")
-            self.terminal.note(f"[{account.summary(self.partner.max_model_len)}]")
+            self.terminal.note(f"[{account.summary(self.backend.max_model_len)}]")
         if error is not None:
             self.terminal.note(f"{error}{_advice(error)}")
         if account.text:
@@ -152,7 +152,7 @@ class _Talk:
             self.conversation.messages = [*asked, reply]
 
     async def _stream(self, messages: list[dict[str, Any]], account: _Account) -> None:
-        async with self.partner.reply(messages, self.conversation.fields) as reply:
+        async with self.backend.reply(messages, self.conversation.fields) as reply:
             try:
                 async for piece in reply:
                     if piece.reasoning:

@@ -27,8 +27,8 @@ from trioserve.cli.flags import (
     engine_config,
     sampling_fields,
     server_config,
-    strangers,
     top_options,
+    unknown_variable_lines,
 )
 from trioserve.cli.mock import mock_steps
 from trioserve.cli.output import OutputError, discard_output, writing
@@ -71,7 +71,7 @@ def run() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a wrong command line exits with 2."""
     arguments = parse(argv)
-    for line in strangers(os.environ):
+    for line in unknown_variable_lines(os.environ):
         print(f"trioserve: {escaped(line)}", file=sys.stderr)
     try:
         return _run_command(arguments)
@@ -120,9 +120,9 @@ def _chat(arguments: dict[str, Any]) -> int:
     import trio
 
     from trioserve.cli.chat import chat
+    from trioserve.cli.chat_backends import EngineChatBackend, find_server
     from trioserve.cli.conversation import Conversation
     from trioserve.cli.history import History, history_path
-    from trioserve.cli.partners import EnginePartner, find_server
     from trioserve.cli.remote import remote_of
     from trioserve.cli.terminal import Terminal
 
@@ -130,12 +130,12 @@ def _chat(arguments: dict[str, Any]) -> int:
     terminal = Terminal.standard(History(history_path(arguments["history"], os.environ)))
 
     async def with_engine(engine: Engine) -> None:
-        await chat(EnginePartner(engine), conversation, terminal=terminal)
+        await chat(EngineChatBackend(engine), conversation, terminal=terminal)
 
     async def with_server(options: RemoteOptions) -> None:
         remote, address = remote_of(options)
-        partner = await find_server(remote, address.base_path, arguments["model"])
-        await chat(partner, conversation, terminal=terminal)
+        backend = await find_server(remote, address.base_path, arguments["model"])
+        await chat(backend, conversation, terminal=terminal)
 
     if server is None:
         _with_engine(engine_config(arguments, os.environ), with_engine)

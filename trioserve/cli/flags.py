@@ -35,8 +35,8 @@ __all__ = [
     "remote_options",
     "sampling_fields",
     "server_config",
-    "strangers",
     "top_options",
+    "unknown_variable_lines",
 ]
 
 Config = TypeVar("Config", EngineConfig, ServerConfig)
@@ -165,7 +165,7 @@ def sampling_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def strangers(environment: Mapping[str, str]) -> list[str]:
+def unknown_variable_lines(environment: Mapping[str, str]) -> list[str]:
     """A line for each variable that is named like an option and is none."""
     known = [option.name for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]
     return [

@@ -48,7 +48,7 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 class Formatter(argparse.HelpFormatter):
-    """argparse's formatter, which also breaks usage, titles and flags where a line ends."""
+    """argparse's formatter, which breaks every line that is too long, and no flag at its dashes."""
 
     @property
     def width(self) -> int:
@@ -61,6 +61,12 @@ class Formatter(argparse.HelpFormatter):
     def _format_usage(self, *arguments: Any) -> str:
         usage = super()._format_usage(*arguments)
         return _filled(usage, self._width, "", "  ") + "\n\n"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _filled(text, width, "").splitlines()
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return _filled(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return self.broken(super()._format_action_invocation(action), self._current_indent)

@@ -42,7 +42,8 @@ _SIGNALS_EPILOG = (
     "cut off, 1 if the server failed, and 128 + the signal's number if a signal ended it at once."
 )
 _BENCH_EPILOG = (
-    "By itself it asks a server at http://127.0.0.1:8000 for 128 tokens at a time over 8 streams. "
+    "Without options it asks the server at http://127.0.0.1:8000 for 128 tokens at a time over 8 "
+    "streams. "
     "A sweep: --concurrency 1 8 32 or --request-rate 1 2 4, with --plots FOLDER or --html FILE. "
     "Figures are those of vLLM's tool; docs/benchmarking.md defines them. The exit code is 1 if a "
     "request failed."
@@ -56,13 +57,17 @@ def _sampling_option(name: str, kind: type, help: str, **more: Any) -> Option:
 
 
 SAMPLING_OPTIONS = (
-    _sampling_option("max_tokens", int, "most tokens to generate (default: --max-tokens-default)"),
+    _sampling_option("max_tokens", int, "most tokens to generate", unset="--max-tokens-default"),
     _sampling_option("min_tokens", int, "fewest tokens to generate"),
     _sampling_option("temperature", float, "0 always takes the most probable token"),
     _sampling_option("top_k", int, "sample from the N most probable tokens"),
     _sampling_option("top_p", float, "sample from the most probable tokens that make up X"),
-    _sampling_option("min_p", float, "leave out tokens below X times the most probable one's"),
-    _sampling_option("repetition_penalty", float, "above 1 discourages what occurred before"),
+    _sampling_option(
+        "min_p", float, "leave out tokens less probable than X times the most probable one"
+    ),
+    _sampling_option(
+        "repetition_penalty", float, "above 1 discourages tokens that occurred before"
+    ),
     _sampling_option("frequency_penalty", float, "discourage tokens by how often they occurred"),
     _sampling_option("presence_penalty", float, "discourage tokens that occurred at all"),
     _sampling_option("stop", str, "end before this text; may be given again", repeatable=True),
@@ -137,18 +142,18 @@ def _chat(add: _Add) -> CommandParser:
         epilog=_EPILOG,
     )
     command.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
-    command.add_argument("--system", metavar="TEXT", help="what the model is told before the chat")
+    command.add_argument("--system", metavar="TEXT", help="system message before the chat")
     command.add_argument(
         "--history",
         metavar="FILE",
-        help="keep what is written at the prompt in FILE, or nowhere (off) "
+        help="file to keep the lines of the prompt in; off keeps none "
         "(default: $TRIOSERVE_HISTORY, else ~/.local/state/trioserve/chat_history)",
     )
     command.add_argument(
         "--url",
         metavar="URL",
-        help="talk to this OpenAI-compatible server in place of a model that is loaded here; MODEL "
-        "is a name of its own (default: the first that it lists)",
+        help="OpenAI-compatible server to talk to, in place of a model that is loaded here; MODEL "
+        "is then the server's name for it (default: the first that it lists)",
     )
     command.variables |= {"model", "history"}
     command.add_options(SAMPLING_OPTIONS, _SAMPLING_GROUPS)
@@ -166,7 +171,9 @@ def _generate(add: _Add) -> CommandParser:
         epilog=_EPILOG,
     )
     command.add_argument("model", metavar="MODEL", help=_MODEL_HELP.partition(" (default")[0])
-    command.add_argument("prompt", metavar="PROMPT", nargs="?", help="default: read from stdin")
+    command.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="text to continue (default: standard input)"
+    )
     command.add_options(SAMPLING_OPTIONS, _SAMPLING_GROUPS)
     command.add_options(_options(EngineConfig), GROUPS, variables=True)
     return command
@@ -184,7 +191,7 @@ def _bench(add: _Add) -> CommandParser:
         "url",
         metavar="URL",
         nargs="?",
-        help=f"an OpenAI-compatible server, /v1 at its end or not (default: {DEFAULT_URL})",
+        help=f"an OpenAI-compatible server, with or without /v1 (default: {DEFAULT_URL})",
     )
     command.add_options(_options(BenchOptions), BENCH_GROUPS, lists=True)
     command.add_options([MOCK_OPTION], MOCK_GROUPS)

@@ -22,7 +22,8 @@ class RemoteOptions:
 
     api_key: str | None = option(
         None,
-        "sent as a bearer token (default: $OPENAI_API_KEY)",
+        "key to send as a bearer token",
+        unset="$OPENAI_API_KEY",
         group="target",
         common=True,
         metavar="KEY",
@@ -30,10 +31,11 @@ class RemoteOptions:
     )
     ca_file: str | None = option(
         None,
-        "certificates that an https server's may be signed by (default: the system's)",
+        "certificates of the authorities to trust for https",
+        unset="the system's",
         group="target",
         metavar="FILE",
     )
     insecure: bool = option(
-        False, "take any certificate of an https server", group="target", kind=bool
+        False, "accept any certificate of an https server", group="target", kind=bool
     )

@@ -42,8 +42,9 @@ class EngineConfig(ModelConfig):
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "most tokens computed in one step; longer prompts are prefilled in chunks, which on a CPU "
-        "take no more than a sixth while others decode (default: 256 on a CPU, 2048 on a GPU)",
+        "most tokens computed in one step; a longer prompt is prefilled in chunks, which on a "
+        "CPU take at most a sixth while other sequences decode",
+        unset="256 on a CPU, 2048 on a GPU",
         group="scheduling",
         page="performance#Long prompts beside running streams",
         common=True,
@@ -52,7 +53,7 @@ class EngineConfig(ModelConfig):
     )
     max_num_queued_reqs: int = option(
         2048,
-        "most requests that may wait before new ones are refused with 429",
+        "most requests that may wait; further ones are refused with 429",
         group="scheduling",
         page="overload#The queue",
         common=True,
@@ -61,8 +62,8 @@ class EngineConfig(ModelConfig):
     )
     max_num_queued_tokens: int | None = option(
         None,
-        "most tokens that the prompts of waiting requests may have before new ones are refused "
-        "with 429 (default: 2,097,152, or the longest sequence where that is more)",
+        "most tokens in the prompts of all waiting requests; further requests are refused with 429",
+        unset="2,097,152, or the longest sequence where that is more",
         group="scheduling",
         page="overload#The queue",
         kind=int,
@@ -70,8 +71,9 @@ class EngineConfig(ModelConfig):
     )
     default_timeout: float | None = option(
         None,
-        "seconds that a request may take which names no timeout of its own; the answer past it "
-        "is 504 (default: any time)",
+        "seconds that a request without a timeout of its own may take; past them it is "
+        "answered with 504",
+        unset="no limit",
         group="scheduling",
         page="overload#Deadlines",
         kind=float,
@@ -79,22 +81,23 @@ class EngineConfig(ModelConfig):
     )
     scheduling_policy: str = option(
         "fcfs",
-        "order of waiting requests: arrival, longest cached prefix first, or priority",
+        "order of waiting requests: arrival (fcfs), longest cached prefix first (lpm), or priority",
         choices=SCHEDULING_POLICIES,
         group="scheduling",
         page="overload#The queue",
     )
     capacity_policy: str = option(
         "max_utilization",
-        "admit while pages last and preempt by recompute, "
-        "or admit only what can never be preempted",
+        "admit requests while pages last and preempt by recompute (max_utilization), or admit "
+        "only requests that are never preempted (guaranteed_no_evict)",
         choices=CAPACITY_POLICIES,
         group="scheduling",
         page="architecture#The step",
     )
     max_plans_in_flight: int | None = option(
         None,
-        "steps sent ahead of their results (default: 1 on a CPU, 2 on a GPU)",
+        "steps sent to the worker ahead of their results",
+        unset="1 on a CPU, 2 on a GPU",
         group="scheduling",
         page="architecture#The step",
         kind=int,
@@ -112,15 +115,16 @@ class EngineConfig(ModelConfig):
     )
     kv_cache_dtype: str = option(
         "auto",
-        "number format of the KV cache: auto is the model's own, "
-        "fp8 (e4m3 with scales, on a GPU only) takes half the memory",
+        "number format of the KV cache: auto is the model's own, fp8 (e4m3 with scales, on a "
+        "GPU only) takes half the memory",
         choices=KV_CACHE_DTYPES,
         group="memory",
         common=True,
     )
     num_gpu_blocks_override: int | None = option(
         None,
-        "pages in the KV cache, instead of as many as the memory holds",
+        "pages of the KV cache",
+        unset="as many as its memory holds",
         group="memory",
         page="kv-cache#The host's memory",
         kind=int,
@@ -129,7 +133,8 @@ class EngineConfig(ModelConfig):
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "memory of the KV cache (default: what is free on a GPU, 2GiB at most on a CPU)",
+        "memory of the KV cache",
+        unset="what is free on a GPU, at most 2GiB on a CPU",
         group="memory",
         page="kv-cache#The host's memory",
         common=True,
@@ -139,8 +144,9 @@ class EngineConfig(ModelConfig):
     )
     kv_offloading_bytes: int | None = option(
         None,
-        "memory of the host for cached pages that the KV cache has no room for any more; for a "
-        "GPU, whose memory is the smaller (default: none)",
+        "host memory for cached pages that the KV cache has no room for; for a GPU, whose own "
+        "memory is smaller",
+        unset="none",
         group="memory",
         page="kv-cache#The host's memory",
         kind=int,
@@ -159,22 +165,22 @@ class EngineConfig(ModelConfig):
     )
     enable_prefix_caching: bool = option(
         True,
-        "keep the KV of finished requests for prompts that begin alike",
+        "keep the KV of finished requests, and reuse it for prompts that begin alike",
         group="memory",
         page="kv-cache#The prefix cache",
         kind=bool,
     )
     prefix_cache_scope: str = option(
         "server",
-        "which requests share that KV: all of the server, or, where there are several API keys, "
-        "those of a key",
+        "requests that share cached prefixes: all requests of the server, or those with the "
+        "same API key",
         choices=PREFIX_CACHE_SCOPES,
         group="memory",
         page="kv-cache#The prefix cache",
     )
     max_sessions: int = option(
         256,
-        "sessions that may be open, with the turns that they remember",
+        "most open sessions; further ones are refused with 429",
         group="memory",
         page="sessions#Sessions",
         kind=int,
@@ -183,7 +189,7 @@ class EngineConfig(ModelConfig):
     )
     max_stream_bytes: int = option(
         1 << 20,
-        "output that may wait for one slow reader before it is aborted",
+        "most output that may wait for one slow reader; past it the request is aborted",
         group="memory",
         page="overload#Slow readers",
         kind=int,
@@ -192,8 +198,8 @@ class EngineConfig(ModelConfig):
     )
     max_total_stream_bytes: int = option(
         256 << 20,
-        "output that may wait for all slow readers together, and bytes of answers that all "
-        "connections together may leave unread",
+        "most output that may wait for all slow readers together, and most bytes of responses "
+        "that all connections together may leave unread",
         group="memory",
         page="overload#Slow readers",
         kind=int,
@@ -203,7 +209,8 @@ class EngineConfig(ModelConfig):
 
     num_threads: int | None = option(
         None,
-        "threads the worker computes with on a CPU (default: the cores it may use)",
+        "threads that the worker computes with on a CPU",
+        unset="the cores that it may use",
         group="worker",
         page="performance#How the computing threads wait",
         common=True,
@@ -213,22 +220,22 @@ class EngineConfig(ModelConfig):
     )
     enforce_eager: bool = option(
         False,
-        "launch a GPU's kernels one by one instead of whole decode steps as CUDA graphs",
+        "launch a GPU's kernels one by one, not whole decode steps as CUDA graphs",
         group="worker",
         page="architecture#A step on a GPU",
         kind=bool,
     )
     deterministic: bool = option(
         False,
-        "compute a sequence alike whatever else is in its batch: on a CPU its tokens are the same, "
-        "bit for bit; on a GPU its attention is, matrix products may differ",
+        "compute a sequence independently of its batch: on a CPU its tokens are the same, bit "
+        "for bit; on a GPU its attention is, but matrix products may differ",
         group="worker",
         page="models#Native families",
         kind=bool,
     )
     worker_start_timeout: float = option(
         600.0,
-        "seconds a worker may take to load its model without any progress",
+        "seconds without progress that a worker may take to load its model; past them it is ended",
         group="worker",
         page="architecture#The worker's life",
         kind=float,
@@ -236,9 +243,9 @@ class EngineConfig(ModelConfig):
     )
     watchdog_timeout: float = option(
         60.0,
-        "seconds a step may take beyond the slowest so far, and more for one larger than those "
-        "that came back, before the worker counts as hung and is replaced; as long may what "
-        "else it is asked for take, and a front end give no sign of life; 0 waits for ever",
+        "seconds that a step may take beyond the slowest one so far, more for a larger step, "
+        "before the worker counts as hung and is replaced; also the limit for other calls to "
+        "the worker and for the heartbeat of a front end; 0 sets no limit",
         group="worker",
         page="reliability#What is promised",
         kind=float,
@@ -246,7 +253,8 @@ class EngineConfig(ModelConfig):
     )
     max_worker_restarts: int = option(
         3,
-        "deaths of the worker without progress between them before the engine gives up",
+        "deaths of the worker in a row, without progress between them, after which the engine "
+        "gives up",
         group="worker",
         page="reliability#What is promised",
         kind=int,
@@ -255,7 +263,7 @@ class EngineConfig(ModelConfig):
 
     metrics_prefix: str = option(
         "trioserve",
-        "what metrics' names begin with; vllm for dashboards that are made for it",
+        "first word of every metric's name; vllm is for dashboards that expect vLLM's metrics",
         group="log",
         page="observability#Metrics",
         metavar="WORD",
@@ -266,8 +274,9 @@ class EngineConfig(ModelConfig):
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "where a span of each request is sent, by OpenTelemetry's protocol over HTTP; "
-        "needs the extra otel (default: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)",
+        "URL to send a span of each request to, by OpenTelemetry's protocol over HTTP; needs "
+        "the extra otel",
+        unset="$OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
         group="log",
         page="observability#Spans",
         metavar="URL",

@@ -24,18 +24,24 @@ class ModelConfig:
 
     tokenizer: str | None = option(
         None,
-        "folder or tokenizer.json to use instead of the model's own tokenizer",
+        "tokenizer to use in place of the model's own: a folder or a tokenizer.json",
         group="model",
         metavar="PATH",
     )
     chat_template: str | None = option(
-        None, "file with a jinja2 chat template, or the template itself", group="model", common=True
+        None,
+        "chat template to use in place of the model's own: a file with jinja2, or the "
+        "template itself",
+        group="model",
+        common=True,
     )
-    revision: str | None = option(None, "branch, tag or commit of a Hub model", group="model")
+    revision: str | None = option(
+        None, "branch, tag or commit of a model on the Hugging Face Hub", group="model"
+    )
     model_impl: str = option(
         "auto",
-        "what computes the model: native has a file for some families, transformers has many more "
-        "and is slower, auto takes native where it can",
+        "implementation that computes the model: native has few families, transformers has "
+        "many more and is slower, auto takes native where it can",
         choices=MODEL_IMPLEMENTATIONS,
         group="model",
         page="models#Which models run",
@@ -49,9 +55,9 @@ class ModelConfig:
     )
     quantization: str = option(
         "auto",
-        "number format of the weights on a CPU: auto keeps a GGUF file's 4 and 8 bits where dtype "
-        "is auto, none computes with dtype, int8 and int4 round any model's weights, w8a8 rounds "
-        "weights and activations to 8 bits",
+        "number format of the weights on a CPU: none takes dtype, int8 and int4 round any "
+        "model's weights, w8a8 rounds weights and activations to 8 bits, auto keeps the 4 and "
+        "8 bits of a GGUF file where dtype is auto",
         choices=QUANTIZATIONS,
         group="model",
         page="performance#What fewer bits cost",
@@ -64,11 +70,12 @@ class ModelConfig:
         kind=bool,
     )
     device: str = option(
-        "auto", "where the worker computes", choices=DEVICES, group="model", common=True
+        "auto", "device that computes the model", choices=DEVICES, group="model", common=True
     )
     max_model_len: int | None = option(
         None,
-        "longest sequence, prompt and output together, in tokens (default: the model's own)",
+        "longest sequence in tokens, prompt and output together",
+        unset="the model's own",
         group="model",
         page="security#What is bounded",
         common=True,
@@ -77,30 +84,33 @@ class ModelConfig:
     )
     seed: int | None = option(
         None,
-        "seed of requests that bring none (default: fresh entropy for each request)",
+        "seed of requests that have none of their own",
+        unset="fresh entropy for each request",
         group="model",
         kind=int,
     )
     generation_config: str = option(
         "auto",
-        "source of the sampling defaults: auto is the model's own generation_config.json, vllm is "
-        "none, a folder is the file in it, whose max_new_tokens is a limit for all requests",
+        "source of the sampling defaults: auto reads the model's own generation_config.json, "
+        "vllm reads none, a folder is read in place of the model's, and its max_new_tokens "
+        "limits all requests",
         group="model",
         page="options#Defaults of requests",
         metavar="auto|vllm|PATH",
     )
     override_generation_config: str | None = option(
         None,
-        "JSON object of defaults that replace those of the generation config, as in "
-        '{"temperature": 0.5}; its max_new_tokens is a limit for all requests',
+        "JSON object with sampling defaults that replace those of the generation config, as "
+        'in {"temperature": 0.5}; its max_new_tokens limits all requests',
         group="model",
         page="options#Defaults of requests",
         metavar="JSON",
     )
     max_tokens_default: int | None = option(
         None,
-        "output tokens of a request that names no max_tokens, as far as they fit; a request may "
-        "name more (default: max_new_tokens of the generation config, else as many as fit)",
+        "output tokens of a request without max_tokens, as far as they fit; a request may ask "
+        "for more",
+        unset="max_new_tokens of the generation config, else as many as fit",
         group="model",
         page="options#Defaults of requests",
         kind=int,
@@ -108,14 +118,15 @@ class ModelConfig:
     )
     logprobs_mode: str = option(
         "raw",
-        "report log-probabilities of the model's raw distribution or of the one sampled from",
+        "distribution whose log-probabilities are reported: the model's own (raw), or the one "
+        "that tokens are drawn from (processed)",
         choices=LOGPROBS_MODES,
         group="model",
         page="evaluation#Scoring and evaluation",
     )
     max_logprobs: int = option(
         20,
-        "most log-probabilities a request may ask for per token",
+        "most log-probabilities that a request may ask for per token",
         group="model",
         page="api#`POST /generate`",
         kind=int,
@@ -124,7 +135,7 @@ class ModelConfig:
 
     logits_processors: tuple[str, ...] = option(
         (),
-        "class of your own that changes logits before a token is drawn; may be given several times",
+        "class of yours that changes logits before a token is drawn; may be given several times",
         group="model",
         page="logits-processors#Logits processors",
         metavar="MODULE:CLASS",
@@ -132,7 +143,8 @@ class ModelConfig:
     )
     grammar_timeout: float = option(
         10.0,
-        "seconds that compiling a request's JSON schema, regex or grammar may take",
+        "seconds that compiling a request's JSON schema, regex or grammar may take; past them "
+        "the request is refused with 400",
         group="model",
         page="structured-output#Limits",
         kind=float,
@@ -141,16 +153,16 @@ class ModelConfig:
 
     enable_lora: bool = option(
         False,
-        "serve LoRA adapters, also such as are loaded while the server runs; lora_modules do so by "
-        "themselves",
+        "serve LoRA adapters, including ones that are loaded while the server runs; "
+        "--lora-modules turns this on, too",
         group="adapters",
         page="lora#Serving adapters",
         kind=bool,
     )
     lora_modules: tuple[str, ...] = option(
         (),
-        "adapter to load at the start, from a folder as PEFT writes it, and the name that requests "
-        "give it, or vLLM's JSON object with name and path; may be given several times",
+        "LoRA adapter to load at the start: the name that requests give it and its folder in "
+        "PEFT's format, or vLLM's JSON object with name and path; may be given several times",
         group="adapters",
         page="lora#Serving adapters",
         common=True,
@@ -181,8 +193,9 @@ class ModelConfig:
     )
     max_cpu_loras: int | None = option(
         None,
-        "most adapters in the worker's memory; of more that are loaded, those not used for the "
-        "longest time are read again when they are wanted (default: 32; never below max_loras)",
+        "most adapters in the worker's memory; past it the least recently used one is dropped, "
+        "and read again when a request needs it",
+        unset="32; never below max_loras",
         group="adapters",
         page="lora#How many",
         kind=int,

@@ -122,6 +122,8 @@ class Option:
     """True for a value that is never shown, such as a key."""
     common: bool = False
     """True for an option of everyday use, which ``--help`` shows without being asked for all."""
+    unset: str | None = None
+    """What a default of None or of nothing stands for, in words."""
     page: str | None = None
     """The section of the docs about it, as in ``lora#How many``; None for its group's."""
 
@@ -144,9 +146,9 @@ class Option:
 
     @property
     def default_text(self) -> str | None:
-        """The default as a person would type it; None where there is none or ``help`` tells it."""
+        """The default as a person would type it, or in words; None where there is none."""
         if self.default is None or self.default in ((), ""):
-            return None
+            return self.unset
         if self.kind is bool:
             return "on" if self.default else "off"
         if self.in_bytes:
@@ -249,6 +251,7 @@ def option(
     form: tuple[str, str] | None = None,
     secret: bool = False,
     common: bool = False,
+    unset: str | None = None,
     page: str | None = None,
 ) -> Any:
     """An attrs field that is also a flag and an environment variable."""
@@ -266,6 +269,7 @@ def option(
         "form": form,
         "secret": secret,
         "common": common,
+        "unset": unset,
         "page": page,
     }
     converter = _as_tuple if repeatable else None

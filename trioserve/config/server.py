@@ -30,8 +30,8 @@ class ServerConfig:
     engine: EngineConfig
     served_model_name: tuple[str, ...] = option(
         (),
-        "name that clients use for the model; may be given several times (default: the model's "
-        "own)",
+        "name of the model in requests; may be given several times",
+        unset="the model's own",
         group="http",
         common=True,
         metavar="NAME",
@@ -39,7 +39,7 @@ class ServerConfig:
     )
     tool_call_parser: str = option(
         "auto",
-        "how the model writes tool calls; auto goes by its chat template",
+        "format of the model's tool calls; auto reads it off the chat template",
         choices=TOOL_CALL_PARSERS,
         group="http",
         page="tools#How models write calls",
@@ -47,7 +47,7 @@ class ServerConfig:
     )
     reasoning_parser: str = option(
         "auto",
-        "how the model marks its reasoning; auto goes by its chat template",
+        "format of the model's reasoning; auto reads it off the chat template",
         choices=REASONING_PARSERS,
         group="http",
         page="tools#Reasoning",
@@ -68,14 +68,15 @@ class ServerConfig:
     )
     uds: str | None = option(
         None,
-        "Unix socket to listen on instead of a port",
+        "Unix socket to listen on, in place of a port",
         group="http",
         page="deployment#What the server sees",
         metavar="PATH",
     )
     api_server_count: int = option(
         1,
-        "processes that do HTTP, tokenizing and detokenizing; with 1 the engine's own does it all",
+        "processes for HTTP, tokenizing and detokenizing; with 1 the engine's own process "
+        "does all of it",
         group="http",
         page="front-ends#Several front ends",
         common=True,
@@ -85,8 +86,8 @@ class ServerConfig:
     )
     api_key: tuple[str, ...] = option(
         (),
-        "key that clients must send as a bearer token; may be given several times; the variable is "
-        "safer, as other users can read a command line",
+        "key that clients must send as a bearer token; may be given several times; the "
+        "variable is safer, since other users can read a command line",
         group="http",
         page="security#The defaults",
         common=True,
@@ -96,8 +97,8 @@ class ServerConfig:
     )
     admin_api_key: tuple[str, ...] = option(
         (),
-        "key for the routes that control the server, which answer nobody without one; may be "
-        "given several times, and does for all other routes, too",
+        "key for the routes that control the server, which are closed without one; opens all "
+        "other routes, too; may be given several times",
         group="http",
         page="operating#Operating a running server",
         metavar="KEY",
@@ -106,9 +107,9 @@ class ServerConfig:
     )
     priority_api_key: tuple[str, ...] = option(
         (),
-        "further key, whose requests may name a priority and a priority of their KV; where there "
-        "is one, requests of other keys that do are answered with 403, but for admin keys; may be "
-        "given several times",
+        "further API key, whose requests may set a priority and a priority of their KV; where "
+        "there is one, such requests with other keys than this and admin keys are refused "
+        "with 403; may be given several times",
         group="http",
         page="security#The defaults",
         metavar="KEY",
@@ -117,8 +118,8 @@ class ServerConfig:
     )
     max_requests_per_key: int | None = option(
         None,
-        "most requests of one API key that may be open at a time; the answer past it is 429 "
-        "(default: any number)",
+        "most open requests of one API key; further ones are refused with 429",
+        unset="no limit",
         group="http",
         page="overload#What to set",
         kind=int,
@@ -126,8 +127,8 @@ class ServerConfig:
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "origin whose web pages may use this server from a browser, or * for any; may be given "
-        "several times",
+        "origin whose web pages may use this server from a browser, or * for any; may be "
+        "given several times",
         group="http",
         page="security#The defaults",
         common=True,
@@ -140,9 +141,12 @@ class ServerConfig:
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "host name to answer to without an API key, *.NAME for all names below one, or * for any; "
-        "may be given several times (default: IP addresses, localhost, the name listened on; "
-        "beyond loopback, also names without a dot and of private networks)",
+        "host name that is served without an API key, *.NAME for all names below one, or * "
+        "for any; may be given several times",
+        unset=(
+            "IP addresses, localhost, the name listened on; beyond loopback, also names without a "
+            "dot and of private networks"
+        ),
         group="http",
         page="security#Host names",
         common=True,
@@ -155,7 +159,7 @@ class ServerConfig:
     )
     ssl_certfile: str | None = option(
         None,
-        "certificate to serve TLS with, and those that vouch for it",
+        "certificate to serve TLS with, followed by the other certificates of its chain",
         group="http",
         page="options#TLS",
         common=True,
@@ -171,7 +175,7 @@ class ServerConfig:
     )
     ssl_keyfile_password: str | None = option(
         None,
-        "what the private key is encrypted with",
+        "password of the private key",
         group="http",
         page="options#TLS",
         metavar="TEXT",
@@ -179,7 +183,8 @@ class ServerConfig:
     )
     ssl_ca_certs: str | None = option(
         None,
-        "certificates of the authorities whose clients are served; others get no connection",
+        "certificates of the authorities that sign clients' certificates; a client without a "
+        "signed one gets no connection",
         group="http",
         page="options#TLS",
         metavar="PATH",
@@ -200,7 +205,7 @@ class ServerConfig:
     )
     max_body_size: int = option(
         32 << 20,
-        "largest request body; the answer past it is 413",
+        "largest request body; a larger one is refused with 413",
         group="http",
         page="security#What is bounded",
         kind=int,
@@ -209,7 +214,7 @@ class ServerConfig:
     )
     max_prompts_per_request: int = option(
         512,
-        "most prompts in one request's batch; the answer past it is 400",
+        "most prompts in one request; a request with more is refused with 400",
         group="http",
         page="security#What is bounded",
         kind=int,
@@ -217,14 +222,16 @@ class ServerConfig:
     )
     ignore_unknown_fields: bool = option(
         False,
-        "ignore fields of requests that aren't served, and log each name once, in place of 400",
+        "ignore request fields that aren't served and log each name once, in place of "
+        "refusing them with 400",
         group="http",
         page="api#Requests",
         kind=bool,
     )
     request_timeout: float = option(
         60.0,
-        "seconds that a client has for sending a request, its head and then its body",
+        "seconds that a client may take to send a request's head, and again for its body; "
+        "past them it is refused with 408",
         group="http",
         page="security#What is bounded",
         kind=float,
@@ -232,7 +239,7 @@ class ServerConfig:
     )
     keep_alive_interval: float = option(
         15.0,
-        "seconds of silence on an event stream before a comment line is sent",
+        "seconds of silence on an event stream after which a comment line is sent",
         group="http",
         page="api#Streams",
         kind=float,
@@ -240,7 +247,7 @@ class ServerConfig:
     )
     send_timeout: float = option(
         30.0,
-        "seconds a client may leave the server's bytes unread before it is cut off",
+        "seconds that a client may leave the server's bytes unread; past them it is disconnected",
         group="http",
         page="overload#Slow readers",
         kind=float,
@@ -248,7 +255,7 @@ class ServerConfig:
     )
     shutdown_timeout: float = option(
         30.0,
-        "seconds that running requests get to finish on Ctrl-C or SIGTERM",
+        "seconds that running requests get to finish after Ctrl-C or SIGTERM",
         group="http",
         page="shutdown#A signal",
         common=True,
@@ -256,19 +263,19 @@ class ServerConfig:
         low=0,
     )
     log_level: str = option(
-        "info", "least important message to log", choices=LOG_LEVELS, group="log", common=True
+        "info", "lowest level of messages to log", choices=LOG_LEVELS, group="log", common=True
     )
     log_requests: bool = option(
         False,
-        "log what requests say and are answered, too: prompts, outputs and sampling fields, "
-        "up to 2000 characters each",
+        "log each request's prompt, output and sampling fields, up to 2000 characters each",
         group="log",
         page="observability#The request log",
         kind=bool,
     )
     log_format: str = option(
         "auto",
-        "console for people, json for machines, auto by whether stderr is a terminal",
+        "console for people, json for machines; auto takes console where stderr is a "
+        "terminal, else json",
         choices=LOG_FORMATS,
         group="log",
     )
@@ -276,17 +283,18 @@ class ServerConfig:
     def __attrs_post_init__(self) -> None:
         if self.priority_api_key and not self.api_key:
             raise InvalidRequest(
-                "priority_api_key needs keys for all others (--api-key)", param="priority_api_key"
+                "priority_api_key needs keys for other clients (--api-key)",
+                param="priority_api_key",
             )
         if self.max_requests_per_key is not None and not self.api_key:
             raise InvalidRequest(
-                "max_requests_per_key needs keys to count by (--api-key)",
+                "max_requests_per_key needs API keys (--api-key)",
                 param="max_requests_per_key",
             )
         for name, _ in named_paths(self.engine.lora_modules):
             if name in self.served_model_name:
                 raise InvalidRequest(
-                    f"lora_modules: {name!r} is a served_model_name, too", param="lora_modules"
+                    f"lora_modules: {name!r} is already a served_model_name", param="lora_modules"
                 )
         for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
             if getattr(self, name) is not None and self.ssl_certfile is None:

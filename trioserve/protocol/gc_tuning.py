@@ -53,7 +53,7 @@ def rare_collections() -> Iterator[Callable[[], None]]:
     Nearly everything that a request leaves is freed without it. At Python's settings it took a
     sixth of a busy server's time, and stopped all streams for a tenth of a second now and then,
     mostly to look through what was there from the start, which is left out from then on. This is
-    for a process that is all ours; ``python -m bench.collector`` measures it.
+    for a process that is all ours.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER, *thresholds[1:])

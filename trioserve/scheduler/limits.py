@@ -62,7 +62,7 @@ class Limits:
             max_loras=config.max_loras,
             max_cpu_loras=max(config.max_cpu_loras or DEFAULT_CPU_LORAS, config.max_loras),
             # On a CPU a token costs as much in a long chunk as in a short one, which is sooner
-            # over: bench/long_prompts.py.
+            # over: bench/engine/long_prompts.py.
             max_prompt_tokens_beside_decodes=max(budget // 6, 1) if on_cpu else budget,
         )
 

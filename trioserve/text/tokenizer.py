@@ -6,7 +6,7 @@ a thread costs 60 µs by itself, and milliseconds when the loop is busy. So shor
 encoded on the spot, as many as ``INLINE_CHARACTERS`` allow of those that were taken together;
 short ones beyond that share a thread, and each long prompt has one to itself. Threads belong to
 children of the task: a long prompt holds nobody up. Those that share a thread are encoded as a
-batch, which ``tokenizers`` spreads over the cores (``python -m bench.tokenizing`` measures it).
+batch, which ``tokenizers`` spreads over the cores (``bench.engine.tokenizing`` measures it).
 
 A chat is rendered where it is encoded, if that takes bounded time and memory. Otherwise a child of
 the task waits until a process has rendered it (:mod:`~trioserve.text.template_processes`).

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from bench import cpu_sampler
 from gpu.cpu.library import BuildError, load_library
 from gpu.cpu.model import Floats
 from gpu.cpu.sampling import CompiledSampler
@@ -213,13 +210,3 @@ def test_many_draws_follow_the_distribution_of_many_blocks(library: ctypes.CDLL)
         counts += np.bincount(tokens // 128, minlength=300)
     probabilities = torch.softmax(torch.from_numpy(x[0, ::128]).double(), 0).numpy()
     assert chi_square(counts, probabilities) < 299 + 5 * (2 * 299) ** 0.5
-
-
-def test_the_benchmark_runs(
-    library: ctypes.CDLL, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    small = ["--rows", "1", "3", "--vocabularies", "300", "--rounds", "1"]
-    assert cpu_sampler.main([*small, "--save", str(tmp_path)]) == 0
-    assert "| top_p, flat | 300 | 3 |" in capsys.readouterr().out
-    (saved,) = tmp_path.iterdir()
-    assert len(json.loads(saved.read_text())["measurements"]) == 2 * len(cpu_sampler.CASES)

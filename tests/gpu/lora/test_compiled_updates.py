@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gpu.cpu.adapters import CompiledAdapter, Module, Product, Step, pack_module, step_of
 from gpu.cpu.library import BuildError, load_library
-from gpu.lora.products import PRODUCTS
 from gpu.lora.reading import Update
+from gpu.weights.packed_modules import PACKED_MODULES
 
 try:
     LIBRARY = load_library()
@@ -32,7 +32,7 @@ LIBRARY.adapters_update.argtypes = [
 
 def packed(updates: list[Update | None], outputs: list[int]) -> CompiledAdapter:
     """A single layer whose first product has ``updates``, one for each of its parts."""
-    products, memory = (Product * len(PRODUCTS))(), list[np.ndarray]()
+    products, memory = (Product * len(PACKED_MODULES))(), list[np.ndarray]()
     first = 0
     for update, size in zip(updates, outputs, strict=True):
         if update is not None:

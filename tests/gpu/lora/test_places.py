@@ -10,9 +10,9 @@ import torch
 
 from gpu.kernels.lora import ENTRY
 from gpu.lora.places import AdapterPlaces, PlacedAdapter, product_shapes
-from gpu.lora.products import PRODUCTS
 from gpu.lora.reading import read_adapter
 from gpu.lora.torch_adapters import TorchAdapters
+from gpu.weights.packed_modules import PACKED_MODULES
 from tests.support.lora_adapters import make_adapter, rows_of
 from tests.support.tiny_models import make_tiny
 from trioserve.model_files import ModelConfig, open_model
@@ -76,7 +76,7 @@ def test_where_the_matrices_lie(config: ModelConfig, model: Path, tmp_path: Path
     )
     adapter = read_adapter(folder, config, 32)
     placed = PlacedAdapter.of(adapter, config, torch.bfloat16, torch.device("cpu"))
-    entries = placed.entries.numpy().view(ENTRY).reshape(config.num_layers, len(PRODUCTS))
+    entries = placed.entries.numpy().view(ENTRY).reshape(config.num_layers, len(PACKED_MODULES))
     ranks = [[int(entry[f"rank{part}"]) for part in range(3)] for entry in entries[1]]
     assert ranks == [[16, 0, 32], [0, 0, 0], [0, 0, 0], [16, 0, 0]]
     inputs, (queries, _, values) = (

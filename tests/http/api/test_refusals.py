@@ -9,7 +9,7 @@ from collections.abc import Callable
 import attrs
 import pytest
 
-from gpu.lora.products import PRODUCTS
+from gpu.weights.packed_modules import PACKED_MODULES
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.options import options_of
 from trioserve.http.api.routes import served_routes
@@ -60,7 +60,7 @@ def route(part: str) -> bool:
 
 CAN: dict[str, Callable[[], bool]] = {
     "the experts that computed a token aren't reported": lambda: told("routed_experts"),
-    "adapters of experts aren't served": lambda: any("expert" in part for part in PRODUCTS),
+    "adapters of experts aren't served": lambda: any("expert" in part for part in PACKED_MODULES),
     "read text only": lambda: (
         set(typing.get_args(Prompt)) != {TextPrompt, TokensPrompt, ChatPrompt}
     ),

@@ -1,0 +1,189 @@
+"""This server beside others, on one machine in one run.
+
+``python -m bench.compare --compare llama.cpp --compare vllm --minutes 20`` measures everything as
+often as fits into the time, and at least once. It prints a table for each scenario and the targets
+beside what was reached; ``--save`` writes each table to a file. Exit code 1: something failed, or a
+run wasn't valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import attrs
+import trio
+
+from bench.compare.contest import Notes, busy_cases, contest, one_by_one, table
+from bench.compare.scenarios import (
+    ClosedLoop,
+    CpuAfterLeave,
+    Load,
+    Memory,
+    Scenario,
+    Setting,
+    Start,
+    load_of,
+    shared_prefix,
+)
+from bench.compare.targets import judge
+from bench.peers import BF16_ONLY, SERVERS
+from bench.peers.model_files import FORMATS
+from bench.peers.servers import own_server
+from bench.performance_page import QUIET
+from bench.report import add_save, asked, save, verdict_table
+from bench.servers import Server
+from trioserve.cli.usage import UsageError
+
+SCENARIOS = ("throughput", "shared_prefix", "cpu_after_leave", "memory", "start")
+_ROUNDS, _MOST_ROUNDS = 3, 9
+
+
+@attrs.frozen(kw_only=True)
+class Part:
+    """Servers that are measured side by side; ``share`` weighs its part of the time.
+
+    ``run`` takes the notes, the most rounds and a deadline.
+    """
+
+    title: str
+    share: float
+    run: Callable[[Notes, int, float], Awaitable[None]]
+
+
+async def measure(parts: Sequence[Part], notes: Notes, rounds: int, minutes: float | None) -> None:
+    """Run each part; the rest of a part's time goes to those after it."""
+    end = trio.current_time() + (minutes * 60 if minutes is not None else float("inf"))
+    for number, part in enumerate(parts):
+        now = trio.current_time()
+        left = sum(other.share for other in parts[number:])
+        print(f"\n{part.title}", flush=True)
+        await part.run(notes, rounds, now + (end - now) * part.share / left)
+
+
+def parts_of(
+    chosen: Sequence[str],
+    formats: Sequence[str],
+    peers: Sequence[str],
+    widths: ClosedLoop | Load,
+    make: Callable[[str, Setting], Server],
+) -> list[Part]:
+    """Return what is measured beside what.
+
+    ``widths`` are measured in every format, with those peers that have it. What hardly depends on
+    the format is measured in the first one alone. Memory is measured in the first and the last,
+    start in the last, both beside llama.cpp alone: the others take a multiple of either.
+    """
+    parts = []
+    for format in formats:
+        every: list[Scenario] = [widths]
+        if format == formats[0]:
+            every += [shared_prefix(), CpuAfterLeave()]
+        scenarios = [scenario for scenario in every if scenario.name in chosen]
+        names = ["", *(peer for peer in peers if format == "bf16" or peer not in BF16_ONLY)]
+        if scenarios:
+            servers = [make(name, Setting(format=format)) for name in names]
+            title = f"{format}: {', '.join(scenario.name for scenario in scenarios)}"
+            # Widths take as long as two other scenarios.
+            share = 1.0 * len(servers) * (1 + len(scenarios))
+            run = partial(contest, servers, scenarios)
+            parts.append(Part(title=title, share=share, run=run))
+    alone = {Memory(): list(dict.fromkeys((formats[0], formats[-1]))), Start(): [formats[-1]]}
+    for scenario in [scenario for scenario in alone if scenario.name in chosen]:
+        names = ["", *(peer for peer in peers if peer not in BF16_ONLY)]
+        for format in alone[scenario]:
+            servers = [make(name, scenario.setting(format)) for name in names]
+            run = partial(one_by_one, servers, scenario)
+            parts.append(Part(title=f"{format}: {scenario.name}", share=0.5, run=run))
+    return parts
+
+
+def _make(name: str, setting: Setting) -> Server:
+    return SERVERS[name](setting) if name else own_server(setting)
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    peer = "another server, installed first if need be (repeatable)"
+    add("--compare", action="append", choices=[*SERVERS, "none"], help=peer)
+    add("--minutes", type=float, help="time; installing and the last round come on top")
+    add("--rounds", type=int, help=f"the most rounds (default {_ROUNDS}, {_MOST_ROUNDS} in a time)")
+    add("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    load = "instead of scenarios, any load of trioserve bench, whose options follow"
+    add("--load", nargs=argparse.REMAINDER, metavar="OPTION", help=load)
+    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights")
+    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="widths of the closed loops")
+    add("--requests-per-stream", type=int, default=2, help="requests of each stream in a round")
+    add("--prompt-tokens", type=int, default=128, help="tokens in each prompt")
+    add("--output-tokens", type=int, default=128, help="tokens in each answer")
+    add("--plots", type=Path, metavar="FOLDER", help="draw plots (needs the extra bench)")
+    add_save(parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what the command line names, and return the exit code."""
+    options = _parser().parse_args(arguments)
+    # Servers are in sessions of their own: however this program ends, it has to stop them.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    names = ("streams", "requests_per_stream", "prompt_tokens", "output_tokens")
+    chosen, widths = options.scenarios, ClosedLoop(**{n: getattr(options, n) for n in names})
+    if options.load is not None:
+        try:
+            chosen, widths = ["load"], load_of(options.load)
+        except UsageError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 2
+    # A developer's shell may hold libraries to one thread; servers start as a user's would.
+    for name in [name for name in os.environ if name.startswith(("OMP_", "KMP_", "MKL_"))]:
+        del os.environ[name]
+    peers = [name for name in options.compare or [] if name != "none"]
+    parts = parts_of(chosen, options.formats, peers, widths, _make)
+    rounds = options.rounds or (_ROUNDS if options.minutes is None else _MOST_ROUNDS)
+    notes = Notes()
+    try:
+        trio.run(measure, parts, notes, rounds, options.minutes)
+    except* KeyboardInterrupt:
+        notes.failures.append("interrupted")
+    report(notes, options)
+    return 1 if notes.failures else 0
+
+
+def report(notes: Notes, options: argparse.Namespace) -> None:
+    """Print tables, targets and failures; save a file for each table and draw plots if asked."""
+    for scenario in dict.fromkeys(row.scenario for row in notes.rows):
+        rows = [row for row in notes.rows if row.scenario == scenario]
+        verdicts = [verdict for verdict in judge(rows) if verdict.met is not None]
+        print(f"\n### {scenario.replace('_', ' ')}\n\n{table(rows)}")
+        if verdicts:
+            print(f"\n{verdict_table(verdicts)}")
+        busy = busy_cases(rows)
+        if max(busy.values()) > QUIET:
+            print(f"\nthe machine wasn't quiet: {max(busy.values()):.2f} cores were busy elsewhere")
+        if options.save:
+            facts = {
+                "servers": notes.servers[scenario],
+                "options": asked(options),
+                "failures": notes.failures,
+                "busy": busy,
+                "verdicts": [attrs.asdict(verdict) for verdict in verdicts],
+            }
+            print(f"\nsaved to {save(options.save, scenario, table(rows), **facts)}")
+    if options.plots:
+        from bench.compare.pictures import save_pictures  # needs matplotlib, which is optional
+
+        for picture in save_pictures(notes.runs, options.plots):
+            print(f"saved to {picture}")
+    for failure in notes.failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,299 @@
+"""Servers side by side: each turn on every one of them, in rounds, until the time is up."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import psutil
+import trio
+
+from bench.compare.scenarios import (
+    InvalidRun,
+    Lonely,
+    Scenario,
+    Taken,
+    check_agreement,
+)
+from bench.report import markdown
+from bench.servers import Running, Server, ServerFailed, running
+from trioserve.load import Run
+
+OWN = "trioserve"
+# The next round may take longer than the longest so far.
+_MARGIN = 1.1
+# A turn begins once this many cores or fewer have been busy for so many seconds, or after so many.
+_CALM_CORES, _CALM_SECONDS, _CALM_PATIENCE = 0.1, 0.3, 10.0
+
+_COLUMNS = {
+    "tokens_per_second": ("tokens/s", "{:.1f}"),
+    "ttft_p50_ms": ("TTFT p50 ms", "{:.0f}"),
+    "ttft_p99_ms": ("TTFT p99 ms", "{:.0f}"),
+    "itl_p50_ms": ("ITL p50 ms", "{:.1f}"),
+    "itl_p99_ms": ("ITL p99 ms", "{:.1f}"),
+    "tpot_p50_ms": ("TPOT p50 ms", "{:.1f}"),
+    "burnt_cpu_seconds": ("CPU burnt s", "{:.2f}"),
+    "seconds": ("until idle s", "{:.2f}"),
+    "pss_mib": ("PSS MiB", "{:.0f}"),
+    "pss_anonymous_mib": ("written MiB", "{:.0f}"),
+    "pss_files_mib": ("of files MiB", "{:.0f}"),
+    "pss_at_start_mib": ("PSS at its start MiB", "{:.0f}"),
+    "first_token_seconds": ("first token s", "{:.2f}"),
+    "peak_resident_mib": ("peak, resident MiB", "{:.0f}"),
+    "healthy_seconds": ("healthy s", "{:.2f}"),
+    "server_cpu_seconds": ("server's CPU s", "{:.1f}"),
+    "elsewhere_cores": ("cores busy elsewhere", "{:.2f}"),
+}
+"""A figure's title and form in a table; a table has those that its rows have."""
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """The figures of one server in one case of a scenario, in one round.
+
+    ``elsewhere_cores`` are the cores that were busy with neither this server nor the client, on
+    average: an otherwise idle machine shows less than 0.05.
+    """
+
+    scenario: str
+    case: str
+    server: str
+    format: str
+    round: int
+    values: Mapping[str, float]
+
+    @property
+    def title(self) -> str:
+        """The server's name in tables."""
+        return f"{self.server} {self.format}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return one scenario's table: a line for each case and server, medians over the rounds.
+
+    The last column is the first figure of this project's server in the same format by the line's.
+    """
+    names = [name for name in _COLUMNS if name in rows[0].values]
+    keys = list(dict.fromkeys((row.case, row.format, row.server) for row in rows))
+    cases = [key[0] for key in keys]
+    lines = []
+    for case, format, server in sorted(keys, key=lambda key: cases.index(key[0])):
+        same = [row for row in rows if (row.case, row.format, row.server) == (case, format, server)]
+        cells = [
+            _COLUMNS[name][1].format(statistics.median(row.values[name] for row in same))
+            for name in names
+        ]
+        found = ratios(rows, case, format, OWN, server, names[0])
+        last = f"{statistics.median(found):.2f}" if found and server != OWN else ""
+        lines.append([case, f"{server} {format}", len(same), *cells, last])
+    heads = ["case", "server", "rounds", *(_COLUMNS[name][0] for name in names)]
+    return markdown([*heads, f"{_COLUMNS[names[0]][0]}: {OWN} / this"], lines)
+
+
+def ratios(
+    rows: Sequence[Row], case: str, format: str, server: str, other: str, name: str
+) -> list[float]:
+    """Return one server's figure by another's, for each round in which both were measured."""
+    ours, theirs = (
+        {
+            row.round: row.values[name]
+            for row in rows
+            if (row.case, row.format, row.server) == (case, format, one)
+        }
+        for one in (server, other)
+    )
+    return [ours[round] / theirs[round] for round in ours if theirs.get(round)]
+
+
+def busy_cases(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the median of the cores that were busy with something else, for each case.
+
+    Cases are apart because one that was disturbed doesn't show among many that weren't.
+    """
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if "elsewhere_cores" in row.values:
+            name = ", ".join(filter(None, (row.scenario.replace("_", " "), row.case)))
+            found.setdefault(name, []).append(row.values["elsewhere_cores"])
+    return {name: round(statistics.median(cores), 4) for name, cores in found.items()}
+
+
+@attrs.define(eq=False)
+class Notes:
+    """The findings of a comparison so far, and its failures; a failure doesn't end it."""
+
+    rows: list[Row] = attrs.field(factory=list)
+    runs: list[tuple[Row, Run]] = attrs.field(factory=list)
+    """The client's records behind rows."""
+    failures: list[str] = attrs.field(factory=list)
+    servers: dict[str, dict[str, dict[str, Any]]] = attrs.field(factory=dict)
+    """Versions and command line of each server, by scenario."""
+
+    def fail(self, failure: Exception) -> None:
+        """Note and show a failure."""
+        self.failures.append(str(failure))
+        print(f"FAILED: {failure}", flush=True)
+
+    def note(self, row: Row, run: Run | None = None) -> None:
+        """Note a row."""
+        self.rows.append(row)
+        if run is not None:
+            self.runs.append((row, run))
+
+    def know(self, server: Server, scenarios: Sequence[Scenario | Lonely]) -> None:
+        """Note how a server is started for ``scenarios``."""
+        started = {**server.versions, "started_with": " ".join(server.argv(0)[1:])}
+        for scenario in scenarios:
+            self.servers.setdefault(scenario.name, {})[server.title] = started
+
+
+def show(row: Row) -> None:
+    """Print the first figures of a row."""
+    shown = "  ".join(f"{name} {value:.4g}" for name, value in list(row.values.items())[:4])
+    case = f"{row.scenario} {row.case}".rstrip()
+    print(f"round {row.round + 1}  {case:24} {row.title:18} {shown}", flush=True)
+
+
+async def contest(
+    servers: Sequence[Server],
+    scenarios: Sequence[Scenario],
+    notes: Notes,
+    rounds: int,
+    deadline: float = float("inf"),
+) -> None:
+    """Measure ``scenarios`` on ``servers`` up to ``rounds`` times, at least once.
+
+    No round begins that isn't likely to end before ``deadline``, a time of trio's clock. A server
+    that doesn't start, or fails while it is warmed up, is left out and noted.
+    """
+    async with AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        up: list[Running] = []
+        for server in servers:
+            print(f"starting {server.title}", flush=True)
+            notes.know(server, scenarios)
+            try:
+                one = await stack.enter_async_context(running(server, logs / server.name))
+                for turn in [turn for scenario in scenarios for turn in scenario.warm_up()]:
+                    await turn.measure(one)
+            except (ServerFailed, InvalidRun) as failure:
+                notes.fail(failure)
+            else:
+                up.append(one)
+        for round in _rounds(rounds if up else 0, deadline):
+            for scenario in scenarios:
+                await _one_round(up, scenario, round, notes)
+
+
+async def one_by_one(
+    servers: Sequence[Server],
+    scenario: Lonely,
+    notes: Notes,
+    rounds: int,
+    deadline: float = float("inf"),
+) -> None:
+    """Measure servers that are started anew in each round, each of them alone."""
+    for server in servers:
+        notes.know(server, [scenario])
+    for round in _rounds(rounds, deadline):
+        for server in servers if round % 2 == 0 else servers[::-1]:
+            await _calm()
+            with tempfile.TemporaryDirectory() as folder:
+                measure = partial(scenario.measure, server, Path(folder) / "log", round)
+                try:
+                    taken, elsewhere, _ = await _beside(measure, _ended_seconds)
+                except (ServerFailed, InvalidRun) as failure:
+                    notes.fail(failure)
+                    continue
+            values = {**taken.values, "elsewhere_cores": elsewhere}
+            row = _row(scenario.name, "", server, round, values)
+            show(row)
+            notes.note(row, taken.run)
+
+
+def _rounds(most: int, deadline: float) -> Iterator[int]:
+    """Yield numbers from 0 while there is time for another round."""
+    longest = 0.0
+    for round in range(most):
+        began = trio.current_time()
+        if round and began + _MARGIN * longest > deadline:
+            return
+        yield round
+        longest = max(longest, trio.current_time() - began)
+
+
+async def _one_round(up: Sequence[Running], scenario: Scenario, round: int, notes: Notes) -> None:
+    """Take each turn on every server; the round counts if their answers agree."""
+    rows: list[tuple[Row, Run | None]] = []
+    answers: list[dict[str, Sequence[str]]] = []
+    for turn in scenario.turns(round):
+        answers.append({})
+        for one in up if round % 2 == 0 else up[::-1]:
+            await _calm()
+            try:
+                measure = partial(turn.measure, one)
+                taken, elsewhere, used = await _beside(measure, one.family.cpu_seconds)
+            except InvalidRun as failure:
+                notes.fail(failure)
+                continue
+            values = {**taken.values, "server_cpu_seconds": used, "elsewhere_cores": elsewhere}
+            row = _row(scenario.name, turn.case, one.server, round, values)
+            rows.append((row, taken.run))
+            answers[-1][one.server.title] = taken.answers
+            show(row)
+    try:
+        check_agreement(answers, up[0].server.title)
+    except InvalidRun as failure:
+        notes.fail(failure)
+    else:
+        for row, run in rows:
+            notes.note(row, run)
+
+
+def busy_seconds() -> float:
+    """Return the seconds that all cores together have computed since the machine started."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
+
+
+async def _calm() -> None:
+    """Wait until the server of the turn before is idle: some spin for a while."""
+    with trio.move_on_after(_CALM_PATIENCE):
+        while True:
+            before = busy_seconds()
+            await trio.sleep(_CALM_SECONDS)
+            if busy_seconds() - before <= _CALM_CORES * _CALM_SECONDS:
+                return
+    print(f"not calm after {_CALM_PATIENCE:g} s: measuring all the same", flush=True)
+
+
+async def _beside(
+    measure: Callable[[], Awaitable[Taken]], server_seconds: Callable[[], float]
+) -> tuple[Taken, float, float]:
+    """Measure; return also the cores busy elsewhere, and the server's CPU seconds."""
+    began = trio.current_time()
+    everything, own, client = busy_seconds(), server_seconds(), time.process_time()
+    taken = await measure()
+    duration = trio.current_time() - began
+    used = server_seconds() - own
+    others = busy_seconds() - everything - used - (time.process_time() - client)
+    return taken, max(others, 0.0) / duration, used
+
+
+def _ended_seconds() -> float:
+    """Return the CPU seconds of all servers that have ended, known only at their end."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _row(scenario: str, case: str, server: Server, round: int, values: Mapping[str, float]) -> Row:
+    who = {"server": server.name, "format": server.format}
+    return Row(scenario=scenario, case=case, round=round, values=values, **who)

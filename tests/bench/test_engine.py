@@ -1,0 +1,159 @@
+"""The scripts of single parts of the engine measure what they say, on engines without a model."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from bench.engine import accuracy, embeddings, experts, live, long_prompts, offloading, waiting
+from bench.engine import grammar_masks as masks
+from gpu.constraints.adjuster import Constraints
+from gpu.constraints.grammar_cache import GrammarCache
+from gpu.cpu.library import BuildError, load_library
+from tests.support.engines import open_tiny_engine
+from tests.support.grammar_vocabularies import EOS, VOCABULARY
+from tests.support.tiny_models import make_tiny
+from trioserve.protocol import wire
+from trioserve.testing import FakeWorker
+from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+def test_what_a_format_costs_is_as_worked_out_by_hand() -> None:
+    reference = accuracy.Reading([math.log(0.5), math.log(0.25)], [1, 2])
+    reading = accuracy.Reading([math.log(0.25), math.log(0.25)], [1, 3])
+    found = accuracy.compare(reading, reference)
+    assert found == pytest.approx((4.0, math.log(2) / 2, 0.5))
+
+
+async def test_a_window_gives_one_figure_for_every_token_but_its_first() -> None:
+    windows = [[1, 504, 338, 253, 3575], [1, 1008, 28, 216, 33]]
+    reading = await accuracy.read(accuracy.FORMATS["float32"], windows)
+    assert len(reading.logprobs) == len(reading.most_probable) == 8
+    assert all(logprob < 0 for logprob in reading.logprobs)
+    assert accuracy.compare(reading, reading)[1:] == (0.0, 0.0)
+
+
+async def test_embeddings_are_timed() -> None:
+    texts = embeddings.make_texts(12, 1)
+    assert texts == embeddings.make_texts(12, 1)
+    assert all(5 <= len(text.split()) <= 40 for text in texts)
+    async with open_fake_encoder() as engine:
+        found = await embeddings.measure(engine, texts, 3)
+    assert found["rate"] > 0
+    assert 0 < found["p50"] <= found["p99"]
+
+
+@pytest.mark.parametrize("name", experts.MODELS)
+def test_every_way_computes_every_step_of_experts(name: str) -> None:
+    try:
+        load_library()
+    except BuildError as error:
+        pytest.skip(f"no compiled kernels: {error}")
+    tiny = {
+        **{"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 32},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64},
+        **{"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 32},
+    }
+    steps = {"two": (2, 1), "prompt": (1, 20)}
+    found = experts.measure(name, tiny, threads=1, seconds=0, steps=steps)
+    assert found.keys() == steps.keys()
+    for times in found.values():
+        assert times.keys() == {"bf16", "int8", "grouped_mm", "eager"}
+        assert min(times.values()) > 0
+
+
+async def test_what_being_watched_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "PROMPT_TOKENS", 5)
+    monkeypatch.setattr(live, "OUTPUT_TOKENS", 4)
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.001)) as engine:
+        with trio.fail_after(60):
+            assert min(await live.measure_cost(engine, 3, pictures=2)) > 0
+            await engine.wait_idle()
+            for interval in (live.UNWATCHED, 0.1):
+                found = await live.measure_rate(engine, interval, streams=2, round=1)
+                assert min(found.values()) > 0
+    assert not live.live.subject_of(engine).departures.is_wanted
+
+
+def test_every_grammar_is_measured() -> None:
+    cache = GrammarCache(VOCABULARY)
+    constraints = Constraints(VOCABULARY.vocab_size, cache)
+    for grammar in masks.GRAMMARS.values():
+        times = masks.measure(constraints, grammar, EOS, rows=2, steps=30)
+        assert len(times) == 30
+        assert min(times) > 0
+    cache.close()
+
+
+LOAD = offloading.Load(length=64, turn=16, output=2, conversations=4, fit=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), list(zip(offloading.KINDS, (0.15, 0.8, 0.8), strict=True))
+)
+async def test_a_turn_that_comes_back(kind: str, found: float, autojump_clock: object) -> None:
+    """All but the new turn is found where everything was kept, little where it wasn't."""
+    options = offloading.options_of(kind, LOAD)
+    offloads = "kv_offloading_bytes" in options
+    sizes = {"num_pages": options["num_gpu_blocks_override"], "page_size": offloading.PAGE_SIZE}
+    sizes["num_host_pages"] = 200 if offloads else 0
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.01, **sizes)) as engine:
+        measured = await offloading.measure(engine, LOAD, 0)
+        assert measured["cached"] == pytest.approx(found)
+        assert measured["p50"] > 0
+        assert (engine.statistics().scheduler.pages_onloaded > 0) == offloads
+
+
+def seconds_of(plan: wire.Plan) -> float:
+    """Return ten milliseconds a token."""
+    return 1e-2 * int(wire.ints(plan.row_counts).sum())
+
+
+async def test_gaps_while_a_long_prompt_is_computed(autojump_clock: MockClock) -> None:
+    worker = FakeWorker(step_time=seconds_of, num_pages=1024, max_num_batched_tokens=96)
+    async with open_fake_engine(lambda: worker) as engine:
+        calm, busy = await long_prompts.measure(engine, [640], 4, "seed")
+    assert (calm[0], busy[0]) == (0, 640)
+    assert sorted(calm[2])[len(calm[2]) // 2] == pytest.approx(0.04)
+    # A sixth of the budget is for prompts where others decode.
+    assert sorted(busy[2])[len(busy[2]) // 2] == pytest.approx(0.20)
+    assert busy[1] == pytest.approx(40 * 0.20, rel=0.1)
+
+
+def test_gaps_are_counted_where_they_end() -> None:
+    times = [[0.0, 1.0, 2.5], [], [2.0], [0.5, 3.0]]
+    assert long_prompts.gaps_within(times, 0.5, 2.5) == [1.0, 1.5]
+    assert long_prompts.gaps_within(times, 3.0, 9.0) == []
+
+
+@needs_compiler
+def test_the_number_of_looks_reaches_the_kernels_source(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    source = Path(__file__).parents[2] / "gpu" / "cpu" / "csrc" / "team.h"
+    with waiting.compiled_with(17, tmp_path):
+        options = ["-std=c++20", "-mavx512f", "-E", "-x", "c++", str(source)]
+        read = subprocess.run(
+            [os.environ["CXX"], *options], capture_output=True, text=True, check=True
+        )
+        assert os.environ["XDG_CACHE_HOME"].startswith(str(tmp_path))
+    assert "kSpins = 17;" in read.stdout
+    assert dict(os.environ) == before
+
+
+async def test_a_measurement_of_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "PROMPT_TOKENS", 5)
+    monkeypatch.setattr(waiting, "OUTPUT_TOKENS", 4)
+    async with open_tiny_engine(make_tiny("smollm2", tmp_path)) as engine:
+        with trio.fail_after(60):
+            found = await waiting.measure(engine, 2, 1)
+    assert found["rate"] > 0
+    assert 0 <= found["p50"] <= found["p99"]

@@ -1,0 +1,230 @@
+"""Who answers in ``trioserve chat``: an engine in this process, or a server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+import msgspec
+
+from trioserve.load.answer import (
+    DECODING_ERRORS,
+    Choice,
+    Delta,
+    Usage,
+    decode_event,
+    error_text,
+)
+from trioserve.load.remote import Events, Remote, RemoteError
+from trioserve.protocol.sampling import SamplingParams
+from trioserve.requests.request import ChatPrompt
+
+if TYPE_CHECKING:
+    from trioserve.engine.engine import Engine
+    from trioserve.requests.generation import GenerationStream
+
+__all__ = [
+    "ChatBackend",
+    "EngineChatBackend",
+    "Messages",
+    "Piece",
+    "Reply",
+    "ServerChatBackend",
+    "find_server",
+]
+
+Messages = Sequence[dict[str, Any]]
+
+
+@attrs.frozen(kw_only=True)
+class Piece:
+    """Some of a reply. A server's tokens aren't known before the end, so an event counts as one."""
+
+    text: str = ""
+    reasoning: str = ""
+    """What a server holds apart as the model's reasoning, which isn't a part of the reply."""
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+
+class Reply(Protocol):
+    """A reply that is being written: an async iterator of pieces."""
+
+    def __aiter__(self) -> AsyncIterator[Piece]: ...
+
+    async def __anext__(self) -> Piece: ...
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The reply's tokens, where they are known better than by the pieces."""
+
+    @property
+    def num_context_tokens(self) -> int | None:
+        """How much of the model's context the conversation takes with it, where that is known."""
+
+
+class ChatBackend(Protocol):
+    """A model to talk to."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """How long a conversation may be, in tokens, where that is known."""
+
+    def reply(
+        self, messages: Messages, fields: Mapping[str, Any]
+    ) -> contextlib.AbstractAsyncContextManager[Reply]:
+        """The reply to ``messages``; ``fields`` are sampling parameters. Leaving it stops it.
+
+        Raises:
+            InvalidRequest: an engine refuses it.
+            RemoteError: a server refuses it, or is lost.
+        """
+
+
+@attrs.frozen
+class EngineChatBackend:
+    """An open engine."""
+
+    engine: Engine
+
+    @property
+    def name(self) -> str:
+        return self.engine.model_name
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self.engine.max_model_len
+
+    @contextlib.asynccontextmanager
+    async def reply(self, messages: Messages, fields: Mapping[str, Any]) -> AsyncIterator[Reply]:
+        params = SamplingParams(**{**self.engine.generation_defaults, **fields})
+        async with self.engine.generate(ChatPrompt(messages=tuple(messages)), params) as stream:
+            yield _EngineReply(stream)
+
+
+@attrs.define(eq=False)
+class _EngineReply:
+    _stream: GenerationStream
+
+    def __aiter__(self) -> _EngineReply:
+        return self
+
+    async def __anext__(self) -> Piece:
+        chunk = await anext(self._stream)
+        return Piece(
+            text=chunk.text, num_tokens=len(chunk.token_ids), finish_reason=chunk.finish_reason
+        )
+
+    @property
+    def num_tokens(self) -> int | None:
+        return self._stream.usage.completion_tokens
+
+    @property
+    def num_context_tokens(self) -> int | None:
+        return self._stream.usage.total_tokens
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+async def find_server(remote: Remote, base_path: str, model: str | None) -> ServerChatBackend:
+    """The server's model of that name, or its first.
+
+    Raises:
+        RemoteError: it can't be asked, or has no such model.
+    """
+    answer = await remote.get(f"{base_path}/models")
+    remote.check(answer)
+    try:
+        cards = msgspec.json.decode(answer.body, type=_Cards).data
+    except DECODING_ERRORS as error:
+        raise RemoteError(f"{remote.url} gives no list of models: {error}") from error
+    for card in cards:
+        if model in (None, card.id):
+            return ServerChatBackend(remote, base_path, card.id, card.max_model_len)
+    names = ", ".join(card.id for card in cards) or "none"
+    raise RemoteError(
+        f"{remote.url} lists no models"
+        if model is None
+        else f"{remote.url} has no model {model}; it has {names}"
+    )
+
+
+@attrs.frozen
+class ServerChatBackend:
+    """A model of an OpenAI-compatible server."""
+
+    _remote: Remote
+    _base_path: str
+    name: str
+    max_model_len: int | None
+
+    @contextlib.asynccontextmanager
+    async def reply(self, messages: Messages, fields: Mapping[str, Any]) -> AsyncIterator[Reply]:
+        body = {
+            "model": self.name,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **fields,
+        }
+        async with self._remote.events(f"{self._base_path}/chat/completions", body) as events:
+            yield _ServerReply(events)
+
+
+@attrs.define(eq=False)
+class _ServerReply:
+    _events: Events
+    _usage: Usage | None = None
+
+    def __aiter__(self) -> _ServerReply:
+        return self
+
+    async def __anext__(self) -> Piece:
+        async for event in self._events:
+            if event.data == b"[DONE]":
+                break
+            try:
+                told = decode_event(event.data)
+            except DECODING_ERRORS as error:
+                raise RemoteError(f"the server's reply isn't understood: {error}") from error
+            if told.error is not None:
+                raise RemoteError(error_text(told.error))
+            self._usage = told.usage or self._usage
+            if told.choices:
+                return _piece(told.choices[0])
+        raise StopAsyncIteration
+
+    @property
+    def num_tokens(self) -> int | None:
+        return None if self._usage is None else self._usage.completion_tokens
+
+    @property
+    def num_context_tokens(self) -> int | None:
+        usage = self._usage
+        if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
+            return None
+        return usage.prompt_tokens + usage.completion_tokens
+
+
+def _piece(choice: Choice) -> Piece:
+    delta = choice.delta or Delta()
+    text, reasoning = delta.content or "", delta.reasoning_content or delta.reasoning or ""
+    return Piece(
+        text=text,
+        reasoning=reasoning,
+        num_tokens=1 if text or reasoning else 0,
+        finish_reason=choice.finish_reason,
+    )
