@@ -98,7 +98,7 @@ async def test_commands() -> None:
     engine, pipes = await chat_of("one\n/clear\ntwo\n/help\n/nonsense\n /exit is text\n/exit\nno\n")
     assert asked(engine) == [["one"], ["two"], ["two", "two", " /exit is text"]]
     notes = pipes.stderr.getvalue()
-    assert "The conversation is forgotten." in notes
+    assert "The conversation is cleared." in notes
     assert HELP in notes
     assert "There is no command /nonsense" in notes
 
@@ -136,10 +136,10 @@ async def test_what_the_model_is_told_and_how_it_is_sampled_change_on_the_way() 
     ]
     notes = [line for line in pipes.stderr.getvalue().splitlines() if not line.startswith("[")]
     assert notes == [
-        "The model is told that from now on.",
+        "The system message is set.",
         "temperature 0.25",
         "temperature 0.25, max_tokens 9",
-        "The model is told nothing before.",
+        "The system message is removed.",
         "max_tokens 9",
         "max_tokens 9",
         *(line for line in notes if line.startswith("There is no warmth; there are max_tokens, ")),

@@ -1,6 +1,5 @@
-"""The command line: ``trioserve serve``, ``chat``, ``generate`` and ``doctor``.
+"""The command line: ``trioserve serve``, ``chat``, ``generate``, ``bench``, ``top`` and ``doctor``.
 
-Reading order: ``flags`` (the grammar, and from arguments to options), ``commands`` (which command
-does what), then a file for each of them: ``serve``, ``terminal`` (chat and generate), ``doctor``;
-``loading`` shows a model being loaded.
+Reading order: ``parser`` (the grammar, with ``command_parser`` and ``help``), ``flags`` (options
+from arguments and variables), ``commands`` (a function for each command), then a module for each.
 """

@@ -1,4 +1,4 @@
-"""``trioserve bench``: from its options to requests, and from what became of them to a report."""
+"""``trioserve bench``: send the requests that its options ask for, and report the results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["points_of", "run_bench"]
 
 @attrs.frozen(kw_only=True)
 class _Subject:
-    """Whom to ask, and what is known of it."""
+    """The server or engine that is measured, and facts about it for the results."""
 
     target: AnyTarget
     model: str
@@ -58,12 +58,12 @@ def run_bench(
 
     Args:
         options: what the command line says.
-        engine: the configuration of an embedded engine, where there is to be one.
-        mock: for an embedded engine, the time that a worker takes which computes nothing.
+        engine: the configuration of an embedded engine; None to measure a server.
+        mock: the step times of an embedded engine's mock worker; None for a real worker.
 
     Raises:
         UsageError: a file or a URL that an option names can't be used.
-        TrioserveError: nothing could be measured, or what was can't be written.
+        TrioserveError: nothing could be measured, or the results can't be written.
     """
     check_outputs(options)
     trace = read_trace(options)
@@ -71,7 +71,7 @@ def run_bench(
     try:
         trio.run(_measure_all, results, trace, engine, mock)
     finally:
-        # Also after Ctrl-C or a failure: what was measured before it took its time.
+        # Also after Ctrl-C or a failure, which must not cost the points measured before.
         results.write()
     if len(results.measured) > 1:
         with writing():
@@ -100,7 +100,7 @@ async def _measure_all(
         results.facts = {
             "tool": "trioserve bench",
             **environment("torch", "tokenizers"),
-            "options": _told(options),
+            "options": _without_keys(options),
             "target": {**subject.facts, "model": subject.model},
             "exact_prompt_lengths": subject.texts.exact,
         }
@@ -110,7 +110,7 @@ async def _measure_all(
         points, warm_ups = await _points(options, subject.texts, trace)
         results.planned = [point.label for point in points]
         await _warm_up(subject, warm_ups, max(streams_of(options)))
-        # An embedded engine chooses the collector's settings itself.
+        # An embedded engine sets up the garbage collector itself.
         with _collected() if engine is None else contextlib.nullcontext():
             for point in points:
                 results.measured.append(await _one(options, subject, point))
@@ -119,7 +119,7 @@ async def _measure_all(
 async def _points(
     options: BenchOptions, texts: Texts, trace: Sequence[TraceRow]
 ) -> tuple[list[Point], list[Conversation]]:
-    """All prompts, made in a thread: Ctrl-C is heard, and a terminal shows what goes on."""
+    """Make all prompts, in a thread, so that Ctrl-C works and a terminal shows the progress."""
     with rich.console.Console(stderr=True).status("making prompts"):
         return await trio.to_thread.run_sync(
             points_of, options, texts, trace, abandon_on_cancel=True
@@ -137,7 +137,7 @@ async def _warm_up(subject: _Subject, work: Sequence[Conversation], streams: int
 
 @contextlib.contextmanager
 def _collected() -> Iterator[None]:
-    """What is there now stays: no collection in the midst of a run looks at it in vain."""
+    """Freeze the objects that exist, so that no collection during a run scans them."""
     gc.collect()
     gc.freeze()
     try:
@@ -147,10 +147,10 @@ def _collected() -> Iterator[None]:
 
 
 async def _one(options: BenchOptions, subject: _Subject, point: Point) -> Measured:
-    """Measure one point, and print its figures.
+    """Measure one point and print its figures.
 
     Raises:
-        MeasureError: the server counts no tokens.
+        MeasureError: the server reports no token counts.
     """
     progress = Progress()
     limits = Limits(**options.limits) if options.goodput else None
@@ -172,7 +172,7 @@ async def _one(options: BenchOptions, subject: _Subject, point: Point) -> Measur
     return measured[0]
 
 
-# -- whom to ask
+# -- the server or engine to measure
 
 
 @contextlib.asynccontextmanager
@@ -205,14 +205,14 @@ async def _server(options: BenchOptions, chat: bool) -> AsyncIterator[_Subject]:
 
 
 def _raise_file_limit() -> None:
-    """As many connections as the system lets a process have: the usual bound is 1,024 files."""
+    """Raise the limit of open files, usually 1,024, to the system's, for as many connections."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _headers(options: BenchOptions) -> dict[str, str]:
-    """The headers by name. Names are alike in upper and lower case, so they are written alike."""
+    """Return the headers by name, in title case, since names ignore case."""
     pairs = (header.split(":", 1) for header in options.header)
     headers = {name.title(): value.strip() for name, value in pairs}
     if "Authorization" in headers:
@@ -247,7 +247,7 @@ async def _embedded(
 
 
 def _changed(config: EngineConfig) -> dict[str, Any]:
-    """The engine's options that aren't the defaults."""
+    """Return the engine's options that aren't at their defaults."""
     return {
         option.name: value
         for option in options_of(EngineConfig)
@@ -256,7 +256,7 @@ def _changed(config: EngineConfig) -> dict[str, Any]:
 
 
 def _fields(options: BenchOptions) -> dict[str, Any]:
-    """What every request says."""
+    """Return the fields of every request."""
     fields: dict[str, Any] = {"temperature": options.temperature}
     ends = options.trace is None and (options.dataset == "json" or options.prompt is not None)
     if not ends if options.ignore_eos is None else options.ignore_eos:
@@ -268,10 +268,10 @@ async def _texts(options: BenchOptions, model: str) -> Texts:
     return await trio.to_thread.run_sync(make_texts, options, model)
 
 
-# -- what to tell
+# -- results
 
 
-def _told(options: BenchOptions) -> dict[str, Any]:
-    """The options as the results tell them: without keys."""
+def _without_keys(options: BenchOptions) -> dict[str, Any]:
+    """Return the options for the results, without keys."""
     secret = {option.name for option in options_of(BenchOptions) if option.secret}
     return {name: value for name, value in attrs.asdict(options).items() if name not in secret}

@@ -1,4 +1,4 @@
-"""The options of ``trioserve bench``: what is asked, of whom, at what pace, and what is told.
+"""The options of ``trioserve bench``: the server, the load and the results.
 
 Nothing is imported here that ``--help`` doesn't need.
 """
@@ -19,11 +19,11 @@ from trioserve.protocol.errors import InvalidRequest
 __all__ = ["BENCH_GROUPS", "BenchOptions"]
 
 _LIMITS = ("ttft", "tpot", "e2el")
-_WHAT_A_TRACE_SAYS = (
+_REPLACED_BY_A_TRACE = (
     *("dataset", "data", "prompt", "json_schema", "input_tokens", "output_tokens", "range_ratio"),
     *("prefix_tokens", "prefix_groups", "turns", "think_time"),
 )
-"""Options of prompts and lengths, in whose place a trace is."""
+"""Options of prompts and lengths, which a trace replaces."""
 
 BENCH_GROUPS = {
     "target": Group("Server or embedded engine", "benchmarking#Benchmarking"),
@@ -34,15 +34,15 @@ BENCH_GROUPS = {
     "work": Group("Requests", "benchmarking#What is asked"),
     "results": Group("Results", "benchmarking#What comes out"),
 }
-"""Every group of options, in the order in which help shows them."""
+"""Groups of options, in the order of help."""
 
 
 @attrs.frozen(kw_only=True)
 class BenchOptions(PromptOptions):
-    """Everything that ``trioserve bench`` can be told.
+    """The options of ``trioserve bench``.
 
     Raises:
-        InvalidRequest: a value isn't allowed, or two contradict each other; ``param`` names one.
+        InvalidRequest: a value isn't allowed, or two options contradict; ``param`` names one.
     """
 
     embedded: str | None = option(
@@ -254,14 +254,14 @@ class BenchOptions(PromptOptions):
     def _check_trace(self) -> None:
         if self.trace is None:
             return
-        for name in _WHAT_A_TRACE_SAYS:
+        for name in _REPLACED_BY_A_TRACE:
             if self._changed(name):
                 raise _refuse(
                     name, "can't be given with --trace, which has its own prompts and lengths"
                 )
 
     def _check_needs(self) -> None:
-        """Refuse options that would change nothing."""
+        """Refuse options that would have no effect."""
         lengths = self.dataset not in ("sharegpt", "json") and self.prompt is None
         made_here = "generated prompts, not --prompt or --dataset sharegpt or json"
         needs = (
@@ -294,7 +294,7 @@ class BenchOptions(PromptOptions):
             raise _refuse("data", "must be given with --dataset sharegpt")
 
     def _check_streams(self) -> None:
-        """Refuse streams that would have nothing to do, and yet be told of in the results."""
+        """Refuse more streams than prompts: the results would count idle ones."""
         most = max(self.concurrency, default=0)
         if self.num_prompts is not None and self.num_prompts < most:
             raise _refuse("num_prompts", f"must be at least {most}, one for each stream")
@@ -312,16 +312,16 @@ class BenchOptions(PromptOptions):
             names.add(name)
 
     def _changed(self, name: str) -> bool:
-        """Whether an option isn't at its default."""
+        """Return whether an option isn't at its default."""
         default: object = getattr(attrs.fields(BenchOptions), name).default
         return bool(getattr(self, name) != default)
 
     @property
     def extra_fields(self) -> dict[str, Any]:
-        """What ``--extra-body`` says.
+        """The fields of ``--extra-body``.
 
         Raises:
-            InvalidRequest: it is no JSON object.
+            InvalidRequest: it isn't a JSON object.
         """
         if self.extra_body is None:
             return {}
@@ -335,7 +335,7 @@ class BenchOptions(PromptOptions):
 
     @property
     def limits(self) -> Mapping[str, float]:
-        """``--goodput`` by name, in milliseconds."""
+        """The limits of ``--goodput`` by name, in milliseconds."""
         pairs = (text.split(":") for text in self.goodput)
         return {name: float(limit) for name, limit in pairs}
 

@@ -1,4 +1,4 @@
-"""What ``trioserve bench`` measures: the points of a sweep, with their work and its times."""
+"""The points of a ``trioserve bench`` sweep: the work of each, and its times."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MOST_WARM_UPS = 16
 
 
 def read_trace(options: BenchOptions) -> list[TraceRow]:
-    """The requests of ``--trace``; none without one. Reads from the disk.
+    """Return the requests of ``--trace`` from the disk; none without one.
 
     Raises:
-        DataError: the file can't be read or is no trace.
+        DataError: the file can't be read or isn't a trace.
     """
     if options.trace is None:
         return []
@@ -39,7 +39,7 @@ def read_trace(options: BenchOptions) -> list[TraceRow]:
 
 
 def is_chat(options: BenchOptions, trace: Sequence[TraceRow]) -> bool:
-    """Whether the chat endpoint is asked. A trace's messages need one, or lose their roles."""
+    """Return whether requests go to the chat endpoint, which alone keeps the roles of messages."""
     if options.endpoint != "auto":
         return options.endpoint == "chat"
     if options.trace is not None:
@@ -48,25 +48,25 @@ def is_chat(options: BenchOptions, trace: Sequence[TraceRow]) -> bool:
 
 
 def streams_of(options: BenchOptions) -> tuple[int, ...]:
-    """The streams of each closed loop. By default no more than there are prompts for."""
+    """Return the streams of each closed loop, by default at most one per prompt."""
     return options.concurrency or (min(_STREAMS, options.num_prompts or _STREAMS),)
 
 
 def points_of(
     options: BenchOptions, texts: Texts, trace: Sequence[TraceRow] | None = None
 ) -> tuple[list[Point], list[Conversation]]:
-    """What is measured, and what is asked before. Every point has prompts of its own.
+    """Return the points to measure, each with its own prompts, and the warm-up requests.
 
-    This may take seconds, for long prompts.
+    Making long prompts may take seconds.
 
     Args:
         options: what the command line says.
-        texts: makes prompts.
-        trace: the requests of ``--trace``, if they have been read already.
+        texts: the source of prompts.
+        trace: the requests of ``--trace``; None to read them here.
 
     Raises:
         UsageError: a file that an option names can't be used.
-        DataError: the file of conversations or the trace can't be.
+        DataError: the file of conversations or the trace can't be used.
     """
     warm_ups = options.warmup
     if warm_ups is None:
@@ -84,7 +84,7 @@ def points_of(
             _closed_point(options, texts, number, streams)
             for number, streams in enumerate(streams_of(options))
         ]
-    return _told_apart(points), before
+    return _numbered(points), before
 
 
 def _closed_point(options: BenchOptions, texts: Texts, number: int, streams: int) -> Point:
@@ -94,7 +94,7 @@ def _closed_point(options: BenchOptions, texts: Texts, number: int, streams: int
 
 def _open_point(options: BenchOptions, texts: Texts, number: int, rate: float) -> Point:
     if math.isinf(rate):
-        assert options.num_prompts is not None  # the options see to it
+        assert options.num_prompts is not None  # BenchOptions refuses inf without it
         count = options.num_prompts
         times = [0.0] * count
     else:
@@ -112,7 +112,7 @@ def _trace_point(options: BenchOptions, texts: Texts, rows: Sequence[TraceRow]) 
     work = trace_work(list(rows), texts, seed=options.seed)
     chat = is_chat(options, rows)
     for number, conversation in enumerate(work, 1):
-        # What can't be sent is told before the run, not in the midst of it.
+        # Refuse a request that can't be sent now, not in the middle of the run.
         try:
             request_fields(conversation, 0, [], chat=chat)
         except ValueError as error:
@@ -124,8 +124,8 @@ def _trace_point(options: BenchOptions, texts: Texts, rows: Sequence[TraceRow]) 
     )
 
 
-def _told_apart(points: Sequence[Point]) -> list[Point]:
-    """``points``, with those numbered that were asked for more than once."""
+def _numbered(points: Sequence[Point]) -> list[Point]:
+    """Return ``points``, with a number for each repetition of the same point."""
     seen: Counter[str] = Counter()
     told = []
     for point in points:

@@ -1,4 +1,4 @@
-"""What ``trioserve bench`` has measured, and the files that it writes of it."""
+"""The results of ``trioserve bench``, and the files that they are written to."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Results", "check_outputs", "note"]
 
 
 def check_outputs(options: BenchOptions) -> None:
-    """Find out before a long run that its results couldn't be written.
+    """Check before a long run that its results can be written.
 
     Raises:
-        UsageError: they couldn't; the message names the option.
+        UsageError: they can't; the message names the option.
     """
     for flag, given in (("--json", options.json), ("--html", options.html)):
         if given is not None:
@@ -46,7 +46,7 @@ def _check_file(flag: str, file: Path) -> None:
 
 
 def _check_folder(flag: str, folder: Path) -> None:
-    """``folder`` is made when it is needed, in the nearest one above it that is there."""
+    """Check that ``folder``, or the nearest existing one above it, can be written to."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"{flag}: {there} is no folder")
@@ -60,19 +60,19 @@ def _check_writable(flag: str, path: Path) -> None:
 
 @attrs.define(eq=False)
 class Results:
-    """What has been measured so far, and of what."""
+    """Measurements so far, and facts about their server and options."""
 
     options: BenchOptions
     facts: dict[str, Any] = attrs.field(factory=dict)
-    """What JSON and page tell beside the figures."""
+    """Facts for the JSON file and the page, beside the figures."""
     measured: list[Measured] = attrs.field(factory=list)
     planned: list[str] = attrs.field(factory=list)
-    """The labels of all points."""
+    """Labels of all points."""
 
     def write(self) -> None:
-        """Write the files that the options name. Nothing is written of nothing.
+        """Write the files that the options name, unless nothing was measured.
 
-        Where not every point was measured, they tell which ones weren't.
+        They list the points that weren't measured.
 
         Raises:
             TrioserveError: a file can't be written.
@@ -90,7 +90,7 @@ class Results:
             self._draw()
 
     def _draw(self) -> None:
-        # matplotlib isn't there in every installation, and takes a second to load.
+        # matplotlib is an extra, and takes a second to load.
         from trioserve.load.report_html import page
         from trioserve.load.report_plots import plots, save_plots
 
@@ -116,10 +116,10 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def _unwritten(path: Path, error: OSError) -> TrioserveError:
-    # An error of opening names the file, one of writing (a full disk's) doesn't.
+    # An error in opening names the file; an error in writing, as on a full disk, doesn't.
     return TrioserveError(f"{error.filename or path} can't be written: {error.strerror}")
 
 
 def note(line: str) -> None:
-    """Tell something that belongs to no figures: on stderr."""
+    """Print a line that belongs to no figures to stderr."""
     print(escaped(line, keep="\n\t"), file=sys.stderr, flush=True)

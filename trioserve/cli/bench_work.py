@@ -1,4 +1,4 @@
-"""What ``trioserve bench`` asks: the data sets, by its options."""
+"""The requests of ``trioserve bench``: data sets made as its options ask."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ _OUTPUT_TOKENS = 128
 _PREFIX_TOKENS = 512
 _TURNS = 4
 _SEED_STEP = 1_000_003
-"""Between the seeds of two points, so that none of their prompts are alike."""
+"""Distance of two points' seeds, so that none of their prompts are alike."""
 
 
 def make_texts(options: BenchOptions, model: str) -> Texts:
-    """What measures prompts: ``--tokenizer``, the model's own, or a guess. Reads from the disk.
+    """Return a source of prompts: by ``--tokenizer``, the model's own tokenizer, or a guess.
+
+    Tokenizers are read from the disk.
 
     Raises:
-        UsageError: ``--tokenizer`` names none.
+        UsageError: ``--tokenizer`` names no tokenizer.
     """
     if options.tokenizer is None:
-        # A name on the Hub isn't looked up: nobody asked for a download.
+        # A name on the Hub isn't looked up, which could start a download.
         if model not in KNOWN_MODELS and not Path(model).exists():
             return GuessedTexts()
         try:
@@ -57,18 +59,18 @@ def make_texts(options: BenchOptions, model: str) -> Texts:
 
 
 def make_work(options: BenchOptions, texts: Texts, count: int, *, point: int) -> list[Conversation]:
-    """``count`` conversations for the measurement number ``point``; -1 is the warm-up.
+    """Return ``count`` conversations for the measurement number ``point``; -1 is the warm-up.
 
     Raises:
         UsageError: a file that an option names can't be used.
-        DataError: the file of conversations can't be.
+        DataError: the file of conversations can't be used.
     """
     seed = options.seed + _SEED_STEP * (point + 1)
     return cancelled(options, _dataset(options, texts, count, seed), seed)
 
 
 def cancelled(options: BenchOptions, work: list[Conversation], seed: int) -> list[Conversation]:
-    """``work``, whose clients leave as ``--cancel-rate`` and what belongs to it say."""
+    """Return ``work`` with clients that disconnect, as ``--cancel-rate`` and its like ask."""
     if not options.cancel_rate:
         return work
     seconds, events = options.cancel_seconds, options.cancel_events
@@ -80,7 +82,7 @@ def cancelled(options: BenchOptions, work: list[Conversation], seed: int) -> lis
             events=(events[0], events[-1]) if events else None,
             seed=seed,
         )
-    # Each leaves in the first half of its answer, and a file's answers aren't of one length.
+    # Each client leaves in the first half of its answer; answers from a file differ in length.
     chooser = random.Random(f"{seed} cancellations")
     left: list[Conversation] = []
     for one in work:

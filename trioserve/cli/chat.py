@@ -1,7 +1,7 @@
 """``trioserve chat``: a conversation at a terminal, or from a pipe.
 
-Ctrl-C is taken over by :func:`chat` at a terminal, and only there: it stops the reply, and at the
-prompt a second one leaves. Everywhere else it is Python's own KeyboardInterrupt.
+At a terminal :func:`chat` handles Ctrl-C: it stops the reply, and at the prompt a second one
+leaves. From a pipe Ctrl-C is Python's own KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ async def chat(
 ) -> None:
     """Talk to the model until the input ends or says /exit.
 
-    At a terminal, must be called from the main thread (it takes SIGINT over), and a message that
-    is refused, or whose reply is lost, is only reported. From a pipe, every line is a message, and
-    a refusal is raised.
+    At a terminal, call it from the main thread, since it handles SIGINT; a refused message or a
+    lost reply is only reported. From a pipe, every line is a message, and a refusal is raised.
     """
     terminal = terminal or Terminal.standard()
     talk = _Talk(backend, conversation, terminal)
@@ -67,7 +66,7 @@ class _Talk:
     conversation: Conversation
     terminal: Terminal
     reply_scope: trio.CancelScope | None = None
-    """Around the reply that is being written, if one is."""
+    """Cancel scope of the reply in progress; None between replies."""
     leave_on_interrupt: bool = False
 
     async def run(self) -> None:
@@ -88,7 +87,7 @@ class _Talk:
                 await self._answer(self.conversation.messages, text)
 
     async def _whole_message(self, line: str) -> str:
-        """The message that ``line`` begins, with all its lines."""
+        """Return the message that ``line`` begins, with all its lines."""
         lines = [line]
         if line.startswith(BLOCK):
             lines = [line.removeprefix(BLOCK)]
@@ -129,7 +128,7 @@ class _Talk:
             self.terminal.note("There is nothing to answer again.")
 
     async def _answer(self, before: list[dict[str, Any]], text: str) -> None:
-        """Have ``text`` answered after ``before``. Without a reply nothing has been asked."""
+        """Ask for a reply to ``text`` after ``before``; keep both once there is any reply."""
         asked = [*before, {"role": "user", "content": text}]
         account = _Account(trio.current_time())
         error: InvalidRequest | RemoteError | None = None
@@ -174,12 +173,12 @@ def _advice(error: InvalidRequest | RemoteError) -> str:
 
 @attrs.define(eq=False)
 class _Account:
-    """A reply so far, and how fast it came. Times are seconds on trio's clock."""
+    """Text and pace of a reply so far. Times are seconds on trio's clock."""
 
     asked: float
     text: str = ""
     reasons: bool = False
-    """Whether the last that came was reasoning."""
+    """True while reasoning is being written."""
     _finish_reason: str | None = None
     _first: float = 0.0
     _last: float = 0.0
@@ -188,7 +187,7 @@ class _Account:
     _num_context_tokens: int | None = None
 
     def add(self, piece: Piece, now: float) -> None:
-        """Note what came at ``now``."""
+        """Add a piece that came at ``now``."""
         self.text += piece.text
         self.reasons = bool(piece.reasoning) or (self.reasons and not piece.text)
         self._finish_reason = piece.finish_reason
@@ -199,12 +198,12 @@ class _Account:
             self._num_tokens += piece.num_tokens
 
     def settle(self, reply: Reply) -> None:
-        """Note what ``reply``, which comes to nothing more, says of itself."""
+        """Take the token counts of ``reply``, which has ended."""
         self._num_tokens = reply.num_tokens or self._num_tokens
         self._num_context_tokens = reply.num_context_tokens
 
     def summary(self, max_model_len: int | None) -> str:
-        """For a person: ``34 tokens, 92.1 tokens/s, first after 0.08 s, context 120 of 8,192``."""
+        """Return ``34 tokens, 92.1 tokens/s, first after 0.08 s, context 120 of 8,192``."""
         facts = [f"{self._num_tokens:,} token{'s' if self._num_tokens != 1 else ''}"]
         seconds = self._last - self._first
         if seconds > 0:

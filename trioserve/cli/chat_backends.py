@@ -1,4 +1,4 @@
-"""Who answers in ``trioserve chat``: an engine in this process, or a server."""
+"""The back ends of ``trioserve chat``: an engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ Messages = Sequence[dict[str, Any]]
 
 @attrs.frozen(kw_only=True)
 class Piece:
-    """Some of a reply. A server's tokens aren't known before the end, so an event counts as one."""
+    """Part of a reply. A server sends its token count at the end, so an event counts as one."""
 
     text: str = ""
     reasoning: str = ""
-    """What a server holds apart as the model's reasoning, which isn't a part of the reply."""
+    """The model's reasoning, where the server sends it apart from the reply."""
     num_tokens: int = 0
     finish_reason: str | None = None
 
 
 class Reply(Protocol):
-    """A reply that is being written: an async iterator of pieces."""
+    """Reply in progress: an async iterator of pieces."""
 
     def __aiter__(self) -> AsyncIterator[Piece]: ...
 
@@ -58,38 +58,38 @@ class Reply(Protocol):
 
     @property
     def num_tokens(self) -> int | None:
-        """The reply's tokens, where they are known better than by the pieces."""
+        """The reply's tokens, where the back end counts them; None to count those of the pieces."""
 
     @property
     def num_context_tokens(self) -> int | None:
-        """How much of the model's context the conversation takes with it, where that is known."""
+        """Tokens of the conversation with the reply; None where unknown."""
 
 
 class ChatBackend(Protocol):
-    """A model to talk to."""
+    """A model that can be chatted with."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The model's name."""
 
     @property
     def max_model_len(self) -> int | None:
-        """How long a conversation may be, in tokens, where that is known."""
+        """Longest conversation in tokens; None where unknown."""
 
     def reply(
         self, messages: Messages, fields: Mapping[str, Any]
     ) -> contextlib.AbstractAsyncContextManager[Reply]:
-        """The reply to ``messages``; ``fields`` are sampling parameters. Leaving it stops it.
+        """Open the reply to ``messages``, sampled by ``fields``; leaving the context stops it.
 
         Raises:
             InvalidRequest: an engine refuses it.
-            RemoteError: a server refuses it, or is lost.
+            RemoteError: a server refuses it, or the connection is lost.
         """
 
 
 @attrs.frozen
 class EngineChatBackend:
-    """An open engine."""
+    """Back end for an open engine."""
 
     engine: Engine
 
@@ -140,10 +140,10 @@ class _Cards(msgspec.Struct):
 
 
 async def find_server(remote: Remote, base_path: str, model: str | None) -> ServerChatBackend:
-    """The server's model of that name, or its first.
+    """Return the server's model of that name, or its first.
 
     Raises:
-        RemoteError: it can't be asked, or has no such model.
+        RemoteError: the server can't be reached, or has no such model.
     """
     answer = await remote.get(f"{base_path}/models")
     remote.check(answer)
@@ -164,7 +164,7 @@ async def find_server(remote: Remote, base_path: str, model: str | None) -> Serv
 
 @attrs.frozen
 class ServerChatBackend:
-    """A model of an OpenAI-compatible server."""
+    """Back end for a model of an OpenAI-compatible server."""
 
     _remote: Remote
     _base_path: str

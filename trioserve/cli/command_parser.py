@@ -14,7 +14,7 @@ from trioserve.config.options import Group, Option, environment_name
 __all__ = ["CommandParser"]
 
 _MOST_OPTIONS = 30
-"""A command with more options than that shows only the common ones without ``--help=all``."""
+"""Most options that ``--help`` shows at once; of more, it shows the common ones."""
 _MORE = (
     "These are the options of everyday use. --help=all shows all {number}, and --help=NAME one of "
     "them in full, with its page of the documentation."
@@ -22,7 +22,7 @@ _MORE = (
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of one command: its errors are one line, and its help is short unless asked for more.
+    """Parser of one command, with one-line errors and a short ``--help``.
 
     Args:
         page: the section of the docs about the command.
@@ -33,9 +33,9 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**more, allow_abbrev=False, formatter_class=Formatter)
         self.page = page
         self.options: dict[str, Option] = {}
-        """The options among the arguments, by name."""
+        """Options among the arguments, by name."""
         self.pages: dict[str, str] = {}
-        """The options' sections of the docs, by name."""
+        """Sections of the docs about the options, by name."""
         self.variables: set[str] = set()
         """Names of the arguments that have an environment variable."""
 
@@ -66,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
         return action.dest not in self.options or self.options[action.dest].common
 
     def show_topic(self, name: str) -> NoReturn:
-        """Show what ``--help=NAME`` asks for, and exit."""
+        """Print all help or that of one option, as ``--help=NAME`` asks, and exit."""
         formatter = Formatter(self.prog)
         if name == ALL:
             self._print_message(self.format_help(everything=True), sys.stdout)
@@ -94,7 +94,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def without_foreign(self, arguments: Sequence[str], *, has_tables: bool) -> list[str]:
-        """Return the arguments without options that change nothing; exit with others'."""
+        """Return the arguments without options that have no effect; exit if others are unknown."""
         flags = [flag for action in self._actions for flag in action.option_strings]
         left, foreign = without_foreign(arguments, flags, has_tables=has_tables)
         unknown = [each for each in foreign if not each.is_taken]
@@ -118,7 +118,7 @@ class CommandParser(argparse.ArgumentParser):
             options: the options, in the order in which help shows those of a group.
             groups: the groups by name, in the order of help.
             lists: let a repeatable option take several values at once, too.
-            variables: say that each option is also an environment variable.
+            variables: name each option's environment variable in its help.
         """
         every = list(options)
         for name, group in groups.items():
@@ -135,8 +135,8 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _add_option(group: argparse._ArgumentGroup, option: Option, *, lists: bool = False) -> None:
-    """The flag of ``option``; with ``lists`` a repeatable one takes several values at once, too."""
-    # Texts are converted later, with those of the environment, so both are refused alike.
+    """Add the flag of ``option``; with ``lists`` a repeatable one takes several values at once."""
+    # Values are converted later, together with those of variables, for the same errors.
     default = f" (default: {option.default_text})" if option.default_text is not None else ""
     common: dict[str, Any] = {
         "dest": option.name,

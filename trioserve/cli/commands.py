@@ -1,11 +1,11 @@
-"""What each command does: its options are checked, then an engine, a server or a report begins.
+"""The commands: each checks its options, then runs an engine, a server or a report.
 
-Logging is set up here, and signal handlers by the commands alone (``serve`` and, at a terminal,
-``chat``): a program that uses trioserve as a library keeps its own.
+Logging is set up here, and signal handlers by ``serve``, ``top`` and, at a terminal, ``chat``
+alone: a program that uses trioserve as a library keeps its own.
 
 Exit codes: 0 for success, a drained server included; 1 for a failure; 2 for a wrong option; 3 for a
-server that drained and had to cut requests off; 128 and the signal's number for a command that a
-signal ended at once.
+server that drained but cut requests off; 128 plus the signal's number for a command that a signal
+ended at once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from trioserve.cli.remote_options import RemoteOptions
     from trioserve.engine.engine import Engine
 
-# What a command alone needs (trio, the server, rich) is imported by that command, so that --help
-# and a wrong option answer at once.
+# Each command imports what it alone needs (trio, the server, rich), so that --help and a wrong
+# option are answered at once.
 
 __all__ = ["main", "run"]
 
@@ -53,13 +53,13 @@ _KEPT = "\n\t"
 
 
 def run() -> None:
-    """The ``trioserve`` command. If a fault ends the interpreter itself, it shows its threads."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr it can't
+    """Run the ``trioserve`` command; a crash of the interpreter prints its threads."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # there may be no stderr
         faulthandler.enable()
     code = main()
     if code > 128:
-        # A signal ended it. What a thread was given up with, such as a download from the Hub, isn't
-        # waited for; Python would.
+        # A signal ended it. Python would wait for abandoned threads, such as one that downloads
+        # from the Hub.
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(arguments: argparse.Namespace) -> int:
-    """The command's exit code, also where Ctrl-C or the reader of its output ended it."""
+    """Run the command and return its exit code, also after Ctrl-C or a closed output pipe."""
     code = 0
     try:
         code = _COMMANDS[arguments.command](vars(arguments))
@@ -101,8 +101,8 @@ def _run_command(arguments: argparse.Namespace) -> int:
 def _serve(arguments: dict[str, Any]) -> int:
     config = server_config(arguments, os.environ)
     mock = mock_steps(arguments)
-    # A task dump that is asked for during the imports, which take a second or two, must not end
-    # the process.
+    # Without a handler, a request for a task dump during the imports, which take a second or two,
+    # would end the process.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with importing():
         import trio
@@ -176,7 +176,7 @@ def _with_engine(config: EngineConfig, use: Callable[[Engine], Awaitable[None]])
 
 
 def _read_prompt(given: str | None) -> str:
-    """The prompt from the command line, or all of stdin less one line end."""
+    """Return the prompt from the command line, or all of stdin less one line end."""
     if given is None:
         if sys.stdin.isatty():
             raise UsageError("give a PROMPT, or pipe one in")

@@ -1,4 +1,4 @@
-"""What is said in ``trioserve chat``, and the commands that change it. No terminal, no waiting."""
+"""The conversation of ``trioserve chat``, and the commands that change it. No I/O but /save."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HELP = '''\
 Write a message and press Enter. A message of several lines is pasted, or begins and ends with """,
 or has a \\ at the end of each line but its last. A line that begins with / is a command:
   /regenerate        answer the last message again
-  /clear             forget the conversation (but not /system and /set)
-  /system TEXT       tell the model something before the conversation; without TEXT, nothing
+  /clear             clear the conversation (but not /system and /set)
+  /system TEXT       set the system message; without TEXT, remove it
   /set NAME VALUE    sampling: temperature, top_p, max_tokens, ...; without VALUE the model's own,
                      and without NAME show what is set
   /save FILE         write the conversation as JSON, which the chat API takes
@@ -33,23 +33,23 @@ _OPTIONS = {option.name: option for option in SAMPLING_OPTIONS}
 
 @attrs.define(eq=False, kw_only=True)
 class Conversation:
-    """The messages so far, what the model is told before them, and how it is sampled.
+    """The messages so far, with a system message and sampling parameters.
 
-    ``fields`` are those of :class:`trioserve.SamplingParams`; the model's own hold for the others.
+    ``fields`` are those of :class:`trioserve.SamplingParams`; the model sets the others.
     """
 
     system: str | None = None
     fields: Mapping[str, Any] = attrs.field(factory=dict)
     messages: list[dict[str, Any]] = attrs.field(factory=list)
-    """Message and reply in turn: one that wasn't answered isn't among them."""
+    """Messages and replies in turn, without messages that got no reply."""
 
     def told(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """``messages`` as the model gets them."""
+        """Return ``messages`` with the system message before them."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *messages]
 
     def command(self, line: str) -> str:
-        """Do what ``line`` says, a command with its slash, and tell of it."""
+        """Run ``line``, a command with its slash, and return a line about its result."""
         name, _, argument = line.strip().partition(" ")
         commands: dict[str, Callable[[str], str]] = {
             "/clear": self._clear,
@@ -64,13 +64,11 @@ class Conversation:
 
     def _clear(self, _: str) -> str:
         self.messages.clear()
-        return "The conversation is forgotten."
+        return "The conversation is cleared."
 
     def _tell(self, text: str) -> str:
         self.system = text or None
-        return (
-            "The model is told that from now on." if text else "The model is told nothing before."
-        )
+        return "The system message is set." if text else "The system message is removed."
 
     def _save(self, name: str) -> str:
         if not name:

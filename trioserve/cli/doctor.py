@@ -1,7 +1,6 @@
-"""``trioserve doctor``: what this machine has, what is missing, and how to get it.
+"""``trioserve doctor``: report what this machine has, what is missing, and how to get it.
 
-Only what the command line itself needs is imported here, so that a broken installation can be
-looked at.
+This module imports only what the command line needs, so that it runs in a broken installation.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Fact", "Report", "as_json", "as_table", "examine"]
 
 WORKER_TIMEOUT = 120.0
-"""Seconds that the worker's side may take to look around; importing torch is most of it."""
+"""Seconds for the worker's report; importing torch takes most of them."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STYLES = {"ok": "green", "optional": "yellow", "missing": "bold red"}
@@ -45,30 +44,30 @@ _STYLES = {"ok": "green", "optional": "yellow", "missing": "bold red"}
 
 @attrs.frozen
 class Fact:
-    """One thing that was looked for."""
+    """One finding."""
 
     name: str
     value: str
     state: str = "ok"
-    """``ok``, ``optional`` (absent, and not always needed) or ``missing`` (needed)."""
+    """State: ``ok``, ``optional`` (absent but not always needed) or ``missing`` (needed)."""
     advice: str = ""
-    """How to get it, where the state isn't ``ok``."""
+    """Advice on how to get it, where the state isn't ``ok``."""
 
 
 @attrs.frozen
 class Report:
-    """Everything that was looked for, by section."""
+    """All findings by section."""
 
     sections: dict[str, list[Fact]]
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing that is needed is missing."""
+        """True if nothing needed is missing."""
         return all(fact.state != "missing" for facts in self.sections.values() for fact in facts)
 
 
 def examine() -> Report:
-    """Look at the machine. Starts a short-lived worker process, which imports torch."""
+    """Examine the machine, also from a short-lived worker process, which imports torch."""
     looks: dict[str, Callable[[], Iterator[Fact]]] = {
         "Machine": lambda: machine_facts(Machine()),
         "Packages": lambda: package_facts(requirements()),
@@ -79,13 +78,13 @@ def examine() -> Report:
 
 
 def as_json(report: Report) -> str:
-    """The report for machines: ``{"healthy": bool, "sections": {title: [fact, ...]}}``."""
+    """Return the report as JSON: ``{"healthy": bool, "sections": {title: [fact, ...]}}``."""
     sections = {title: [attrs.asdict(f) for f in facts] for title, facts in report.sections.items()}
     return json.dumps({"healthy": report.healthy, "sections": sections}, indent=2)
 
 
 def as_table(report: Report) -> Table:
-    """The report for people."""
+    """Return the report as a table for people."""
     import rich.table
     from rich.markup import escape
 
@@ -102,7 +101,7 @@ def as_table(report: Report) -> Table:
 
 
 def machine_facts(machine: Machine) -> Iterator[Fact]:
-    """This process's Python, system, cores, memory and compiler."""
+    """Yield this process's Python, system, cores, memory and compiler."""
     yield Fact("trioserve", __version__)
     yield Fact("Python", f"{platform.python_version()} at {sys.executable}")
     yield Fact("System", f"{platform.system()} {platform.release()} {platform.machine()}")
@@ -115,7 +114,7 @@ def machine_facts(machine: Machine) -> Iterator[Fact]:
 
 
 def _compiler_facts(machine: Machine) -> Iterator[Fact]:
-    """What the compiled kernels of a CPU need: instructions and a compiler."""
+    """Yield the needs of a CPU's compiled kernels: instructions and a compiler."""
     obstacle = machine.obstacle_to_kernels()
     compiler = compiler_version()
     if obstacle is not None:
@@ -129,7 +128,7 @@ def _compiler_facts(machine: Machine) -> Iterator[Fact]:
 
 
 def requirements() -> list[str]:
-    """What trioserve says it depends on, extras left out; empty where nothing says so."""
+    """Return the dependencies that trioserve declares, without extras; none if undeclared."""
     try:
         stated = importlib.metadata.requires("trioserve") or []
     except importlib.metadata.PackageNotFoundError:
@@ -141,7 +140,7 @@ def requirements() -> list[str]:
 
 
 def package_facts(stated: list[str]) -> Iterator[Fact]:
-    """For each requirement, which version is installed and whether it will do."""
+    """Yield for each requirement the installed version and whether it satisfies."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -175,7 +174,7 @@ def _version(distribution: str) -> str | None:
 
 
 def worker_facts(command: list[str]) -> Iterator[Fact]:
-    """What the worker's side says of itself when ``command`` asks it."""
+    """Yield the worker's report, as ``command`` prints it."""
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(_ROOT), *([inherited] if inherited else [])])
     try:
@@ -219,7 +218,7 @@ def _as_line(name: str, value: Any) -> str:
 
 
 def model_facts() -> Iterator[Fact]:
-    """The models with a name of their own, and the Hub's cache."""
+    """Yield the models with known names, and the Hub's cache."""
     for name in KNOWN_MODELS:
         try:
             path = locate(name)
@@ -228,7 +227,7 @@ def model_facts() -> Iterator[Fact]:
         else:
             yield Fact(name, f"{path} ({path.stat().st_size / 2**20:.0f} MiB)")
     if importlib.util.find_spec("huggingface_hub") is None:
-        return  # said among the packages
+        return  # the packages report that
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)

@@ -1,6 +1,6 @@
 """Options of other servers on a command line, by the tables of docs/from-*.md.
 
-An option that changes nothing here is taken out of the command line. Any other one is explained.
+An option without effect here is taken out of the command line. Any other one is explained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trioserve.config.options import closest
 __all__ = ["SERVERS", "equivalents", "explained", "told", "without_foreign"]
 
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "llama-cpp": "llama.cpp"}
-"""The servers' names by those of their tables."""
+"""Names of the servers, by the names of their tables."""
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _SWITCHED_ON = ("on", "auto")
@@ -29,17 +29,17 @@ _WHY_NOT = re.compile(r"not (?:needed|there)(?: yet)?(?:, with intent)?(?:[:;] )
 
 @attrs.frozen(kw_only=True)
 class Equivalent:
-    """A row of a table: options of another server, and what does the same here."""
+    """Row of a table: options of another server, and their equivalent here."""
 
     server: str
     flags: tuple[str, ...]
     here: str
-    """Markdown."""
+    """The equivalent, in Markdown."""
     accepts: str | list[str] = ""
-    """Values with which the options change nothing here; see the data file."""
+    """Values with which the options have no effect here; see the data file."""
 
     def text_for(self, flag: str) -> str:
-        """Return what does the same as ``flag``, as plain text."""
+        """Return the equivalent of ``flag`` as plain text."""
         text = _MARKDOWN_LINK.sub(r"\1", self.here).removeprefix("the same: ")
         own, _, _ = text.partition(";")
         names = re.findall(r"`(--[^`]+)`", own)
@@ -51,12 +51,12 @@ class Equivalent:
 
 @attrs.frozen
 class Foreign:
-    """An option on a command line that isn't one of its command."""
+    """Option on a command line that its command doesn't have."""
 
     flag: str
     values: tuple[str, ...] = ()
     is_taken: bool = False
-    """Whether it changes nothing, so that the command goes on without it."""
+    """True for an option without effect, which the command ignores."""
 
     def __str__(self) -> str:
         return " ".join((self.flag, *self.values))
@@ -81,7 +81,7 @@ def equivalents() -> tuple[Equivalent, ...]:
 def without_foreign(
     arguments: Sequence[str], own: Collection[str], *, has_tables: bool
 ) -> tuple[list[str], list[Foreign]]:
-    """Return the command line without the options that change nothing, and all foreign ones.
+    """Return the command line without options that have no effect, and all foreign options.
 
     Args:
         arguments: the words behind the command's name.
@@ -104,17 +104,17 @@ def without_foreign(
 
 
 def told(foreign: Foreign) -> str:
-    """Return a line that says why an option changes nothing."""
+    """Return a line that says why an option has no effect."""
     row = next(_rows(foreign.flag))
     reason = _WHY_NOT.sub("", row.text_for(foreign.flag).removeprefix("use "), count=1)
     return f"{foreign} changes nothing here" + (f": {reason}" if reason else "")
 
 
 def explained(foreign: Sequence[Foreign], own: Collection[str], *, has_tables: bool) -> str:
-    """Return what does the same here as each of these options, one line each if they are several.
+    """Return the equivalents of these options, in one line each if there are several.
 
-    An option may be in several tables. That of the server with the most of these options counts.
-    Without tables, only options of the command that are written alike are named.
+    If several tables have an option, the one with the most of these options counts. Without
+    tables, only options of the command with a similar name are suggested.
     """
     rows = [list(_rows(each.flag)) if has_tables else [] for each in foreign]
     counts = Counter(server for each in rows for server in {row.server for row in each})
@@ -135,13 +135,13 @@ def _explained(foreign: Foreign, row: Equivalent | None, own: Collection[str]) -
 
 
 def _is_flag(word: str) -> bool:
-    """Whether argparse takes ``word`` for an option."""
+    """Return whether argparse takes ``word`` for an option."""
     name = word.partition("=")[0]
     return name.startswith("-") and len(name) > 1 and " " not in name and not _NUMBER.match(name)
 
 
 def _known(flag: str) -> str:
-    """Return the flag as tables have it: with dashes, without a path of its own behind a dot."""
+    """Return the flag as tables spell it: with dashes, and without what follows a dot."""
     return flag.partition(".")[0].replace("_", "-") if flag.startswith("--") else flag
 
 
@@ -151,7 +151,7 @@ def _rows(flag: str) -> Iterator[Equivalent]:
 
 
 def _foreign(word: str, rest: list[str]) -> Foreign:
-    """Return the option that ``word`` is, with the values that are taken from ``rest``."""
+    """Return the option ``word`` with its values, which are taken from ``rest``."""
     flag, has_value, value = word.partition("=")
     row = next(_rows(flag), None)
     accepts = row.accepts if row is not None else ""
@@ -175,7 +175,7 @@ def _changes_nothing(accepts: str | list[str], values: Sequence[str]) -> bool:
 
 
 def _values(accepts: str | list[str], rest: list[str]) -> Iterator[str]:
-    """Take an option's values from the words behind it."""
+    """Yield an option's values, taken from the words behind it."""
     most = {"": 0, "flag": 0, "values": len(rest)}.get(str(accepts), 1)
     while most and rest and not _is_flag(rest[0]) and rest[0] != "--":
         if accepts == "optional" and rest[0] not in (*_SWITCHED_ON, "off"):

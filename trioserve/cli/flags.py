@@ -1,6 +1,6 @@
-"""From parsed arguments to checked options.
+"""Options from parsed arguments and environment variables, checked.
 
-A flag wins over its environment variable, and that over the default.
+A flag wins over its variable, and the variable over the default.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Config = TypeVar("Config", EngineConfig, ServerConfig)
 
 
 def engine_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> EngineConfig:
-    """The engine's options, from flags and variables.
+    """Return the engine's options from flags and variables.
 
     Raises:
         UsageError: a value isn't allowed.
@@ -54,7 +54,7 @@ def engine_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) 
 
 
 def server_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
-    """The server's options with the engine's, from flags and variables.
+    """Return the server's options, with the engine's, from flags and variables.
 
     Raises:
         UsageError: a value isn't allowed.
@@ -64,7 +64,7 @@ def server_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) 
 
 
 def bench_options(arguments: Mapping[str, Any]) -> BenchOptions:
-    """The options of a measurement, from flags alone.
+    """Return the options of a measurement from flags.
 
     Raises:
         UsageError: a value isn't allowed.
@@ -81,13 +81,13 @@ def bench_options(arguments: Mapping[str, Any]) -> BenchOptions:
 
 
 def remote_options(arguments: Mapping[str, Any]) -> RemoteOptions:
-    """The server that a command asks, from flags alone."""
+    """Return the address and keys of a server from flags."""
     fields = _from_flags(options_of(RemoteOptions), arguments)
     return RemoteOptions(**fields, url=arguments["url"] or DEFAULT_URL)
 
 
 def top_options(arguments: Mapping[str, Any]) -> TopOptions:
-    """What ``top`` is told, from flags alone.
+    """Return the options of ``top`` from flags.
 
     Raises:
         UsageError: a value isn't allowed.
@@ -102,10 +102,10 @@ def top_options(arguments: Mapping[str, Any]) -> TopOptions:
 
 
 def chat_server(arguments: Mapping[str, Any]) -> RemoteOptions | None:
-    """The server that ``chat`` talks to; None where it loads a model itself.
+    """Return the server that ``chat`` talks to; None for a model that is loaded here.
 
     Raises:
-        UsageError: a flag belongs to the one, and the other is asked for.
+        UsageError: a flag is for a server without ``--url``, or for an engine with it.
     """
     if arguments["url"] is None:
         _refuse_flags(arguments, RemoteOptions, "needs --url")
@@ -121,7 +121,7 @@ def _refuse_flags(arguments: Mapping[str, Any], cls: type[attrs.AttrsInstance], 
 
 
 def embedded_config(options: BenchOptions, environment: Mapping[str, str]) -> EngineConfig | None:
-    """The engine that ``--embedded`` and ``--engine-option`` ask for; None where none is.
+    """Return the engine that ``--embedded`` and ``--engine-option`` ask for; None without.
 
     Raises:
         UsageError: there is no such option, or its value isn't allowed.
@@ -152,7 +152,7 @@ def embedded_config(options: BenchOptions, environment: Mapping[str, str]) -> En
 
 
 def sampling_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of SamplingParams that flags set, checked.
+    """Return the fields of SamplingParams that flags set, checked.
 
     Raises:
         UsageError: a value isn't allowed.
@@ -166,7 +166,7 @@ def sampling_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_variable_lines(environment: Mapping[str, str]) -> list[str]:
-    """A line for each variable that is named like an option and is none."""
+    """Return a warning for each variable that is named like an option but isn't one."""
     known = [option.name for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]
     return [
         f"{name} is no option" + (f"; did you mean {meant}?" if meant else "")
@@ -186,7 +186,7 @@ def _config(
 
 
 def _from_flags(options: Iterable[Option], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the flags that were given, by option name."""
+    """Return the values of the given flags by option name."""
     values: dict[str, Any] = {}
     for option in options:
         if option.name not in arguments:
@@ -202,9 +202,9 @@ def _from_flags(options: Iterable[Option], arguments: Mapping[str, Any]) -> dict
 def _as_written(
     error: InvalidRequest, arguments: Container[str], options: Iterable[Option]
 ) -> UsageError:
-    """The error, with the option's name as the user wrote it: a flag or a variable.
+    """Return the error with the option's name as the user wrote it: a flag or a variable.
 
-    The names of those that are flags are in ``arguments``.
+    ``arguments`` holds the names of the options that were given as flags.
     """
     message = str(error)
     for option in options:

@@ -1,4 +1,4 @@
-"""``trioserve generate``: a text goes on, on stdout."""
+"""``trioserve generate``: stream the continuation of a text to stdout."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from trioserve.config.options import Option
 __all__ = ["ALL", "Formatter", "Topic", "close_names", "plain_name", "topic_of"]
 
 ALL = "all"
-"""The NAME that asks for every option."""
+"""NAME that stands for every option."""
 
 _FLAG = "--help="
 _MOST_CLOSE = 5
@@ -48,7 +48,7 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 class Formatter(argparse.HelpFormatter):
-    """argparse's formatter, which breaks every line that is too long, and no flag at its dashes."""
+    """argparse's formatter, but it wraps every long line, and never within a flag."""
 
     @property
     def width(self) -> int:
@@ -87,20 +87,20 @@ class Topic:
 
     action: argparse.Action
     option: Option | None
-    """None for an argument that is no option, such as MODEL."""
+    """None for an argument that isn't an option, such as MODEL."""
     variable: str | None
-    """Its environment variable."""
+    """Its environment variable, if it has one."""
     page: str
     """A section of the docs; see ``Option.page``."""
 
     @property
     def names(self) -> set[str]:
-        """The plain names that it goes by."""
+        """Plain names of the argument."""
         names = {self.action.dest, *self.action.option_strings, self.variable or ""}
         return {plain_name(name) for name in names if name}
 
     def text(self, formatter: Formatter) -> str:
-        """Return everything there is to know of it."""
+        """Return the help of the argument."""
         invocation = formatter._format_action_invocation(self.action)
         paragraphs = [invocation, _filled(self._help, formatter.width, "  ")]
         facts = [

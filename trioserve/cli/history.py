@@ -1,7 +1,7 @@
-"""What was written at a prompt before, in a file, for the arrow keys of the next time.
+"""The history of a chat's prompt: a file that outlives the chat, for the arrow keys.
 
-One message a line, as JSON, for a message may have line breaks. readline's own format has no way to
-say that, and its two implementations don't read each other's.
+Each line is one message as JSON, since a message may have line breaks. readline's own format can't
+hold them, and its two implementations don't read each other's files.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ __all__ = ["MAX_CHARACTERS", "MAX_ENTRIES", "History", "history_path"]
 
 MAX_ENTRIES = 1000
 MAX_CHARACTERS = 10_000
-"""Of one message. A longer one was pasted, and would only be in the way."""
+"""Characters of the longest message that is kept. Longer ones are usually pasted."""
 
 
 def history_path(given: str | None, environment: Mapping[str, str]) -> Path | None:
-    """The file that ``given`` names, else ``$TRIOSERVE_HISTORY``, else the user's own place for it.
+    """Return the history's file: ``given``, else ``$TRIOSERVE_HISTORY``, else the user's default.
 
-    None where that is the word ``off``, or where there is no home folder.
+    None for the word ``off``, or without a home folder.
     """
     named = given or environment.get("TRIOSERVE_HISTORY")
     if named:
         return None if named == "off" else Path(named)
     state = environment.get("XDG_STATE_HOME", "")
-    if os.path.isabs(state):  # the standard has others ignored
+    if os.path.isabs(state):  # the XDG standard ignores relative paths
         return Path(state) / "trioserve" / "chat_history"
     with contextlib.suppress(RuntimeError):
         return Path.home() / ".local" / "state" / "trioserve" / "chat_history"
@@ -39,15 +39,15 @@ def history_path(given: str | None, environment: Mapping[str, str]) -> Path | No
 
 @attrs.define(eq=False)
 class History:
-    """The file at ``path``, which only its owner may read; without one nothing is kept.
+    """The file at ``path``, which only its owner may read; None keeps nothing.
 
-    Nobody's chat ends because a line can't be kept: what the system refuses is left out.
+    A line that can't be written is dropped, and the chat goes on.
     """
 
     path: Path | None
 
     def read(self) -> list[str]:
-        """The newest ``MAX_ENTRIES``, the oldest first. Shortens a file that has grown far past."""
+        """Return the newest ``MAX_ENTRIES``, oldest first, and shorten a file of twice as many."""
         if self.path is None:
             return []
         try:
@@ -65,7 +65,7 @@ class History:
             return
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Two chats may append at a time: a line is one write.
+            # Two chats may append at the same time, so each line is one write.
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 os.write(descriptor, json.dumps(entry).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Shows a model being loaded: bars on a terminal, log lines anywhere else."""
+"""Progress of loading a model: bars on a terminal, log lines anywhere else."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["LoadingReport"]
 _log = get_logger("trioserve.cli.loading")
 
 EVERY = 5.0
-"""Seconds between two lines about one stage."""
+"""Seconds between two log lines about one stage."""
 _TITLES = {"kernels": "compiling kernels, once on this machine", "weights": "reading weights"}
 
 
 @attrs.define(eq=False)
 class LoadingReport:
-    """The ``on_progress`` of an engine. A context manager; leaving it takes the bars away.
+    """The ``on_progress`` of an engine. A context manager; leaving it removes the bars.
 
-    Progress that comes later, from a worker that had to be started again, is logged.
+    Later progress, from a restarted worker, is logged.
     """
 
     _bars: rich.progress.Progress | None = None
     _tasks: dict[str, rich.progress.TaskID] = attrs.field(factory=dict)
     _stage: str | None = None
-    _told_at: float = 0.0
-    """When the last line was logged."""
+    _logged_at: float = 0.0
+    """Time of the last logged line."""
 
     def __enter__(self) -> LoadingReport:
         if sys.stderr.isatty():
@@ -50,7 +50,7 @@ class LoadingReport:
         self.close()
 
     def close(self) -> None:
-        """Take the bars away. Idempotent."""
+        """Remove the bars. Idempotent."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
@@ -63,18 +63,18 @@ class LoadingReport:
         if progress.stage not in self._tasks:
             title = _TITLES.get(progress.stage, progress.stage)
             self._tasks[progress.stage] = self._bars.add_task(title)
-        # A total of 0 is a stage whose length isn't known: the bar only moves.
+        # A total of 0 means that the stage's length is unknown: its bar only pulses.
         self._bars.update(
             self._tasks[progress.stage], completed=progress.done, total=progress.total or None
         )
 
     def _log_line(self, progress: wire.Progress) -> None:
-        """Log a stage when it begins, and how much of it is done every few seconds."""
+        """Log the beginning of a stage, and its progress every few seconds."""
         now = time.monotonic()
         if progress.stage != self._stage:
             _log.info("loading", stage=progress.stage)
-        elif now - self._told_at >= EVERY:
+        elif now - self._logged_at >= EVERY:
             _log.info("loading", stage=progress.stage, done=progress.done, total=progress.total)
         else:
             return
-        self._stage, self._told_at = progress.stage, now
+        self._stage, self._logged_at = progress.stage, now

@@ -24,7 +24,7 @@ _NUMBER = r"(\d+(?:\.\d+)?)"
 _TIME = re.compile(_NUMBER + r"(us|ms|s)|0")
 _RATE = re.compile(_NUMBER + r"/s")
 _LONGEST = 3600.0
-"""Seconds. More is a mistake, which the watchdog would take for a worker that hangs."""
+"""Longest step in seconds. The watchdog would take a longer one for a hung worker."""
 
 
 MOCK_OPTION = Option(
@@ -41,10 +41,10 @@ MOCK_GROUPS = {"measuring": Group("Measuring", "benchmarking#Is it the server th
 
 
 def mock_steps(arguments: Mapping[str, Any]) -> MockSteps | None:
-    """What the flag says; None where it wasn't given.
+    """Return the step times that the flag gives; None without it.
 
     Raises:
-        UsageError: it makes no sense.
+        UsageError: its value isn't a time, a rate or both.
     """
     text = arguments.get("mock_worker")
     if text is None:

@@ -1,4 +1,4 @@
-"""What a command prints, and what becomes of it where it can't be printed."""
+"""Output of a command to stdout, and errors in writing it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["OutputError", "discard_output", "writing"]
 
 
 class OutputError(TrioserveError):
-    """What a command has to say can't be written, as on a full disk."""
+    """The output can't be written, as on a full disk."""
 
 
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """Around writing to stdout.
+    """Turn an error in writing to stdout into an ``OutputError``.
 
     Raises:
-        OutputError: it can't be written to.
-        BrokenPipeError: nobody reads it any more, which is no failure of the command's.
+        OutputError: stdout can't be written to.
+        BrokenPipeError: the pipe's reader has gone, which isn't a failure of the command.
     """
     try:
         yield
@@ -33,5 +33,5 @@ def writing() -> Iterator[None]:
 
 
 def discard_output() -> None:
-    """Keep Python from reporting the same once more when it flushes stdout on its way out."""
+    """Redirect stdout to nowhere, so that Python's last flush doesn't report the error again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The command line's grammar: the commands, their flags, and what is said of a line without sense.
+"""The command line's grammar: the commands and their flags.
 
 The flags are made from :mod:`trioserve.config` and its like, so an option is defined once.
 """
@@ -73,7 +73,7 @@ SAMPLING_OPTIONS = (
     _sampling_option("stop", str, "end before this text; may be given again", repeatable=True),
     _sampling_option("ignore_eos", bool, "go on past the model's end of text"),
 )
-"""The fields of SamplingParams that are flags; without a flag the model's own default holds."""
+"""Fields of SamplingParams that are flags; without a flag the model's own default holds."""
 
 
 _SAMPLING_GROUPS = {
@@ -226,9 +226,9 @@ def _doctor(add: _Add) -> CommandParser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. Exits with code 2 and one line where it makes no sense.
+    """Parse a command line; exit with code 2 and one line for a wrong one.
 
-    The namespace holds ``command`` and, as text, the options that were given.
+    The namespace holds ``command`` and the given options as text.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     parser, commands = build_parsers()

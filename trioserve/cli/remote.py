@@ -1,4 +1,4 @@
-"""From a URL and a key on the command line to a server that can be asked."""
+"""Connection to a server from a URL and a key on the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["address_of", "authorization", "certificates", "remote_of"]
 
 
 def remote_of(options: RemoteOptions) -> tuple[Remote, Address]:
-    """The server itself, and its address.
+    """Return the server and its address.
 
     Raises:
         UsageError: an option isn't allowed.
@@ -33,7 +33,7 @@ def remote_of(options: RemoteOptions) -> tuple[Remote, Address]:
 
 
 def address_of(url: str, *, instead: str = "--api-key") -> Address:
-    """Where the server is; ``instead`` of a password in the URL, people are told to use that.
+    """Return the server's address; an error about a password in the URL suggests ``instead``.
 
     Raises:
         UsageError: ``url`` names no server, or holds a password.
@@ -43,13 +43,13 @@ def address_of(url: str, *, instead: str = "--api-key") -> Address:
     except ValueError as error:
         raise UsageError(f"URL: {error}") from error
     if "@" in urlsplit(url if "://" in url else f"//{url}").netloc:
-        # It would be shown, and be in results, which tell no keys.
+        # The URL is printed and written to results, which must hold no keys.
         raise UsageError(f"URL: a name and a password in it aren't sent: give {instead}")
     return address
 
 
 def certificates(address: Address, ca_file: str | None, *, insecure: bool) -> ssl.SSLContext | None:
-    """What certificates of the server are trusted; None where it has no TLS.
+    """Return the TLS settings for the server's certificate; None without TLS.
 
     Raises:
         UsageError: the file can't be used, or an option makes no sense without TLS.
@@ -61,12 +61,12 @@ def certificates(address: Address, ca_file: str | None, *, insecure: bool) -> ss
         return None
     try:
         return tls_context(None if ca_file is None else Path(ca_file), insecure=insecure)
-    except OSError as error:  # an SSLError, too
+    except OSError as error:  # SSLError is one
         raise UsageError(f"--ca-file: {ca_file} can't be used: {error}") from error
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header that carries ``api_key``, else ``$OPENAI_API_KEY``; none where neither is there.
+    """Return the header with ``api_key``, else with ``$OPENAI_API_KEY``; none without either.
 
     Raises:
         UsageError: the key can't be sent.

@@ -1,4 +1,4 @@
-"""The options of every command that asks a server. Nothing here that ``--help`` doesn't need."""
+"""The options of every command that connects to a server; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ REMOTE_GROUPS = {"target": Group("With --url", "terminal#Talk to a model")}
 
 @attrs.frozen(kw_only=True)
 class RemoteOptions:
-    """Where a server is and how it is asked."""
+    """Address of a server, its key and its certificates."""
 
     url: str = DEFAULT_URL
-    """Its address, ``/v1`` at its end or not."""
+    """The address, with or without ``/v1``."""
 
     api_key: str | None = option(
         None,

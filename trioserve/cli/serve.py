@@ -1,4 +1,4 @@
-"""``trioserve serve``: the server as a process, with its signals and what it prints."""
+"""``trioserve serve``: the server as a process, with its signals and its output."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ from trioserve.protocol.gc_tuning import rare_collections
 __all__ = ["CUT_OFF", "rare_collections", "run_server"]
 
 CUT_OFF = 3
-"""The exit code where the time to finish was over before all requests had."""
+"""Exit code of a server that drained but cut requests off."""
 
 _log = get_logger("trioserve.serve")
 
 
 @attrs.define(eq=False)
 class _Process:
-    """The server process's state, as signals and start-up see it. A ``trio.TaskStatus``."""
+    """State of the server process for signals and the start. A ``trio.TaskStatus``."""
 
     config: ServerConfig
     report: LoadingReport
     settle: Callable[[], None]
-    """Called when everything that stays is there."""
+    """Called when the server listens, to freeze the objects that stay."""
     shutdown: trio.Event = attrs.field(factory=trio.Event)
     serving: bool = False
     exit_code: int = 0
 
     def started(self, value: Sequence[str] = ()) -> None:
-        """The server listens: say where, on stdout."""
+        """Print the addresses that the server listens on."""
         self.serving = True
         self.settle()
         self.report.close()
         with writing():
             print(f"Serving {_model_name(self.config)} at {', '.join(value)}", flush=True)
-            # What reads a pipe looks for the line above.
+            # A program that reads a pipe expects only the line above.
             if sys.stdout.isatty():
                 print("\n".join(welcome(self.config, value[0])), flush=True)
 
     async def watch(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
-        """Drain at the first signal; at the second, or before there is anything to drain, end."""
+        """Drain at the first signal; end at the second, or at one before the server listens."""
         async for number in signals:
             if self.shutdown.is_set() or not self.serving:
                 self.exit_code = 128 + number
@@ -71,7 +71,7 @@ class _Process:
 
 
 def _ending_signals() -> list[int]:
-    """The signals that end the server: a closed terminal's too, unless ``nohup`` says otherwise."""
+    """Return the signals that end the server, SIGHUP among them unless ``nohup`` ignores it."""
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signals.append(signal.SIGHUP)
@@ -79,7 +79,7 @@ def _ending_signals() -> list[int]:
 
 
 def _model_name(config: ServerConfig) -> str:
-    """The first name that clients may use for the model."""
+    """Return the first name that clients may use for the model."""
     if config.served_model_name:
         return config.served_model_name[0]
     path = Path(config.engine.model)
@@ -89,12 +89,12 @@ def _model_name(config: ServerConfig) -> str:
 async def run_server(config: ServerConfig, mock: wire.MockSteps | None = None) -> int:
     """Serve until drained or ended by a signal, and return the process's exit code.
 
-    The code is 0 where all that ran has finished, ``CUT_OFF`` where ``shutdown_timeout`` ended
-    some of it, and 128 and the signal's number where a signal ended everything at once.
+    The code is 0 if all requests finished, ``CUT_OFF`` if ``shutdown_timeout`` cut some off, and
+    128 plus the signal's number if a signal ended the server at once.
 
     Args:
         config: the engine's and the server's options.
-        mock: how long the steps of a worker that computes nothing take; None for a real one.
+        mock: the step times of a mock worker; None for a real worker.
 
     Raises:
         TrioserveError: the model can't be loaded, the address can't be used, the engine failed.
@@ -125,7 +125,7 @@ async def run_server(config: ServerConfig, mock: wire.MockSteps | None = None) -
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             failure = sole_exception(group)
-        # Raised here and not from the group, which would take the place of the error's own cause.
+        # Raised outside of the except block, which would replace the error's own cause.
         if failure is not None:
             raise failure
     return process.exit_code

@@ -1,8 +1,8 @@
 """A terminal as ``trioserve chat`` and ``trioserve generate`` use it: lines in, text out.
 
-Lines are read in a thread that is left behind when the command ends while it waits for one, so it
-must hold no lock that the interpreter wants on its way out: at a terminal it is in ``input``, and
-from a pipe it reads without a buffer.
+A thread reads the lines, and the command may end while it waits for one. So it must hold no lock
+that the interpreter needs at its end: at a terminal it is in ``input``, and from a pipe it reads
+without a buffer.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _CONTROLS = dict.fromkeys(
     for code in [*range(32), *range(127, 160), *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
     if chr(code) not in "\n\t"
 )
-"""What a model may not do to a terminal: move its cursor, ring its bell, change its title, turn the
-order of its characters around. Other format characters belong to texts in some languages."""
+"""Control characters that a model could move the cursor with, ring the bell, change the title or
+reverse the order of characters. Other format characters belong to texts in some languages."""
 _PLAIN_PASTE = "\x1b[?2004l"
-"""Tells a terminal not to mark what is pasted any more, as readline has it do at the prompt."""
+"""Turns bracketed paste off, which readline turns on at the prompt."""
 
 
 class Terminal:
-    """Lines in, text out, notes for the person on stderr.
+    """Lines from stdin, text to stdout, notes for the person to stderr.
 
-    ``history`` is where lines are kept for the next time; those from a pipe never are.
+    ``history`` keeps the lines of a terminal; lines from a pipe are never kept.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Terminal:
         self._history = history or History(None)
         self._prompt = PROMPT
         self.interactive = stdin.isatty() and stdout.isatty()
-        """Whether somebody sits there, rather than a file or a pipe at either end."""
+        """True for a terminal at both ends; false for a file or a pipe at either."""
         self._readline = _readline() if self.interactive else None
         self._lines = None if self.interactive else _unbuffered_lines(stdin)
         self._dumb = os.environ.get("TERM", "dumb") == "dumb"
@@ -57,13 +57,13 @@ class Terminal:
 
     @classmethod
     def standard(cls, history: History | None = None) -> Terminal:
-        """The process's own stdin, stdout and stderr."""
+        """Return a terminal of the process's own stdin, stdout and stderr."""
         return cls(sys.stdin, sys.stdout, sys.stderr, history)
 
     async def read_line(self, prompt: str = PROMPT) -> str | None:
-        """The next line without its end, None when there is none. At a terminal, asks for it.
+        """Return the next line without its end, None at the end of the input.
 
-        What is pasted with line breaks in it is one line, where the terminal marks what is pasted.
+        A pasted text with line breaks is one line, if the terminal has bracketed paste.
         """
         self._prompt = prompt
         return await trio.to_thread.run_sync(self._read_line, abandon_on_cancel=True)
@@ -78,17 +78,17 @@ class Terminal:
             return None
 
     def remember(self, entry: str) -> None:
-        """Have the arrow keys bring ``entry`` back, now and the next time."""
+        """Add ``entry`` to the history, for the arrow keys of this chat and later ones."""
         if self._readline is not None:
             self._readline.add_history(entry)
         if self.interactive:
             self._history.append(entry)
 
     def write(self, text: str, *, faint: bool = False) -> None:
-        """Show ``text`` at once, without what would control the terminal."""
+        """Show ``text`` at once, without control characters at a terminal."""
         if self._stdout.isatty():
             text = text.translate(_CONTROLS)
-        # A terminal that isn't UTF-8 must not end the reply at the first emoji.
+        # Replace characters, such as emoji, that a terminal without UTF-8 can't show.
         encoding = self._stdout.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
         if faint and self._styled:
@@ -98,17 +98,17 @@ class Terminal:
             self._stdout.flush()
 
     def note(self, line: str) -> None:
-        """Tell the person something that isn't output."""
+        """Print a line for the person that isn't output."""
         print(escaped(line, keep="\n\t"), file=self._stderr, flush=True)
 
     def ask_again(self) -> None:
-        """Put the prompt, and what has been typed at it, on a new line."""
+        """Show the prompt again, with the characters typed so far."""
         typed = "" if self._readline is None else self._readline.get_line_buffer()
         self.write(self._prompt + typed)
 
     @contextlib.contextmanager
     def line_editing(self) -> Iterator[None]:
-        """Arrow keys and history at the prompt; afterwards the terminal is as it was."""
+        """Set up arrow keys and history at the prompt, and restore the terminal at the end."""
         marks_pastes = self._prepare_readline()
         try:
             import termios
@@ -120,22 +120,22 @@ class Terminal:
             yield
         finally:
             termios.tcsetattr(self._stdin.fileno(), termios.TCSADRAIN, before)
-            # The thread that waits for a line when the chat ends doesn't get to say so.
+            # The thread that still waits for a line can't turn bracketed paste off itself.
             if marks_pastes:
                 with writing():
                     self._stdout.write(_PLAIN_PASTE)
                     self._stdout.flush()
 
     def _prepare_readline(self) -> bool:
-        """Give readline the lines of before; whether it has the terminal mark what is pasted."""
+        """Give readline the history, and return whether it turned bracketed paste on."""
         readline = self._readline
         if readline is None:
             return False
         readline.set_auto_history(False)  # a message of several lines is one entry
         for entry in self._history.read():
             readline.add_history(entry)
-        # Python turns it off, for programs that read lines and don't expect breaks in them.
-        # libedit, which may be in readline's place, can't do it.
+        # Python turns bracketed paste off, for programs that expect no breaks in lines. libedit,
+        # which may replace readline, doesn't have it.
         if self._dumb or "libedit" in (readline.__doc__ or ""):
             return False
         readline.parse_and_bind("set enable-bracketed-paste on")
@@ -143,7 +143,7 @@ class Terminal:
 
 
 def _readline() -> ModuleType | None:
-    """What edits the lines of ``input`` once it is imported; None where Python has none."""
+    """Import and return readline, which then edits the lines of ``input``; None without it."""
     try:
         import readline
     except ImportError:

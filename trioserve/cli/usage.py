@@ -1,4 +1,4 @@
-"""What is wrong with a command line."""
+"""The error of a wrong command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``trioserve serve`` tells a person at a terminal about the server that now listens."""
+"""The lines that ``trioserve serve`` prints at a terminal once the server listens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _REQUESTS = {
     "embed": ("/v1/embeddings", '{"input": "Name three colors."}'),
     "classify": ("/classify", '{"input": "Name three colors."}'),
 }
-"""Path and body of a first request, by what the model is for."""
+"""Path and body of a first request, by the model's task."""
 
 
 def welcome(config: ServerConfig, url: str) -> list[str]:
     """Return the lines that name the console and a first request for the server at ``url``.
 
-    A server without an address of its own, at a Unix socket, gets none.
+    A server at a Unix socket gets no lines.
     """
     if not url.startswith("http"):
         return []

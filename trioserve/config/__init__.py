@@ -1,4 +1,4 @@
-"""Every option of the engine and of the server, once. Names follow vLLM's where it has the option.
+"""Every option of the engine and of the server. Names follow vLLM's where it has the option.
 
 :mod:`trioserve.config.options` turns each into a flag and an environment variable.
 """
@@ -21,4 +21,4 @@ _TITLES = {
     "log": "Logging",
 }
 GROUPS = {name: Group(title, f"options#{title}") for name, title in _TITLES.items()}
-"""Every group of options, in the order in which help and documentation show them."""
+"""Groups of options, in the order of help and documentation."""

@@ -23,7 +23,7 @@ PREFIX_CACHE_SCOPES = ("server", "key")
 
 @attrs.frozen(kw_only=True)
 class EngineConfig(ModelConfig):
-    """How an engine loads and runs one model.
+    """Options of an engine that runs one model.
 
     None means "chosen from the machine and the model".
 
@@ -294,12 +294,12 @@ class EngineConfig(ModelConfig):
 
     @property
     def serves_adapters(self) -> bool:
-        """Whether requests may name adapters."""
+        """True if requests may name adapters."""
         return self.enable_lora or bool(self.lora_modules)
 
     @classmethod
     def of(cls, model: str | EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
-        """The configuration of ``model``, or ``model`` itself if it is one, with ``options``."""
+        """Return the configuration of ``model``, which may be one already, with ``options``."""
         if isinstance(model, EngineConfig):
             return attrs.evolve(model, **options)
         return cls(model, **options)

@@ -1,4 +1,4 @@
-"""The options of a model and its adapters: the part of an engine's that says what it computes."""
+"""The options of a model and its adapters, which are part of an engine's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGPROBS_MODES = ("raw", "processed")
 
 @attrs.frozen(kw_only=True)
 class ModelConfig:
-    """What an engine loads, and the defaults of its requests."""
+    """Options of the model that an engine loads, its adapters and its requests' defaults."""
 
     model: str = attrs.field(kw_only=False)
     """A known name (``smollm2-135m``), a folder, a GGUF file or a Hugging Face Hub id."""

@@ -1,4 +1,4 @@
-"""What an option is: one definition that Python, the command line and the environment share.
+"""The definition of an option, shared by Python, the command line and the environment.
 
 :mod:`trioserve.config` lists the options themselves. Each is an attrs field made by :func:`option`;
 its name gives all three spellings: ``max_num_seqs`` in Python, ``--max-num-seqs`` on the command
@@ -41,17 +41,17 @@ _SIZES = {
     **{"KB": 10**3, "MB": 10**6, "GB": 10**9},
     **{"k": 10**3, "m": 10**6, "g": 10**9},
 }
-"""Units of sizes that are understood. A capital letter alone is a power of 1024, and a small one a
-power of 1000, as in vLLM."""
+"""Units of sizes. A single capital letter is a power of 1024, a small one a power of 1000, as in
+vLLM."""
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_SIZES)})")
 _MOST_SLIPS = 2
-"""Letters in which a name may differ from the one that was meant."""
+"""Most letters in which a misspelt name differs from the one that is suggested."""
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True}
 _BOOLEANS |= {"0": False, "false": False, "no": False, "off": False}
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the one of ``known`` that ``name`` may be a slip of; None if none is close."""
+    """Return the name in ``known`` that ``name`` misspells; None if none is close."""
     spelled = name.replace("_", "-").lower()
     slips, meant = min(
         ((_slips(spelled, each.replace("_", "-").lower()), each) for each in known),
@@ -62,7 +62,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _slips(a: str, b: str) -> int:
-    """Return the letters to insert, remove and replace that make ``b`` of ``a``."""
+    """Return the number of letters to insert, remove or replace that turns ``a`` into ``b``."""
     row = list(range(len(b) + 1))
     for number, letter in enumerate(a, 1):
         before, row[0] = row[0], number
@@ -75,31 +75,31 @@ def _slips(a: str, b: str) -> int:
 
 
 def flag_name(name: str) -> str:
-    """``max_num_seqs`` as ``--max-num-seqs``."""
+    """Return ``--max-num-seqs`` for ``max_num_seqs``."""
     return "--" + name.replace("_", "-")
 
 
 def environment_name(name: str) -> str:
-    """``max_num_seqs`` as ``TRIOSERVE_MAX_NUM_SEQS``."""
+    """Return ``TRIOSERVE_MAX_NUM_SEQS`` for ``max_num_seqs``."""
     return PREFIX + name.upper()
 
 
 @attrs.frozen
 class Group:
-    """A group of options, as help and documentation show it."""
+    """Group of options in help and documentation."""
 
     title: str
     page: str
-    """The section of the docs about those of its options that name none; see ``Option.page``."""
+    """Section of the docs about its options, except those with their own; see ``Option.page``."""
 
 
 @attrs.frozen(kw_only=True)
 class Option:
-    """Everything there is to know of one option.
+    """Definition of one option.
 
     ``kind`` is ``bool`` for a flag that takes ``--x`` and ``--no-x``. A ``repeatable`` option holds
-    a tuple: its flag may be given several times, its variable holds the values with commas between
-    them. None, where it is the default, means "chosen from the machine and the model".
+    a tuple: its flag may be given several times, and its variable separates values by commas. A
+    default of None means "chosen from the machine and the model".
     """
 
     name: str
@@ -113,19 +113,19 @@ class Option:
     low: float | None = None
     high: float | None = None
     above: float | None = None
-    """Like ``low``, but the value must be above it."""
+    """Exclusive lower limit."""
     in_bytes: bool = False
-    """Whether the text may have a unit, as in ``64MiB`` or ``2G``."""
+    """True for a number of bytes, whose text may have a unit: ``64MiB``, ``2G``."""
     form: tuple[str, str] | None = None
-    """A regular expression that the whole text matches, and what that means in words."""
+    """Regular expression for the whole text, and its meaning in words."""
     secret: bool = False
     """True for a value that is never shown, such as a key."""
     common: bool = False
-    """True for an option of everyday use, which ``--help`` shows without being asked for all."""
+    """True for an option of everyday use, which a short ``--help`` shows."""
     unset: str | None = None
-    """What a default of None or of nothing stands for, in words."""
+    """Meaning of a default of None or an empty one, in words."""
     page: str | None = None
-    """The section of the docs about it, as in ``lora#How many``; None for its group's."""
+    """Section of the docs about it, as in ``lora#How many``; None for its group's."""
 
     @property
     def flag(self) -> str:
@@ -139,14 +139,14 @@ class Option:
 
     @property
     def value_name(self) -> str:
-        """What help shows in place of the value: the choices, or one word for its kind."""
+        """Placeholder of the value in help: the choices, or one word for its kind."""
         if self.choices is not None:
             return "{" + ",".join(self.choices) + "}"
         return self.metavar or ("BYTES" if self.in_bytes else _VALUE_NAMES[self.kind])
 
     @property
     def default_text(self) -> str | None:
-        """The default as a person would type it, or in words; None where there is none."""
+        """Default as a person would type it, or in words; None without one."""
         if self.default is None or self.default in ((), ""):
             return self.unset
         if self.kind is bool:
@@ -157,7 +157,7 @@ class Option:
 
     @property
     def wanted(self) -> str:
-        """What values are allowed, to follow "must be"."""
+        """Allowed values, in words that follow "must be"."""
         if self.choices is not None:
             return "one of " + ", ".join(self.choices)
         if self.form is not None:
@@ -174,10 +174,10 @@ class Option:
         return kind if self.low is None else f"{kind} of at least {self.low:g}"
 
     def check(self, value: Any) -> None:
-        """Check a value as Python gives it.
+        """Check a value from Python.
 
         Raises:
-            InvalidRequest: it isn't allowed; ``param`` is the option's name.
+            InvalidRequest: the value isn't allowed; ``param`` is the option's name.
         """
         if value is None and self.default is None:
             return
@@ -186,10 +186,10 @@ class Option:
                 raise self._refusal(item)
 
     def from_text(self, text: str) -> Any:
-        """The value that a flag's text stands for, not yet checked against the limits.
+        """Return the value of a flag's text, before a check against the limits.
 
         Raises:
-            InvalidRequest: the text is no value of this kind.
+            InvalidRequest: the text isn't a value of this kind.
         """
         try:
             if self.kind is bool:
@@ -201,7 +201,7 @@ class Option:
             raise self._refusal(text) from None
 
     def from_variable(self, text: str) -> Any:
-        """The value that an environment variable's text stands for; see :meth:`from_text`."""
+        """Return the value of an environment variable's text; see :meth:`from_text`."""
         if not self.repeatable:
             return self.from_text(text)
         return tuple(self.from_text(part.strip()) for part in text.split(","))
@@ -254,7 +254,7 @@ def option(
     unset: str | None = None,
     page: str | None = None,
 ) -> Any:
-    """An attrs field that is also a flag and an environment variable."""
+    """Return an attrs field that is also a flag and an environment variable."""
     metadata = {
         "kind": kind,
         "help": help,
@@ -283,7 +283,7 @@ def option(
 
 
 def _with_unit(number: int) -> str:
-    """``64MiB`` for ``64 << 20``: the largest unit that divides it."""
+    """Return ``64MiB`` for ``64 << 20``, in the largest unit that divides it."""
     for unit, size in reversed(_UNITS.items()):
         if number % size == 0:
             return f"{number // size}{unit}"
@@ -303,7 +303,7 @@ def _check(_: object, field: attrs.Attribute[Any], value: Any) -> None:
 
 
 def options_of(cls: type[attrs.AttrsInstance]) -> Iterator[Option]:
-    """The options that ``cls`` defines, in the order in which it defines them."""
+    """Yield the options of ``cls`` in the order of their definitions."""
     for field in attrs.fields(cls):
         if "help" in field.metadata:
             yield _option_of(field)
@@ -312,10 +312,10 @@ def options_of(cls: type[attrs.AttrsInstance]) -> Iterator[Option]:
 def options_from_environment(
     cls: type[attrs.AttrsInstance], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The options of ``cls`` that ``environment`` sets, by name. An empty variable sets nothing.
+    """Return the options of ``cls`` that ``environment`` sets, by name. An empty one is unset.
 
     Raises:
-        InvalidRequest: a text is no value of its option's kind; ``param`` is the option's name.
+        InvalidRequest: a text isn't a value of its option's kind; ``param`` is the option's name.
     """
     return {
         option.name: option.from_variable(environment[option.environment])
@@ -327,7 +327,7 @@ def options_from_environment(
 def unknown_variables(
     known_names: Sequence[str], environment: Mapping[str, str]
 ) -> list[tuple[str, str | None]]:
-    """Variables named like an option that are none, each with the one that was perhaps meant."""
+    """Return the variables that are named like an option but aren't one, each with a suggestion."""
     unknown = [
         name.removeprefix(PREFIX)
         for name in sorted(environment)

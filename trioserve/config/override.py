@@ -1,4 +1,4 @@
-"""The JSON of ``--override-generation-config``."""
+"""The value of ``--override-generation-config``, a JSON object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LENGTH = "max_new_tokens"
 
 
 def parse_override(text: str | None) -> dict[str, Any]:
-    """Return the values of the option by their names in generation_config.json; none without text.
+    """Return the option's values by their names in generation_config.json; none without text.
 
     Raises:
         InvalidRequest: the text isn't a JSON object, or a value isn't allowed.

@@ -21,7 +21,7 @@ LOG_FORMATS = ("auto", "console", "json")
 
 @attrs.frozen(kw_only=True)
 class ServerConfig:
-    """How the HTTP server listens and what it allows.
+    """Options of an HTTP server: its addresses, keys and limits.
 
     Raises:
         InvalidRequest: a value isn't allowed; ``param`` names the option.

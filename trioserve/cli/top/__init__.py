@@ -1,16 +1,16 @@
 """``trioserve top``: the live feed of a server, in a terminal.
 
 ========  =======================================================================
-module    what is in it
+module    contents
 ========  =======================================================================
-options   what the command can be told
+options   the command's options
 feed      the server's pictures, one after the other
-view      what is shown of them: the newest, what came before, the person's wishes
+view      the state of the screen: the newest picture, the history, the keys pressed
 drawing   the view as lines of a given width and height
-table     the requests among them, and the tree of tasks
+table     the lower part of them: requests as a table, or tasks as a tree
 glyphs    bars, sparklines and numbers
-keys      what the bytes that a keyboard sends mean
-screen    the terminal while it is ours
-command   the whole
+keys      names of keys from the bytes of a keyboard
+screen    the terminal while the command fills it
+command   the tasks that connect these
 ========  =======================================================================
 """

@@ -1,4 +1,4 @@
-"""``trioserve top``: pictures on a screen that is ours, or printed for whoever reads them."""
+"""``trioserve top``: the live feed on a full screen, or printed to a file or a pipe."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from trioserve.load.remote import Remote, RemoteError
 __all__ = ["Top", "run_top"]
 
 _RETRY = 1.0
-"""Seconds between two attempts to find a server that was lost."""
+"""Seconds between two attempts to reach a lost server."""
 _TICK = 1.0
-"""Seconds after which what is shown is drawn again, if nothing comes."""
+"""Seconds after which the screen is drawn again without a new picture."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGWINCH)
 
 
 async def run_top(options: TopOptions) -> int:
     """Show the server until the person leaves, and return the exit code.
 
-    With ``once`` or ``json``, and where somebody else than a person at a terminal reads, pictures
-    are printed instead; without ``json`` it is one.
+    With ``once`` or ``json``, and without a terminal, print pictures instead; without ``json``
+    print one.
 
     Raises:
-        RemoteError: the server can't be asked, or has no live feed.
+        RemoteError: the server can't be reached, or has no live feed.
         UsageError: an option isn't allowed.
     """
     remote, address = remote_of(options)
@@ -58,14 +58,14 @@ async def run_top(options: TopOptions) -> int:
 
 @attrs.define(eq=False)
 class Top:
-    """One run of the command, over one server."""
+    """One run of the command, for one server."""
 
     remote: Remote
     base_path: str
     interval: float
     view: View = attrs.field(init=False)
     page: int = 10
-    """Lines of the part of the screen that can be scrolled."""
+    """Lines of the screen's lower part, which scrolls."""
     exit_code: int = 0
     left: trio.Event = attrs.field(factory=trio.Event)
 
@@ -76,7 +76,7 @@ class Top:
         return Feed.open(self.remote, self.base_path, self.interval)
 
     async def print_json(self, *, once: bool) -> None:
-        """Each picture as a line. The first has no rates, so where one is enough it isn't that."""
+        """Print each picture as a line; with ``once`` only the second: the first has no rates."""
         async with self.open() as feed:
             number = 0
             async for shown in feed:
@@ -85,7 +85,7 @@ class Top:
                     continue
                 line = shown.data.decode()
                 if not line.isprintable():
-                    line = json.dumps(json.loads(line))  # in ASCII alone
+                    line = json.dumps(json.loads(line))  # ASCII only
                 with writing():
                     print(line, flush=True)
                 if once:
@@ -93,7 +93,7 @@ class Top:
         raise RemoteError(f"{self.remote.url} has ended its feed")
 
     async def print_once(self, console: rich.console.Console) -> None:
-        """The second picture, with as many lines as it has."""
+        """Print the second picture in full; the first has no rates."""
         async with self.open() as feed:
             self.view.greet(feed.hello)
             async for shown in feed:
@@ -108,7 +108,7 @@ class Top:
                 console.print(line, soft_wrap=True)
 
     async def run(self, screen: Screen, glyphs: Glyphs) -> int:
-        """Fill the screen until the person leaves; the exit code."""
+        """Fill the screen until the person leaves, and return the exit code."""
         failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -140,7 +140,7 @@ class Top:
     async def _watch(
         self, redraw: Callable[[], None], *, task_status: trio.TaskStatus[None]
     ) -> None:
-        """Take pictures; a server that can't be asked is a failure only at the beginning."""
+        """Take pictures; raise an error of the server only before the first picture."""
         while True:
             try:
                 async with self.open() as feed:
@@ -176,7 +176,7 @@ class Top:
             if number == signal.SIGTSTP:
                 screen.give_back()
                 os.kill(os.getpid(), signal.SIGSTOP)
-                screen.take()  # somebody has had it go on
+                screen.take()  # SIGCONT resumed the process
             elif number in (signal.SIGTERM, signal.SIGHUP):
                 self.exit_code = 128 + number
                 self.left.set()

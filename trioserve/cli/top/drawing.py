@@ -1,4 +1,4 @@
-"""A view as lines of text: as many as there is room for, none of them wider than that."""
+"""A view as lines of text that fit the screen."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from trioserve.protocol.errors import printable
 __all__ = ["Drawing", "draw"]
 
 _WIDE = 76
-"""Columns from which rates and latencies stand beside each other."""
+"""Columns from which rates and latencies share lines."""
 _SHORT = 16
-"""Lines below which sparklines have to go."""
+"""Lines below which sparklines are left out."""
 _LATE = 3.0
-"""Seconds without a picture, beside the interval, after which that is told."""
+"""Seconds without a picture, beyond the interval, after which the title warns."""
 _SHORT_FIGURE, _LONG_FIGURE = 11, 18
 _HEALTH_STYLES = {"ok": "green", "draining": "yellow", "no_worker": "red", "stalled": "red"}
 
 
 @attrs.frozen
 class Drawing:
-    """Lines of one screen. ``page`` of them are of the lower part, which can be scrolled."""
+    """Lines of one screen; ``page`` of them belong to the lower part, which scrolls."""
 
     lines: list[Text]
     page: int
 
     @property
     def text(self) -> Text:
-        """All of it."""
+        """All lines as one text."""
         return Text("\n").join(self.lines)
 
 
@@ -47,9 +47,9 @@ def draw(
     now: float = 0.0,
     interval: float = 1.0,
 ) -> Drawing:
-    """The view at that size; ``now`` is on the clock that the view was given.
+    """Draw the view at that size; ``now`` is on the view's clock.
 
-    Without a ``height`` all of it is there, but not the keys.
+    Without a ``height`` draw everything but the keys.
     """
     upper = [_title(view, now, interval)]
     if view.hello is not None and view.picture is not None:
@@ -78,7 +78,7 @@ def draw(
 
 
 def _title(view: View, now: float, interval: float) -> Text:
-    """What is most wrong stands first, for there may be little room."""
+    """Return the first line, with the worst trouble first, since the line may be cut."""
     hello, picture = view.hello, view.picture
     line = Text(" ").append("trioserve" if hello is None else printable(hello.model), style="bold")
     if view.trouble:
@@ -118,13 +118,13 @@ def _worker(hello: Hello, picture: Picture) -> Text:
 
 @attrs.frozen
 class _Meter:
-    """A figure with what it was before."""
+    """Figure with its history."""
 
     name: str
     figure: str
     past: Callable[[Moment], float | None]
     top: float | None = None
-    """What the sparkline's largest is; None for the largest there was."""
+    """Value of the sparkline's top; None for the largest in the history."""
 
 
 def _meters(view: View, picture: Picture, width: int, glyphs: Glyphs) -> list[Text]:
@@ -184,7 +184,7 @@ def _steps(picture: Picture) -> str:
 
 
 def _state(picture: Picture, width: int, glyphs: Glyphs) -> list[Text]:
-    """The page pool and the numbers of requests."""
+    """Return the lines with the page pool and the numbers of requests."""
     pages, counts = picture.pages, picture.counts
     line = Text(f" {'pages':<12} ")
     held, cached, free = bar(

@@ -19,19 +19,19 @@ from trioserve.protocol.errors import printable
 __all__ = ["Feed", "Shown"]
 
 _SILENCE = 30.0
-"""Seconds, beside the interval, after which a server that sends nothing counts as lost."""
+"""Seconds, beyond the interval, after which a silent server counts as lost."""
 
 _MAX_VALUES = 1 << 18
 _MAX_NUMBER = 1 << 53
 _MAX_DEPTH = 200
-"""Of a picture, whose tree of tasks is drawn level by level."""
+"""Levels of a picture's JSON; the tree of tasks is drawn recursively."""
 
 Decoded = TypeVar("Decoded")
 
 
 @attrs.frozen
 class Shown:
-    """A picture, and the JSON that it came as."""
+    """Picture with its JSON as received."""
 
     picture: Picture
     data: bytes
@@ -39,7 +39,7 @@ class Shown:
 
 @attrs.define(eq=False)
 class Feed:
-    """An open feed: an async iterator of pictures, about whose server ``hello`` tells."""
+    """Open feed: an async iterator of pictures. ``hello`` describes the server."""
 
     hello: Hello
     _url: str
@@ -49,7 +49,7 @@ class Feed:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, remote: Remote, base_path: str, interval: float) -> AsyncIterator[Feed]:
-        """The feed of the server at ``base_path``, with a picture each ``interval`` seconds.
+        """Open the feed of the server at ``base_path``, with a picture each ``interval`` seconds.
 
         Raises:
             RemoteError: the server can't be reached, has no such feed, or refuses.
@@ -76,10 +76,10 @@ class Feed:
         return self
 
     async def __anext__(self) -> Shown:
-        """The next picture.
+        """Return the next picture.
 
         Raises:
-            RemoteError: the server is lost, or says what isn't understood.
+            RemoteError: the server is lost, or sends JSON of another schema.
         """
         while True:
             event = await _next(self._events, self._url, self._patience)
@@ -104,23 +104,23 @@ def _patient(seconds: float, url: str) -> Iterator[None]:
 
 
 def _decode(data: bytes, kind: type[Decoded], url: str) -> Decoded:
-    """Return what ``data`` says, without a text that could do something to a terminal.
+    """Return the decoded ``data``, without control characters in its texts.
 
     Raises:
-        RemoteError: it isn't of that kind, or nothing that can be drawn.
+        RemoteError: it isn't of that kind, or can't be drawn.
     """
     try:
         value = _drawable(msgspec.json.decode(data)) if data.count(b",") <= _MAX_VALUES else None
         return msgspec.convert(value, kind)
     except (*DECODING_ERRORS, msgspec.ValidationError) as error:
-        # A field that came later than this version, or has gone since.
+        # Another version of the server may lack a field, or change its type.
         raise RemoteError(
             f"{url} sends pictures of another version than {SCHEMA}: {error}"
         ) from error
 
 
 def _drawable(value: Any, depth: int = 0) -> Any:
-    """Return JSON's ``value`` with all texts made printable.
+    """Return the JSON ``value`` with all texts made printable.
 
     Raises:
         msgspec.ValidationError: it is nested too deeply, or a number is too large.

@@ -1,4 +1,4 @@
-"""Bars, sparklines and numbers, in as many characters as there is room for."""
+"""Bars, sparklines and numbers of a given width."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["ASCII", "UNICODE", "Glyphs", "bar", "count", "duration", "seconds", 
 
 @attrs.frozen(kw_only=True)
 class Glyphs:
-    """What is drawn with. They tell their meaning without colors."""
+    """Characters to draw with, which can be told apart without colors."""
 
     levels: str
-    """From nothing to much."""
+    """Levels of a sparkline, lowest first."""
     fills: str
-    """Of a bar: its first part, its second, and the empty rest."""
+    """Fills of a bar: its first part, its second, and the empty rest."""
     branch: str
     last_branch: str
     trunk: str
@@ -29,15 +29,15 @@ UNICODE = Glyphs(
 ASCII = Glyphs(
     levels="_.-:=+*#", fills="#+.", branch="|- ", last_branch="`- ", trunk="|  ", arrows="up/down"
 )
-"""For a terminal that isn't UTF-8."""
+"""Glyphs for a terminal without UTF-8."""
 
 
 def sparkline(
     values: Sequence[float | None], width: int, glyphs: Glyphs, top: float | None = None
 ) -> str:
-    """The newest ``width`` of ``values``; a gap where one is None.
+    """Return the newest ``width`` of ``values`` as a line, with a gap for None.
 
-    Up to ``top``, or else to the largest of them.
+    The highest level is ``top``, or else the largest of them.
     """
     shown = values[-width:] if width > 0 else []
     if top is None:
@@ -53,9 +53,9 @@ def sparkline(
 
 
 def bar(parts: Sequence[float], whole: float, width: int, glyphs: Glyphs) -> list[str]:
-    """The parts of a ``whole`` as runs of characters, and the rest of it, ``width`` together.
+    """Return the parts of a ``whole`` and its rest as runs of characters, ``width`` in all.
 
-    A part that isn't 0 shows, if only as one character.
+    A part above 0 gets at least one character if there is room.
     """
     runs: list[str] = []
     left = width
@@ -68,7 +68,7 @@ def bar(parts: Sequence[float], whole: float, width: int, glyphs: Glyphs) -> lis
 
 
 def count(number: float) -> str:
-    """A count in 5 characters or so: ``950``, ``12.3k``, ``4.5M``."""
+    """Return a count in about 5 characters: ``950``, ``12.3k``, ``4.5M``."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= limit:
             scaled = number / (1e3 if unit == "k" else limit)
@@ -77,7 +77,7 @@ def count(number: float) -> str:
 
 
 def seconds(time: float | None) -> str:
-    """A short time: ``61 ms``, ``1.25 s``, ``0.4 ms``."""
+    """Return a short time: ``61 ms``, ``1.25 s``, ``0.4 ms``."""
     if time is None:
         return "-"
     if time >= 0.9995:
@@ -87,7 +87,7 @@ def seconds(time: float | None) -> str:
 
 
 def duration(time: float) -> str:
-    """A long time: ``7s``, ``12:33``, ``1:02:33``, ``3d 04:12``."""
+    """Return a long time: ``7s``, ``12:33``, ``1:02:33``, ``3d 04:12``."""
     whole = max(0, int(time))
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)

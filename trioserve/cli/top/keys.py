@@ -1,4 +1,4 @@
-"""What the bytes that a keyboard sends mean. No I/O here."""
+"""Names of keys from the bytes that a terminal sends. No I/O."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _NAMES = {
 
 @attrs.define(eq=False)
 class KeyReader:
-    """Bytes that are cut anywhere in, names of keys out: a character, or ``up``, ``page down``."""
+    """Decoder of bytes, cut anywhere, to names of keys: a character, or ``up``, ``page down``."""
 
     _rest: bytes = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """The keys that are whole with ``data``. What has no name is left out."""
+        """Return the keys that ``data`` completes, without keys that have no name."""
         data, self._rest = self._rest + data, b""
         keys: list[str] = []
         place = 0

@@ -1,4 +1,4 @@
-"""The options of ``trioserve top``. Nothing here that ``--help`` doesn't need."""
+"""The options of ``trioserve top``; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ TOP_GROUPS = {
     "target": Group("The server", "terminal#Talk to a model"),
     "picture": Group("The picture", "terminal#Watch a server"),
 }
-"""Every group of options, in the order in which help shows them."""
+"""Groups of options, in the order of help."""
 
 
 @attrs.frozen(kw_only=True)
 class TopOptions(RemoteOptions):
-    """Everything that ``trioserve top`` can be told."""
+    """The options of ``trioserve top``."""
 
     interval: float = option(
         1.0, "seconds between two pictures", group="picture", kind=float, low=0.1, high=10
     )
     once: bool = False
-    """Whether one picture is enough."""
+    """True to print one picture and leave."""
     json: bool = False
-    """Whether pictures are printed as they come from the server."""
+    """True to print pictures as JSON."""

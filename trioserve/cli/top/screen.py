@@ -1,4 +1,4 @@
-"""The terminal while a picture fills it: no echo, keys one by one, and as it was afterwards."""
+"""The terminal while a picture fills it: no echo, keys one by one, all restored at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Screen", "glyphs_of"]
 
 
 def glyphs_of(console: rich.console.Console) -> Glyphs:
-    """What the terminal behind ``console`` can show."""
+    """Return the glyphs that the terminal of ``console`` can show."""
     return UNICODE if console.encoding.startswith("utf") else ASCII
 
 
@@ -34,13 +34,13 @@ class Screen:
     _stdin: TextIO
     _console: rich.console.Console
     _before: list[Any] | None = None
-    """The terminal's settings, while they are changed."""
+    """Settings of the terminal to restore; None while they are unchanged."""
     _live: rich.live.Live | None = None
     _reader: KeyReader = attrs.field(factory=KeyReader)
 
     @contextlib.contextmanager
     def ours(self) -> Iterator[None]:
-        """Take the terminal, and give it back however the block ends."""
+        """Take over the terminal, and restore it at the end of the block."""
         try:
             self.take()
             yield
@@ -48,13 +48,13 @@ class Screen:
             self.give_back()
 
     def take(self) -> None:
-        """Keys come at once and unseen, and what is on the screen is put aside."""
+        """Read keys at once without echo, and switch to the alternate screen."""
         self._before = termios.tcgetattr(self._stdin.fileno())
         tty.setcbreak(self._stdin.fileno())
         self._live = rich.live.Live(
             console=self._console,
             screen=True,
-            auto_refresh=False,  # which would take a thread
+            auto_refresh=False,  # it needs a thread
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -62,11 +62,11 @@ class Screen:
             self._live.start()
 
     def give_back(self) -> None:
-        """Everything is as it was. Idempotent."""
+        """Restore the terminal. Idempotent."""
         live, self._live = self._live, None
         before, self._before = self._before, None
         try:
-            # A terminal that is gone has nothing to give back.
+            # The terminal may be gone.
             with contextlib.suppress(OSError):
                 if live is not None:
                     live.stop()
@@ -77,8 +77,8 @@ class Screen:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines, as they are now."""
-        # Where the environment names a size, rich goes by that for good.
+        """Columns and lines at this moment."""
+        # rich would keep to a size from the environment.
         with contextlib.suppress(OSError):
             self._console.size = rich.console.ConsoleDimensions(
                 *os.get_terminal_size(self._stdin.fileno())
@@ -86,13 +86,13 @@ class Screen:
         return self._console.size
 
     def show(self, text: Text) -> None:
-        """Fill the screen with ``text``, if it is ours."""
+        """Fill the screen with ``text``, unless the terminal has been restored."""
         if self._live is not None:
             with writing():
                 self._live.update(text, refresh=True)
 
     async def read_keys(self) -> list[str] | None:
-        """The keys that are pressed next; None where the terminal is gone."""
+        """Block until keys are pressed and return them; None if the terminal is gone."""
         descriptor = self._stdin.fileno()
         await trio.lowlevel.wait_readable(descriptor)
         try:

@@ -28,7 +28,7 @@ _MAX_ID = 40
 
 @attrs.frozen(kw_only=True)
 class _Cells:
-    """What a cell is made from."""
+    """Cells of one request's row."""
 
     row: RequestRow
     now: float
@@ -63,10 +63,10 @@ class _Column:
     width: int
     cell: Callable[[_Cells], str]
     rank: int
-    """The highest goes first where there is too little room."""
+    """Order of leaving columns out in a narrow terminal: the highest goes first."""
     left: bool = False
     wanted: Callable[[Sequence[RequestRow]], bool] = lambda rows: True
-    """Whether the requests have something to show there."""
+    """Predicate of the requests that need the column."""
 
 
 _COLUMNS = (
@@ -97,7 +97,7 @@ _COLUMNS = (
 
 
 def request_lines(view: View, width: int, glyphs: Glyphs) -> tuple[Text, list[Text]]:
-    """The table's head and a line for each request."""
+    """Return the table's head and a line for each request."""
     rows = view.rows
     wanted = [column for column in _COLUMNS if column.wanted(rows)]
     columns, id_width = _fit(wanted, width)
@@ -120,7 +120,7 @@ def request_lines(view: View, width: int, glyphs: Glyphs) -> tuple[Text, list[Te
 
 
 def _fit(columns: list[_Column], width: int) -> tuple[list[_Column], int]:
-    """Those of ``columns`` that there is room for, and what is left for the request's id."""
+    """Return the ``columns`` that fit, and the width left for the request's id."""
     while columns and _MIN_ID + sum(column.width + 1 for column in columns) > width:
         worst = max(columns, key=lambda column: column.rank)
         columns = [column for column in columns if column is not worst]
@@ -134,14 +134,14 @@ def _aligned(column: _Column, text: str) -> str:
 
 
 def task_lines(view: View, width: int, glyphs: Glyphs) -> tuple[Text, list[Text]]:
-    """The tree's head and a line for each node."""
+    """Return the tree's head and a line for each node."""
     head = Text("TASKS".ljust(width)[:width], style="reverse")
     picture = view.picture
     return head, [] if picture is None else list(_tree(picture.tasks, "", "", glyphs))
 
 
 def _tree(node: TaskNode, first: str, further: str, glyphs: Glyphs) -> Iterator[Text]:
-    """The lines of ``node``; ``first`` stands before its own, ``further`` before those below."""
+    """Yield the lines of ``node``, after ``first``, and of its children, after ``further``."""
     line = Text(first, style="dim")
     line.append(printable(node.name), style="")
     if node.count > 1:

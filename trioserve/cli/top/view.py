@@ -1,4 +1,4 @@
-"""What is shown: the newest picture, what came before it, and what the person wants to see."""
+"""State of the screen: the newest picture, the history, and the effect of keys."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from trioserve.observability.live.schema import Hello, Picture, Quantiles, Reque
 __all__ = ["SORTS", "Moment", "View", "began"]
 
 _HISTORY = 240
-"""Pictures that sparklines may go back."""
+"""Pictures in a sparkline's history."""
 
 
 def began(row: RequestRow) -> float:
-    """When the request came, in Unix seconds."""
+    """Return the request's arrival in Unix seconds."""
     return row.timeline[0][1] if row.timeline else 0.0
 
 
 SORTS: dict[str, Callable[[RequestRow], float] | None] = {
-    "newest": None,  # as they come
+    "newest": None,  # the order of the feed
     "oldest": began,
     "prompt": lambda row: -row.prompt_tokens,
     "output": lambda row: -row.output_tokens,
     "pages": lambda row: -row.pages,
 }
-"""The orders of the requests."""
+"""Sort keys of the requests, by name."""
 
 _MOVES = {"up": -1, "down": 1, "k": -1, "j": 1}
 
 
 @attrs.frozen
 class Moment:
-    """What sparklines show of a picture."""
+    """Figures of a picture that sparklines show."""
 
     generated: float
     prompts: float
@@ -64,38 +64,38 @@ def _median(quantiles: Quantiles | None) -> float | None:
 
 @attrs.define(eq=False, kw_only=True)
 class View:
-    """Times are seconds on the clock of whoever calls, but those in pictures are the server's."""
+    """State of the screen. Times are seconds on the caller's clock, in pictures on the server's."""
 
     url: str
     hello: Hello | None = None
     picture: Picture | None = None
     speeds: dict[str, float] = attrs.field(factory=dict)
-    """Tokens a second of requests, by id, from the last picture to this one."""
+    """Tokens a second of each request since the picture before, by id."""
     moments: deque[Moment] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
     trouble: str = ""
-    """Why there are no pictures at the moment."""
+    """Reason for having lost the server; empty while the feed is open."""
     received: float | None = None
-    """When the newest picture came."""
+    """Arrival of the newest picture."""
     paused: bool = False
     show_tasks: bool = False
     sort: str = "newest"
     scroll: int = 0
-    """Lines of the lower part that are above what shows."""
+    """Lines of the lower part that are scrolled out at the top."""
     quit: bool = False
     _waiting: Picture | None = None
-    """The newest picture, while the person looks at an older one."""
+    """Newest picture while paused."""
     _unseen: deque[Moment] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
 
     def greet(self, hello: Hello) -> None:
-        """The feed begins, or begins again, perhaps from another process than before."""
+        """Note that the feed has begun, perhaps again and from another process."""
         self.hello, self.trouble = hello, ""
 
     def lose(self, why: str) -> None:
-        """The feed has ended."""
+        """Note that the feed has ended."""
         self.trouble = why
 
     def take(self, picture: Picture, now: float) -> None:
-        """Show ``picture``, unless the person wants to go on looking at the one before."""
+        """Show ``picture``, or keep it for later while paused."""
         self.received = now
         moments = self._unseen if self.paused else self.moments
         if self.picture is not None:  # the first one has no rates
@@ -110,7 +110,7 @@ class View:
         self.speeds = {} if before is None else _speeds(before, picture)
 
     def press(self, key: str, page: int = 10) -> None:
-        """Do what ``key`` means; ``page`` is how many lines of the lower part show."""
+        """Do what ``key`` asks for; ``page`` is the number of visible lines of the lower part."""
         if key == "q":
             self.quit = True
         elif key in ("p", " "):
@@ -140,14 +140,14 @@ class View:
 
     @property
     def rows(self) -> list[RequestRow]:
-        """The requests in the order that was asked for."""
+        """Requests in the chosen order."""
         rows = [] if self.picture is None else self.picture.requests
         key = SORTS[self.sort]
         return list(rows) if key is None else sorted(rows, key=key)
 
     @property
     def num_lines(self) -> int:
-        """Lines of the lower part, whether they show or not."""
+        """Lines of the lower part, visible or not."""
         if self.picture is None:
             return 0
         if self.show_tasks:
