@@ -299,7 +299,7 @@ class Server:
 @pytest.mark.parametrize(
     ("status", "script", "message"),
     [
-        (404, [(0, b"no")], "has no live feed: it is no trioserve, or runs with --no-console"),
+        (404, [(0, b"no")], "has no live feed: it isn't trioserve, or runs with --no-console"),
         (401, [(0, b"no")], "refuses with 401: give the right --api-key"),
         (200, [(0, b"<html>")], "http://h has no live feed$"),
         (200, [(0, event("hello", {"model": "m"}))], "pictures of another version than 1: Object"),

@@ -69,7 +69,7 @@ class Feed:
             if refusal.status != 404:
                 raise
             raise RemoteError(
-                f"{remote.url} has no live feed: it is no trioserve, or runs with --no-console"
+                f"{remote.url} has no live feed: it isn't trioserve, or runs with --no-console"
             ) from refusal
 
     def __aiter__(self) -> Feed:
