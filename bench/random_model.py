@@ -11,7 +11,7 @@ import safetensors.torch
 import tokenizers
 import torch
 
-from gpu.weights import expected_tensors
+from gpu.weights.expected import expected_tensors
 from trioserve.model_files import ModelConfig
 
 # What initializes most models; activations and logits stay in range through any number of layers.

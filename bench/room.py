@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gpu.weights import expected_tensors
+from gpu.weights.expected import expected_tensors
 from trioserve.model_files import ModelConfig
 
 # A tokenizer, an index, and what else is written beside the weights.

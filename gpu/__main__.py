@@ -13,8 +13,6 @@ import msgspec
 
 from trioserve.protocol.gc_tuning import importing
 
-__all__ = ["examine", "main"]
-
 
 def examine() -> dict[str, Any]:
     """What torch and CuPy find on this machine, for ``trioserve doctor``."""

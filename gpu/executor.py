@@ -19,8 +19,6 @@ from gpu.sampling.sampler_io import TopLogprobs
 from gpu.slots import Row, Slot
 from trioserve.protocol.wire import PooledPrompt, PromptPiece
 
-__all__ = ["NO_COPIES", "Copies", "DeviceTimes", "Drawn", "Executor", "Finished", "Submission"]
-
 Copies: TypeAlias = npt.NDArray[np.int32]
 """[C, 2]: pages that are copied one after the other, each from where and to where.
 

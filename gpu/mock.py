@@ -21,8 +21,6 @@ from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import MockSteps
 
-__all__ = ["MockExecutor", "mock_num_pages", "mock_text"]
-
 TEXT = (
     " The lighthouse keeper wrote one line in the log for every ship that passed. Most of them"
     " carried timber, some carried salt, and one, in the spring, carried nothing but a piano and"

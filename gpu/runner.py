@@ -23,8 +23,6 @@ from gpu.executor import Drawn, Executor, Submission
 from gpu.slots import PlanError, Row, SlotTable
 from trioserve.protocol.wire import Plan, StepResult, from_floats, from_ints, ints
 
-__all__ = ["Runner"]
-
 _NAN = from_floats([math.nan])
 _log = logging.getLogger("gpu.runner")
 

@@ -17,8 +17,6 @@ import numpy.typing as npt
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, ints
 
-__all__ = ["UNKNOWN_TOKEN", "PlanError", "Row", "Slot", "SlotTable", "described"]
-
 UNKNOWN_TOKEN = -1
 """What stands where a token has been drawn on the device and hasn't arrived yet."""
 

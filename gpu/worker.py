@@ -44,8 +44,6 @@ from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.gc_tuning import settle
 from trioserve.protocol.grammar import Grammar
 
-__all__ = ["Worker", "run"]
-
 SEND_MS = 10_000
 PROGRESS_INTERVAL = 0.1
 EXIT_PARENT_GONE = 3

@@ -18,7 +18,7 @@ from bench.engine.compiled_steps import CompiledSteps, load_compiled, num_pages_
 from bench.report import markdown, run_script
 from bench.servers import MODEL
 from gpu.lora.reading import Adapter, Update
-from gpu.weights import expected_tensors
+from gpu.weights.expected import expected_tensors
 from gpu.weights.packed_modules import PACKED_MODULES
 from trioserve.model_files import ModelConfig, locate
 

@@ -11,8 +11,6 @@ from types import TracebackType
 
 from trioserve.protocol.log_output import WORKER_LOG, StderrHandler, escaped
 
-__all__ = ["ConsoleFormatter", "set_up_logging"]
-
 
 class _JsonFormatter(logging.Formatter):
     """An object for each event, with the names that the server's have."""

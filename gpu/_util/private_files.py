@@ -10,8 +10,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["NotPrivateError", "check_private", "make_private_folder"]
-
 _MAX_LINKS = 40
 _OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
 

@@ -8,8 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["pinned", "staged", "upload"]
-
 
 def pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return ``host`` in memory from which a GPU copies by itself.

@@ -16,8 +16,6 @@ import torch
 
 from gpu.executor import Copies
 
-__all__ = ["Attention", "CacheShape", "QkNorm", "StepLayout"]
-
 
 @attrs.frozen(kw_only=True)
 class CacheShape:

@@ -14,8 +14,6 @@ from gpu.attention import CacheShape
 from gpu.executor import Copies
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["KvCache", "LayerCache", "bytes_per_page"]
-
 FP8 = torch.float8_e4m3fn
 
 

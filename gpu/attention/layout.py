@@ -9,8 +9,6 @@ import numpy as np
 from gpu.attention import StepLayout
 from gpu.slots import Row, SlotTable
 
-__all__ = ["in_layout_order", "step_layout"]
-
 
 def in_layout_order(rows: Sequence[Row]) -> list[Row]:
     """Rows of one token first, longest context first, as a step's layout wants them."""

@@ -6,8 +6,6 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ITEM_FIELDS", "PrefillItems", "choose_tile", "prefill_items"]
-
 ITEM_FIELDS = 5
 """Numbers of an item, also of one of :mod:`gpu.attention.shared_prefix`."""
 

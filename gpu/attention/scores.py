@@ -7,8 +7,6 @@ import math
 import attrs
 import torch
 
-__all__ = ["ScoreRule", "attend_by_rule", "plain_rule"]
-
 
 @attrs.frozen(eq=False, kw_only=True)
 class ScoreRule:

@@ -18,17 +18,6 @@ import numpy.typing as npt
 
 from gpu.attention.prefill_items import ITEM_FIELDS, KEY_STEP
 
-__all__ = [
-    "PrefixCost",
-    "PrefixGroups",
-    "SharedPrefixes",
-    "max_prefix_items",
-    "prefix_groups",
-    "prefix_items",
-    "prefix_tile",
-    "shared_prefixes",
-]
-
 MIN_SPLIT = 256
 """A split has at least so many keys: below, writing and merging partial results costs more."""
 

@@ -20,8 +20,6 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MIN_SPLIT", "Splits", "max_items", "split"]
-
 TILE = 16
 """Items begin and end at multiples of this, but for the ends of what a row sees."""
 

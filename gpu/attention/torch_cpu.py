@@ -26,8 +26,6 @@ from gpu.attention import CacheShape, QkNorm, StepLayout
 from gpu.attention.scores import ScoreRule, attend_by_rule, plain_rule
 from gpu.executor import Copies
 
-__all__ = ["TorchCpuAttention", "split_buckets"]
-
 # Starting another bucket costs about as much as computing this many numbers of keys and values; a
 # bucket larger than the second falls out of the cache between its gather and its products.
 BUCKET_COST = 1 << 19

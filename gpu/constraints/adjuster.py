@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     import llguidance
     import torch
 
-__all__ = ["Constraints"]
-
 ROWS_FOR_THREADS = 16
 """From so many rows on, masks of grammars are computed in several threads: a mask takes from 3 µs,
 inside a string, to milliseconds, and handing it to another thread a few microseconds."""

@@ -15,8 +15,6 @@ from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguida
 from gpu.constraints.refusals import GrammarError
 from trioserve.protocol.grammar import Grammar
 
-__all__ = ["GrammarCache"]
-
 MAX_ENTRIES = 1024
 MAX_BYTES = 256 << 20
 """Bytes of compiled grammars. A usual one takes 40 kB to 1 MB, 5,000 properties take 35 MB."""

@@ -27,8 +27,6 @@ from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguida
 from gpu.constraints.refusals import GrammarError
 from trioserve.protocol.grammar import Grammar
 
-__all__ = ["GrammarTrial", "Verdict", "estimated_bytes", "main"]
-
 MAX_SECONDS = 5
 MAX_MEMORY = 1 << 30
 

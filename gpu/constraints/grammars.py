@@ -22,8 +22,6 @@ from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.structural_tags import format_lark
 
-__all__ = ["GrammarVocabulary", "compile_text", "to_llguidance"]
-
 # What bounds one mask, and one sequence's memory. The defaults let a{1000000} take a third of a
 # second and 95 MB before it is refused, and an ambiguous grammar 36 ms for each mask. These are low
 # enough for about a third of that, and high enough for an enum of 8,000 strings, for strings of

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from gpu.constraints.grammar_cache import GrammarCache
 
-__all__ = ["Grammars", "LazyGrammars"]
-
 
 class Grammars(Protocol):
     """What constraints want of :class:`gpu.constraints.grammar_cache.GrammarCache`."""

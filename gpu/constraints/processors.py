@@ -19,8 +19,6 @@ from trioserve.protocol.logits_processors import LogitsProcessor, ProcessorConte
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NamedProcessor", "Processors", "load_processor", "load_processors"]
-
 _METHODS = ("check", "open", "close", "apply")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["GrammarError", "one_line"]
-
 MAX_MESSAGE_CHARACTERS = 300
 
 _SOURCE_QUOTE = re.compile(r"\d+ \||\^+$")

@@ -11,11 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.lora.reading import Adapter, Update
-from gpu.weights import BFLOAT16, FLOAT32, Numbers
+from gpu.weights.blocks import BFLOAT16, FLOAT32, Numbers
 from gpu.weights.packed_modules import PACKED_MODULES, packed_shapes
 from trioserve.model_files import ModelConfig
-
-__all__ = ["AdapterStep", "CompiledAdapter", "pack_adapter", "pack_module", "step_of"]
 
 LANES = 16
 ALIGNMENT = 32  # numbers of 16 bits: 64 bytes

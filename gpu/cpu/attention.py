@@ -16,8 +16,6 @@ import torch
 from gpu.attention import CacheShape, QkNorm, StepLayout
 from gpu.cpu.library import load_library
 
-__all__ = ["CompiledAttention"]
-
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 

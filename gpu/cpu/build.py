@@ -31,8 +31,6 @@ from trioserve.protocol.machine import (
     compiler_version,
 )
 
-__all__ = ["OPTIONS", "SOURCES", "BuildError", "OnProgress", "build", "built", "default_folder"]
-
 SOURCES = Path(__file__).parent / "csrc"
 OPTIONS = (
     *("-std=c++20", "-O3", "-march=native", "-pthread", "-fPIC", "-fno-semantic-interposition"),

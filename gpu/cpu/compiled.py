@@ -23,11 +23,9 @@ from gpu.executor import Copies
 from gpu.lora.groups import tokens_by_adapter
 from gpu.lora.store import AdapterStore
 from gpu.slots import Row, SlotTable
-from gpu.weights import BFLOAT16, FLOAT32, Blocks, Numbers, Weight
+from gpu.weights.blocks import BFLOAT16, FLOAT32, Blocks, Numbers, Weight
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
-
-__all__ = ["CompiledModel", "Format", "obstacle_in", "read_as"]
 
 
 class Format(enum.IntEnum):

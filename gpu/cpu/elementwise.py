@@ -11,8 +11,6 @@ import torch
 
 from gpu.cpu.library import load_library
 
-__all__ = ["CompiledOperations"]
-
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 

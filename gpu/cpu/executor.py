@@ -19,8 +19,6 @@ from gpu.sampling.slot_options import SlotExtras
 from gpu.slots import Row, Slot, SlotTable
 from trioserve.protocol.wire import PooledPrompt, PromptPiece
 
-__all__ = ["CpuExecutor"]
-
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 

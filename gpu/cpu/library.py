@@ -7,8 +7,6 @@ import shutil
 
 from gpu.cpu.build import BuildError, OnProgress, build, is_temporary
 
-__all__ = ["BuildError", "Library", "load_library", "no_room_for"]
-
 Library = ctypes.CDLL
 """Functions by name; whoever calls one says before what it takes and gives."""
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import attrs
 
+from gpu.cpu.build import BuildError
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
 from gpu.loading.loaded_model import Loaded, OnProgress, of_weights, unseen
@@ -28,8 +29,6 @@ from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.wire import Start
-
-__all__ = ["choose_cpu_pages", "load_on_cpu", "refuse_cache_format"]
 
 _log = logging.getLogger("gpu.loading")
 

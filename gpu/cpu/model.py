@@ -20,8 +20,6 @@ from gpu.slots import Row, SlotTable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CpuModel", "CpuSampler", "Floats", "Hidden"]
-
 Floats: TypeAlias = npt.NDArray[np.float32]
 Hidden: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 """Hidden states [T, E], a row for each token; what they are made of is their model's business."""

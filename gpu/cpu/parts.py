@@ -9,8 +9,6 @@ import attrs
 
 from gpu.weights.packed_modules import PACKED_MODULES, PACKED_PLACES
 
-__all__ = ["NUM_PARTS", "Part", "Which", "part_of"]
-
 
 class Which(enum.IntEnum):
     """The products of a model, as decoder_abi.cpp numbers them."""

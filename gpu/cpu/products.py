@@ -15,18 +15,6 @@ import torch
 
 from gpu.cpu.library import Library, load_library
 
-__all__ = [
-    "BLOCK",
-    "GGUF_KINDS",
-    "Kind",
-    "PackedWeight",
-    "Pool",
-    "Product",
-    "pack",
-    "pack_blocks",
-    "packed_bytes",
-]
-
 BLOCK = 32
 """Inputs that share a scale. A product's number of inputs is a multiple of it."""
 _MAX_SEGMENTS = 3

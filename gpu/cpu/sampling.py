@@ -25,8 +25,6 @@ from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import ints
 
-__all__ = ["CompiledSampler"]
-
 _DRAW = np.dtype(
     [
         ("seed", np.uint64),

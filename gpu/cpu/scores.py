@@ -12,8 +12,6 @@ from gpu.cpu.model import Floats, Hidden
 from gpu.sampling.prompt_logprobs import PromptSpan, padded_ids, rows_in_a_slice
 from gpu.slots import Slot
 
-__all__ = ["logprobs_of", "score_prompt"]
-
 Ids = npt.NDArray[np.int64]
 Scores = tuple[Floats, npt.NDArray[np.int32], npt.NDArray[np.int32], Floats, Floats]
 

@@ -21,8 +21,6 @@ from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelFiles
 from trioserve.protocol.wire import Start
 
-__all__ = ["give_cache", "load_decoder", "make_sampler", "torch_exchange"]
-
 
 def load_decoder(files: ModelFiles, dtype: str, threads: int, on_progress: OnProgress) -> Decoder:
     """The model with its weights, in bfloat16 or float32.

@@ -21,8 +21,6 @@ from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampler_io import SamplerRow
 from gpu.slots import Row, SlotTable
 
-__all__ = ["TorchDecoder", "TorchModel", "TorchSampler"]
-
 
 class StepAttention(Protocol):
     """What a model has to do with its attention between steps; see :mod:`gpu.attention`."""

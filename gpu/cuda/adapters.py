@@ -16,8 +16,6 @@ from gpu.slots import Row
 from gpu.weights.packed_modules import PACKED_MODULES
 from trioserve.model_files import ModelConfig
 
-__all__ = ["CudaAdapters"]
-
 
 class CudaAdapters:
     """:class:`gpu.lora.updates.ProductUpdates` of all adapters of a step: two launches a product.

@@ -23,8 +23,6 @@ from gpu.sampling.adjustments import Adjuster
 from gpu.slots import SlotTable
 from trioserve.model_files import ModelConfig
 
-__all__ = ["ServingLimits", "assemble", "attention_limits", "cache_shape"]
-
 
 @attrs.frozen(kw_only=True)
 class ServingLimits:

@@ -29,8 +29,6 @@ from gpu.kernels.decode_attention import DecodeAttention
 from gpu.kernels.rope_and_write import RopeAndWrite
 from gpu.kernels.tiled_attention import PrefillAttention, PrefixAttention
 
-__all__ = ["CudaAttention"]
-
 
 @attrs.frozen(kw_only=True)
 class _Window:

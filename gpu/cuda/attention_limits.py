@@ -12,8 +12,6 @@ from gpu.attention.splits import max_items
 from gpu.kernels.attention_tile import TILES, tokens_per_tile
 from gpu.kernels.decode_attention import BLOCKS_PER_MULTIPROCESSOR
 
-__all__ = ["AttentionLimits"]
-
 # What the tiles of prefill_attention and prefix_attention leave room for on a multiprocessor.
 TILE_BLOCKS_PER_MULTIPROCESSOR = 2
 # With a fixed split a row has at most so many parts, and a part no fewer positions.

@@ -19,8 +19,6 @@ from gpu.cuda.attention_limits import AttentionLimits
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels.attention_tile import TILES, tokens_per_tile
 
-__all__ = ["StepPacker", "StepShape", "padded_shape"]
-
 
 @attrs.frozen(kw_only=True)
 class StepShape:

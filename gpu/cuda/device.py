@@ -13,8 +13,6 @@ from gpu.cuda.timeline import CudaTimeline, Timeline
 from gpu.kernels import KernelLoader, KernelSource
 from gpu.kernels.device import DeviceLoader, KernelLaunchError
 
-__all__ = ["CudaDevice", "Gpu", "is_out_of_memory", "is_poisoned_by"]
-
 
 class Gpu(Protocol):
     """What loading asks of a GPU."""

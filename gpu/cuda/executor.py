@@ -42,8 +42,6 @@ from gpu.sampling.prompt_scores import logprobs_of, score_prompt
 from gpu.sampling.slot_options import SlotExtras
 from gpu.slots import Row, Slot, SlotTable
 
-__all__ = ["CudaExecutor", "executor_regions"]
-
 _EMPTY_LAYOUT = StepLayout(
     positions=np.zeros(0, np.int64),
     query_start=np.zeros(1, np.int64),

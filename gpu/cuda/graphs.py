@@ -15,8 +15,6 @@ from typing import Any, Protocol, TypeVar
 import attrs
 import torch
 
-__all__ = ["Capturer", "CudaCapturer", "Graph", "GraphLadder", "ladder", "sharing_ladder"]
-
 T = TypeVar("T")
 
 

@@ -48,14 +48,12 @@ from gpu.models.decoder import Decoder
 from gpu.models.operations.cuda_ops import CudaOperations
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.prompt_logprobs import peak_bytes
-from gpu.weights import expected_tensors
+from gpu.weights.expected import expected_tensors
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.wire import Start
-
-__all__ = ["load_model", "load_on_gpu"]
 
 # Norms, projections, attention with its merge, gate: what a layer launches, rounded up.
 LAUNCHES_PER_LAYER = 14

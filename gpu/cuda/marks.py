@@ -10,8 +10,6 @@ import attrs
 
 from gpu.executor import DeviceTimes
 
-__all__ = ["Marking", "Marks"]
-
 M = TypeVar("M")
 
 

@@ -16,8 +16,6 @@ from gpu.kernels.silu_mul import silu_mul_source
 from gpu.kernels.tiled_attention import tiled_attention_source
 from trioserve.model_files import ModelConfig
 
-__all__ = ["model_kernels"]
-
 
 def model_kernels(
     config: ModelConfig,

@@ -29,8 +29,6 @@ from gpu.sampling.sampler_io import TopLogprobs
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import ints
 
-__all__ = ["DeviceSampler", "SamplerOutputs", "scratch_bytes", "top_lists"]
-
 _NO_TOP: TopLogprobs = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
 _MARKS_ALIGNMENT = 4
 

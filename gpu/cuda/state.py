@@ -19,8 +19,6 @@ from gpu.kernels import KernelLoader
 from gpu.kernels.scatter_updates import ScatterUpdates
 from gpu.slots import PlanError, Row, Slot, SlotTable
 
-__all__ = ["DeviceState"]
-
 MAX_UPDATES = 4096
 # Rows begin at multiples of this many numbers, so that kernels may read four at once.
 ALIGNMENT = 4

@@ -17,8 +17,6 @@ from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.slots import Row
 
-__all__ = ["CudaStep", "CudaSubmission", "Replay"]
-
 
 @attrs.frozen
 class Replay:

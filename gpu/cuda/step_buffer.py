@@ -18,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["StepBuffer"]
-
 NUM_HOST_BUFFERS = 3
 # Regions begin at multiples of this many numbers: 128 bytes, a line of the device's cache.
 ALIGNMENT = 32

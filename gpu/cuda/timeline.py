@@ -27,15 +27,6 @@ import torch
 from gpu.cuda.marks import Marking, Marks
 from gpu.executor import DeviceTimes
 
-__all__ = [
-    "Completions",
-    "CudaTimeline",
-    "Ending",
-    "Finished",
-    "HostTimeline",
-    "Timeline",
-]
-
 M = TypeVar("M")
 
 

@@ -19,16 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = [
-    "FOLDER",
-    "MOST_BLOCKS",
-    "Kernel",
-    "KernelLoader",
-    "KernelSource",
-    "element_name",
-    "parameters",
-]
-
 FOLDER = Path(__file__).parent
 
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)

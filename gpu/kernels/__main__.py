@@ -15,8 +15,6 @@ from gpu.kernels.cubins import CubinCache, Outcome, build_all, default_jobs
 from gpu.kernels.nvrtc import KernelBuildError
 from gpu.kernels.targets import TARGETS
 
-__all__ = ["main", "measure"]
-
 _DESCRIPTION = f"""\
 Compile the CUDA kernels with NVRTC and print what each costs: registers of a thread, shared memory
 of a block, local memory where there is any (spilled registers, arrays indexed at run time), and how

@@ -19,16 +19,6 @@ from gpu.kernels.nvrtc import Usage
 from gpu.kernels.sass import Instructions
 from gpu.kernels.targets import TARGETS
 
-__all__ = [
-    "BUDGET",
-    "Budget",
-    "Cost",
-    "Excuse",
-    "Measured",
-    "Violation",
-    "replace_costs",
-]
-
 BUDGET = FOLDER / "budget.toml"
 
 COMMON_HEAD_DIMS = {"64", "128"}

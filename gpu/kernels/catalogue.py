@@ -14,8 +14,6 @@ import attrs
 from gpu.kernels import KernelSource, nvrtc
 from gpu.kernels.targets import TARGETS
 
-__all__ = ["digests", "sources", "without_emulation"]
-
 
 def sources() -> list[KernelSource]:
     """All variants that the product can ask for, ordered by title.

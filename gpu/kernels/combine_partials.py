@@ -8,8 +8,6 @@ import torch
 from gpu.kernels import KernelLoader, KernelSource, element_name, parameters
 from gpu.kernels.attention_tile import DTYPES, HEAD_DIMS
 
-__all__ = ["VARIANTS", "CombinePartials", "check_partials", "source"]
-
 _NUM_THREADS = 128
 
 _PARAMETERS = parameters(

@@ -24,8 +24,6 @@ from gpu.kernels import KernelSource, nvrtc
 from gpu.kernels.nvrtc import Build, KernelBuildError, Usage
 from trioserve.protocol.machine import Machine, cache_folder
 
-__all__ = ["CubinCache", "Outcome", "build_all", "default_folder", "default_jobs"]
-
 _log = logging.getLogger(__name__)
 
 

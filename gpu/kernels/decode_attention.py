@@ -23,8 +23,6 @@ from gpu.kernels import MOST_BLOCKS, KernelLoader, KernelSource, element_name, p
 from gpu.kernels.attention_tile import DTYPES, HEAD_DIMS, check_attention_arguments
 from gpu.kernels.combine_partials import check_partials
 
-__all__ = ["VARIANTS", "DecodeAttention", "source"]
-
 BLOCKS_PER_MULTIPROCESSOR = 3
 """What registers and shared memory are divided for, on a GPU with 228 KB (H100, H200, B200).
 

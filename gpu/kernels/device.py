@@ -19,9 +19,6 @@ from gpu.kernels.cubins import CubinCache, build_all, default_jobs
 from gpu.kernels.nvrtc import Build, KernelBuildError
 from gpu.kernels.targets import target_for
 
-__all__ = ["DeviceKernel", "DeviceLoader", "KernelLaunchError"]
-
-
 PERCENT_SHARED = 100
 """How much of a multiprocessor's fast memory is shared memory, and no cache, where it matters."""
 

@@ -7,8 +7,6 @@ import torch
 
 from gpu.kernels import KernelLoader, KernelSource, parameters
 
-__all__ = ["VARIANTS", "GatherTokens", "gather_tokens_source"]
-
 NUM_THREADS = 128
 
 PARAMETERS = parameters(

@@ -13,21 +13,6 @@ import torch
 
 from gpu.kernels import KernelLoader, KernelSource, element_name, parameters
 
-__all__ = [
-    "COLUMNS",
-    "ENTRY",
-    "SPLIT",
-    "TILE",
-    "TILE_NUMBERS",
-    "VARIANTS",
-    "LoraUpdate",
-    "ProductShape",
-    "lora_sources",
-    "max_tiles",
-    "padded_rank",
-    "partial_numbers",
-]
-
 DTYPES = (torch.bfloat16, torch.float16)
 NUM_THREADS = 128
 TILE = 16

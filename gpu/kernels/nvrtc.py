@@ -19,20 +19,6 @@ import attrs
 from gpu.kernels import FOLDER, KernelSource
 from trioserve.protocol.machine import extra_advice
 
-__all__ = [
-    "Build",
-    "KernelBuildError",
-    "Unit",
-    "Usage",
-    "build",
-    "capabilities",
-    "compiler",
-    "options",
-    "unit",
-    "usage_in",
-    "version",
-]
-
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 _LOG_LINES = 12

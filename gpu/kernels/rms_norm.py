@@ -7,8 +7,6 @@ import torch
 
 from gpu.kernels import Kernel, KernelLoader, KernelSource, element_name, parameters
 
-__all__ = ["MAX_HIDDEN_SIZE", "VARIANTS", "RmsNorm", "rms_norm_source"]
-
 DTYPES = (torch.bfloat16, torch.float16)
 VECTOR = 8
 TILINGS = ((128, 1), (256, 1), (256, 2), (512, 2), (512, 4))

@@ -9,8 +9,6 @@ from gpu.attention import QkNorm
 from gpu.kernels import KernelLoader, KernelSource, element_name, parameters
 from gpu.kernels.attention_tile import DTYPES, HEAD_DIMS
 
-__all__ = ["CACHE_DTYPES", "HEAD_DIMS", "VARIANTS", "RopeAndWrite", "rope_and_write_source"]
-
 CACHE_DTYPES = (None, torch.float8_e4m3fn)
 """None: the model's own dtype."""
 

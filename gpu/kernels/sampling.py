@@ -12,17 +12,6 @@ import torch
 
 from gpu.kernels import KernelLoader, KernelSource, parameters
 
-__all__ = [
-    "BLOCK",
-    "MAX_HISTORY",
-    "ROW_REPORT",
-    "SLOT_RECORD",
-    "VARIANTS",
-    "SamplingKernels",
-    "SamplingMemory",
-    "sampling_sources",
-]
-
 BLOCK = 128
 """Tokens in a block of the draw's first race."""
 MAX_HISTORY = (1 << 20) - 2

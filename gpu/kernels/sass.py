@@ -14,15 +14,6 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-__all__ = [
-    "Instructions",
-    "SassError",
-    "disassemble",
-    "listings",
-    "nvdisasm",
-    "parameter_bytes",
-]
-
 _INSTRUCTION_BYTES = 16
 _BYTES_FOLLOW = 4
 _PARAMETER_BYTES = 0x19  # EIATTR_CBANK_PARAM_SIZE, as cuobjdump --dump-elf names it

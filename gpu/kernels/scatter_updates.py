@@ -7,8 +7,6 @@ import torch
 
 from gpu.kernels import KernelLoader, KernelSource, parameters
 
-__all__ = ["VARIANTS", "ScatterUpdates", "scatter_updates_source"]
-
 NUM_THREADS = 256
 
 PARAMETERS = parameters(("arena", "u8"), ("updates", "u8"), ("num_updates", "u8"))

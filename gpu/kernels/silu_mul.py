@@ -7,8 +7,6 @@ import torch
 
 from gpu.kernels import KernelLoader, KernelSource, element_name, parameters
 
-__all__ = ["VARIANTS", "SiluMul", "silu_mul_source"]
-
 DTYPES = (torch.bfloat16, torch.float16)
 NUM_THREADS = 128
 VECTORS = 2

@@ -8,8 +8,6 @@ import attrs
 
 from gpu.kernels.nvrtc import KernelBuildError
 
-__all__ = ["OLDEST", "TARGETS", "Target", "target_for", "targets_of"]
-
 OLDEST = (8, 0)
 """Kernels need bf16 tensor cores and asynchronous copies."""
 

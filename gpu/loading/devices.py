@@ -10,8 +10,6 @@ import logging
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine, extra_advice
 
-__all__ = ["choose_device", "choose_dtype", "gpu_obstacle"]
-
 LOWEST_CAPABILITY = (8, 0)
 """The first GPUs with asynchronous copies and bfloat16, which the kernels use."""
 

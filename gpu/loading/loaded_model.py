@@ -18,16 +18,6 @@ from trioserve.protocol.machine import Machine
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, Ready, from_ints
 
-__all__ = [
-    "Loaded",
-    "OnProgress",
-    "Serving",
-    "choose_num_threads",
-    "of_weights",
-    "unseen",
-    "warm_up",
-]
-
 MOST_THREADS = 1024
 """As many as ``--num-threads`` may ask for."""
 

@@ -11,18 +11,6 @@ from trioserve.model_files import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.wire import Start
 
-__all__ = [
-    "GRAPHS_DONT_FIT",
-    "GpuMemory",
-    "cache_doesnt_fit",
-    "choose_num_gpu_pages",
-    "choose_num_host_pages",
-    "choose_num_pages",
-    "graph_bytes",
-    "kv_bytes_per_page",
-    "step_doesnt_fit",
-]
-
 DEFAULT_CACHE_BYTES = 2 << 30
 # What the KV cache may take of the memory that is available once the weights are loaded: a quarter
 # if that is enough for one sequence of full length, and at most this share.

@@ -11,8 +11,6 @@ import attrs
 from trioserve.model_files import EncoderFiles, ModelFiles
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["ModelWeights", "ReadWeights"]
-
 Files = TypeVar("Files", ModelFiles, EncoderFiles)
 
 ReadWeights = Callable[[ModelFiles], Callable[[], None]]

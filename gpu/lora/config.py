@@ -14,8 +14,6 @@ from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import parse_object
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["UNSERVED", "LoraConfig"]
-
 UNSERVED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",

@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from gpu.slots import Row
 
-__all__ = ["tokens_by_adapter"]
-
 
 def tokens_by_adapter(rows: Sequence[Row]) -> dict[int, npt.NDArray[np.int32]]:
     """The places, in increasing order, of the tokens of each adapter's rows.

@@ -18,12 +18,10 @@ from gpu._util.upload import pinned
 from gpu.kernels.lora import ENTRY, ProductShape, padded_rank, partial_numbers
 from gpu.lora.reading import Adapter, Update
 from gpu.lora.store import AdapterStore
-from gpu.weights import FLOAT32
+from gpu.weights.blocks import FLOAT32
 from gpu.weights.packed_modules import PACKED_MODULES, packed_shapes
 from gpu.weights.tensors import as_tensor
 from trioserve.model_files import ModelConfig
-
-__all__ = ["AdapterPlaces", "PlacedAdapter", "product_shapes"]
 
 
 def product_shapes(config: ModelConfig) -> dict[str, ProductShape]:

@@ -14,15 +14,14 @@ from pathlib import Path
 import attrs
 
 from gpu.lora.config import LoraConfig
-from gpu.weights import BFLOAT16, FLOAT16, FLOAT32, Numbers, expected_tensors
+from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Numbers
+from gpu.weights.expected import expected_tensors
 from gpu.weights.packed_modules import PACKED_MODULES
 from gpu.weights.reading import check_finite, read_bytes
 from trioserve.model_files import ModelConfig
 from trioserve.model_files.jsonfile import read_file
 from trioserve.model_files.shards import Shard, read_shard
 from trioserve.protocol.errors import ModelLoadError
-
-__all__ = ["Adapter", "Update", "read_adapter"]
 
 _NAME = re.compile(
     r"base_model\.model\.(model\.layers\.(\d{1,6})\.(self_attn\.[qkvo]_proj|"

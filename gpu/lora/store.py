@@ -10,8 +10,6 @@ from gpu.lora.reading import Adapter, read_adapter
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["AdapterStore"]
-
 T = TypeVar("T")
 
 

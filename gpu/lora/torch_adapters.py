@@ -12,12 +12,10 @@ from gpu.lora.groups import tokens_by_adapter
 from gpu.lora.reading import Adapter
 from gpu.lora.store import AdapterStore
 from gpu.slots import Row
-from gpu.weights import FLOAT32
+from gpu.weights.blocks import FLOAT32
 from gpu.weights.packed_modules import packed_shapes
 from gpu.weights.tensors import as_tensor
 from trioserve.model_files import ModelConfig
-
-__all__ = ["TokenGroup", "TorchAdapter", "TorchAdapters"]
 
 
 @attrs.frozen(eq=False)

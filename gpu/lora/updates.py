@@ -6,8 +6,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["ProductUpdates"]
-
 
 class ProductUpdates(Protocol):
     """Some or all of the adapters in a step."""

@@ -11,8 +11,6 @@ from gpu.models.operations import Operations
 from trioserve.model_files.config import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["MODEL_CLASSES", "build_model"]
-
 MODEL_CLASSES: dict[str, type[Decoder]] = {
     "llama": Decoder,
     "mistral": Decoder,

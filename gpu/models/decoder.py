@@ -28,8 +28,6 @@ from gpu.weights.packed_modules import PackedShape, expert_shapes, packed_shapes
 from trioserve.model_files.config import ExpertsConfig, ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["Decoder"]
-
 
 @attrs.frozen(kw_only=True)
 class _Layer:

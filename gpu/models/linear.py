@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Linear", "padded_rows", "prepacks"]
-
 EXACT_ROWS = 32
 """Up to here every number of rows has a product of its own: that is where decode steps are."""
 

@@ -19,8 +19,6 @@ from gpu.models.linear import Linear
 from gpu.models.operations import Operations
 from trioserve.model_files import ExpertsConfig
 
-__all__ = ["Experts", "Mlp", "choose_experts"]
-
 
 @attrs.frozen(kw_only=True)
 class Mlp:

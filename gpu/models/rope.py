@@ -15,8 +15,6 @@ import numpy.typing as npt
 from trioserve.model_files.config import ModelConfig, RopeScaling
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["cos_sin_table", "inverse_frequencies"]
-
 Floats = npt.NDArray[np.float32]
 
 

@@ -18,8 +18,6 @@ from gpu.slots import Slot
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Adjuster", "Adjustment", "Logits", "NoAdjuster"]
-
 Logits: TypeAlias = "torch.Tensor | npt.NDArray[np.float32]"
 """Torch's on a GPU, and on a CPU NumPy's, which are there without torch."""
 

@@ -12,8 +12,6 @@ import enum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Purpose", "philox4x32", "uniforms"]
-
 _ROUNDS = 10
 _MULTIPLIER_0 = np.uint64(0xD2511F53)
 _MULTIPLIER_1 = np.uint64(0xCD9E8D57)

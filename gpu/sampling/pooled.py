@@ -16,8 +16,6 @@ import numpy.typing as npt
 from gpu.slots import PlanError, Row, Slot
 from trioserve.protocol.wire import PooledPrompt, from_floats
 
-__all__ = ["PooledSlots", "PooledSpan", "pooled_prompt"]
-
 
 @attrs.frozen(kw_only=True)
 class PooledSpan:

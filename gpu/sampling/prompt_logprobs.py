@@ -20,16 +20,6 @@ import numpy.typing as npt
 from gpu.slots import Slot
 from trioserve.protocol.wire import PromptPiece, from_floats, from_ints
 
-__all__ = [
-    "SLICE_BYTES",
-    "PromptSpan",
-    "in_rows",
-    "padded_ids",
-    "peak_bytes",
-    "prompt_piece",
-    "rows_in_a_slice",
-]
-
 SLICE_BYTES = 64 << 20
 """Logits that exist at a time."""
 _NOTHING = np.empty(0, dtype=np.float32)

@@ -16,8 +16,6 @@ from gpu._util.upload import upload
 from gpu.sampling.prompt_logprobs import PromptSpan, padded_ids, rows_in_a_slice
 from gpu.slots import Slot
 
-__all__ = ["logprobs_of", "score_prompt"]
-
 _TOP_BYTES = 16 << 20
 """Logits whose most probable tokens are looked for at a time, at four times their size."""
 

@@ -23,8 +23,6 @@ from gpu.sampling.truncation import BLOCK, block_sums, drop_below, truncate
 from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
 from trioserve.protocol.wire import ints
 
-__all__ = ["LOWEST_TEMPERATURE", "Sampled", "Sampler"]
-
 # Below this every other token's probability is 0 in float32 anyway, and 1 / temperature overflows.
 LOWEST_TEMPERATURE = 1e-30
 

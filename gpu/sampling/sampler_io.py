@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from trioserve.protocol.sampling import SamplerParams
 
-__all__ = ["SamplerRow", "TopLogprobs", "is_plainly_greedy"]
-
 TopLogprobs = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """Token ids and their log-probabilities, most probable first."""
 

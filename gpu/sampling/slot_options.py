@@ -16,8 +16,6 @@ from gpu.sampling.pooled import PooledSlots
 from gpu.sampling.prompt_logprobs import PromptSpan
 from gpu.slots import UNKNOWN_TOKEN, Row, Slot
 
-__all__ = ["SlotExtras"]
-
 
 class SlotExtras:
     """The slots that ask for more than a draw, and the ``adjuster`` of their logits."""

@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from trioserve.protocol.sampling import SamplerParams
 
-__all__ = ["BLOCK", "block_sums", "drop_below", "truncate"]
-
 BLOCK = 128
 """Tokens in a block of the draw's first stage. Part of what a seed means: it never changes."""
 # How many of the largest values are looked at, in turn, before all of them are sorted.

@@ -12,20 +12,8 @@ from typing import Any
 import numpy as np
 
 from gpu.weights import gguf, safetensors
-from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Blocks, Numbers, Weight
-from gpu.weights.expected import expected_tensors
+from gpu.weights.blocks import Weight
 from trioserve.model_files import ModelFiles
-
-__all__ = [
-    "BFLOAT16",
-    "FLOAT16",
-    "FLOAT32",
-    "Blocks",
-    "Numbers",
-    "Weight",
-    "expected_tensors",
-    "read_weights",
-]
 
 
 def read_weights(
@@ -37,16 +25,16 @@ def read_weights(
     """Yield ``(name, weight)`` in ``dtype``, one at a time; each owns its memory.
 
     Names are Hugging Face's (``model.layers.0.self_attn.q_proj.weight``), and exactly those of
-    :func:`expected_tensors`, each once, in the order of the files. ``progress`` is called after
-    each with the bytes of the files read so far, and those in all.
+    :func:`~gpu.weights.expected.expected_tensors`, each once, in the order of the files.
+    ``progress`` is called after each with the bytes of the files read so far, and those in all.
 
     Args:
         files: of the model.
-        dtype: :data:`BFLOAT16`, :data:`FLOAT16` or :data:`FLOAT32`. Without it, what is stored as
-            bfloat16 stays that, and all else is float32: nothing is rounded.
+        dtype: one of the three of :mod:`gpu.weights.blocks`. Without it, what is stored as bfloat16
+            stays that, and all else is float32: nothing is rounded.
         progress: see above.
-        keep: types of matrices in a GGUF file that stay :class:`Blocks`, by ggml's names, such as
-            Q4_0.
+        keep: types of matrices in a GGUF file that stay :class:`~gpu.weights.blocks.Blocks`, by
+            ggml's names, such as Q4_0.
 
     Raises:
         ModelLoadError: a tensor is missing, unknown or of the wrong shape (found before the first

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from trioserve.model_files.gguf_header import TensorType
 
-__all__ = ["BFLOAT16", "FLOAT16", "FLOAT32", "Blocks", "Numbers", "Weight"]
-
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)

@@ -18,8 +18,6 @@ from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Numbers
 from trioserve.model_files.gguf_header import TensorType
 from trioserve.protocol.machine import Machine
 
-__all__ = ["BLOCK_DECODERS", "dequantize"]
-
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 

@@ -18,8 +18,6 @@ from gpu.weights.safetensors import load_folder
 from trioserve.model_files import EncoderConfig, EncoderFiles
 from trioserve.model_files.encoder_config import Dense
 
-__all__ = ["RELATIVE_BIAS", "encoder_tensors", "name_of", "read_encoder_weights"]
-
 RELATIVE_BIAS = "encoder.relative_attention_bias.weight"
 
 _PREFIX = re.compile(r"^(bert|distilbert|mpnet|roberta)\.")

@@ -9,8 +9,6 @@ from gpu.weights.packed_modules import PackedShape, expert_shapes, packed_shapes
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["check_tensors", "expected_tensors"]
-
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model of this shape has, by name, with its shape."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-__all__ = ["split_experts", "with_common_name"]
-
 _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _MIXTRAL = re.compile(r"(.*\.mlp\.experts\.\d+)\.(w[123])\.weight", re.ASCII)
 _STACKED = re.compile(

@@ -17,8 +17,6 @@ from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.model_files.gguf_header import TensorType
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["hugging_face_name", "load", "unpermute"]
-
 _OUTER = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",

@@ -8,8 +8,6 @@ import torch
 
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["NamedTensors"]
-
 
 class NamedTensors:
     """A model's tensors by name, each taken once, so that a layer's are freed as it is built."""

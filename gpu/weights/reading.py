@@ -16,8 +16,6 @@ import numpy.typing as npt
 from gpu.weights.blocks import BFLOAT16, Numbers
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["check_finite", "read_bytes"]
-
 _PIECE = 1 << 18
 """Numbers that are looked at together: so many stay in a processor's cache."""
 _EXPONENT = 0x7F80

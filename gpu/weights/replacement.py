@@ -18,8 +18,6 @@ from trioserve.model_files import (
 )
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["encoder_weights_for", "weights_for"]
-
 _FREE = frozenset({"dtype", "bos_token_id", "eos_token_ids", "has_head"})
 """What a configuration may say otherwise: it concerns neither the computation nor the KV cache."""
 

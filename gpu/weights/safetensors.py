@@ -16,8 +16,6 @@ from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.model_files.shards import Shard, read_shards
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["load", "load_folder"]
-
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 _OF_BARE_MODELS = ("embed_tokens.", "layers.", "norm.")
 """How names begin in the files of a model that was saved without what makes logits."""

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from gpu.weights import BFLOAT16, FLOAT16, FLOAT32, Blocks, Numbers, read_weights
+from gpu.weights import read_weights
+from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Blocks, Numbers
 from trioserve.model_files import ModelFiles
-
-__all__ = ["NUMPY_DTYPES", "as_tensor", "load_weights"]
 
 NUMPY_DTYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
 

@@ -16,7 +16,8 @@ from bench.engine import accuracy, embeddings, experts, live, long_prompts, offl
 from bench.engine import grammar_masks as masks
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.grammar_cache import GrammarCache
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.build import BuildError
+from gpu.cpu.library import load_library
 from tests.support.engines import open_tiny_engine
 from tests.support.grammar_vocabularies import EOS, VOCABULARY
 from tests.support.tiny_models import make_tiny

@@ -9,9 +9,10 @@ import pytest
 import torch
 import trio
 
+from gpu.cpu.build import BuildError
 from gpu.cpu.compiled import CompiledModel
 from gpu.cpu.executor import CpuExecutor
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.loading.memory import choose_num_host_pages
@@ -19,7 +20,8 @@ from gpu.models.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.sampling.sampler import Sampler
 from gpu.slots import PlanError, SlotTable
-from gpu.weights import BFLOAT16, read_weights
+from gpu.weights import read_weights
+from gpu.weights.blocks import BFLOAT16
 from tests.support.engines import assert_idle, open_tiny_engine
 from tests.support.plans import PlanMaker, load_tiny, make_attention, outputs_over_moved_pages
 from tests.support.tiny_models import make_tiny

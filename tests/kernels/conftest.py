@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "error::gpu.kernels.emulation.BuildWarning")
+    config.addinivalue_line("filterwarnings", "error::gpu.kernels.emulation.build.BuildWarning")
     config.addinivalue_line(
         "markers",
         "every_arithmetic: a test of kernels that runs in each arithmetic of the emulation",

@@ -21,14 +21,12 @@ from gpu.kernels.emulation import (
     FUSED,
     RANDOM,
     REVERSE,
-    BuildError,
-    BuildWarning,
     EmulatedKernel,
     EmulatedLoader,
     EmulationError,
     build,
 )
-from gpu.kernels.emulation.build import build_kernel
+from gpu.kernels.emulation.build import BuildError, BuildWarning, build_kernel
 from tests.kernels.memory import place, poisoned
 
 FILE = Path(__file__).parent / "rules.cu"

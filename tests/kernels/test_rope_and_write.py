@@ -10,7 +10,8 @@ import torch
 
 from gpu.attention import QkNorm
 from gpu.kernels import KernelLoader
-from gpu.kernels.rope_and_write import HEAD_DIMS, RopeAndWrite
+from gpu.kernels.attention_tile import HEAD_DIMS
+from gpu.kernels.rope_and_write import RopeAndWrite
 from gpu.models.rope import cos_sin_table
 from tests.kernels.memory import place, poisoned, poisoned_cache, relative_error
 from tests.kernels.rounding import share_rounded_otherwise

@@ -11,7 +11,7 @@ import numpy as np
 import safetensors.numpy
 
 from gpu.slots import Row, SlotTable
-from gpu.weights import expected_tensors
+from gpu.weights.expected import expected_tensors
 from gpu.weights.packed_modules import PACKED_MODULES
 from tests.support.plans import GREEDY
 from trioserve.model_files import open_model

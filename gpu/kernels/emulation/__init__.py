@@ -20,22 +20,7 @@ import numpy.typing as npt
 import torch
 
 from gpu.kernels import FOLDER, Kernel, KernelSource
-from gpu.kernels.emulation.build import BuildError, BuildWarning, build_emulator, build_kernel
-
-__all__ = [
-    "ARITHMETICS",
-    "FORWARD",
-    "FUSED",
-    "PLAIN",
-    "RANDOM",
-    "REVERSE",
-    "ROUGH",
-    "BuildError",
-    "BuildWarning",
-    "EmulatedKernel",
-    "EmulatedLoader",
-    "EmulationError",
-]
+from gpu.kernels.emulation.build import build_emulator, build_kernel
 
 FORWARD, REVERSE, RANDOM = 0, 1, 2
 PLAIN, FUSED, ROUGH = ARITHMETICS = ("plain", "fused", "rough")

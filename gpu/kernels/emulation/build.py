@@ -24,8 +24,6 @@ from pathlib import Path
 from gpu._util.private_files import make_private_folder
 from gpu.kernels import FOLDER, KernelSource
 
-__all__ = ["BuildError", "BuildWarning", "build_emulator", "build_kernel"]
-
 HERE = Path(__file__).parent
 OLDEST_COMPILER = 12  # the first g++ that fills variables with a pattern
 DAYS_KEPT = 14

@@ -9,8 +9,6 @@ import torch
 
 from trioserve.model_files.encoder_config import Activation
 
-__all__ = ["ACTIVATIONS"]
-
 _gelu: Callable[..., torch.Tensor] = torch.ops.aten.gelu_
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -11,8 +11,6 @@ from gpu.weights.encoder import read_encoder_weights
 from gpu.weights.tensors import NUMPY_DTYPES, as_tensor
 from trioserve.model_files import EncoderFiles
 
-__all__ = ["load_encoder"]
-
 
 def load_encoder(
     files: EncoderFiles,

@@ -30,8 +30,6 @@ from gpu.weights.named import NamedTensors
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_config import Activation
 
-__all__ = ["Encoder"]
-
 CPU_BATCH_TOKENS = 512
 """Tokens for each thread that go through the layers together on a CPU: what they need in between
 stays in its cache, and is so small that the allocator keeps it from one step to the next."""

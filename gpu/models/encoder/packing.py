@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from trioserve.model_files import EncoderConfig
 
-__all__ = ["Group", "Packed", "check_inputs", "pack", "split"]
-
 Ints = npt.NDArray[np.integer]
 
 

@@ -11,8 +11,6 @@ import torch
 
 from trioserve.model_files.encoder_config import Pooling
 
-__all__ = ["pool"]
-
 
 def pool(hidden: torch.Tensor, ends: torch.Tensor, pooling: Pooling) -> torch.Tensor:
     """The pooled vectors [N, E] float32 of ``hidden`` [T, E]; ``ends`` is on the same device.

@@ -11,8 +11,6 @@ import math
 
 import torch
 
-__all__ = ["RelativeBias", "buckets_of"]
-
 MAX_DISTANCE = 128
 """All that are further are of the last kind."""
 

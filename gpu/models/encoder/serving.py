@@ -25,8 +25,6 @@ from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.wire import Ready, Start, from_floats, ints
 
-__all__ = ["load_encoder_to_serve"]
-
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 16384}
 """On a CPU about a tenth of a second of a small model, for which who comes next has to wait."""
 

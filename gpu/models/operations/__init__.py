@@ -10,8 +10,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Operations"]
-
 
 class Operations(Protocol):
     """Root mean square norms and the gate of a SwiGLU layer, on the current device stream."""

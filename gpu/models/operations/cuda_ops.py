@@ -10,8 +10,6 @@ from gpu.kernels import KernelLoader
 from gpu.kernels.rms_norm import RmsNorm
 from gpu.kernels.silu_mul import SiluMul
 
-__all__ = ["CudaOperations"]
-
 
 class CudaOperations:
     """:class:`gpu.models.operations.Operations` for one model, in bfloat16 or float16.

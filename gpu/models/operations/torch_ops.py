@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-__all__ = ["TorchOperations"]
-
 
 class TorchOperations:
     """:class:`gpu.models.operations.Operations` for any device and dtype."""

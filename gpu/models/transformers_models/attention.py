@@ -14,8 +14,6 @@ from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.executor import Copies
 from gpu.models.transformers_models.interface import AttentionCall
 
-__all__ = ["LayerShape", "PagedLayers"]
-
 
 @attrs.frozen(kw_only=True)
 class LayerShape:

@@ -25,8 +25,6 @@ from gpu.slots import SlotTable
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 
-__all__ = ["check_against_plain"]
-
 NUM_TOKENS = 24
 PAGE_SIZE = 4
 # How many tokens of each of two sequences a step computes at most: pieces and single tokens mixed.

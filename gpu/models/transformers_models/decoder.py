@@ -12,8 +12,6 @@ from gpu.lora.updates import ProductUpdates
 from gpu.models.transformers_models.attention import PagedLayers
 from gpu.models.transformers_models.interface import answering
 
-__all__ = ["TransformersDecoder"]
-
 
 class _Given(tuple[torch.Tensor]):
     """What a body of any class returns, with nothing but the hidden states [1, R, E]."""

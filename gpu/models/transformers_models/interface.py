@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-__all__ = ["NAME", "AttentionCall", "Backend", "answering", "register"]
-
 NAME = "trioserve"
 """What the configuration of a model says as ``attn_implementation``."""
 

@@ -27,8 +27,6 @@ from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine, extra_advice
 from trioserve.protocol.wire import Start
 
-__all__ = ["load_through_transformers"]
-
 
 def load_through_transformers(
     start: Start,

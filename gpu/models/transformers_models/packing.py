@@ -16,8 +16,6 @@ import torch
 
 from gpu.models.linear import Linear, prepacks
 
-__all__ = ["noting_products", "pack"]
-
 
 @contextlib.contextmanager
 def noting_products(model: torch.nn.Module) -> Iterator[set[torch.nn.Linear]]:

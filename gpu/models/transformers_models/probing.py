@@ -16,8 +16,6 @@ from gpu.models.transformers_models.attention import LayerShape
 from gpu.models.transformers_models.interface import AttentionCall, answering
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["probe_layers", "refusal"]
-
 NUM_TOKENS = 3
 FAR = 1 << 20
 """A position further than any window is wide."""

@@ -18,8 +18,6 @@ from gpu.models.transformers_models.probing import refusal
 from trioserve.model_files.shards import read_shards
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["growing", "read_model", "version"]
-
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Of the kinds that configurations name."""
 LOOK_SECONDS = 0.5

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.build import BuildError
+from gpu.cpu.library import load_library
 from tests.gpu.cpu.attention_stage import Case, Stage, exact
 
 Prefix = tuple[int, int]

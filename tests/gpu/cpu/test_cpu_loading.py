@@ -9,7 +9,8 @@ import attrs
 import pytest
 
 from gpu.cpu import library
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.build import BuildError
+from gpu.cpu.library import load_library
 from gpu.cpu.loading import load_on_cpu
 from gpu.loading.loaded_model import Loaded, warm_up
 from gpu.loading.loading import load

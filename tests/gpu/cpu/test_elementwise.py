@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu.cpu.build import BuildError
 from gpu.cpu.elementwise import CompiledOperations
-from gpu.cpu.library import BuildError
 from gpu.models.operations.torch_ops import TorchOperations
 
 EPS = 1e-5

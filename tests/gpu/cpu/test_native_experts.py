@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from gpu.cpu.build import BuildError
 from gpu.cpu.compiled import CompiledModel, Format, obstacle_in
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.library import load_library
 from gpu.cpu.loading import load_on_cpu
 from gpu.runner import Runner
 from gpu.sampling.adjustments import NoAdjuster

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.cpu.build import BuildError
 from gpu.cpu.compiled import CompiledModel, Format, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.models import build_model
@@ -21,7 +22,8 @@ from gpu.models.decoder import Decoder
 from gpu.models.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.slots import SlotTable
-from gpu.weights import BFLOAT16, read_weights
+from gpu.weights import read_weights
+from gpu.weights.blocks import BFLOAT16
 from gpu.weights.tensors import load_weights
 from tests.support.plans import GREEDY, PlanMaker, RecordingSampler, make_attention
 from tests.support.tiny_gguf import write_gguf

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.cpu.library import BuildError
+from gpu.cpu.build import BuildError
 from gpu.cpu.products import GGUF_KINDS, Kind, PackedWeight, Pool, Product, pack, pack_blocks
-from gpu.weights import FLOAT32
+from gpu.weights.blocks import FLOAT32
 from gpu.weights.dequantize import dequantize
 from trioserve.model_files.gguf_header import TENSOR_TYPES
 

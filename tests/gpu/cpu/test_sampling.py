@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.build import BuildError
+from gpu.cpu.library import load_library
 from gpu.cpu.model import Floats
 from gpu.cpu.sampling import CompiledSampler
 from gpu.cpu.torch_model import TorchSampler

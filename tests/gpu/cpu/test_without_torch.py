@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.build import BuildError
+from gpu.cpu.library import load_library
 from tests.support.engines import assert_idle, open_tiny_engine
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import make_tiny

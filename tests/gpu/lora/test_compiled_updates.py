@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.cpu.adapters import CompiledAdapter, Module, Product, Step, pack_module, step_of
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.build import BuildError
+from gpu.cpu.library import load_library
 from gpu.lora.reading import Update
 from gpu.weights.packed_modules import PACKED_MODULES
 

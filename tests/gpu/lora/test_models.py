@@ -10,8 +10,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from gpu.cpu.build import BuildError
 from gpu.cpu.compiled import CompiledModel, read_as
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel
 from gpu.cpu.torch_model import TorchModel
 from gpu.lora.torch_adapters import TorchAdapters

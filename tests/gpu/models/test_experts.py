@@ -19,7 +19,9 @@ from safetensors.numpy import load_file, save_file
 from gpu.models.linear import Linear
 from gpu.models.mlp import Experts, Mlp, choose_experts
 from gpu.models.operations.torch_ops import TorchOperations
-from gpu.weights import Blocks, Numbers, expected_tensors, read_weights
+from gpu.weights import read_weights
+from gpu.weights.blocks import Blocks, Numbers
+from gpu.weights.expected import expected_tensors
 from tests.gpu.models.test_models import assert_near, random_tokens, reference_logits
 from tests.model_files.test_model_files import rewrite
 from tests.support.plans import load_tiny, prompt_logits

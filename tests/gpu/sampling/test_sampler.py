@@ -13,7 +13,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gpu.cpu.library import BuildError, load_library
+from gpu.cpu.build import BuildError
+from gpu.cpu.library import load_library
 from gpu.cpu.sampling import CompiledSampler
 from gpu.sampling.adjustments import Adjustment
 from gpu.sampling.sampler import Sampled, Sampler
