@@ -34,9 +34,9 @@ from gpu.cuda.graphs import Capturer
 from gpu.cuda.model_kernels import model_kernels
 from gpu.cuda.timeline import HostTimeline, Timeline
 from gpu.kernels import KernelLoader
-from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.models.operations.cuda_ops import CudaOperations
+from gpu.models.registry import build_model
 from gpu.runner import Runner
 from trioserve.model_files import ModelConfig
 

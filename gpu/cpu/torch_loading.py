@@ -14,8 +14,8 @@ from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.loading.loaded_model import OnProgress, of_weights, unseen
 from gpu.loading.weight_swap import ReadWeights
 from gpu.lora.torch_adapters import TorchAdapters
-from gpu.models import build_model
 from gpu.models.decoder import Decoder
+from gpu.models.registry import build_model
 from gpu.sampling.sampler import Sampler
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelFiles

@@ -43,9 +43,9 @@ from gpu.loading.memory import (
     step_doesnt_fit,
 )
 from gpu.lora.places import AdapterPlaces
-from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.models.operations.cuda_ops import CudaOperations
+from gpu.models.registry import build_model
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.prompt_logprobs import peak_bytes
 from gpu.weights.expected import expected_tensors

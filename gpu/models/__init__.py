@@ -1,41 +1,4 @@
-"""The registry: which class computes which family of models."""
+"""Models computed with torch, and what they are made of; a processor's own kernels import no torch.
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
-import torch
-
-from gpu.models.decoder import Decoder
-from gpu.models.operations import Operations
-from trioserve.model_files.config import ModelConfig
-from trioserve.protocol.errors import ModelLoadError
-
-MODEL_CLASSES: dict[str, type[Decoder]] = {
-    "llama": Decoder,
-    "mistral": Decoder,
-    "mixtral": Decoder,
-    "qwen2": Decoder,
-    "qwen3": Decoder,
-    "qwen3_moe": Decoder,
-    "smollm3": Decoder,
-}
-"""``ModelConfig.family`` -> the class that computes it."""
-
-
-def build_model(
-    config: ModelConfig,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    operations: Operations | None = None,
-) -> Decoder:
-    """The model of ``config`` with ``weights``, (name, tensor) pairs of one dtype on its device.
-
-    ``operations`` are the device's; None means torch's own.
-
-    Raises:
-        ModelLoadError: a family that isn't known, or weights that don't fit the configuration.
-    """
-    if config.family not in MODEL_CLASSES:
-        known = ", ".join(sorted(MODEL_CLASSES))
-        raise ModelLoadError(f"the model family {config.family!r} is not supported ({known} are)")
-    return MODEL_CLASSES[config.family](config, weights, operations)
+So this package imports nothing by itself.
+"""

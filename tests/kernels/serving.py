@@ -18,9 +18,9 @@ from gpu.cuda.timeline import CudaTimeline, HostTimeline, Timeline
 from gpu.kernels import KernelLoader
 from gpu.lora.places import AdapterPlaces
 from gpu.lora.reading import read_adapter
-from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.models.operations.cuda_ops import CudaOperations
+from gpu.models.registry import build_model
 from gpu.runner import Runner
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.sampler import Sampler

@@ -14,8 +14,8 @@ from gpu.attention import CacheShape, StepLayout
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.torch_model import TorchModel, TorchSampler
-from gpu.models import build_model
 from gpu.models.decoder import Decoder
+from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.sampling.adjustments import Adjuster, Adjustment

@@ -17,8 +17,8 @@ from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel
 from gpu.cpu.torch_model import TorchModel, TorchSampler
-from gpu.models import build_model
 from gpu.models.decoder import Decoder
+from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.slots import SlotTable

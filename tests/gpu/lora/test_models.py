@@ -16,7 +16,7 @@ from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel
 from gpu.cpu.torch_model import TorchModel
 from gpu.lora.torch_adapters import TorchAdapters
-from gpu.models import build_model
+from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table
 from gpu.slots import PlanError, SlotTable
 from gpu.weights import read_weights

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from gpu.models import build_model
 from gpu.models.linear import Linear
+from gpu.models.registry import build_model
 from tests.support.plans import PlanMaker, load_tiny, make_runner, prompt_logits
 from tests.support.rounding import apart, sum_error, terms_of_folder
 from tests.support.tiny_models import FAMILIES, make_tiny

@@ -9,11 +9,11 @@ import safetensors.torch
 import torch
 
 from gpu.attention import StepLayout
-from gpu.models import build_model
 from gpu.models.decoder import Decoder
 from gpu.models.linear import Linear, padded_rows
 from gpu.models.operations import Operations
 from gpu.models.operations.torch_ops import TorchOperations
+from gpu.models.registry import build_model
 from tests.support.plans import make_attention
 from tests.support.rounding import sum_error
 from tests.support.tiny_models import make_tiny

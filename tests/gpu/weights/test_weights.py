@@ -14,7 +14,7 @@ import torch
 import trio
 import trio.testing
 
-from gpu.models import build_model
+from gpu.models.registry import build_model
 from gpu.weights.tensors import load_weights
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
 from tests.support.http_stub import server_config
