@@ -152,7 +152,7 @@ def test_a_topic_has_choices_several_values_and_a_variable(
     ("name", "close"),
     [
         ("max-num-seq", ["--max-num-seqs"]),
-        ("TRIOSERVE_MAX_NUM_SEQ", []),
+        ("TRIOSERVE_MAX_NUM_SEQ", ["--max-num-seqs"]),
         ("cach", ["--enable-prefix-caching", "--prefix-cache-scope"]),
         ("zzzz", []),
         ("", []),

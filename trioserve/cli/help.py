@@ -1,4 +1,4 @@
-"""Text of ``--help``: the common options, ``--help=all`` and ``--help=NAME``."""
+"""The text of ``--help`` and ``--help=NAME``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.config.options import Option
+from trioserve.config.options import PREFIX, Option
 
 __all__ = ["ALL", "Formatter", "Topic", "close_names", "plain_name", "topic_of"]
 
@@ -41,7 +41,7 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
     import difflib  # used for a wrong name alone
 
     flags = {plain_name(flag): flag for flag in known}
-    plain = plain_name(name)
+    plain = plain_name(name).removeprefix(plain_name(PREFIX))
     close = [each for each in flags if plain and plain in each]
     close += difflib.get_close_matches(plain, flags, n=_MOST_CLOSE)
     return [flags[each] for each in dict.fromkeys(close)][:_MOST_CLOSE]
@@ -68,17 +68,18 @@ class Formatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return _filled(text, width, indent)
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        return self.broken(super()._format_action_invocation(action), self._current_indent)
-
-    def broken(self, text: str, indent: int) -> str:
-        """Return ``text`` in lines that fit, broken at spaces and commas."""
+    def invocation(self, action: argparse.Action) -> str:
+        """Return the flags of ``action`` with its value, in lines broken at spaces and commas."""
+        indent = self._current_indent
         lines = [""]
-        for piece in re.findall(r"[^ ,]+[ ,]*", text):
+        for piece in re.findall(r"[^ ,]+[ ,]*", super()._format_action_invocation(action)):
             if lines[-1] and indent + len(lines[-1] + piece.rstrip()) > self._width:
                 lines.append(" " * 4)
             lines[-1] += piece
         return f"\n{' ' * indent}".join(line.rstrip() for line in lines)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return self.invocation(action)
 
 
 @attrs.frozen(kw_only=True)
@@ -101,17 +102,14 @@ class Topic:
 
     def text(self, formatter: Formatter) -> str:
         """Return the help of the argument."""
-        invocation = formatter._format_action_invocation(self.action)
-        paragraphs = [invocation, _filled(self._help, formatter.width, "  ")]
+        text = self.option.help if self.option is not None else str(self.action.help)
         facts = [
             _filled(f"{name + ':':<10}{fact}", formatter.width, "  ", " " * 12)
             for name, fact in self._facts()
         ]
-        return "\n\n".join([*paragraphs, "\n".join(facts)]) + "\n"
-
-    @property
-    def _help(self) -> str:
-        return self.option.help if self.option is not None else str(self.action.help)
+        invocation = formatter.invocation(self.action)
+        filled = _filled(text, formatter.width, "  ")
+        return "\n\n".join([invocation, filled, "\n".join(facts)]) + "\n"
 
     def _facts(self) -> Iterable[tuple[str, str]]:
         option = self.option

@@ -1,4 +1,4 @@
-"""Names and folders of LoRA adapters, as options and callers give them."""
+"""Names and folders of LoRA adapters, from options and callers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_NAME_CHARACTERS = 512
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no name.
+    """Check an adapter's name.
 
     Raises:
-        InvalidRequest: it is empty, too long, or has characters that can't be seen.
+        InvalidRequest: the name is empty, too long, or has unprintable characters.
     """
     if not (
         isinstance(name, str)
@@ -27,19 +27,19 @@ def check_name(name: str) -> None:
         and name == name.strip()
     ):
         raise InvalidRequest(
-            f"an adapter's name has 1 to {MAX_NAME_CHARACTERS} printable characters, no space at "
-            "its ends",
+            f"an adapter's name has 1 to {MAX_NAME_CHARACTERS} printable characters, without "
+            "spaces at its ends",
             param="name",
         )
 
 
 def absolute(path: str | PathLike[str]) -> str:
-    """``path`` from the root on: whoever opens it may be in another folder."""
+    """Return ``path`` as an absolute one, since the worker may run in another folder."""
     return os.path.abspath(path)
 
 
 def named_paths(modules: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and folders of entries ``name=path``, or of vLLM's JSON objects.
+    """Return the names and folders of entries ``name=path`` or of vLLM's JSON objects.
 
     Raises:
         InvalidRequest: an entry is neither, or a name isn't one; ``param`` is the option.
@@ -56,7 +56,7 @@ def named_paths(modules: Sequence[str]) -> list[tuple[str, str]]:
 
 
 class _Module(msgspec.Struct, forbid_unknown_fields=True):
-    """An entry as vLLM writes it; the base model's name says nothing here."""
+    """Entry in vLLM's form; the base model's name is ignored."""
 
     name: str
     path: Annotated[str, msgspec.Meta(min_length=1)]
