@@ -11,8 +11,8 @@ import attrs
 import trio
 
 from bench.servers import Running, Server, exact_prompts, running, tokenizer
-from trioserve.cli.bench import points_of
 from trioserve.cli.bench_options import BenchOptions
+from trioserve.cli.bench_points import points_of
 from trioserve.cli.flags import bench_options
 from trioserve.cli.parser import parse
 from trioserve.load import Client, Record, Run, closed_loop, figures_of

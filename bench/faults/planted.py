@@ -36,12 +36,13 @@ from trioserve.requests.request import (
 from trioserve.requests.stream import Chunk
 from trioserve.scheduler import sequence_state
 from trioserve.scheduler.adapter_residency import Residency
+from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.result_processing import Intake
-from trioserve.scheduler.scheduler import Scheduler, SchedulerCore
+from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.sequence_state import Computation
 from trioserve.scheduler.slots import SlotTable
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario

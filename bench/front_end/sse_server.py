@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import trio
 
-from trioserve.cli.serve import rare_collections
 from trioserve.config import ServerConfig
 from trioserve.engine.engine import Engine
 from trioserve.http import create_app
 from trioserve.http.server.connections import raise_descriptor_limit
 from trioserve.http.server.server import serve_app
+from trioserve.protocol.gc_tuning import rare_collections
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import Prompt, Request, Times

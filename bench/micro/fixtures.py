@@ -16,7 +16,8 @@ from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.request import Request, Sequence, Times, TokensPrompt
 from trioserve.requests.stream import Stream, StreamBudget
-from trioserve.scheduler.scheduler import Limits, SchedulerCore
+from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.limits import Limits
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 32

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.engine.engine import Engine
-from trioserve.engine.sessions.sessions import SESSION_PRIORITY, Continuation
+from trioserve.engine.sessions.continuation import Continuation
+from trioserve.engine.sessions.sessions import SESSION_PRIORITY
 from trioserve.engine.sessions.turn_tree import Turn, Turns
 from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.requests.request import TokensPrompt

@@ -18,7 +18,7 @@ from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.requests.request import Finish, FinishReason, Sequence, State
 from trioserve.scheduler import plan_builder
 from trioserve.scheduler.core import MAX_PENDING
-from trioserve.scheduler.scheduler import Limits
+from trioserve.scheduler.limits import Limits
 from trioserve.testing import FakeWorker
 
 # ---- what fits

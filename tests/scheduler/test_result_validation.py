@@ -20,8 +20,8 @@ from tests.support.scheduling import (
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.requests.request import Sequence, State
+from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.recovery import MAX_FAILURES
-from trioserve.scheduler.scheduler import SchedulerCore
 from trioserve.testing import FakeWorker, StepFails, fake_logprob
 
 # ---- results

@@ -14,8 +14,8 @@ from trioserve.observability.metrics import Metrics
 from trioserve.observability.metrics.histogram import INTER_TOKEN_SECONDS, Histogram
 from trioserve.protocol import wire
 from trioserve.protocol.token_ids import as_column
+from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.result_processing import Intake
-from trioserve.scheduler.scheduler import SchedulerCore
 from trioserve.scheduler.token_counts import Counts
 
 ROWS, TOKENS = 20, 12

@@ -16,8 +16,8 @@ from trioserve.engine.engine import Engine
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, WorkerLost
 from trioserve.protocol.grammar import Grammar
+from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.plan_builder import InFlight
-from trioserve.scheduler.scheduler import SchedulerCore
 from trioserve.scheduler.watchdog import FIRST_SECONDS, MAX_FIRST_SECONDS, Watchdog
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine

@@ -7,12 +7,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trioserve.config import EngineConfig
 from trioserve.observability.metrics import Metrics
+from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
 from trioserve.requests.stream import Stream, StreamBudget
-from trioserve.scheduler.scheduler import SchedulerStatistics
 from trioserve.testing import FakeWorker
 
 Labels = tuple[tuple[str, str], ...]

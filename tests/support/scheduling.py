@@ -21,7 +21,8 @@ from trioserve.requests.request import (
     TokensPrompt,
 )
 from trioserve.requests.stream import Stream, StreamBudget, TokenLogprob
-from trioserve.scheduler.scheduler import Limits, SchedulerCore
+from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.limits import Limits
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_model import TokenFunction, draw, hashed_token, prompt_piece
 

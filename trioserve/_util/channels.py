@@ -13,8 +13,6 @@ from typing import TypeVar
 
 import trio
 
-__all__ = ["all_waiting", "pass_on"]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import trio
 
-__all__ = ["KILL_GRACE", "end_child"]
-
 KILL_GRACE = 10.0
 """Seconds for a child that was killed. One that waits in the kernel can't be had sooner."""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import attrs
 import trio
 
-__all__ = ["Happenings"]
-
 
 @attrs.define(eq=False)
 class Happenings:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import trio
 
-__all__ = ["holds_cancellation", "sole_exception"]
-
 
 def sole_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The exception that a nursery's group stands for, one level down.

@@ -14,8 +14,6 @@ from typing import Generic, TypeVar
 import attrs
 import trio
 
-__all__ = ["DEFAULT_MAX_RECORDS", "Feed", "Subscription", "Tail"]
-
 T = TypeVar("T")
 
 DEFAULT_MAX_RECORDS = 1000

@@ -16,8 +16,6 @@ import trio
 
 from trioserve.protocol import wire
 
-__all__ = ["PairSocket", "SocketClosed", "SocketFailed"]
-
 
 class SocketFailed(Exception):
     """The socket can't be opened, or nng can't go on; the text says why."""

@@ -38,8 +38,6 @@ from trioserve.load.work import Conversation
 from trioserve.protocol.log_output import escaped
 from trioserve.protocol.wire import MockSteps
 
-__all__ = ["points_of", "run_bench"]
-
 
 @attrs.frozen(kw_only=True)
 class _Subject:

@@ -16,8 +16,6 @@ from trioserve.cli.bench_prompt_options import PromptOptions
 from trioserve.config.options import Group, flag_name, option, options_of
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["BENCH_GROUPS", "BenchOptions"]
-
 _LIMITS = ("ttft", "tpot", "e2el")
 _REPLACED_BY_A_TRACE = (
     *("dataset", "data", "prompt", "json_schema", "input_tokens", "output_tokens", "range_ratio"),

@@ -18,8 +18,6 @@ from trioserve.load.texts import Texts
 from trioserve.load.traces import TraceRow, load_trace, trace_work
 from trioserve.load.work import Conversation, request_fields
 
-__all__ = ["is_chat", "points_of", "read_trace", "streams_of"]
-
 _STREAMS = 8
 _PROMPTS_PER_STREAM = 4
 _OPEN_LOOP_SECONDS = 30

@@ -10,8 +10,6 @@ import attrs
 from trioserve.cli.remote_options import RemoteOptions
 from trioserve.config.options import option
 
-__all__ = ["PromptOptions"]
-
 DATASETS = ("random", "fixed", "shared-prefix", "chat", "sharegpt", "json")
 
 

@@ -18,8 +18,6 @@ from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.log_output import escaped
 from trioserve.protocol.machine import extra_advice
 
-__all__ = ["Results", "check_outputs", "note"]
-
 
 def check_outputs(options: BenchOptions) -> None:
     """Check before a long run that its results can be written.

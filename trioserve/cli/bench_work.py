@@ -25,8 +25,6 @@ from trioserve.model_files import load_tokenizer_from, locate, open_model
 from trioserve.model_files.locate import KNOWN_MODELS
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["cancelled", "make_texts", "make_work"]
-
 _OUTPUT_TOKENS = 128
 _PREFIX_TOKENS = 512
 _TURNS = 4

@@ -20,8 +20,6 @@ from trioserve.cli.terminal import Terminal
 from trioserve.load.remote import Refusal, RemoteError
 from trioserve.protocol.errors import InvalidRequest, printable
 
-__all__ = ["chat"]
-
 BLOCK = '"""'
 CONTINUATION = ". "
 

@@ -25,16 +25,6 @@ if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
     from trioserve.requests.generation import GenerationStream
 
-__all__ = [
-    "ChatBackend",
-    "EngineChatBackend",
-    "Messages",
-    "Piece",
-    "Reply",
-    "ServerChatBackend",
-    "find_server",
-]
-
 Messages = Sequence[dict[str, Any]]
 
 

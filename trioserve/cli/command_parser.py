@@ -11,8 +11,6 @@ from trioserve.cli.equivalents import explained, told, without_foreign
 from trioserve.cli.help import ALL, Formatter, Topic, close_names, plain_name
 from trioserve.config.options import Group, Option, environment_name
 
-__all__ = ["CommandParser"]
-
 _MOST_OPTIONS = 30
 """Most options that ``--help`` shows at once; of more, it shows the common ones."""
 _MORE = (

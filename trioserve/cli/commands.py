@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 # Each command imports what it alone needs (trio, the server, rich), so that --help and a wrong
 # option are answered at once.
 
-__all__ = ["main", "run"]
-
 _KEPT = "\n\t"
 
 

@@ -13,8 +13,6 @@ from trioserve.cli.parser import SAMPLING_OPTIONS
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 
-__all__ = ["HELP", "Conversation"]
-
 HELP = '''\
 Write a message and press Enter. A message of several lines is pasted, or begins and ends with """,
 or has a \\ at the end of each line but its last. A line that begins with / is a command:

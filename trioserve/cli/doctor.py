@@ -33,8 +33,6 @@ from trioserve.protocol.version import __version__
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Fact", "Report", "as_json", "as_table", "examine"]
-
 WORKER_TIMEOUT = 120.0
 """Seconds for the worker's report; importing torch takes most of them."""
 

@@ -16,8 +16,6 @@ import attrs
 
 from trioserve.config.options import closest
 
-__all__ = ["SERVERS", "equivalents", "explained", "told", "without_foreign"]
-
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "llama-cpp": "llama.cpp"}
 """Names of the servers, by the names of their tables."""
 

@@ -27,18 +27,6 @@ from trioserve.config.options import (
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 
-__all__ = [
-    "bench_options",
-    "chat_server",
-    "embedded_config",
-    "engine_config",
-    "remote_options",
-    "sampling_fields",
-    "server_config",
-    "top_options",
-    "unknown_variable_lines",
-]
-
 Config = TypeVar("Config", EngineConfig, ServerConfig)
 
 

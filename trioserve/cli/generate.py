@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
     from trioserve.requests.generation import PromptLike
 
-__all__ = ["generate"]
-
 
 async def generate(
     engine: Engine,

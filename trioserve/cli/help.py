@@ -12,8 +12,6 @@ import attrs
 
 from trioserve.config.options import PREFIX, Option
 
-__all__ = ["ALL", "Formatter", "Topic", "close_names", "plain_name", "topic_of"]
-
 ALL = "all"
 """NAME that stands for every option."""
 

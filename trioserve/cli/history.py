@@ -14,8 +14,6 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["MAX_CHARACTERS", "MAX_ENTRIES", "History", "history_path"]
-
 MAX_ENTRIES = 1000
 MAX_CHARACTERS = 10_000
 """Characters of the longest message that is kept. Longer ones are usually pasted."""

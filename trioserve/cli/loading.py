@@ -12,8 +12,6 @@ import rich.progress
 from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
 
-__all__ = ["LoadingReport"]
-
 _log = get_logger("trioserve.cli.loading")
 
 EVERY = 5.0

@@ -17,8 +17,6 @@ from trioserve.config.options import Group, Option
 if TYPE_CHECKING:
     from trioserve.protocol.wire import MockSteps
 
-__all__ = ["MOCK_GROUPS", "MOCK_OPTION", "mock_steps"]
-
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _TIME = re.compile(_NUMBER + r"(us|ms|s)|0")

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from trioserve.protocol.errors import TrioserveError
 
-__all__ = ["OutputError", "discard_output", "writing"]
-
 
 class OutputError(TrioserveError):
     """The output can't be written, as on a full disk."""

@@ -22,8 +22,6 @@ from trioserve.config import GROUPS, EngineConfig, ServerConfig
 from trioserve.config.options import Group, Option, options_of
 from trioserve.protocol.version import __version__
 
-__all__ = ["DEFAULT_MODEL", "SAMPLING_OPTIONS", "build_parsers", "parse"]
-
 DEFAULT_MODEL = "smollm2-135m"
 
 _COMMANDS_WITH_MODELS = ("serve", "chat", "generate")

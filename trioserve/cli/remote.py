@@ -12,8 +12,6 @@ from trioserve.cli.usage import UsageError
 from trioserve.load.connect import Address, parse_url, tls_context
 from trioserve.load.remote import Remote
 
-__all__ = ["address_of", "authorization", "certificates", "remote_of"]
-
 
 def remote_of(options: RemoteOptions) -> tuple[Remote, Address]:
     """Return the server and its address.

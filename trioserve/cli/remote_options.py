@@ -6,8 +6,6 @@ import attrs
 
 from trioserve.config.options import Group, option
 
-__all__ = ["DEFAULT_URL", "REMOTE_GROUPS", "RemoteOptions"]
-
 DEFAULT_URL = "http://127.0.0.1:8000"
 REMOTE_GROUPS = {"target": Group("With --url", "terminal#Talk to a model")}
 """The group of options in the help of ``chat``."""

@@ -23,8 +23,6 @@ from trioserve.observability.signals import dumping_tasks
 from trioserve.protocol import wire
 from trioserve.protocol.gc_tuning import rare_collections
 
-__all__ = ["CUT_OFF", "rare_collections", "run_server"]
-
 CUT_OFF = 3
 """Exit code of a server that drained but cut requests off."""
 

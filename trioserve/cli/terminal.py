@@ -20,8 +20,6 @@ from trioserve.cli.history import History
 from trioserve.cli.output import writing
 from trioserve.protocol.log_output import escaped
 
-__all__ = ["PROMPT", "Terminal"]
-
 PROMPT = "> "
 _CONTROLS = dict.fromkeys(
     code

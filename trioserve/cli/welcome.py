@@ -7,8 +7,6 @@ from pathlib import Path
 from trioserve.config import ServerConfig
 from trioserve.model_files import task_of
 
-__all__ = ["welcome"]
-
 _REQUESTS = {
     "generate": (
         "/v1/chat/completions",

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from trioserve.config.engine import EngineConfig
+from trioserve.config.engine import EngineConfig as EngineConfig
 from trioserve.config.options import Group
-from trioserve.config.server import ServerConfig
-
-__all__ = ["GROUPS", "EngineConfig", "ServerConfig"]
+from trioserve.config.server import ServerConfig as ServerConfig
 
 _TITLES = {
     "model": "Model",

@@ -13,8 +13,6 @@ from trioserve.config.options import option
 from trioserve.config.override import parse_override
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["EngineConfig"]
-
 SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
 CAPACITY_POLICIES = ("max_utilization", "guaranteed_no_evict")
 KV_CACHE_DTYPES = ("auto", "fp8")

@@ -6,8 +6,6 @@ import attrs
 
 from trioserve.config.options import option
 
-__all__ = ["ModelConfig"]
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "w8a8")
 MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")

@@ -17,19 +17,6 @@ import attrs
 
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = [
-    "PREFIX",
-    "Group",
-    "Option",
-    "closest",
-    "environment_name",
-    "flag_name",
-    "option",
-    "options_from_environment",
-    "options_of",
-    "unknown_variables",
-]
-
 PREFIX = "TRIOSERVE_"
 
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}

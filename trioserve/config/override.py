@@ -8,8 +8,6 @@ from typing import Any
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import GENERATION_CONFIG_FIELDS, SamplingParams
 
-__all__ = ["parse_override"]
-
 _OPTION = "override_generation_config"
 _LENGTH = "max_new_tokens"
 

@@ -9,8 +9,6 @@ from trioserve.config.engine import EngineConfig
 from trioserve.config.options import option
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["ServerConfig"]
-
 TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "llama3", "mistral", "qwen3_coder", "glm45", "json"),
 )

@@ -20,8 +20,6 @@ from trioserve.scheduler.prefix_pins import Holds
 from trioserve.scheduler.weights import Weights
 from trioserve.workers.power import Switch
 
-__all__ = ["Backend"]
-
 
 class Backend(Protocol):
     """Owns every request from the tokenizer's hand on, until it has finished."""

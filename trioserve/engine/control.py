@@ -23,8 +23,6 @@ from trioserve.workers.power import Switch
 if TYPE_CHECKING:
     from trioserve.pooling.batcher import Batcher
 
-__all__ = ["PAUSE_MODES", "UPDATE_MODES", "Control"]
-
 PAUSE_MODES = ("abort", "wait", "retract", "in_place")
 """What may become of the requests there are when the engine is paused."""
 

@@ -59,8 +59,6 @@ from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Chunk
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["Engine"]
-
 
 @attrs.define(eq=False, kw_only=True)
 class Engine(PoolingEngine, OperatedEngine):

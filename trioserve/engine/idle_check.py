@@ -17,8 +17,6 @@ from trioserve.observability.metrics import Metrics
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol.errors import EngineError, WorkerLost
 
-__all__ = ["IdleCheck"]
-
 INTERVAL = 1.0
 """Seconds between two looks, at least."""
 MAX_SHARE = 0.01

@@ -20,8 +20,6 @@ from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import Finish, FinishReason, Request, Sequence
 
-__all__ = ["OpenGenerations"]
-
 
 @attrs.define(eq=False, kw_only=True)
 class OpenGenerations:

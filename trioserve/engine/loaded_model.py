@@ -32,8 +32,6 @@ from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.encoder_tokenizer import EncoderTokenizer
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["LoadedModel", "chosen_generation_config", "in_thread"]
-
 _T = TypeVar("_T")
 _log = get_logger("trioserve.engine")
 

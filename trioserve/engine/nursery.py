@@ -50,17 +50,6 @@ from trioserve.text.preparation import Preparation
 from trioserve.workers.socket_folder import sweep_socket_folders
 from trioserve.workers.supervisor import OnProgress, Supervisor, Workers
 
-__all__ = [
-    "Place",
-    "locate_model",
-    "log_loaded",
-    "open_engine",
-    "open_scheduler",
-    "run_engine",
-    "run_tasks",
-    "start_message",
-]
-
 _log = get_logger("trioserve.engine")
 
 

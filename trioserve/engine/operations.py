@@ -18,8 +18,6 @@ from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.iterations import Iteration
 
-__all__ = ["OperatedEngine"]
-
 
 class OperatedEngine:
     """What :class:`trioserve.Engine` offers them; :class:`Control` and the scheduler do it."""

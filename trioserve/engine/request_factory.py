@@ -26,8 +26,6 @@ from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["RequestMaker"]
-
 
 @attrs.frozen(eq=False, kw_only=True)
 class RequestMaker:

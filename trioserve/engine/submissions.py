@@ -21,8 +21,6 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, GenerationStream, PromptLike, completion_of
 from trioserve.requests.stream import Chunk
 
-__all__ = ["Handle", "Submissions", "open_submissions"]
-
 Generation = contextlib.AbstractAsyncContextManager[GenerationStream]
 
 

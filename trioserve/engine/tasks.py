@@ -12,8 +12,6 @@ import trio
 from trioserve._util.exception_groups import holds_cancellation, sole_exception
 from trioserve.protocol.errors import EngineError, ModelLoadError
 
-__all__ = ["EngineTasks", "as_engine_error", "open_tasks"]
-
 
 @attrs.define(eq=False)
 class EngineTasks:

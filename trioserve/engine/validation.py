@@ -19,15 +19,6 @@ from trioserve.requests.request import Prompt, TokensPrompt
 from trioserve.text.stop_regex import check_stop_regex
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = [
-    "check_params",
-    "check_prompt",
-    "check_without_text",
-    "limit_output",
-    "max_prompt_tokens",
-    "sampler_params",
-]
-
 
 def check_prompt(
     prompt: Prompt,

@@ -7,8 +7,6 @@ import signal
 
 from trioserve.protocol.gc_tuning import importing
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Parse the command line and serve."""

@@ -7,8 +7,6 @@ import time
 import attrs
 import trio
 
-__all__ = ["SharedClock"]
-
 
 @attrs.frozen
 class SharedClock:

@@ -12,8 +12,6 @@ import attrs
 
 from trioserve.front_ends.messages import Ending, Entry, Row, Step, numbers_of, packed
 
-__all__ = ["merged"]
-
 
 @attrs.define(eq=False)
 class _Gained:

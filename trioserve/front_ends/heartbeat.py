@@ -16,8 +16,6 @@ from trioserve.protocol.errors import FrontEndLost
 from trioserve.scheduler.scheduler import SECOND_LOOK
 from trioserve.scheduler.watchdog import MAX_LATENESS
 
-__all__ = ["Pulse", "interval_of", "patience_of"]
-
 MIN_PATIENCE = 10.0
 """Seconds, however little ``watchdog_timeout`` is: a front end that is at its end says nothing
 while its last spans leave, which may take

@@ -31,43 +31,6 @@ from trioserve.requests.request import Finish, FinishReason, State
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import TokenLogprob
 
-__all__ = [
-    "STATES",
-    "Abort",
-    "Alive",
-    "Answer",
-    "Ask",
-    "Drain",
-    "Drained",
-    "Ending",
-    "Failed",
-    "FromEngine",
-    "FromFrontEnd",
-    "Hello",
-    "LeaveSeat",
-    "LeaveTurn",
-    "LeaveWatch",
-    "Listening",
-    "Offered",
-    "Prompt",
-    "Row",
-    "Start",
-    "Step",
-    "Stop",
-    "Submit",
-    "Taken",
-    "TurnClosed",
-    "Update",
-    "Withdraw",
-    "decode_from_engine",
-    "decode_from_front_end",
-    "encode",
-    "entries_of",
-    "numbers_of",
-    "packed",
-    "plain_entries",
-]
-
 STATES = tuple(State)
 """A state travels as its place among all."""
 

@@ -12,8 +12,6 @@ from trioserve.front_ends.messages import Answer, Ask, Withdraw
 from trioserve.front_ends.wire_errors import error_of, fault_of
 from trioserve.protocol.errors import TrioserveError
 
-__all__ = ["Asks", "Handlers"]
-
 Handlers = Mapping[str, Callable[[Any], Awaitable[Any]]]
 """What answers a question of each name, given its arguments, of MessagePack's types."""
 

@@ -28,8 +28,6 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import ShuttingDown
 from trioserve.workers.supervisor import OnProgress
 
-__all__ = ["serve", "serve_engine"]
-
 
 async def serve(
     config: ServerConfig,

@@ -7,8 +7,6 @@ import msgspec
 from trioserve.protocol import errors
 from trioserve.protocol.errors import EngineError, TrioserveError
 
-__all__ = ["Fault", "error_of", "fault_of"]
-
 Plain = str | float | bool | None
 
 _KINDS: dict[str, type[TrioserveError]] = {

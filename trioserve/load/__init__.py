@@ -21,78 +21,48 @@ cores.
 
 from __future__ import annotations
 
-from trioserve.load.arrivals import (
-    arrivals,
-    constant_arrivals,
-    poisson_arrivals,
-    scaled_arrivals,
-)
-from trioserve.load.client import Client, Target, send
-from trioserve.load.connect import Connect, over_tcp, over_tls, parse_url, tls_context
-from trioserve.load.datasets import (
-    Lengths,
-    chats,
-    fixed_prompt,
-    random_prompts,
-    repeated,
-    shared_prefixes,
-    structured,
-    with_cancellations,
-)
-from trioserve.load.embedded import EmbeddedTarget
-from trioserve.load.figures import Figures, Limits, Spread, figures_of
-from trioserve.load.loop import Progress, closed_loop, open_loop
-from trioserve.load.records import Record, Run
-from trioserve.load.sharegpt import DataError, load_sharegpt
-from trioserve.load.target import AnyTarget, Sender
-from trioserve.load.texts import CountedTexts, GuessedTexts, Texts
-from trioserve.load.traces import TraceRow, load_trace, trace_work
-from trioserve.load.work import Cancel, Conversation, Turn, request_fields, single
-
-__all__ = [
-    "AnyTarget",
-    "Cancel",
-    "Client",
-    "Connect",
-    "Conversation",
-    "CountedTexts",
-    "DataError",
-    "EmbeddedTarget",
-    "Figures",
-    "GuessedTexts",
-    "Lengths",
-    "Limits",
-    "Progress",
-    "Record",
-    "Run",
-    "Sender",
-    "Spread",
-    "Target",
-    "Texts",
-    "TraceRow",
-    "Turn",
-    "arrivals",
-    "chats",
-    "closed_loop",
-    "constant_arrivals",
-    "figures_of",
-    "fixed_prompt",
-    "load_sharegpt",
-    "load_trace",
-    "open_loop",
-    "over_tcp",
-    "over_tls",
-    "parse_url",
-    "poisson_arrivals",
-    "random_prompts",
-    "repeated",
-    "request_fields",
-    "scaled_arrivals",
-    "send",
-    "shared_prefixes",
-    "single",
-    "structured",
-    "tls_context",
-    "trace_work",
-    "with_cancellations",
-]
+from trioserve.load.arrivals import arrivals as arrivals
+from trioserve.load.arrivals import constant_arrivals as constant_arrivals
+from trioserve.load.arrivals import poisson_arrivals as poisson_arrivals
+from trioserve.load.arrivals import scaled_arrivals as scaled_arrivals
+from trioserve.load.client import Client as Client
+from trioserve.load.client import Target as Target
+from trioserve.load.client import send as send
+from trioserve.load.connect import Connect as Connect
+from trioserve.load.connect import over_tcp as over_tcp
+from trioserve.load.connect import over_tls as over_tls
+from trioserve.load.connect import parse_url as parse_url
+from trioserve.load.connect import tls_context as tls_context
+from trioserve.load.datasets import Lengths as Lengths
+from trioserve.load.datasets import chats as chats
+from trioserve.load.datasets import fixed_prompt as fixed_prompt
+from trioserve.load.datasets import random_prompts as random_prompts
+from trioserve.load.datasets import repeated as repeated
+from trioserve.load.datasets import shared_prefixes as shared_prefixes
+from trioserve.load.datasets import structured as structured
+from trioserve.load.datasets import with_cancellations as with_cancellations
+from trioserve.load.embedded import EmbeddedTarget as EmbeddedTarget
+from trioserve.load.figures import Figures as Figures
+from trioserve.load.figures import Limits as Limits
+from trioserve.load.figures import Spread as Spread
+from trioserve.load.figures import figures_of as figures_of
+from trioserve.load.loop import Progress as Progress
+from trioserve.load.loop import closed_loop as closed_loop
+from trioserve.load.loop import open_loop as open_loop
+from trioserve.load.records import Record as Record
+from trioserve.load.records import Run as Run
+from trioserve.load.sharegpt import DataError as DataError
+from trioserve.load.sharegpt import load_sharegpt as load_sharegpt
+from trioserve.load.target import AnyTarget as AnyTarget
+from trioserve.load.target import Sender as Sender
+from trioserve.load.texts import CountedTexts as CountedTexts
+from trioserve.load.texts import GuessedTexts as GuessedTexts
+from trioserve.load.texts import Texts as Texts
+from trioserve.load.traces import TraceRow as TraceRow
+from trioserve.load.traces import load_trace as load_trace
+from trioserve.load.traces import trace_work as trace_work
+from trioserve.load.work import Cancel as Cancel
+from trioserve.load.work import Conversation as Conversation
+from trioserve.load.work import Turn as Turn
+from trioserve.load.work import request_fields as request_fields
+from trioserve.load.work import single as single

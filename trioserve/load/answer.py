@@ -9,8 +9,6 @@ import msgspec
 
 from trioserve.load.records import Record
 
-__all__ = ["AnswerReader", "Choice", "Delta", "StreamEvent", "Usage", "decode_event", "error_text"]
-
 
 class Delta(msgspec.Struct, gc=False):
     """What an event adds to a message."""

@@ -10,8 +10,6 @@ import itertools
 import random
 from collections.abc import Sequence
 
-__all__ = ["ARRIVALS", "arrivals", "constant_arrivals", "poisson_arrivals", "scaled_arrivals"]
-
 ARRIVALS = ("poisson", "constant")
 """The processes that :func:`arrivals` knows."""
 

@@ -19,8 +19,6 @@ from trioserve.load.records import Record
 from trioserve.load.target import Sender
 from trioserve.load.work import Cancel
 
-__all__ = ["Client", "Target", "send"]
-
 
 @attrs.frozen(kw_only=True)
 class Target:

@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 import attrs
 import trio
 
-__all__ = ["Address", "Connect", "over_tcp", "over_tls", "parse_url", "reason_of", "tls_context"]
-
 Connect = Callable[[], Awaitable[trio.abc.Stream]]
 
 _ENDINGS = ("/chat/completions", "/completions", "/models")

@@ -17,17 +17,6 @@ import attrs
 from trioserve.load.texts import Texts
 from trioserve.load.work import Cancel, Conversation, Turn
 
-__all__ = [
-    "Lengths",
-    "chats",
-    "fixed_prompt",
-    "random_prompts",
-    "repeated",
-    "shared_prefixes",
-    "structured",
-    "with_cancellations",
-]
-
 
 @attrs.frozen(kw_only=True)
 class Lengths:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
     from trioserve.requests.generation import GenerationStream
 
-__all__ = ["EmbeddedTarget"]
-
 _NOT_FOR_AN_ENGINE = frozenset({"model", "stream", "stream_options", "return_token_ids", "user"})
 _PARAMETERS = frozenset(field.name for field in attrs.fields(SamplingParams))
 

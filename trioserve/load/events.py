@@ -6,8 +6,6 @@ import attrs
 
 from trioserve.load.response import InvalidAnswer
 
-__all__ = ["Event", "EventReader"]
-
 MAX_EVENT_BYTES = 16 << 20
 
 

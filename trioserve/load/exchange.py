@@ -9,8 +9,6 @@ from trioserve.load.answer import AnswerReader
 from trioserve.load.records import Record
 from trioserve.load.response import InvalidAnswer, ResponseReader
 
-__all__ = ["Exchange"]
-
 _MAX_TOLD = 500
 """Bytes of a refusal's body that the record tells."""
 

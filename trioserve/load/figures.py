@@ -21,8 +21,6 @@ import attrs
 
 from trioserve.load.records import Record, Run
 
-__all__ = ["Figures", "Limits", "Spread", "figures_of", "spread_of"]
-
 
 @attrs.frozen(kw_only=True)
 class Limits:

@@ -15,8 +15,6 @@ import trio
 
 from trioserve.load.exchange import Exchange
 
-__all__ = ["READ_SIZE", "Hub"]
-
 READ_SIZE = 65536
 
 

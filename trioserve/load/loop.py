@@ -18,8 +18,6 @@ from trioserve.load.records import Record, Run
 from trioserve.load.target import AnyTarget, Sender
 from trioserve.load.work import Conversation, request_fields, single
 
-__all__ = ["Progress", "closed_loop", "open_loop"]
-
 Work = Sequence[Conversation | Mapping[str, Any]]
 """Conversations; a map of a body's fields stands for one of a single request."""
 

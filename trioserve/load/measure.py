@@ -16,8 +16,6 @@ from trioserve.load.texts import Texts
 from trioserve.load.work import Conversation, Turn
 from trioserve.protocol.errors import TrioserveError
 
-__all__ = ["MeasureError", "Measured", "Point", "count_tokens", "measure", "warm_up"]
-
 _WARM_UP_TOKENS = 16
 _USAGE = "(usage at the end of the stream): give --tokenizer"
 

@@ -11,8 +11,6 @@ import trio
 
 from trioserve.load.loop import Progress
 
-__all__ = ["ProgressBar"]
-
 _INTERVAL = 0.25
 """Seconds between two looks."""
 

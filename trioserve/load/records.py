@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["Record", "Run"]
-
 
 @attrs.define(kw_only=True)
 class Record:

@@ -21,8 +21,6 @@ from trioserve.load.events import Event, EventReader
 from trioserve.load.response import InvalidAnswer, ResponseReader
 from trioserve.protocol.errors import TrioserveError, printable
 
-__all__ = ["Answer", "Events", "Refusal", "Remote", "RemoteError"]
-
 _TIMEOUT = 30.0
 """Seconds for a connection and for a whole answer; events may take any time."""
 _READ_SIZE = 65536

@@ -17,8 +17,6 @@ from trioserve.load.records import Record, Run
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.version import __version__
 
-__all__ = ["SPREADS", "as_json", "environment", "figures_text", "summary_rows", "summary_text"]
-
 SPREADS = (
     ("TTFT", "ttft_ms"),
     ("first text", "first_text_ms"),

@@ -11,8 +11,6 @@ from trioserve.load.measure import Measured
 from trioserve.load.report import SPREADS, summary_rows
 from trioserve.load.report_plots import Plot
 
-__all__ = ["page"]
-
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 70rem; margin: 2rem auto; \
 padding: 0 1rem }

@@ -21,8 +21,6 @@ from matplotlib.ticker import LogFormatter
 from trioserve.load.measure import Measured
 from trioserve.load.records import Record, Run
 
-__all__ = ["Plot", "distribution_plot", "load_plot", "plots", "save_plots", "timeline_plot"]
-
 _DPI = 110
 _BUCKETS = 200
 """Most steps of a timeline."""

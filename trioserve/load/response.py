@@ -12,8 +12,6 @@ import re
 
 import attrs
 
-__all__ = ["InvalidAnswer", "ResponseReader"]
-
 MAX_HEAD_BYTES = 64 << 10
 _MAX_LINE_BYTES = 4096
 

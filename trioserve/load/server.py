@@ -12,8 +12,6 @@ from trioserve.load.connect import Connect
 from trioserve.load.measure import MeasureError
 from trioserve.load.remote import Remote, RemoteError
 
-__all__ = ["ServerInfo", "ask_models"]
-
 
 @attrs.frozen(kw_only=True)
 class ServerInfo:

@@ -16,8 +16,6 @@ from trioserve.load.texts import Texts
 from trioserve.load.work import Conversation, Turn
 from trioserve.protocol.errors import TrioserveError
 
-__all__ = ["DataError", "load_sharegpt"]
-
 _USERS = ("human", "user")
 _MODELS = ("gpt", "chatgpt", "bing", "bard", "assistant", "model")
 

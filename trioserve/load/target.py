@@ -9,8 +9,6 @@ from typing import Any, Protocol
 from trioserve.load.records import Record
 from trioserve.load.work import Cancel
 
-__all__ = ["AnyTarget", "Sender"]
-
 
 class Sender(Protocol):
     """What sends requests, any number at a time."""

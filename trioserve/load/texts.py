@@ -10,8 +10,6 @@ import tokenizers
 
 from trioserve.model_files.native import panics_raised
 
-__all__ = ["CountedTexts", "GuessedTexts", "Texts"]
-
 _WORDS = """
 the of and to in is that it for was on are as with they at be this from have or by one had not
 but what all were when we there can an your which their said if do will each about how up out

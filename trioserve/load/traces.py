@@ -37,8 +37,6 @@ from trioserve.load.sharegpt import DataError
 from trioserve.load.texts import Texts
 from trioserve.load.work import Conversation, Turn
 
-__all__ = ["TIME_UNITS", "TraceRow", "load_trace", "trace_work"]
-
 TIME_UNITS = ("auto", "s", "ms")
 
 _INPUTS = (

@@ -11,8 +11,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Cancel", "Conversation", "Form", "Turn", "request_fields", "single"]
-
 Form = Callable[[str], bool]
 """Whether an answer's text has the form that was asked for."""
 

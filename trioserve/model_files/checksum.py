@@ -7,8 +7,6 @@ from pathlib import Path
 
 from trioserve.model_files.shards import read_header_bytes, shard_paths
 
-__all__ = ["Checksum"]
-
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 

@@ -12,8 +12,6 @@ from trioserve.model_files.jsonfile import read_object
 from trioserve.model_files.shards import read_shards
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["architecture_of", "dtype_of", "ids_that_end", "refuse_quantized", "token_ids"]
-
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 

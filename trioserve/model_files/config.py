@@ -9,17 +9,6 @@ import attrs
 
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = [
-    "MAX_EXPERTS",
-    "MAX_LAYERS",
-    "MAX_NUMBER",
-    "MAX_SIZE",
-    "ExpertsConfig",
-    "ModelConfig",
-    "RopeScaling",
-    "check_config",
-]
-
 MAX_LAYERS = 4096
 """More than any model has, and few enough for what is made for each layer before its weights."""
 MAX_EXPERTS = 1 << 16

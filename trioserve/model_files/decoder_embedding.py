@@ -14,8 +14,6 @@ import attrs
 from trioserve.model_files.sentence_modules import MODULES, read_sentence_modules
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["DecoderEmbedding", "DecoderPooling", "read_decoder_embedding"]
-
 DecoderPooling = Literal["last", "mean"]
 """The hidden state of a text's last token, or the mean of all."""
 

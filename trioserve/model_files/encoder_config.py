@@ -6,8 +6,6 @@ from typing import Literal
 
 import attrs
 
-__all__ = ["Activation", "Dense", "EncoderConfig", "EncoderTask", "Pooling"]
-
 EncoderTask = Literal["embed", "classify"]
 """What a model is for: a vector for a text, or a score for each label."""
 

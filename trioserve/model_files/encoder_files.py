@@ -18,8 +18,6 @@ from trioserve.protocol.errors import ModelLoadError
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["EncoderFiles", "ModelTask", "open_encoder", "task_of"]
-
 ModelTask = Literal["generate", "embed", "classify"]
 
 

@@ -18,8 +18,6 @@ from trioserve.model_files.sentence_modules import (
 )
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["encoder_task", "read_encoder_config"]
-
 _FAMILIES = {
     "Bert": "bert",
     "DistilBert": "distilbert",

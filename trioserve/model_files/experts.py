@@ -5,8 +5,6 @@ from __future__ import annotations
 from trioserve.model_files.config import ExpertsConfig
 from trioserve.model_files.fields import Fields
 
-__all__ = ["read_experts"]
-
 
 def read_experts(fields: Fields, family: str, num_layers: int) -> ExpertsConfig | None:
     """The experts of a model of ``family``; None where no layer has any.

@@ -9,8 +9,6 @@ from typing import Any
 from trioserve.model_files.config import MAX_NUMBER, MAX_SIZE
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["Fields"]
-
 
 class Fields:
     """The fields of the JSON object in ``path``, each checked as it is read.

@@ -26,9 +26,6 @@ from trioserve.protocol.errors import ModelLoadError
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["ModelFiles", "load_tokenizer_from", "open_model"]
-
-
 KNOWN_GENERATION_CONFIGS = {
     "smollm2-135m": GenerationConfig(
         sampling={

@@ -13,8 +13,6 @@ from trioserve.model_files.jsonfile import read_object
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.protocol.sampling import GENERATION_CONFIG_FIELDS, SamplingParams
 
-__all__ = ["GenerationConfig", "read_generation_config", "read_generation_file"]
-
 _NAME = "generation_config.json"
 
 

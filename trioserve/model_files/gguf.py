@@ -24,8 +24,6 @@ from trioserve.model_files.config import (
 from trioserve.model_files.gguf_header import GGUFHeader, GGUFTensor
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["CONTROL", "read_chat_template", "read_config", "read_token_text"]
-
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "smollm3")
 
 CONTROL = 3

@@ -26,8 +26,6 @@ import numpy.typing as npt
 
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["TENSOR_TYPES", "GGUFHeader", "GGUFTensor", "TensorType", "read_header"]
-
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _BOOL, _STRING, _ARRAY = 7, 8, 9

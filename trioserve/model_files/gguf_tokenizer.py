@@ -28,8 +28,6 @@ from trioserve.model_files.gguf_header import GGUFHeader
 from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["build_tokenizer"]
-
 _MAX_PIECE_CHARACTERS = 1024
 """Of SentencePiece's; its own trainer makes 16 of them. The time to cut one grows as its square."""
 _NORMAL, _UNKNOWN, _USER_DEFINED = 1, 2, 4

@@ -36,14 +36,6 @@ from trioserve.protocol.errors import ModelLoadError
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = [
-    "has_family",
-    "read_chat_template",
-    "read_config",
-    "read_special_token",
-    "read_tokenizer",
-]
-
 FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",

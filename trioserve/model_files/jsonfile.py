@@ -8,8 +8,6 @@ from typing import Any
 
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["parse_object", "read_array", "read_file", "read_object"]
-
 
 def read_object(path: Path, *, required: bool = True) -> dict[str, Any]:
     """The object in a JSON file; an absent file that isn't required is an empty one.

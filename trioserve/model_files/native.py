@@ -8,8 +8,6 @@ from pathlib import Path
 
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["Panic", "panics_raised", "refused_by_tokenizers"]
-
 
 class Panic(Exception):
     """A panic of a library in Rust, such as ``tokenizers`` or ``llguidance``."""

@@ -18,8 +18,6 @@ from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_array, read_object
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["MODULES", "SentenceModules", "activation_of_class", "read_sentence_modules"]
-
 MODULES = "modules.json"
 _MAX_DENSE = 16
 _FOLDER = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)

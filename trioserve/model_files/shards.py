@@ -18,8 +18,6 @@ import attrs
 from trioserve.model_files.jsonfile import parse_object, read_object
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["Shard", "read_shard", "read_shards", "shard_paths"]
-
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_HEADER_VALUES = 1 << 20
 """JSON values in a header, about: each tensor has eight. The largest models have some hundred

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["check_growth"]
-
 MAX_GROWTH = 64
 """The most times as long as it was that replacements may make a text. Usual files have 1 or 2."""
 

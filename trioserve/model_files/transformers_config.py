@@ -24,8 +24,6 @@ from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_object
 from trioserve.protocol.errors import ModelLoadError
 
-__all__ = ["TransformersConfig", "is_other_decoder", "read_transformers_config"]
-
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
 """Of the names of classes that continue a text."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")

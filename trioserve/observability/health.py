@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["health_word"]
-
 
 class Patient(Protocol):
     """What is asked of an engine."""

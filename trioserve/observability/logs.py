@@ -17,8 +17,6 @@ import structlog
 
 from trioserve.protocol.log_output import WORKER_LOG, StderrHandler, escaped
 
-__all__ = ["ASKED_FOR", "get_logger", "setup_logging"]
-
 ASKED_FOR = "trioserve.dump"
 """The logger of what somebody asked to see: it is logged whatever the level is."""
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from trioserve.protocol import wire
 from trioserve.requests.request import Sequence
 
-__all__ = ["Counters", "Observer", "SchedulerStatistics"]
-
 
 class Observer(Protocol):
     """Is told what happens as it happens; neither blocks nor fails. Times are in seconds."""

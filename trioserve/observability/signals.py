@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from trioserve.observability.logs import ASKED_FOR, get_logger
 from trioserve.observability.task_dump import ask_others, dump_tasks
 
-__all__ = ["dumping_tasks"]
-
 TURN = 0.2
 """Seconds that a process has for writing a dump."""
 

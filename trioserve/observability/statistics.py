@@ -6,8 +6,6 @@ import attrs
 
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 
-__all__ = ["EngineStatistics"]
-
 
 @attrs.frozen
 class EngineStatistics:

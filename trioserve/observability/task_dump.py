@@ -27,8 +27,6 @@ from types import FrameType
 import attrs
 import trio
 
-__all__ = ["ask_others", "dump_tasks", "order_of", "reporting", "state_of"]
-
 MAX_STACKS = 10_000
 """Tasks whose stacks are read; those beyond are counted."""
 MAX_LINES = 4_000

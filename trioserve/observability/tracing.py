@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Tracer
 
-__all__ = ["ENDPOINT_VARIABLE", "EndedTexts", "Tracing", "open_tracing"]
-
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 FLUSH_SECONDS = 5.0

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from trioserve.scheduler.scheduler import Scheduler
     from trioserve.workers.supervisor import Supervisor
 
-__all__ = ["Batcher", "Caller", "supervised_batcher"]
-
 
 class Caller(Protocol):
     """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""

@@ -13,8 +13,6 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
 from trioserve.text.encoder_tokenizer import EncodedText
 
-__all__ = ["Columns", "vectors_of"]
-
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 

@@ -25,8 +25,6 @@ from trioserve.protocol.errors import EngineError, TrioserveError, WorkerLost
 from trioserve.requests.tenants import TenantCounts
 from trioserve.scheduler.pause_gate import Gate
 
-__all__ = ["MAX_UNDER_WAY", "Batch", "Job", "PoolingCore", "Text"]
-
 MAX_UNDER_WAY = 2
 """Calls: one that the worker computes, and the next."""
 MAX_DEATHS = 2

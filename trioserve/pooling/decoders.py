@@ -23,8 +23,6 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
-__all__ = ["POOLINGS", "AskedPrompt", "PoolPrompt", "check_pooling", "pool_prompts"]
-
 POOLINGS: tuple[str, ...] = typing.get_args(DecoderPooling)
 
 

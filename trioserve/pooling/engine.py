@@ -9,8 +9,6 @@ from trioserve.pooling.requests import Pooling
 from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
 from trioserve.pooling.sender import Sender
 
-__all__ = ["PoolingEngine"]
-
 
 class PoolingEngine:
     """What :class:`trioserve.Engine` offers them; :class:`Pooling` does it."""

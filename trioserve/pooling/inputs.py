@@ -13,8 +13,6 @@ from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.requests.request import TokensPrompt
 from trioserve.text.encoder_tokenizer import EncodedText, EncoderTokenizer
 
-__all__ = ["Inputs", "Item", "TextEncoder", "as_items"]
-
 Pair = tuple[str, str]
 Item = str | Pair | TokensPrompt
 """A text, a pair of texts, or token ids."""

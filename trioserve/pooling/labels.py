@@ -16,8 +16,6 @@ from trioserve.protocol.errors import InvalidRequest, RequestAborted
 from trioserve.requests.generation import Completion, Usage
 from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
-__all__ = ["label_params", "label_prompts", "label_scores"]
-
 Text = str | Sequence[int]
 """A text, or the token ids of one."""
 

@@ -10,8 +10,6 @@ import trio
 
 from trioserve.protocol.errors import RequestAborted, TrioserveError
 
-__all__ = ["OpenRequests"]
-
 
 @attrs.define(eq=False)
 class _Open:

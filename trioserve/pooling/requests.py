@@ -38,8 +38,6 @@ from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import Completion, Usage
 from trioserve.requests.request import Prompt, TokensPrompt
 
-__all__ = ["Compute", "Pooling"]
-
 Pair = tuple[str, str]
 Floats = npt.NDArray[np.float32]
 Compute = Callable[[Columns, str], Awaitable[Floats]]

@@ -13,17 +13,6 @@ from trioserve.model_files.encoder_config import Activation
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.generation import Usage
 
-__all__ = [
-    "Classifications",
-    "Embeddings",
-    "LabelScores",
-    "Scores",
-    "Shape",
-    "activated",
-    "probabilities_of",
-    "similarities",
-]
-
 Floats = npt.NDArray[np.float32]
 
 

@@ -8,8 +8,6 @@ import attrs
 
 from trioserve.requests.arguments import check_arguments
 
-__all__ = ["Sender"]
-
 
 @attrs.frozen(kw_only=True)
 class Sender:

@@ -9,8 +9,6 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 
-__all__ = ["all_together"]
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

@@ -11,20 +11,6 @@ import attrs
 
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = [
-    "MAX_COUNT",
-    "MAX_IDS",
-    "as_bias",
-    "as_id_set",
-    "as_ids",
-    "as_strings",
-    "boolean",
-    "integer",
-    "number",
-    "positive_number",
-    "refuse",
-]
-
 MAX_COUNT = 2**31 - 1
 """The largest number of tokens that a message to the worker can carry."""
 MAX_LOGIT_BIAS = 1024

@@ -7,8 +7,6 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator
 
-__all__ = ["give_back", "importing", "rare_collections", "settle"]
-
 _COLLECT_AFTER = 50_000
 """By how many objects the process has to have grown before cycles are looked for among them."""
 

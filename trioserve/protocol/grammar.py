@@ -11,8 +11,6 @@ import attrs
 
 from trioserve.protocol.checks import refuse
 
-__all__ = ["GRAMMAR_KINDS", "MAX_GRAMMAR_CHARACTERS", "Grammar"]
-
 GRAMMAR_KINDS = ("json_schema", "regex", "grammar", "choice", "structural_tag")
 MAX_GRAMMAR_CHARACTERS = 256 << 10
 

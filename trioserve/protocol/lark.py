@@ -16,19 +16,6 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
 
-__all__ = [
-    "GAP",
-    "HEADER",
-    "TEXT",
-    "TokenOf",
-    "head",
-    "json_rule",
-    "lark_of",
-    "literal",
-    "nested",
-    "spelled",
-]
-
 HEADER = "%llguidance {}\n"
 """Without it a grammar without a hint of Lark may be taken for GBNF."""
 TEXT = "TEXT: /(?s:.*)/\n"

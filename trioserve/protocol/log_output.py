@@ -10,8 +10,6 @@ import select
 import sys
 from typing import TextIO
 
-__all__ = ["WORKER_LOG", "StderrHandler", "escaped"]
-
 WORKER_LOG = "_TRIOSERVE_WORKER_LOG"
 """The environment variable that tells a worker how to log: the format, a colon, the level."""
 

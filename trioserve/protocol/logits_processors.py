@@ -41,8 +41,6 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LogitsProcessor", "ProcessorContext", "ProcessorRow"]
-
 Tensor: TypeAlias = Any
 """``torch.Tensor``, which isn't imported here: this package does without torch."""
 

@@ -15,18 +15,6 @@ from pathlib import Path
 
 import attrs
 
-__all__ = [
-    "COMPILER_ADVICE",
-    "CPU_FEATURES",
-    "KERNEL_FEATURES",
-    "PIP_INSTALL",
-    "Machine",
-    "cache_folder",
-    "compiler_command",
-    "compiler_version",
-    "extra_advice",
-]
-
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 """The instruction sets, as /proc/cpuinfo spells them, that make a difference to a model."""
 KERNEL_FEATURES = ("avx512f", "avx512_bf16", "avx512_vnni")

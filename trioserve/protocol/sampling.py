@@ -62,8 +62,6 @@ from trioserve.protocol.checks import (
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.token_ids import as_column, has_id
 
-__all__ = ["MAX_SEED", "NAN_LOGITS", "NO_TOKEN", "SamplerParams", "SamplingParams"]
-
 MAX_SEED = 2**63 - 1
 MAX_SEQUENCES = 128
 """How many outputs one request may ask for."""

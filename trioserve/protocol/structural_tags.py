@@ -25,8 +25,6 @@ from trioserve.protocol.lark import (
     spelled,
 )
 
-__all__ = ["MAX_FORMAT_DEPTH", "any_lark_of", "check_format", "format_lark"]
-
 MAX_FORMAT_DEPTH = 32
 """How deep formats may be nested."""
 

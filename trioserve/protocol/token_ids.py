@@ -11,8 +11,6 @@ import array
 import bisect
 from collections.abc import Iterable
 
-__all__ = ["as_column", "has_id"]
-
 
 def as_column(ids: Iterable[int] | bytes) -> bytes:
     """Return the column of ``ids``, which may be one already."""

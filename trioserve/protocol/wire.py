@@ -28,37 +28,6 @@ import numpy.typing as npt
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplerParams
 
-__all__ = [
-    "BUFFERED_MESSAGES",
-    "MAX_MESSAGE_BYTES",
-    "PROTOCOL_VERSION",
-    "Call",
-    "Drop",
-    "Failure",
-    "Hello",
-    "Message",
-    "MockSteps",
-    "OpenSlot",
-    "Plan",
-    "PooledPrompt",
-    "Progress",
-    "PromptPiece",
-    "Quit",
-    "Ready",
-    "Reply",
-    "Reset",
-    "Start",
-    "StepResult",
-    "WireError",
-    "decode",
-    "encode",
-    "floats",
-    "from_floats",
-    "from_ints",
-    "ints",
-    "schema_hash",
-]
-
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 256 << 20
 """What either side's socket takes; a longer message is dropped with its connection."""

@@ -25,15 +25,6 @@ from trioserve.requests.prompt_size import characters_of
 from trioserve.requests.request import Request
 from trioserve.requests.tenants import TenantCounts, excess
 
-__all__ = [
-    "DEFAULT_MAX_TOKENS",
-    "Departures",
-    "Entrance",
-    "Line",
-    "check_share",
-    "seconds_until_room",
-]
-
 DEFAULT_MAX_TOKENS = 2 << 20
 MAX_CHARACTERS = 256 << 20
 """Of all prompts together: a text stays in memory until its request is over, and one that is to be

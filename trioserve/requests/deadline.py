@@ -12,8 +12,6 @@ import trio
 from trioserve.config import EngineConfig
 from trioserve.protocol.errors import DeadlineExceeded
 
-__all__ = ["Deadline"]
-
 
 @attrs.frozen
 class Deadline:

@@ -22,8 +22,6 @@ from trioserve.requests.request import (
 )
 from trioserve.requests.stream import Chunk, TokenLogprob
 
-__all__ = ["Completion", "GenerationStream", "Output", "PromptLike", "Usage"]
-
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from trioserve.protocol import wire
 from trioserve.requests.stream import TokenLogprob
 
-__all__ = ["PromptLogprobs"]
-
 
 @attrs.define(eq=False)
 class PromptLogprobs:

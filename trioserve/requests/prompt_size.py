@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 
-__all__ = ["characters_of", "characters_of_contents", "characters_of_roles"]
-
 _MESSAGE_CHARACTERS = 20
 """What a message weighs besides its own texts: the role and the template's markers."""
 

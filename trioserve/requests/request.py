@@ -41,22 +41,6 @@ from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Stream, TokenLogprob
 
-__all__ = [
-    "TRANSITIONS",
-    "ChatPrompt",
-    "Finish",
-    "FinishReason",
-    "Prompt",
-    "Request",
-    "Sequence",
-    "SequenceOutput",
-    "State",
-    "TextPrompt",
-    "Times",
-    "TokensPrompt",
-]
-
-
 MAX_DETOURS = 32
 """States that a sequence remembers of the time since it first lost its slot."""
 

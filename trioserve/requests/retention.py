@@ -14,8 +14,6 @@ import attrs
 
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["DEFAULT_PRIORITY", "MAX_PRIORITY", "MAX_RANGES", "Retention", "RetentionRange"]
-
 DEFAULT_PRIORITY = 35
 """Of a page of which nobody said anything."""
 MAX_PRIORITY = 100

@@ -19,8 +19,6 @@ import trio
 
 from trioserve.protocol.errors import SlowReader
 
-__all__ = ["Chunk", "Stream", "StreamBudget", "TokenLogprob"]
-
 _CHUNK_OVERHEAD_BYTES = 64
 _TOKEN_BYTES = 8
 _LOGPROB_BYTES = 48

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["TenantCounts", "excess"]
-
 
 def excess(own: int, new: int, others: int, limit: int) -> int:
     """Return by how much ``new`` exceeds a tenant's share; at most 0 if it is within it.

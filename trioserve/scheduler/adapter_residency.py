@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection
 
 import attrs
 
-__all__ = ["Bring", "Change", "Residency", "Take"]
-
 
 @attrs.frozen
 class Bring:

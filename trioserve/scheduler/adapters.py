@@ -22,8 +22,6 @@ from trioserve.requests.request import Finish, FinishReason, Request, SequenceOu
 from trioserve.scheduler.adapter_residency import Bring, Take
 from trioserve.scheduler.core import SchedulerCore
 
-__all__ = ["HeldAdapters"]
-
 _log = get_logger("trioserve.scheduler")
 
 

@@ -21,8 +21,6 @@ from trioserve._util.feed import Feed
 if TYPE_CHECKING:
     from trioserve.scheduler.prefix_cache import Node
 
-__all__ = ["FLUSHED", "CacheEvent", "CacheEvents", "page_hash"]
-
 FLUSHED = object()
 """Is in the namespaces of what nobody finds any more. No caller's salt can be equal to it."""
 

@@ -13,8 +13,6 @@ import trio
 from trioserve.protocol import wire
 from trioserve.protocol.errors import CallFailed, WorkerLost, WorkerSentAway
 
-__all__ = ["Call", "Calls"]
-
 
 class Call(Protocol):
     """:meth:`trioserve.scheduler.scheduler.Scheduler.call`."""

@@ -50,8 +50,6 @@ from trioserve.scheduler.sequence_state import Computation, Running, adapter_wor
 from trioserve.scheduler.token_counts import Ints
 from trioserve.scheduler.waiting_queue import WaitingQueue
 
-__all__ = ["SchedulerCore"]
-
 MAX_PENDING = 8
 """How many of the waiting may be put off in one plan for a prefix that this plan computes."""
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-__all__ = ["IdlePages"]
-
 
 @attrs.define(eq=False, repr=False)
 class IdlePages:

@@ -26,8 +26,6 @@ import attrs
 from trioserve.requests.request import Request, Sequence, State
 from trioserve.scheduler.sequence_state import Computation
 
-__all__ = ["Blame", "Flight", "Verdict"]
-
 KILLS_FORGIVEN = 2
 MAX_ALONE = 5
 """Deaths in a row that a request alone in flight is forgiven while some of its outputs come on."""

@@ -8,8 +8,6 @@ from trioserve.observability.scheduler_statistics import Counters
 from trioserve.scheduler.cache_events import CacheEvents
 from trioserve.scheduler.iterations import Iterations
 
-__all__ = ["Feeds"]
-
 
 @attrs.define(eq=False)
 class Feeds:

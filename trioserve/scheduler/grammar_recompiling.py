@@ -21,8 +21,6 @@ from trioserve.requests.request import Finish, FinishReason, SequenceOutput
 from trioserve.scheduler.calls import Call
 from trioserve.scheduler.core import SchedulerCore
 
-__all__ = ["recompile"]
-
 MAX_CALLS = 2
 """Grammars that the worker compiles at a time, beside those of new requests."""
 

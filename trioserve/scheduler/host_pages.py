@@ -15,8 +15,6 @@ import attrs
 
 from trioserve.scheduler.eviction import IdlePages
 
-__all__ = ["HostPages"]
-
 
 @attrs.define(eq=False, repr=False)
 class HostPages:

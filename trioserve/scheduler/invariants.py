@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore
     from trioserve.scheduler.sequence_state import Computation
 
-__all__ = ["check_core"]
-
 
 def check_core(core: SchedulerCore) -> None:
     """Assert the invariants. Costs as much as the state is large."""

@@ -15,8 +15,6 @@ from trioserve.scheduler.plan_builder import InFlight
 if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore
 
-__all__ = ["Iteration", "Iterations"]
-
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step: a plan that was computed, and how things stood when its result came.

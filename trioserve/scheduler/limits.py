@@ -10,8 +10,6 @@ from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Request
 
-__all__ = ["MAX_PROMPT_LOGPROBS", "Limits", "prompt_logprobs_for", "resolve_max_tokens"]
-
 DEFAULT_CPU_LORAS = 32
 MAX_PROMPT_LOGPROBS = 1 << 20
 """Log-probabilities of prompt tokens in one answer, which may repeat them with each output.

@@ -20,8 +20,6 @@ from trioserve.scheduler.sequence_state import NO_LOGPROBS, Computation
 from trioserve.scheduler.slots import SlotTable
 from trioserve.scheduler.token_counts import Counts, Ints
 
-__all__ = ["Memory"]
-
 
 class Memory:
     """The memory of one worker, from its start or reset to its end or the next reset."""

@@ -39,8 +39,6 @@ from trioserve.requests.retention import DEFAULT_PRIORITY
 from trioserve.scheduler.eviction import IdlePages
 from trioserve.scheduler.host_pages import HostPages
 
-__all__ = ["PagePool"]
-
 
 @attrs.define(eq=False, repr=False)
 class PagePool:

@@ -31,8 +31,6 @@ from trioserve.scheduler.page_pool import PagePool
 if TYPE_CHECKING:
     from trioserve.scheduler.prefix_cache import Node
 
-__all__ = ["Priorities"]
-
 _SPARE_EXPIRIES = 64
 
 

@@ -9,8 +9,6 @@ import attrs
 from trioserve._util.conditions import Happenings
 from trioserve.scheduler.core import SchedulerCore
 
-__all__ = ["Quiet"]
-
 
 @attrs.define(eq=False)
 class Quiet:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["Gate"]
-
 
 @attrs.define(eq=False)
 class Gate:

@@ -17,8 +17,6 @@ from trioserve.requests.request import Sequence, State
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, Computation
 from trioserve.scheduler.token_counts import Bools, Counts, Ints
 
-__all__ = ["Draft", "DuePiece", "InFlight", "Row"]
-
 MAX_OPENED_BYTES = wire.MAX_MESSAGE_BYTES // 4
 """Of what one plan opens, besides the sequence that goes past it: those behind it come in the next.
 

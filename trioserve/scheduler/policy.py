@@ -14,16 +14,6 @@ import numpy as np
 
 from trioserve.scheduler.token_counts import Bools, Ints
 
-__all__ = [
-    "NO_TURN",
-    "Order",
-    "Share",
-    "admission_order",
-    "choose_victim",
-    "may_admit",
-    "queue_order",
-]
-
 Order = tuple[int, int, int, int]
 """A place in line: (priority, turn, arrival, index of the sequence in its request)."""
 

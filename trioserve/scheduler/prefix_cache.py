@@ -37,8 +37,6 @@ from trioserve.scheduler.cache_events import FLUSHED, CacheEvents
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.page_priorities import Priorities
 
-__all__ = ["Match", "Namespace", "Node", "PrefixCache"]
-
 Namespace = tuple[Hashable, ...]
 _NO_PAGE = -1
 

@@ -9,8 +9,6 @@ import attrs
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.sequence_state import namespace_of
 
-__all__ = ["Holds"]
-
 
 @attrs.define(eq=False)
 class Holds:

@@ -26,8 +26,6 @@ from trioserve.scheduler.plan_builder import InFlight
 if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore
 
-__all__ = ["Recovery"]
-
 MAX_FAILURES = 3
 """Failures of plans without progress that a worker is given up for."""
 CALM_LIFE = 60.0

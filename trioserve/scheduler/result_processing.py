@@ -25,8 +25,6 @@ from trioserve.scheduler.token_counts import Bools, Ints
 if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore
 
-__all__ = ["Intake"]
-
 
 @attrs.define(eq=False)
 class Intake:

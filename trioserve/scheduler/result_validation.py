@@ -15,8 +15,6 @@ from trioserve.requests.stream import TokenLogprob
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.token_counts import Ints
 
-__all__ = ["Results"]
-
 
 @attrs.frozen(eq=False)
 class Results:

@@ -48,8 +48,6 @@ from trioserve.scheduler.weights import Weights
 from trioserve.workers import Link
 from trioserve.workers.power import Switch
 
-__all__ = ["Limits", "Observer", "Scheduler", "SchedulerCore", "SchedulerStatistics"]
-
 _log = get_logger("trioserve.scheduler")
 
 SECOND_LOOK = 1.0

@@ -23,8 +23,6 @@ import attrs
 from trioserve.requests.request import Request, Sequence, State
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, Computation, Line
 
-__all__ = ["Siblings", "first_logprob", "leader_of"]
-
 
 def leader_of(request: Request) -> Sequence | None:
     """The first sequence of ``request`` that hasn't finished."""

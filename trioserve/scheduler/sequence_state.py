@@ -15,8 +15,6 @@ from trioserve.scheduler.policy import NO_TURN, Order, queue_order
 from trioserve.scheduler.prefix_cache import Namespace, Node
 from trioserve.scheduler.token_counts import Counts, Ints
 
-__all__ = ["NO_LOGPROBS", "Computation", "Line", "Running", "adapter_word", "namespace_of"]
-
 NO_SLOT = -1
 NO_LOGPROBS = -1
 

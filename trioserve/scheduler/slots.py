@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["SlotTable"]
-
 
 @attrs.define(eq=False, repr=False)
 class SlotTable:

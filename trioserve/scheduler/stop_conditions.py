@@ -8,8 +8,6 @@ from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.protocol.sampling import NAN_LOGITS
 from trioserve.requests.request import Finish, FinishReason, Sequence
 
-__all__ = ["ending", "ending_without_token"]
-
 
 def ending(sequence: Sequence) -> Finish | None:
     """How ``sequence`` ended with the token that it got last, None if it goes on."""

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from trioserve.protocol.wire import ints
 
-__all__ = ["Bools", "Counts", "Ints"]
-
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 

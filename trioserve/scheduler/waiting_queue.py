@@ -20,8 +20,6 @@ import attrs
 
 from trioserve.scheduler.sequence_state import Computation, Line
 
-__all__ = ["WaitingQueue"]
-
 
 def _priority(computation: Computation) -> int:
     return computation.order[0]

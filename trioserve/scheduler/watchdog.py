@@ -18,8 +18,6 @@ import attrs
 
 from trioserve.scheduler.plan_builder import InFlight
 
-__all__ = ["IN_THREADS", "OwedReply", "Watchdog"]
-
 FIRST_SECONDS = 0.1
 """For each token of a plan before any has come back: a large model on a slow processor."""
 MAX_FIRST_SECONDS = 300.0

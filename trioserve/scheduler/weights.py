@@ -12,8 +12,6 @@ from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.scheduler.calls import Call
 from trioserve.scheduler.pause_control import Quiet
 
-__all__ = ["HOLDER", "Weights"]
-
 HOLDER = "weights"
 """The name in which an exchange pauses."""
 _DISCARD_SECONDS = 5.0

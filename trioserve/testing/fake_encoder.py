@@ -14,8 +14,6 @@ from trioserve.pooling.columns import Columns
 from trioserve.protocol import wire
 from trioserve.testing.fake_worker import FakeWorker
 
-__all__ = ["fake_encoder", "fake_encoder_config", "fake_vector"]
-
 Ints = npt.NDArray[np.int32]
 OnBatch = Callable[[list[list[int]]], None]
 

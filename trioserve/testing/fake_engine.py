@@ -44,15 +44,6 @@ from trioserve.text.tokenizer import Tokenizer
 from trioserve.workers import Link
 from trioserve.workers.supervisor import OpenWorker, Supervisor
 
-__all__ = [
-    "FAKE_CHAT_TEMPLATE",
-    "byte_tokenizer",
-    "fake_encoder_model",
-    "open_fake_encoder",
-    "open_fake_engine",
-    "run_fake_worker",
-]
-
 FAKE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"

@@ -14,15 +14,6 @@ import numpy.typing as npt
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
 
-__all__ = [
-    "TokenFunction",
-    "draw",
-    "fake_logprob",
-    "fake_logprobs",
-    "hashed_token",
-    "prompt_piece",
-]
-
 TokenFunction = Callable[[list[int], SamplerParams], int]
 """Makes the next token of all the tokens before it and the sequence's parameters. ``NO_TOKEN`` or
 ``NAN_LOGITS`` of :mod:`trioserve.protocol.sampling` is none."""

@@ -11,8 +11,6 @@ import trio
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 
-__all__ = ["MemoryLink", "memory_link_pair"]
-
 
 @attrs.define(eq=False)
 class MemoryLink:

@@ -31,8 +31,6 @@ import trio
 import trio.testing
 from trio._core import _run
 
-__all__ = ["CancelAtCheckpoint", "check_trio", "run_virtual"]
-
 T = TypeVar("T")
 
 LONGEST_THREAD = 0.02

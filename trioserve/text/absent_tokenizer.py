@@ -14,8 +14,6 @@ from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.incremental import IncrementalDecoder, NoText
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["AbsentTokenizer"]
-
 
 class AbsentTokenizer(Tokenizer):
     """Knows nothing but the size of the vocabulary; log-probabilities name tokens by their ids."""

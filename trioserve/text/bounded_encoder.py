@@ -12,8 +12,6 @@ from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.text.encoding_errors import reason_of
 from trioserve.text.guarded import max_characters, room_to_encode
 
-__all__ = ["BoundedEncoder", "cut"]
-
 PART_CHARACTERS = 1 << 18
 """The size of the part of a longer text that is encoded first, to see how many tokens it has."""
 _PART_TOKENS = 256

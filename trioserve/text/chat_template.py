@@ -23,8 +23,6 @@ from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.text.template_bounds import BeyondBounds, BoundedEnvironment, measure
 from trioserve.text.template_sandbox import TemplateEnvironment
 
-__all__ = ["ChatTemplate", "Conversation"]
-
 _CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "
 """Put at the end of the message to be continued. Its space shows whether the template trims."""
 

@@ -38,8 +38,6 @@ from trioserve.text.stop_regex import RegexStopMatcher, SearchBudget
 from trioserve.text.stop_strings import StopMatcher
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "OutputText"]
-
 _TURN = 256
 """Outputs that are delivered before other tasks get their turn: delivering may be sending."""
 _SEARCHED = 16

@@ -13,8 +13,6 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.text.encoding_errors import reason_of
 from trioserve.text.guarded import max_characters, room_to_encode
 
-__all__ = ["EncodedText", "EncoderTokenizer", "longest_first"]
-
 _GROUP_CHARACTERS = 1 << 18
 """Characters of the texts that are encoded at once; a longer text has a group to itself."""
 

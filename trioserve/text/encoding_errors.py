@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["reason_of"]
-
 
 def reason_of(text: str, error: Exception) -> str:
     """What is wrong with ``text``, at which the tokenizer has raised ``error``.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import attrs
 import trio
 
-__all__ = ["FairTurns"]
-
 
 @attrs.define(eq=False)
 class _Waiter:

@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from trioserve.model_files.native import panics_raised
 from trioserve.protocol.gc_tuning import give_back
 
-__all__ = ["max_characters", "room_to_encode"]
-
 LARGE_CHARACTERS = 1 << 17
 """Texts beyond this size are encoded one at a time, and what they took is given back."""
 FEWEST_MAX_CHARACTERS = 1 << 19

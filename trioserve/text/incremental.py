@@ -45,8 +45,6 @@ import tokenizers
 
 from trioserve.model_files.native import panics_raised
 
-__all__ = ["ByteDecoder", "IncrementalDecoder", "NoText", "TokenBytes", "WindowDecoder"]
-
 _REPLACEMENT = "\ufffd"
 _LONGEST_UNFINISHED_BYTES = 3
 

@@ -53,8 +53,6 @@ from trioserve.requests.request import Request
 from trioserve.requests.tenants import excess
 from trioserve.text.fair_turns import FairTurns
 
-__all__ = ["Preparation", "PreparingWorker"]
-
 MAX_CALLS = 3
 """Calls under way at a time: the others' time to answer doesn't run while they wait their turn."""
 MAX_CALLS_OF_TENANT = 2

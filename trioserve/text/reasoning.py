@@ -11,16 +11,6 @@ import attrs
 
 from trioserve.protocol.lark import GAP, HEADER, TEXT, TokenOf, head, literal, nested
 
-__all__ = [
-    "CLOSE",
-    "OPEN",
-    "ReasoningSplitter",
-    "Split",
-    "after_reasoning",
-    "is_open",
-    "marks_reasoning",
-]
-
 OPEN = "<think>"
 CLOSE = "</think>"
 

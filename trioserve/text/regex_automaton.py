@@ -35,8 +35,6 @@ from trioserve.text.regex_syntax import (
     is_word,
 )
 
-__all__ = ["Automaton", "EmptyMatch", "Match", "Search"]
-
 MAX_MOVES = 1024
 """Moves that an automaton remembers: below 1 MiB if it has 1,000 positions."""
 MAX_SYMBOLS = 1024

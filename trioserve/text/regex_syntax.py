@@ -23,18 +23,6 @@ from collections.abc import Callable
 
 import attrs
 
-__all__ = [
-    "Assertion",
-    "CharacterSet",
-    "Choice",
-    "Concatenation",
-    "Node",
-    "RegexError",
-    "Repetition",
-    "is_word",
-    "parse",
-]
-
 MAX_DEPTH = 50
 MAX_COUNT = 9999
 """The largest count in a repetition that is read at all."""

@@ -48,8 +48,6 @@ from trioserve.text.regex_automaton import Automaton, EmptyMatch, Match, Search
 from trioserve.text.regex_syntax import RegexError, parse
 from trioserve.text.stop_strings import StopMatcher
 
-__all__ = ["RegexStopMatcher", "SearchBudget", "check_stop_regex"]
-
 MAX_PATTERN_CHARACTERS = 1024
 """Of all patterns of a request together."""
 MAX_EXPANDED_CHARACTERS = 512

@@ -38,8 +38,6 @@ import functools
 from array import array
 from collections.abc import Sequence
 
-__all__ = ["StopMatcher"]
-
 
 @functools.lru_cache(maxsize=1024)
 def _prefix_table(stop: str) -> array[int]:

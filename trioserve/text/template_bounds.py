@@ -28,8 +28,6 @@ import jinja2.utils
 
 from trioserve.text.template_sandbox import TemplateEnvironment, raise_exception, strftime_now
 
-__all__ = ["BeyondBounds", "BoundedEnvironment", "measure"]
-
 MAX_INPUT = 20_000
 """Characters of all variables together, with a few for each item."""
 MAX_NODES = 10_000

@@ -20,8 +20,6 @@ import msgspec
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.text.chat_template import ChatTemplate
 
-__all__ = ["MAX_MEMORY", "MAX_SECONDS", "Job", "Rendered", "Setup", "framed", "main"]
-
 MAX_SECONDS = 2
 """Processor time for one conversation. Usual ones take less than a hundredth of that."""
 MAX_MEMORY = 128 << 20

@@ -29,8 +29,6 @@ from trioserve.text.template_child import (
     framed,
 )
 
-__all__ = ["TemplateProcesses"]
-
 MAX_PROCESSES = 2
 MAX_WAIT = 60.0
 """Seconds for an answer, on a machine with other work or from a process that was stopped."""

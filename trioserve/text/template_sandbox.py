@@ -18,8 +18,6 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-__all__ = ["TemplateEnvironment", "raise_exception", "strftime_now"]
-
 
 class _GenerationTag(jinja2.ext.Extension):
     """``{% generation %}``, which marks the assistant's text for training, is only a block here."""

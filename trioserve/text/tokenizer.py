@@ -37,8 +37,6 @@ from trioserve.text.incremental import ByteDecoder, IncrementalDecoder, TokenByt
 from trioserve.text.template_bounds import BeyondBounds
 from trioserve.text.template_processes import TemplateProcesses
 
-__all__ = ["Tokenizer"]
-
 INLINE_CHARACTERS = 2000
 BATCH_CHARACTERS = 100_000
 """About 20 ms on one core: those who wait together have their tokens no later than that."""

@@ -11,8 +11,6 @@ from typing import Protocol
 
 from trioserve.protocol import wire
 
-__all__ = ["Link"]
-
 
 class Link(Protocol):
     """One end of an ordered, reliable conversation with one worker.

@@ -13,8 +13,6 @@ from trioserve._util.pair_socket import PairSocket, SocketClosed, SocketFailed
 from trioserve.protocol import wire
 from trioserve.protocol.errors import NoRoomForWorker, WorkerLost
 
-__all__ = ["NngLink"]
-
 
 @attrs.define(eq=False)
 class NngLink:

@@ -10,8 +10,6 @@ import trio
 
 from trioserve.protocol.errors import WorkerLost
 
-__all__ = ["Switch"]
-
 
 @attrs.define(eq=False)
 class Switch:

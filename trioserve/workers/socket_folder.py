@@ -17,8 +17,6 @@ import attrs
 
 from trioserve.protocol.errors import NoRoomForWorker
 
-__all__ = ["SocketFolder", "sweep_socket_folders"]
-
 _PREFIX = "trioserve-worker-"
 _SOCKET = "link"
 _LONGEST_PATH = 107

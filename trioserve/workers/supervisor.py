@@ -32,16 +32,6 @@ from trioserve.workers.link import NngLink
 from trioserve.workers.power import Switch
 from trioserve.workers.socket_folder import SocketFolder
 
-__all__ = [
-    "Supervisor",
-    "WorkerLife",
-    "Workers",
-    "describe_exit",
-    "package_environment",
-    "run_worker",
-    "worker_command",
-]
-
 HELLO_TIMEOUT = 120.0
 """Seconds for the process to start and import its libraries."""
 QUIT_GRACE = 0.5

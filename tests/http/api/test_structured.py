@@ -11,7 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from trioserve.http.api.openai.structured import grammar_field
 from trioserve.http.api.openai.structured_schemas import ResponseFormat, StructuredOutputs
-from trioserve.http.api.schema.reading import Text, parse_body
+from trioserve.http.api.schema.field_bounds import Text
+from trioserve.http.api.schema.reading import parse_body
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 

@@ -24,8 +24,6 @@ from trioserve.cli.top.screen import Screen, glyphs_of
 from trioserve.cli.top.view import View
 from trioserve.load.remote import Remote, RemoteError
 
-__all__ = ["Top", "run_top"]
-
 _RETRY = 1.0
 """Seconds between two attempts to reach a lost server."""
 _TICK = 1.0

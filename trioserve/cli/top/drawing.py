@@ -13,8 +13,6 @@ from trioserve.cli.top.view import Moment, View
 from trioserve.observability.live.schema import Hello, Picture, Quantiles
 from trioserve.protocol.errors import printable
 
-__all__ = ["Drawing", "draw"]
-
 _WIDE = 76
 """Columns from which rates and latencies share lines."""
 _SHORT = 16

@@ -16,8 +16,6 @@ from trioserve.load.remote import Events, Refusal, Remote, RemoteError
 from trioserve.observability.live.schema import SCHEMA, Hello, Picture
 from trioserve.protocol.errors import printable
 
-__all__ = ["Feed", "Shown"]
-
 _SILENCE = 30.0
 """Seconds, beyond the interval, after which a silent server counts as lost."""
 

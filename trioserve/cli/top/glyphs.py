@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import attrs
 
-__all__ = ["ASCII", "UNICODE", "Glyphs", "bar", "count", "duration", "seconds", "sparkline"]
-
 
 @attrs.frozen(kw_only=True)
 class Glyphs:

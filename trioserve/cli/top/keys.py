@@ -6,8 +6,6 @@ import re
 
 import attrs
 
-__all__ = ["KeyReader"]
-
 _SEQUENCE = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]")
 _UNFINISHED = re.compile(rb"\x1b([\[O][0-9;]*)?")
 _MAX_UNFINISHED = 32

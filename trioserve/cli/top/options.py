@@ -7,8 +7,6 @@ import attrs
 from trioserve.cli.remote_options import RemoteOptions
 from trioserve.config.options import Group, option
 
-__all__ = ["TOP_GROUPS", "TopOptions"]
-
 TOP_GROUPS = {
     "target": Group("The server", "terminal#Talk to a model"),
     "picture": Group("The picture", "terminal#Watch a server"),

@@ -19,8 +19,6 @@ from trioserve.cli.output import writing
 from trioserve.cli.top.glyphs import ASCII, UNICODE, Glyphs
 from trioserve.cli.top.keys import KeyReader
 
-__all__ = ["Screen", "glyphs_of"]
-
 
 def glyphs_of(console: rich.console.Console) -> Glyphs:
     """Return the glyphs that the terminal of ``console`` can show."""

@@ -12,8 +12,6 @@ from trioserve.cli.top.view import View, began
 from trioserve.observability.live.schema import RequestRow, TaskNode
 from trioserve.protocol.errors import printable
 
-__all__ = ["request_lines", "task_lines"]
-
 _STATE_STYLES = {
     "decode": "green",
     "prefill": "cyan",

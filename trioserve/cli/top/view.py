@@ -9,8 +9,6 @@ import attrs
 
 from trioserve.observability.live.schema import Hello, Picture, Quantiles, RequestRow, TaskNode
 
-__all__ = ["SORTS", "Moment", "View", "began"]
-
 _HISTORY = 240
 """Pictures in a sparkline's history."""
 

@@ -14,8 +14,6 @@ from trioserve.protocol.errors import RequestAborted
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike
 
-__all__ = ["AsyncGeneration"]
-
 
 class _Signal:
     """Wakes the tasks of one event loop from another thread."""

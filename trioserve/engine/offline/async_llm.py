@@ -24,8 +24,6 @@ from trioserve.pooling.results import Classifications, Embeddings, Scores
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike
 
-__all__ = ["AsyncLLM"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

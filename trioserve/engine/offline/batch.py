@@ -17,8 +17,6 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike
 from trioserve.requests.request import ChatPrompt
 
-__all__ = ["Batch", "Params", "as_chats", "complete_all"]
-
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 

@@ -19,8 +19,6 @@ from trioserve.engine.nursery import open_engine
 from trioserve.engine.offline.room import Room
 from trioserve.protocol.errors import EngineError
 
-__all__ = ["EngineThread"]
-
 
 @attrs.define(eq=False)
 class EngineThread:

@@ -14,8 +14,6 @@ from trioserve.protocol.errors import RequestAborted
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike
 
-__all__ = ["Generation"]
-
 
 class Generation(Handle):
     """One request in flight. Any number of threads may wait for it or read along."""

@@ -12,8 +12,6 @@ from trioserve.engine.offline.recording import Recording
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import PromptLike
 
-__all__ = ["Handle"]
-
 
 class Handle:
     """One request in flight, handed to an engine's thread.

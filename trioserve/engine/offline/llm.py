@@ -23,8 +23,6 @@ from trioserve.pooling.results import Classifications, Embeddings, Scores
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike
 
-__all__ = ["LLM"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

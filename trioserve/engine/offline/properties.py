@@ -5,8 +5,6 @@ from __future__ import annotations
 from trioserve.engine.engine import Engine
 from trioserve.requests.adapters import Adapter
 
-__all__ = ["is_paused", "list_adapters", "weight_version"]
-
 
 def list_adapters(engine: Engine) -> tuple[Adapter, ...]:
     """Return the adapters that requests may name, in the order in which they were loaded."""

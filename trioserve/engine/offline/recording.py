@@ -13,8 +13,6 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike, completion_of
 from trioserve.requests.stream import Chunk, TokenLogprob
 
-__all__ = ["Outputs", "PartialOutput", "Recording"]
-
 
 @attrs.frozen
 class PartialOutput:

@@ -10,8 +10,6 @@ import trio
 from trioserve.protocol.errors import QueueFull
 from trioserve.requests.generation import GenerationStream
 
-__all__ = ["Room"]
-
 Generation = contextlib.AbstractAsyncContextManager[GenerationStream]
 
 

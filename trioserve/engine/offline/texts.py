@@ -15,8 +15,6 @@ from trioserve.pooling.inputs import Inputs, Item, as_items
 from trioserve.pooling.results import Classifications, Embeddings, Scores
 from trioserve.requests.generation import Usage
 
-__all__ = ["classify_all", "embed_all", "score_all"]
-
 
 async def embed_all(engine: Engine, inputs: Inputs, options: dict[str, Any]) -> Embeddings:
     """Embed texts; arguments and errors are those of :meth:`Engine.embed`."""

@@ -16,19 +16,6 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream, PromptLike, as_prompt
 from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt
 
-__all__ = [
-    "AFTER_THE_LAST",
-    "Beginning",
-    "Continuation",
-    "Generate",
-    "Generation",
-    "Said",
-    "check_turn_sampling",
-    "new_turn_id",
-    "session_closed",
-    "turn_prompt",
-]
-
 Generation = contextlib.AbstractAsyncContextManager[GenerationStream]
 
 

@@ -40,8 +40,6 @@ from trioserve.requests.request import Request
 from trioserve.requests.tenants import excess
 from trioserve.scheduler.prefix_pins import Holds
 
-__all__ = ["MAX_CAPACITY", "SESSION_PRIORITY", "Continuation", "Session", "Sessions"]
-
 SESSION_PRIORITY = 60
 """What the pages of an open session are worth, of 100, where 35 is usual."""
 MAX_CAPACITY = 1 << 20

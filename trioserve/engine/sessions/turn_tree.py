@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-__all__ = ["Turn", "Turns"]
-
 
 @attrs.define(eq=False)
 class Turn:

@@ -10,8 +10,6 @@ from trioserve.front_ends.rpc import Asks
 from trioserve.pooling.columns import Columns, Floats, vectors_of
 from trioserve.pooling.requests import Encoding
 
-__all__ = ["remote_encoding"]
-
 
 def remote_encoding(model: LoadedModel, asks: Asks) -> Encoding | None:
     """How a front end has texts computed; None if its model is no encoder.

@@ -38,8 +38,6 @@ from trioserve.protocol.errors import EngineError, TrioserveError
 from trioserve.protocol.gc_tuning import rare_collections
 from trioserve.protocol.version import __version__
 
-__all__ = ["run"]
-
 EXIT_FAILED = 1
 EXIT_PARENT_GONE = 3
 

@@ -13,8 +13,6 @@ from trioserve.protocol.errors import RequestAborted
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 
-__all__ = ["SentRequests"]
-
 
 class SentRequests:
     """Those of one front end.

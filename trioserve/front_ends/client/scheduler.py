@@ -49,9 +49,6 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.requests.adapters import Catalogue
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 
-__all__ = ["TAKEN_TOGETHER", "EngineState", "RemoteScheduler"]
-
-
 TAKEN_TOGETHER = 2
 """Updates that are taken before the engine process is told: a message costs both sides more than
 what it says."""

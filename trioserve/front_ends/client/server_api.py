@@ -33,8 +33,6 @@ from trioserve.protocol.errors import EngineError
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
-__all__ = ["SharedServer"]
-
 HEALTH_SECONDS = 5.0
 """For the engine process to say how it is; one that doesn't is stalled."""
 

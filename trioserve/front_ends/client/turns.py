@@ -24,8 +24,6 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import GenerationStream, PromptLike
 
-__all__ = ["RemoteTurns"]
-
 
 @attrs.define(eq=False)
 class _Running:

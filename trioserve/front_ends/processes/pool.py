@@ -16,8 +16,6 @@ from trioserve.http.server.listeners import SharedListening
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import EngineError, FrontEndLost, TrioserveError
 
-__all__ = ["Fleet"]
-
 FIRST_DELAY = 0.05
 MAX_DELAY = 5.0
 """Seconds before a front end is replaced: the first time, and at most."""

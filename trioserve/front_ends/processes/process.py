@@ -27,8 +27,6 @@ from trioserve.protocol.version import __version__
 from trioserve.workers.socket_folder import SocketFolder
 from trioserve.workers.supervisor import describe_exit, package_environment
 
-__all__ = ["package_folder", "run_front_end"]
-
 START_TIMEOUT = 120.0
 """Seconds for the process to start, import its libraries and read the tokenizer."""
 STOP_GRACE = 3.0

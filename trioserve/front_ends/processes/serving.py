@@ -19,8 +19,6 @@ from trioserve.observability.metrics import Metrics, measure_loop_lag
 from trioserve.protocol import wire
 from trioserve.workers.supervisor import OnProgress
 
-__all__ = ["serve_with_front_ends"]
-
 
 async def serve_with_front_ends(
     config: ServerConfig,

@@ -14,8 +14,6 @@ from trioserve.observability.live import Subject
 from trioserve.observability.live.schema import TaskNode
 from trioserve.requests.request import Finish, Request, Sequence
 
-__all__ = ["Hosting", "Line"]
-
 
 class Line(Protocol):
     """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""

@@ -59,8 +59,6 @@ from trioserve.scheduler.scheduler import Scheduler
 from trioserve.text.preparation import Preparation
 from trioserve.workers.supervisor import Supervisor
 
-__all__ = ["Collected", "Host", "open_host"]
-
 ANSWER_SECONDS = 2.0
 """For a front end to answer. One that doesn't is asked in vain: what it has counted is then what it
 said before."""

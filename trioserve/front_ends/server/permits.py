@@ -7,8 +7,6 @@ from typing import Any
 
 from trioserve.front_ends.rpc import Handlers
 
-__all__ = ["HostedSeats"]
-
 
 class HostedSeats:
     """Those of one front end.

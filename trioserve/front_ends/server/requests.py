@@ -40,8 +40,6 @@ from trioserve.requests.request import (
 )
 from trioserve.requests.stream import Stream, StreamBudget
 
-__all__ = ["MAX_UNTAKEN", "HostedRequest", "HostedRequests", "HostedSequence"]
-
 MAX_UNTAKEN = 3
 """Updates on their way to a front end: one that it works on, the next, and one that was taken and
 not told of (:data:`~trioserve.front_ends.client.scheduler.TAKEN_TOGETHER`)."""

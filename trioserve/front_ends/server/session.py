@@ -41,8 +41,6 @@ from trioserve.observability.live.schema import TaskNode
 from trioserve.observability.metrics.snapshot import Snapshot
 from trioserve.protocol.errors import FrontEndLost
 
-__all__ = ["Counted", "Home", "Looked", "receive_from_front_end"]
-
 
 @attrs.frozen(kw_only=True)
 class Counted:

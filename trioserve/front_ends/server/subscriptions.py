@@ -13,8 +13,6 @@ from trioserve.observability.live import Picture, Subject, Watcher
 from trioserve.observability.live.schema import TaskNode
 from trioserve.protocol.errors import EngineError
 
-__all__ = ["HostedWatches"]
-
 
 @attrs.define(eq=False)
 class HostedWatches:

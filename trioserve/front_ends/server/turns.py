@@ -20,8 +20,6 @@ from trioserve.engine.sessions.sessions import Session, Sessions
 from trioserve.front_ends.messages import TurnClosed, numbers_of, packed
 from trioserve.front_ends.rpc import Handlers
 
-__all__ = ["HostedTurns"]
-
 
 @attrs.define(eq=False)
 class HostedTurns:

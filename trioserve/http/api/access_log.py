@@ -23,8 +23,6 @@ from trioserve.requests.generation import GenerationStream, Usage
 from trioserve.requests.request import Times
 from trioserve.requests.stream import Chunk
 
-__all__ = ["AccessRecord", "request_id_from"]
-
 SERVER_ERROR = 500
 OTHER = "other"
 """The metrics' word for what isn't a route or a usual method; it keeps their number bounded."""

@@ -55,8 +55,6 @@ from trioserve.http.api.utilities.endpoint import UtilityEndpoints
 from trioserve.http.api.utilities.tokens import TokenEndpoints
 from trioserve.protocol.errors import QueueFull
 
-__all__ = ["App", "create_app"]
-
 _REFUSAL_PAUSE = 0.005
 """Seconds between one refusal for want of room and the next."""
 

@@ -41,14 +41,6 @@ from trioserve.protocol.errors import InvalidRequest
 if TYPE_CHECKING:
     from trioserve.http.api.app import App
 
-__all__ = [
-    "HTTPConnection",
-    "Request",
-    "WebSocketConnection",
-    "error_response",
-    "without_prefix",
-]
-
 _log = get_logger("trioserve.http")
 
 

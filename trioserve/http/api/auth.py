@@ -13,8 +13,6 @@ from werkzeug.datastructures import Headers
 
 from trioserve.http.api.errors import Forbidden, KeyLimit, Unauthorized
 
-__all__ = ["OPEN_PATHS", "Caller", "Keys", "authorization_of"]
-
 OPEN_PATHS = frozenset({"/health", "/ping", "/console", "/console/static/<path:name>"})
 """The rules of what may be asked without a key: what a load balancer wants to know, and the page of
 the console, which holds no data."""

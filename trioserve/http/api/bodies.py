@@ -17,8 +17,6 @@ from quart_trio.wrappers.request import TrioBody
 from trioserve.http.server.holdings import Holdings
 from trioserve.protocol.errors import QueueFull
 
-__all__ = ["Body", "BodyRoom"]
-
 _ROOM = 256 << 20
 
 

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
     from trioserve.http.api.generations import Job
 
-__all__ = [
-    "MAX_ANSWER_LOGPROBS",
-    "MAX_FIELDS",
-    "MAX_VALUES",
-    "AnswerSize",
-    "check_batch",
-    "check_body",
-    "check_prompt_logprobs",
-]
-
 MAX_FIELDS = 1 << 17
 """Objects, lists and fields of objects in a body. Reading as many takes a tenth of a second, in
 which no other request is served."""

@@ -17,8 +17,6 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt
 from trioserve.requests.stream import Chunk
 
-__all__ = ["MAX_CHARACTERS", "MAX_TEXTS", "Contents", "item_texts"]
-
 MAX_CHARACTERS = 2000
 """Of a prompt, an output or a sampling field that are logged."""
 MAX_TEXTS = 8

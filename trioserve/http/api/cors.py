@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["CrossOrigin"]
-
 Headers = list[tuple[bytes, bytes]]
 
 ANY = "*"

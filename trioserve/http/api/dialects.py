@@ -6,8 +6,6 @@ from trioserve.http.api.anthropic.errors import MessagesError
 from trioserve.http.api.ollama.errors import OllamaError
 from trioserve.http.server.error_body import ErrorBody, ErrorResponse
 
-__all__ = ["error_body", "id_headers"]
-
 _BODIES: tuple[tuple[str, type[ErrorBody]], ...] = (
     ("/v1/messages", MessagesError),
     ("/api/", OllamaError),

@@ -32,18 +32,6 @@ from trioserve.protocol.errors import (
     WorkerLost,
 )
 
-__all__ = [
-    "ERROR_STATUSES",
-    "ErrorReply",
-    "Forbidden",
-    "HostNotAllowed",
-    "KeyLimit",
-    "ModelNotFound",
-    "ResponseNotFound",
-    "Unauthorized",
-    "describe_error",
-]
-
 MAX_MESSAGE_CHARACTERS = 4000
 MAX_PARAM_CHARACTERS = 200
 CLIENT_CLOSED_REQUEST = 499

@@ -26,8 +26,6 @@ from trioserve.requests.request import Prompt
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Chunk
 
-__all__ = ["Generations", "Job", "open_generations", "renamed", "total_usage"]
-
 
 @attrs.frozen(kw_only=True)
 class Job:

@@ -19,8 +19,6 @@ from collections.abc import Sequence
 
 from trioserve.http.api.errors import HostNotAllowed
 
-__all__ = ["AllowedHosts"]
-
 ANY = "*"
 _HOST = re.compile(r"(\[[\w.:%]*\]|[\w.-]*)(:\d*)?", re.ASCII)
 _PRIVATE_ENDINGS = (".internal", ".local", ".home.arpa")

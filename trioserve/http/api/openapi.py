@@ -24,8 +24,6 @@ from trioserve.http.api.schema.reading import (
 )
 from trioserve.protocol.version import __version__
 
-__all__ = ["build_document", "error_statuses", "openapi_path"]
-
 _PARAMETER_PATTERN = re.compile(r"<(?:\w+:)?(\w+)>")
 _BODY_ERRORS = (400, 408, 413, 415)
 

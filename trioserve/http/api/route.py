@@ -7,8 +7,6 @@ from typing import Any
 import attrs
 import msgspec
 
-__all__ = ["GENERATING", "GROUPS", "Route"]
-
 GROUPS = (
     "Generation",
     "Embeddings and scores",

@@ -21,8 +21,6 @@ from trioserve.http.api.sessions.routes import ROUTES as SESSIONS
 from trioserve.http.api.sglang.routes import ROUTES as NATIVE
 from trioserve.http.api.utilities.routes import ROUTES as UTILITIES
 
-__all__ = ["ROUTES", "served_routes"]
-
 ROUTES = (
     *CHAT,
     *COMPLETIONS,

@@ -26,8 +26,6 @@ from trioserve.observability.statistics import EngineStatistics
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
-__all__ = ["OneProcess", "Pictures", "Seat", "Whole"]
-
 Seat = contextlib.AbstractContextManager[None]
 Pictures = Callable[[], Awaitable[Picture]]
 """Takes a picture of the server as it is."""

@@ -36,8 +36,6 @@ from trioserve.requests.generation import (
 )
 from trioserve.requests.stream import Chunk
 
-__all__ = ["CURLS_TYPE", "Service", "json_response", "response_of_view"]
-
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 
 OPENAI_FRAMING = Framing()

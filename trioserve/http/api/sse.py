@@ -26,20 +26,6 @@ from trioserve.http.server.fast_path import WriteNow
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk
 
-__all__ = [
-    "DONE",
-    "KEEP_ALIVE",
-    "EventStream",
-    "Events",
-    "Framing",
-    "StreamWriter",
-    "event",
-    "named_event",
-    "raw_event",
-    "stream_response",
-    "typed_event",
-]
-
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 

@@ -11,8 +11,6 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.generation import Completion
 from trioserve.requests.stream import TokenLogprob
 
-__all__ = ["LONG", "LONG_BODY", "num_in_entries", "num_logprobs", "run_if_long"]
-
 LONG = 1000
 """Log-probabilities, of which about 100 are put into words in a millisecond."""
 

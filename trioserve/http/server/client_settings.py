@@ -10,8 +10,6 @@ from h2.settings import SettingCodes, Settings
 
 from trioserve.http.server.settings import MAX_FRAME_SIZE
 
-__all__ = ["MAX_HEADER_TABLE_SIZE", "ClientSettings"]
-
 MAX_HEADER_TABLE_SIZE = 4096
 """Bytes of the table that the headers of answers are encoded with; HTTP/2's default."""
 _MOST = {

@@ -41,8 +41,6 @@ from trioserve.http.server.settings import ServerSettings
 from trioserve.http.server.unsent import UnsentBudget
 from trioserve.observability.logs import get_logger
 
-__all__ = ["Connection"]
-
 _SEND_SLICE = 1 << 16
 """Bytes that are to be taken within ``send_timeout``: a slow reader who does read isn't cut off."""
 _NO_LINGER = struct.pack("ii", 1, 0)

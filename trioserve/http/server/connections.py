@@ -18,15 +18,6 @@ from trioserve.http.server.holdings import Holdings
 if TYPE_CHECKING:
     from trioserve.http.server.connection import Connection
 
-__all__ = [
-    "MAX_CONNECTIONS",
-    "BoundedListener",
-    "Connections",
-    "PatientListener",
-    "connection_limit",
-    "raise_descriptor_limit",
-]
-
 MAX_CONNECTIONS = 4096
 MOST_TOGETHER = 64
 """Connections that are accepted in one turn of the event loop, after the first."""

@@ -16,8 +16,6 @@ from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 from hypercorn.typing import ASGISendCallable, ASGISendEvent, HTTPResponseBodyEvent
 from hypercorn.utils import suppress_body
 
-__all__ = ["DirectStream", "Output", "WriteNow", "body_message", "takes_views", "writer_for"]
-
 WriteNow = Callable[[bytes], bool]
 """Sends a piece of a body, of which more follow. False if nothing was sent, and ASGI's message is
 to be sent instead."""

@@ -13,8 +13,6 @@ import trio
 from trioserve.http.server.settings import MAX_HEAD_SIZE
 from trioserve.observability.logs import get_logger
 
-__all__ = ["HANDSHAKES_TOGETHER", "LINGER", "HandshakeStream", "refuse_without_tls"]
-
 HANDSHAKES_TOGETHER = 8
 """Handshakes that go on in one turn of the event loop: 50 ms with a key of 4096 bits."""
 LINGER = 2.0

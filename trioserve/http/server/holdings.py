@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 
 import attrs
 
-__all__ = ["Holdings", "address_of"]
-
 _PREFIX = 64
 """Bits of an IPv6 address that tell networks apart: a client may have all addresses below them."""
 

@@ -23,8 +23,6 @@ from trioserve.http.server.fast_path import DirectStream, Output
 from trioserve.http.server.settings import ServerSettings
 from trioserve.observability.logs import get_logger
 
-__all__ = ["HTTP1", "MAX_HEADERS", "HeadBegun", "path_of"]
-
 MAX_HEADERS = 256
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\n"

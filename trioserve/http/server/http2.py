@@ -36,8 +36,6 @@ from trioserve.http.server.settings import ServerSettings
 from trioserve.http.server.unsent import UnsentBudget
 from trioserve.observability.logs import get_logger
 
-__all__ = ["HTTP2"]
-
 _READ_SLICE = 1 << 13
 """Bytes that are parsed at once: many small frames in them take 20 ms."""
 _SEND_SLICE = 1 << 16

@@ -12,8 +12,6 @@ from h2.errors import ErrorCodes
 
 from trioserve.http.server.settings import MAX_FRAME_SIZE, MAX_HEAD_SIZE
 
-__all__ = ["BURST", "FrameMeter", "FrameRefused"]
-
 BURST = 500
 """Frames without use that a client may send at once."""
 _PER_SECOND = 100.0

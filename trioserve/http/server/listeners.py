@@ -18,16 +18,6 @@ from trioserve.config import ServerConfig
 from trioserve.http.server.tls import tls_context
 from trioserve.protocol.errors import TrioserveError
 
-__all__ = [
-    "Listening",
-    "SharedListening",
-    "check_address",
-    "inherited",
-    "open_listening",
-    "open_shared_listening",
-    "removing_socket_file",
-]
-
 BACKLOG = 2048
 
 

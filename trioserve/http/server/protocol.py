@@ -18,8 +18,6 @@ from trioserve.http.server.http2 import HTTP2
 from trioserve.http.server.settings import ServerSettings
 from trioserve.http.server.unsent import UnsentBudget
 
-__all__ = ["Protocol"]
-
 
 class Protocol:
     """Passes what comes to one of the two."""

@@ -41,8 +41,6 @@ from trioserve.http.server.settings import ServerSettings, server_settings
 from trioserve.http.server.unsent import UnsentBudget
 from trioserve.protocol.errors import TrioserveError
 
-__all__ = ["CANCELLED_GRACE", "FINAL_GRACE", "serve_app"]
-
 FINAL_GRACE = 2.0
 """Seconds in which the last answers and events have to leave."""
 CANCELLED_GRACE = 1.0

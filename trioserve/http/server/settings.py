@@ -10,8 +10,6 @@ from hypercorn.logging import Logger
 
 from trioserve.config import ServerConfig
 
-__all__ = ["ServerSettings", "server_settings"]
-
 MAX_HEAD_SIZE = 1 << 16
 """Bytes of a request's head, over HTTP/2 both as sent and as unpacked."""
 MAX_STREAMS = 128

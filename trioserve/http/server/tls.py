@@ -10,8 +10,6 @@ from hypercorn.config import Config
 from trioserve.config import ServerConfig
 from trioserve.protocol.errors import TrioserveError
 
-__all__ = ["tls_context"]
-
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     """TLS 1.2 and later with hypercorn's ciphers, for HTTP/2 and 1.1; None without a certificate.

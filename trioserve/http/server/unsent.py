@@ -11,8 +11,6 @@ from typing import Protocol
 from trioserve.http.server.holdings import Holdings
 from trioserve.observability.logs import get_logger
 
-__all__ = ["Unsent", "UnsentBudget"]
-
 _log = get_logger("trioserve.http")
 
 

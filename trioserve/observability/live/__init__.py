@@ -12,40 +12,19 @@ gone by then is recorded, as long as somebody watches: the newest steps, and the
 
 from __future__ import annotations
 
-from trioserve.observability.live.schema import SCHEMA, Hello, Picture
-from trioserve.observability.live.subject import (
-    DEFAULT_NODES,
-    DEFAULT_REQUESTS,
-    MAX_NODES,
-    MAX_REQUESTS,
-    MAX_WATCHERS,
-    Subject,
-    Watcher,
-)
-from trioserve.observability.live.watching import (
-    DEFAULT_INTERVAL,
-    Watching,
-    due_after,
-    hello_of,
-    subject_of,
-    watch,
-)
-
-__all__ = [
-    "DEFAULT_INTERVAL",
-    "DEFAULT_NODES",
-    "DEFAULT_REQUESTS",
-    "MAX_NODES",
-    "MAX_REQUESTS",
-    "MAX_WATCHERS",
-    "SCHEMA",
-    "Hello",
-    "Picture",
-    "Subject",
-    "Watcher",
-    "Watching",
-    "due_after",
-    "hello_of",
-    "subject_of",
-    "watch",
-]
+from trioserve.observability.live.schema import SCHEMA as SCHEMA
+from trioserve.observability.live.schema import Hello as Hello
+from trioserve.observability.live.schema import Picture as Picture
+from trioserve.observability.live.subject import DEFAULT_NODES as DEFAULT_NODES
+from trioserve.observability.live.subject import DEFAULT_REQUESTS as DEFAULT_REQUESTS
+from trioserve.observability.live.subject import MAX_NODES as MAX_NODES
+from trioserve.observability.live.subject import MAX_REQUESTS as MAX_REQUESTS
+from trioserve.observability.live.subject import MAX_WATCHERS as MAX_WATCHERS
+from trioserve.observability.live.subject import Subject as Subject
+from trioserve.observability.live.subject import Watcher as Watcher
+from trioserve.observability.live.watching import DEFAULT_INTERVAL as DEFAULT_INTERVAL
+from trioserve.observability.live.watching import Watching as Watching
+from trioserve.observability.live.watching import due_after as due_after
+from trioserve.observability.live.watching import hello_of as hello_of
+from trioserve.observability.live.watching import subject_of as subject_of
+from trioserve.observability.live.watching import watch as watch

@@ -18,8 +18,6 @@ from trioserve.observability.metrics.snapshot import Snapshot
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.scheduler.iterations import Iteration
 
-__all__ = ["LATENCY_SECONDS", "Lately", "Look", "Tally", "latency_of", "quantile", "rates_of"]
-
 LATENCY_SECONDS = 60.0
 """How far latencies look back."""
 _BETWEEN = 1.0

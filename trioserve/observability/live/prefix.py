@@ -8,8 +8,6 @@ from collections import deque
 from trioserve.observability.live.schema import Prefix, PrefixNode
 from trioserve.scheduler.prefix_cache import Node, PrefixCache
 
-__all__ = ["PAGES_FOR_EACH", "prefix_of"]
-
 PAGES_FOR_EACH = 8
 """Pages that are looked at for each node that is asked for. A longer run than there are pages for
 is cut, and the rest of it left out."""

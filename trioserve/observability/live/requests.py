@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from trioserve.observability.live.schema import RequestRow
 from trioserve.requests.request import FinishReason, Request, Sequence, State
 
-__all__ = ["newest_first", "request_row", "shown_requests"]
-
 _WORDS = {state: state.value for state in State} | {State.CREATED: State.TOKENIZING.value}
 
 

@@ -37,17 +37,6 @@ from trioserve.workers.supervisor import WorkerLife
 if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
 
-__all__ = [
-    "DEFAULT_NODES",
-    "DEFAULT_REQUESTS",
-    "MAX_NODES",
-    "MAX_REQUESTS",
-    "MAX_WATCHERS",
-    "Departure",
-    "Subject",
-    "Watcher",
-]
-
 DEFAULT_REQUESTS = 200
 MAX_REQUESTS = 1000
 """Requests in a picture."""

@@ -16,8 +16,6 @@ import trio
 from trioserve.observability.live.schema import TaskNode
 from trioserve.observability.task_dump import order_of, state_of
 
-__all__ = ["MAX_IN_NURSERY", "MAX_TASKS", "task_tree"]
-
 MAX_TASKS = 500
 """Tasks that are looked at, those nearest to the root first."""
 MAX_IN_NURSERY = 50

@@ -16,8 +16,6 @@ from trioserve.protocol.version import __version__
 if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
 
-__all__ = ["DEFAULT_INTERVAL", "Watching", "due_after", "hello_of", "subject_of", "watch"]
-
 DEFAULT_INTERVAL = 0.5
 """Seconds between two pictures."""
 

@@ -8,19 +8,10 @@ the terms of ``definition``; ``exposition`` turns it into Prometheus' samples wh
 
 from __future__ import annotations
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE_LATEST
 
-from trioserve.observability.metrics.definition import Definition
-from trioserve.observability.metrics.definitions import DEFINITIONS
-from trioserve.observability.metrics.histogram import Histogram
-from trioserve.observability.metrics.loop_lag import measure_loop_lag
-from trioserve.observability.metrics.recorder import Metrics
-
-__all__ = [
-    "CONTENT_TYPE_LATEST",
-    "DEFINITIONS",
-    "Definition",
-    "Histogram",
-    "Metrics",
-    "measure_loop_lag",
-]
+from trioserve.observability.metrics.definition import Definition as Definition
+from trioserve.observability.metrics.definitions import DEFINITIONS as DEFINITIONS
+from trioserve.observability.metrics.histogram import Histogram as Histogram
+from trioserve.observability.metrics.loop_lag import measure_loop_lag as measure_loop_lag
+from trioserve.observability.metrics.recorder import Metrics as Metrics

@@ -14,19 +14,6 @@ from trioserve.observability.statistics import EngineStatistics
 if TYPE_CHECKING:
     from trioserve.observability.metrics.recorder import Metrics, Watched
 
-__all__ = [
-    "COMMON_LABELS",
-    "Definition",
-    "Samples",
-    "Scrape",
-    "Value",
-    "counter",
-    "engine_counter",
-    "engine_gauge",
-    "gauge",
-    "histogram",
-]
-
 COMMON_LABELS = ("model_name", "engine")
 """On every metric but those of HTTP, which isn't the engine's."""
 

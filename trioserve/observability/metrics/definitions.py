@@ -21,8 +21,6 @@ from trioserve.observability.metrics.definition import (
 from trioserve.protocol.grammar import GRAMMAR_KINDS
 from trioserve.requests.request import FinishReason
 
-__all__ = ["ABORT_STAGES", "DEFINITIONS", "GROUPS"]
-
 ABORT_STAGES = ("tokenizing", "preparing", "waiting", "prefill", "decode")
 
 GRAMMAR_OUTCOMES = ("ok", "refused", "timeout")

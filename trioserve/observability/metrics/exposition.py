@@ -21,8 +21,6 @@ from trioserve.observability.metrics.histogram import Histogram
 if TYPE_CHECKING:
     from trioserve.observability.metrics.recorder import Metrics
 
-__all__ = ["Exposition"]
-
 ENGINE = "0"
 """The label that tells several engines of one server apart; there is one."""
 

@@ -18,8 +18,6 @@ import attrs
 
 from trioserve.observability.logs import get_logger
 
-__all__ = ["HANGS_AFTER", "HangWatch"]
-
 HANGS_AFTER = 2.0
 """Seconds without a sign of life after which the loop hangs."""
 AGAIN_AFTER = 10.0

@@ -9,19 +9,6 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "FIRST_TOKEN_SECONDS",
-    "INTER_TOKEN_SECONDS",
-    "LOOP_LAG_SECONDS",
-    "NUM_OUTPUTS",
-    "REQUEST_SECONDS",
-    "REQUEST_TOKENS",
-    "SHORT_SECONDS",
-    "STEP_TOKENS",
-    "TOKENS_PER_SECOND",
-    "Histogram",
-]
-
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),

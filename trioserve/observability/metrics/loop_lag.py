@@ -16,8 +16,6 @@ from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics.hang_watch import HangWatch
 from trioserve.observability.metrics.histogram import LOOP_LAG_SECONDS, Histogram
 
-__all__ = ["LoopLag", "measure_loop_lag"]
-
 INTERVAL = 0.1
 """Seconds between two measurements."""
 WINDOW = 15.0

@@ -30,8 +30,6 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.request import Finish, FinishReason, Request, Sequence, State
 
-__all__ = ["Metrics", "Watched"]
-
 DEFAULT_PREFIX = "trioserve"
 MAX_ERROR_CODES = 100
 """Codes of errors that are told apart, so that they stay bounded, whatever raises them."""

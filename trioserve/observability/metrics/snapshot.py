@@ -15,8 +15,6 @@ from trioserve.observability.metrics.histogram import Histogram
 from trioserve.observability.metrics.loop_lag import LoopLag
 from trioserve.observability.metrics.recorder import Metrics
 
-__all__ = ["Snapshot", "add_up", "filled", "snapshot_of"]
-
 Key = tuple[str | int, ...]
 """What a counter counts by; a word by itself stands alone in it."""
 

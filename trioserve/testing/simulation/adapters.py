@@ -17,8 +17,6 @@ from trioserve.protocol.errors import AdapterNotFound, InvalidRequest, Trioserve
 from trioserve.testing.simulation.scenario import AdapterChange
 from trioserve.testing.simulation.trace import Trace, Violation
 
-__all__ = ["AdapterBooks"]
-
 PATIENCE = 5.0
 """Seconds that a client waits for an adapter before it asks for it anyway."""
 

@@ -17,8 +17,6 @@ from trioserve.testing.simulation.scenario import Scenario
 from trioserve.testing.simulation.shrink import shrink
 from trioserve.testing.simulation.world import Report, simulate
 
-__all__ = ["Totals", "main", "run", "run_seeds"]
-
 COMMAND = "python -m trioserve.testing.simulation"
 PROGRESS_INTERVAL = 10.0
 

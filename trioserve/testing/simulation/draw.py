@@ -22,8 +22,6 @@ from trioserve.testing.simulation.scenario import (
     seed_of,
 )
 
-__all__ = ["REFUSED_GRAMMAR", "draw_scenario"]
-
 STEP = 0.01
 POISONED = 0.1
 CROWDED = 0.2

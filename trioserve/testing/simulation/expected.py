@@ -18,8 +18,6 @@ from trioserve.testing.fake_model import draw, fake_logprob, fake_logprobs
 from trioserve.testing.fake_worker import adapter_shift
 from trioserve.testing.simulation.scenario import Client, Scenario
 
-__all__ = ["ExpectedOutput", "expected_outputs", "ids_of", "prompt_ids_of", "text_of"]
-
 NUM_TOKENS = 256
 """Of the vocabulary: one for each byte."""
 

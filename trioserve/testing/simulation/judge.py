@@ -33,8 +33,6 @@ from trioserve.testing.simulation.scenario import Client, Scenario
 from trioserve.testing.simulation.trace import Violation
 from trioserve.testing.simulation.watch import Books
 
-__all__ = ["Circumstances", "Visit"]
-
 
 @attrs.define(eq=False)
 class Circumstances:

@@ -13,19 +13,6 @@ from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests.retention import Retention
 from trioserve.testing.fake_model import TokenFunction
 
-__all__ = [
-    "AdapterChange",
-    "Client",
-    "Departure",
-    "Fault",
-    "Pause",
-    "Scenario",
-    "SessionUse",
-    "WorkerKind",
-    "client_of",
-    "seed_of",
-]
-
 T = TypeVar("T")
 
 _MAX_CLIENTS = 1000

@@ -13,13 +13,12 @@ from typing import Any
 import attrs
 
 from trioserve.engine.engine import Engine
-from trioserve.engine.sessions.sessions import Continuation, Session
+from trioserve.engine.sessions.continuation import Continuation
+from trioserve.engine.sessions.sessions import Session
 from trioserve.requests.generation import GenerationStream
 from trioserve.testing.simulation.judge import Visit
 from trioserve.testing.simulation.scenario import SessionUse
 from trioserve.testing.simulation.trace import Violation
-
-__all__ = ["SessionBooks"]
 
 
 @attrs.define(eq=False)

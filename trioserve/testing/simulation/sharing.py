@@ -14,8 +14,6 @@ import attrs
 from trioserve.protocol import wire
 from trioserve.testing.simulation.trace import Violation
 
-__all__ = ["Sharing"]
-
 
 @attrs.define(eq=False)
 class _Prompt:

@@ -9,8 +9,6 @@ import attrs
 from trioserve.testing.simulation.scenario import Scenario
 from trioserve.testing.simulation.world import Report, simulate
 
-__all__ = ["shrink"]
-
 
 def shrink(report: Report, *, most_runs: int = 300) -> Report:
     """Leave out clients and faults as long as the same invariant doesn't hold.

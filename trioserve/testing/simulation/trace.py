@@ -7,8 +7,6 @@ import hashlib
 import attrs
 import trio
 
-__all__ = ["Trace", "Violation"]
-
 
 class Violation(AssertionError):
     """Something happened that must not.

@@ -13,8 +13,6 @@ import attrs
 
 from trioserve.testing.simulation.trace import Violation
 
-__all__ = ["Row", "Turns"]
-
 Row = tuple[int, int]
 """A client's number and the index of one of its outputs."""
 

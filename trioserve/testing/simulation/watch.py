@@ -23,8 +23,6 @@ from trioserve.testing.simulation.trace import Trace, Violation
 from trioserve.testing.simulation.turns import Row, Turns
 from trioserve.workers import Link
 
-__all__ = ["Books", "WatchedLink"]
-
 
 @attrs.define(eq=False)
 class _OpenSlot:

@@ -20,8 +20,6 @@ from trioserve.testing.simulation.scenario import Fault, Scenario, client_of
 from trioserve.testing.simulation.watch import Books, WatchedLink
 from trioserve.workers import Link
 
-__all__ = ["Workers"]
-
 FOR_EVER = 1e6
 """Seconds of a step that hangs."""
 

@@ -26,8 +26,6 @@ from trioserve.testing.simulation.watch import Books
 from trioserve.testing.simulation.workers import Workers
 from trioserve.testing.virtual import CancelAtCheckpoint, run_virtual
 
-__all__ = ["Report", "run_scenario", "simulate"]
-
 HORIZON = 10_000.0
 """Seconds after which whoever isn't done is stuck."""
 MAX_TASK_STEPS = 100_000

@@ -9,8 +9,12 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from trioserve.protocol.lark import TokenOf
-from trioserve.text.tool_parsers.base import MarkedParser, ToolParser
-from trioserve.text.tool_parsers.events import ArgumentsDelta, Event, TextDelta, ToolCallStart
+from trioserve.text.tool_parsers.base import MarkedParser
+from trioserve.text.tool_parsers.base import ToolParser as ToolParser
+from trioserve.text.tool_parsers.events import ArgumentsDelta as ArgumentsDelta
+from trioserve.text.tool_parsers.events import Event as Event
+from trioserve.text.tool_parsers.events import TextDelta as TextDelta
+from trioserve.text.tool_parsers.events import ToolCallStart as ToolCallStart
 from trioserve.text.tool_parsers.grammars import (
     hermes_grammar,
     json_grammar,
@@ -21,23 +25,10 @@ from trioserve.text.tool_parsers.hermes import HermesParser
 from trioserve.text.tool_parsers.json_objects import JsonParser
 from trioserve.text.tool_parsers.llama3 import Llama3Parser
 from trioserve.text.tool_parsers.mistral import MistralParser
-from trioserve.text.tool_parsers.tools import Tool, ToolUse
+from trioserve.text.tool_parsers.tools import Tool as Tool
+from trioserve.text.tool_parsers.tools import ToolUse as ToolUse
 from trioserve.text.tool_parsers.xml import GLM, QWEN3_CODER, GlmParser, Qwen3CoderParser, TagStyle
 from trioserve.text.tool_parsers.xml_writing import grammar_in, writer_in
-
-__all__ = [
-    "FAMILIES",
-    "ArgumentsDelta",
-    "Event",
-    "Family",
-    "TextDelta",
-    "Tool",
-    "ToolCallStart",
-    "ToolParser",
-    "ToolUse",
-    "family_of_template",
-]
-
 
 Calls = Sequence[tuple[str, str]]
 """Names and arguments, these as JSON."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from trioserve.text.tool_parsers.base import MarkedParser
 from trioserve.text.tool_parsers.values import skip_space
 
-__all__ = ["ArrayParser"]
-
 
 class ArrayParser(MarkedParser):
     """States for ``{…}`` and ``[{…}, {…}]``."""

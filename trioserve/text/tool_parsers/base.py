@@ -21,8 +21,6 @@ from trioserve.text.tool_parsers.calls import CallScanner
 from trioserve.text.tool_parsers.events import ArgumentsDelta, Event, TextDelta, ToolCallStart
 from trioserve.text.tool_parsers.tools import Tool
 
-__all__ = ["MarkedParser", "ToolParser", "find_marker", "new_call_id"]
-
 State = Callable[[str, int], int]
 
 

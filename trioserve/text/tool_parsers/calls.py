@@ -9,8 +9,6 @@ import attrs
 
 from trioserve.text.tool_parsers.values import ValueScanner, skip_space
 
-__all__ = ["CallScanner"]
-
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", "id", *_ARGUMENTS)
 """What an object that is a call may have: any other key shows that it is none."""

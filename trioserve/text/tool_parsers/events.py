@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["ArgumentsDelta", "Event", "TextDelta", "ToolCallStart"]
-
 
 @attrs.frozen
 class TextDelta:

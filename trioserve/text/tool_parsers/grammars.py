@@ -12,14 +12,6 @@ import json
 from trioserve.protocol.lark import GAP, HEADER, TEXT, TokenOf, head, json_rule, literal, nested
 from trioserve.text.tool_parsers.tools import Tool, ToolUse
 
-__all__ = [
-    "hermes_grammar",
-    "json_grammar",
-    "llama3_grammar",
-    "mistral_grammar",
-    "tagged_grammar",
-]
-
 _TOOL_CALL = "<tool_call>"
 _MARKER = "[TOOL_CALLS]"
 _ANY_OBJECT = {"type": "object"}

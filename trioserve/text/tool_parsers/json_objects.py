@@ -9,8 +9,6 @@ from __future__ import annotations
 from trioserve.text.tool_parsers.arrays import ArrayParser
 from trioserve.text.tool_parsers.values import skip_space
 
-__all__ = ["JsonParser"]
-
 
 class JsonParser(ArrayParser):
     """Calls at the beginning of the answer and nowhere else."""

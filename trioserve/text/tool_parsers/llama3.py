@@ -9,8 +9,6 @@ from __future__ import annotations
 from trioserve.text.tool_parsers.base import MarkedParser, find_marker
 from trioserve.text.tool_parsers.values import skip_space
 
-__all__ = ["Llama3Parser"]
-
 _TAG = "<|python_tag|>"
 
 

@@ -13,8 +13,6 @@ from trioserve.text.tool_parsers.arrays import ArrayParser
 from trioserve.text.tool_parsers.base import find_marker
 from trioserve.text.tool_parsers.values import ValueScanner, skip_space
 
-__all__ = ["MistralParser", "mistral_call_id"]
-
 _MARKER = "[TOOL_CALLS]"
 _CALL_ID = "[CALL_ID]"
 _ARGS = "[ARGS]"

@@ -6,8 +6,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["NO_PARAMETERS", "Tool", "ToolUse"]
-
 NO_PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {},

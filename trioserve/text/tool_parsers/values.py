@@ -6,8 +6,6 @@ import re
 
 import attrs
 
-__all__ = ["ValueScanner", "skip_space"]
-
 _SPACE = re.compile(r"[ \t\r\n]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _BETWEEN = re.compile(r"[\s\w+\-.,:]*")

@@ -26,8 +26,6 @@ from trioserve.text.tool_parsers.events import Event
 from trioserve.text.tool_parsers.tools import Tool
 from trioserve.text.tool_parsers.xml_values import as_json, escaped, is_text, property_schema
 
-__all__ = ["GLM", "QWEN3_CODER", "GlmParser", "Qwen3CoderParser", "TagStyle"]
-
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _MAX_NAME_CHARACTERS = 256

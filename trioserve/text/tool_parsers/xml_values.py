@@ -9,8 +9,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["as_json", "escaped", "is_text", "property_schema", "types_of"]
-
 _MAX_DEPTH = 8
 """How deep alternatives of a schema are looked into."""
 _TYPES: tuple[tuple[type, tuple[str, ...]], ...] = (

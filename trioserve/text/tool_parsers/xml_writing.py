@@ -14,8 +14,6 @@ from trioserve.text.tool_parsers.tools import Tool, ToolUse
 from trioserve.text.tool_parsers.xml import TagStyle
 from trioserve.text.tool_parsers.xml_values import property_schema, types_of
 
-__all__ = ["grammar_in", "writer_in"]
-
 _TAG = re.compile(r"(</?\w+>)")
 _ANY_KEY = "KEY: /[^<>\\n]{1,128}/\n"
 _OPEN = "<tool_call>"

@@ -11,8 +11,6 @@ from trioserve.http.api.openai.chat.preparation import ChatPreparation
 from trioserve.http.api.service import Service, json_response
 from trioserve.http.api.utilities.tokens import TokenEndpoints
 
-__all__ = ["MessageEndpoints"]
-
 
 class MessageEndpoints:
     """The handlers, over one service."""

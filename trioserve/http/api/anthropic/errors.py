@@ -8,8 +8,6 @@ import msgspec
 
 from trioserve.http.server.error_body import ErrorBody, ErrorDetail
 
-__all__ = ["MessagesError"]
-
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

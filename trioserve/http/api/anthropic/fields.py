@@ -40,8 +40,6 @@ from trioserve.http.api.openai.structured_schemas import JsonSchema, JsonSchemaF
 from trioserve.http.api.schema.field_names import Words
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["WORDS", "chat_request"]
-
 WORDS = Words(
     (r"stop", "stop_sequences"),
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),

@@ -11,8 +11,6 @@ from trioserve.http.api.anthropic.schemas import (
 )
 from trioserve.http.api.route import GENERATING, Route
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="POST",

@@ -12,45 +12,9 @@ import msgspec
 
 from trioserve.http.api.openai.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from trioserve.http.api.schema import fields
-from trioserve.http.api.schema.reading import Count, Text, about, hint, only
+from trioserve.http.api.schema.field_bounds import Text
+from trioserve.http.api.schema.reading import Count, about, hint, only
 from trioserve.protocol.sampling import MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
-
-__all__ = [
-    "AnyToolChoice",
-    "Blocks",
-    "ContentBlockDelta",
-    "ContentBlockStart",
-    "ContentBlockStop",
-    "Conversation",
-    "CountTokensRequest",
-    "InputJsonDelta",
-    "InputMessage",
-    "MessageChange",
-    "MessageDelta",
-    "MessageReply",
-    "MessageStart",
-    "MessageStop",
-    "MessageUsage",
-    "MessagesRequest",
-    "NamedToolChoice",
-    "NoToolChoice",
-    "Ping",
-    "StreamEvent",
-    "TextBlock",
-    "TextDelta",
-    "TextInput",
-    "ThinkingAdaptive",
-    "ThinkingBlock",
-    "ThinkingDelta",
-    "ThinkingDisabled",
-    "ThinkingEnabled",
-    "ThinkingInput",
-    "TokenCount",
-    "ToolDefinition",
-    "ToolResultInput",
-    "ToolUseBlock",
-    "ToolUseInput",
-]
 
 _ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern="^[a-zA-Z0-9_.-]+$")]
 _StopSequences = Annotated[

@@ -31,9 +31,6 @@ from trioserve.http.api.sse import Framing, typed_event
 from trioserve.requests.generation import Completion, GenerationStream, Usage
 from trioserve.requests.stream import Chunk
 
-__all__ = ["FRAMING", "MessageWriter", "message_reply"]
-
-
 FRAMING = Framing(
     last=b"",
     keep_alive=typed_event(Ping()),

@@ -18,8 +18,6 @@ from trioserve.http.api.service import Service
 from trioserve.http.api.sse import Events, Framing, named_event, stream_response
 from trioserve.observability.live import Hello, due_after, hello_of
 
-__all__ = ["ConsoleEndpoints"]
-
 
 class ConsoleEndpoints:
     """The handlers, over one service."""

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["FOLDER", "PAGE", "SECURITY_HEADERS", "File", "read_files"]
-
 FOLDER = Path(__file__).parent / "static"
 PAGE = "index.html"
 

@@ -6,8 +6,6 @@ import quart
 
 from trioserve.http.api.console.files import SECURITY_HEADERS
 
-__all__ = ["console_redirect"]
-
 
 def console_redirect(request: quart.Request) -> quart.Response | None:
     """Return a redirect to ``/console``, or None if the request isn't for it.

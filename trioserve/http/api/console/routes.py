@@ -5,8 +5,6 @@ from __future__ import annotations
 from trioserve.http.api.console.schemas import LiveQuery
 from trioserve.http.api.route import Route
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="GET",

@@ -15,8 +15,6 @@ from trioserve.observability.live import (
     MAX_REQUESTS,
 )
 
-__all__ = ["LiveQuery"]
-
 
 class LiveQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The query of ``GET /console/live``."""

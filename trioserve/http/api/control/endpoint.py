@@ -32,9 +32,6 @@ from trioserve.http.api.openai.fields import ID_PREFIXES
 from trioserve.http.api.service import Service, json_response
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["ControlEndpoints"]
-
-
 _ADAPTER_NAMES = {"name": "lora_name", "path": "lora_path", "adapter": "lora_name"}
 """The engine's names of arguments, and those of the fields that they come from."""
 

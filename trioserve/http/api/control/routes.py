@@ -24,8 +24,6 @@ from trioserve.http.api.control.schemas import (
 )
 from trioserve.http.api.route import Route
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="POST",

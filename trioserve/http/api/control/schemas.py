@@ -8,28 +8,6 @@ import msgspec
 
 from trioserve.http.api.schema.reading import Exclusive, about, hint, only
 
-__all__ = [
-    "AbortManyRequest",
-    "AbortReply",
-    "AbortRequest",
-    "ContinueRequest",
-    "Done",
-    "FlushReply",
-    "FlushRequest",
-    "LoadAdapterRequest",
-    "LoadedAdapters",
-    "MemoryRequest",
-    "NewWeights",
-    "PauseReply",
-    "PauseRequest",
-    "SleepReply",
-    "UnloadAdapterRequest",
-    "UpdateTensorsRequest",
-    "UpdateWeightVersionRequest",
-    "UpdateWeightsRequest",
-    "WeightVersion",
-]
-
 _RequestId = Annotated[str, msgspec.Meta(max_length=512)]
 
 

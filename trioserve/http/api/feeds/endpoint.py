@@ -26,8 +26,6 @@ from trioserve.http.api.service import Service, json_response
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
-__all__ = ["FeedEndpoints"]
-
 
 class FeedEndpoints:
     """The handlers, over one service."""

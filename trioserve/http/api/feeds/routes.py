@@ -5,8 +5,6 @@ from __future__ import annotations
 from trioserve.http.api.feeds.schemas import IterationStats, KvCacheEvent
 from trioserve.http.api.route import Route
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="GET",

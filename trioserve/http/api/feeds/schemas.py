@@ -8,17 +8,6 @@ import msgspec
 
 from trioserve.http.api.schema.reading import about
 
-__all__ = [
-    "BatchStats",
-    "CacheCleared",
-    "CacheRemoved",
-    "CacheStored",
-    "IterationStats",
-    "KvCacheEvent",
-    "KvCacheStats",
-    "StoredBlock",
-]
-
 
 class BatchStats(msgspec.Struct, kw_only=True, rename="camel"):
     """What a step computed. A request is counted once for each of its outputs."""

@@ -42,8 +42,6 @@ from trioserve.pooling.results import Embeddings
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.request import ChatPrompt, TextPrompt
 
-__all__ = ["OllamaEndpoints"]
-
 
 class OllamaEndpoints:
     """The handlers, over one service."""

@@ -8,8 +8,6 @@ import msgspec
 
 from trioserve.http.server.error_body import ErrorBody, ErrorDetail
 
-__all__ = ["OllamaError"]
-
 
 class OllamaError(ErrorBody):
     """The body of an error below ``/api/``."""

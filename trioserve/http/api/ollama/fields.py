@@ -27,15 +27,6 @@ from trioserve.http.api.schema.field_names import Words
 from trioserve.http.api.service import Service
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = [
-    "CHAT_WORDS",
-    "GENERATE_WORDS",
-    "generate_request",
-    "ollama_chat_request",
-    "raw_request",
-    "served_name",
-]
-
 _TAG = ":latest"
 """What Ollama puts behind a name that has no tag."""
 _SAMPLING = {

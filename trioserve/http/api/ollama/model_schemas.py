@@ -8,17 +8,6 @@ import msgspec
 
 from trioserve.http.api.schema.reading import Exclusive, about, hint, only
 
-__all__ = [
-    "OllamaDetails",
-    "OllamaModel",
-    "OllamaModels",
-    "OllamaRunningModel",
-    "OllamaRunningModels",
-    "OllamaVersion",
-    "ShowRequest",
-    "ShowResponse",
-]
-
 
 class OllamaDetails(msgspec.Struct, kw_only=True):
     """What kind of model it is, as far as the server knows."""

@@ -21,8 +21,6 @@ from trioserve.http.api.openai.chat.format import ChatFormat
 from trioserve.http.api.service import CURLS_TYPE, Service, json_response
 from trioserve.protocol.version import __version__
 
-__all__ = ["OllamaModelEndpoints"]
-
 
 class OllamaModelEndpoints:
     """The handlers, over one service."""

@@ -22,8 +22,6 @@ from trioserve.http.api.ollama.schemas import (
 from trioserve.http.api.ollama.writer import LINES
 from trioserve.http.api.route import GENERATING, Route
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="POST",

@@ -14,24 +14,8 @@ from msgspec import UNSET, UnsetType
 from trioserve.http.api.openai.chat.messages import MAX_MESSAGES, MAX_TOOLS, FunctionName, Tools
 from trioserve.http.api.openai.chat.schemas import ChatLogprob
 from trioserve.http.api.schema import fields
-from trioserve.http.api.schema.reading import Count, Seed, Text, about, hint, only
-
-__all__ = [
-    "OllamaAnswer",
-    "OllamaChatRequest",
-    "OllamaChatResponse",
-    "OllamaEmbedRequest",
-    "OllamaEmbedResponse",
-    "OllamaFunctionReply",
-    "OllamaGenerateRequest",
-    "OllamaGenerateResponse",
-    "OllamaMessage",
-    "OllamaOptions",
-    "OllamaReply",
-    "OllamaRequest",
-    "OllamaToolCall",
-    "OllamaToolCallReply",
-]
+from trioserve.http.api.schema.field_bounds import Text
+from trioserve.http.api.schema.reading import Count, Seed, about, hint, only
 
 _TEXT_ONLY = "the models that are served read and write text only"
 

@@ -29,8 +29,6 @@ from trioserve.requests.generation import Completion, GenerationStream, Usage
 from trioserve.requests.request import Times
 from trioserve.requests.stream import Chunk, TokenLogprob
 
-__all__ = ["LINES", "ChatLines", "GenerateLines", "OllamaWriter", "nanoseconds"]
-
 LINES = "application/x-ndjson"
 _encoder = msgspec.json.Encoder()
 

@@ -14,15 +14,6 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import Prompt
 
-__all__ = [
-    "check_stream_options",
-    "continuous_usage",
-    "include_usage",
-    "make_job",
-    "request_id",
-    "sampling_fields",
-]
-
 _SAMPLING_FIELDS = (
     *SHARED_NAMES,
     *("n", "allowed_token_ids", "bad_words", "seed", "max_tokens", "min_tokens"),

@@ -7,8 +7,6 @@ import quart
 from trioserve.http.api.openai.schemas import ModelCard, ModelList
 from trioserve.http.api.service import Service, json_response
 
-__all__ = ["ModelEndpoints"]
-
 
 class ModelEndpoints:
     """The handlers, over one service."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from trioserve.http.api.openai.schemas import ModelCard, ModelList
 from trioserve.http.api.route import Route
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="GET",

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from trioserve.http.api.openai.structured_schemas import JsonText, ResponseFormat, StructuredOutputs
 from trioserve.http.api.schema import fields
+from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import (
     ROUTES_NOT_REPORTED,
     Count,
@@ -20,7 +21,6 @@ from trioserve.http.api.schema.reading import (
     GrammarText,
     Identifier,
     NumOutputs,
-    Text,
     TokenId,
     about,
     hint,
@@ -34,15 +34,6 @@ from trioserve.protocol.sampling import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STRING_CHARACTERS,
 )
-
-__all__ = [
-    "GenerationRequest",
-    "ModelCard",
-    "ModelList",
-    "PromptLogprobReply",
-    "StreamOptions",
-    "UsageReply",
-]
 
 _BadWord = Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]
 _ExtraArgs = Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)]

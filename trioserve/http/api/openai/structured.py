@@ -26,8 +26,6 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.structural_tags import check_format
 
-__all__ = ["GrammarField", "grammar_field"]
-
 MAX_SCHEMA_DEPTH = 100
 """How deep a schema may be nested for its objects to be closed."""
 

@@ -6,19 +6,9 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from trioserve.http.api.schema.reading import Exclusive, Text, about
+from trioserve.http.api.schema.field_bounds import Text
+from trioserve.http.api.schema.reading import Exclusive, about
 from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
-
-__all__ = [
-    "JsonObjectFormat",
-    "JsonSchema",
-    "JsonSchemaFormat",
-    "JsonText",
-    "ResponseFormat",
-    "StructuralTagFormat",
-    "StructuredOutputs",
-    "TextFormat",
-]
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 

@@ -23,17 +23,6 @@ from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.stream import Chunk
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = [
-    "MIN_LOGPROB",
-    "OpenAIWriter",
-    "TextEvent",
-    "matched_stop",
-    "prompt_logprobs_reply",
-    "says_nothing",
-    "token_name",
-    "usage_reply",
-]
-
 MIN_LOGPROB = -9999.0
 """What stands for the logarithm of zero, which JSON can't say."""
 

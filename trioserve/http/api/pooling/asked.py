@@ -12,8 +12,6 @@ from trioserve.http.api.service import Service
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.generation import Usage
 
-__all__ = ["Asked", "check_truncation", "text_usage"]
-
 
 @attrs.frozen(kw_only=True)
 class Asked:

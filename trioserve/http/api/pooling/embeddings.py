@@ -26,8 +26,6 @@ from trioserve.http.api.threads import run_if_long
 from trioserve.pooling.inputs import as_items
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["EmbeddingEndpoints", "run_if_many"]
-
 NUMBERS_AS_LONG_AS_A_LOGPROB = 64
 """What :mod:`trioserve.http.api.threads` weighs has texts beside it."""
 

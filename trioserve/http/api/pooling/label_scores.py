@@ -10,8 +10,6 @@ from trioserve.pooling.labels import label_params, label_prompts, label_scores
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.request import Prompt
 
-__all__ = ["score_labels"]
-
 _NAMES = {"logprob_token_ids": "label_token_ids", "prompt": "items"}
 
 

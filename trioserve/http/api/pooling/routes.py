@@ -16,8 +16,6 @@ from trioserve.http.api.pooling.schemas import (
 )
 from trioserve.http.api.route import GENERATING, Route
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="POST",

@@ -11,39 +11,18 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.http.api.schema import fields
+from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import (
     Exclusive,
     Identifier,
     Salt,
     Seconds,
-    Text,
     TokenId,
     about,
     hint,
     only,
 )
 from trioserve.protocol.sampling import MAX_LOGPROB_TOKEN_IDS
-
-__all__ = [
-    "ClassifiedText",
-    "ClassifyRequest",
-    "ClassifyResponse",
-    "EmbeddedText",
-    "EmbeddingRequest",
-    "EmbeddingResponse",
-    "EncodeRequest",
-    "EncodeResponse",
-    "EncodedMeta",
-    "PoolingRequest",
-    "RankedDocument",
-    "RerankDocument",
-    "RerankRequest",
-    "RerankResponse",
-    "ScoreRequest",
-    "ScoreResponse",
-    "ScoredPair",
-    "TextUsage",
-]
 
 _Truncation = Annotated[int, msgspec.Meta(ge=-1)]
 _Texts = Annotated[list[Text], msgspec.Meta(min_length=1)]

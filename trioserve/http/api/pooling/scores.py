@@ -23,8 +23,6 @@ from trioserve.http.api.service import Service, json_response
 from trioserve.pooling.inputs import as_items
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["ScoreEndpoints"]
-
 _FIRST = ("text_1", "queries", "query", "data_1")
 _SECOND = ("text_2", "documents", "items", "data_2")
 

@@ -12,8 +12,6 @@ import msgspec
 
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["MAX_REREAD_BYTES", "alternatives", "as_invalid_request"]
-
 MAX_REREAD_BYTES = 1 << 20
 """Largest body that is read a second time, which takes Python some 50 ms."""
 _MAX_SHOWN_CHARACTERS = 60

@@ -21,18 +21,6 @@ import msgspec
 from trioserve.http.api.schema.decoding_errors import alternatives
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = [
-    "MAX_JSON_CHARACTERS",
-    "MAX_JSON_DEPTH",
-    "MAX_JSON_VALUES",
-    "MAX_SHORT_CHARACTERS",
-    "MAX_TEXT_CHARACTERS",
-    "FieldBounds",
-    "Text",
-    "bounds_of",
-    "check_fields",
-]
-
 MAX_SHORT_CHARACTERS = 1024
 MAX_TEXT_CHARACTERS = 32 << 20
 """As many as fit into a body; how many fit into the context, the engine knows."""

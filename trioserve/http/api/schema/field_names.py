@@ -12,8 +12,6 @@ from trioserve.http.api.generations import Job
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 
-__all__ = ["Words"]
-
 
 class Words:
     """What an endpoint calls the fields of a chat request, which it makes of its own.

@@ -17,34 +17,6 @@ from trioserve.http.api.schema.retention import KvCacheRetentionConfig
 from trioserve.protocol.checks import MAX_LOGIT_BIAS
 from trioserve.protocol.sampling import MAX_EXTRA_ARGS, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
-__all__ = [
-    "CacheSalt",
-    "ChatTemplateArguments",
-    "ExtraKey",
-    "FrequencyPenalty",
-    "IgnoreEos",
-    "IncludeStop",
-    "KvCacheRetention",
-    "LogitBias",
-    "MinP",
-    "MinTokens",
-    "Model",
-    "ParallelToolCalls",
-    "PresencePenalty",
-    "Priority",
-    "ProcessorArguments",
-    "ReasoningEffort",
-    "RepetitionPenalty",
-    "Seed",
-    "SkipSpecialTokens",
-    "Stop",
-    "StopStrings",
-    "Temperature",
-    "Timeout",
-    "TopK",
-    "TopP",
-]
-
 Model = Annotated[
     str | None, about("A name out of `/v1/models`; the first of them if it isn't given.")
 ]

@@ -13,8 +13,6 @@ import attrs
 
 from trioserve.observability.logs import get_logger
 
-__all__ = ["MAX_IGNORED", "IgnoredFields", "without_field"]
-
 MAX_IGNORED = 32
 """Fields of one request that are ignored; with more, it is refused for the next one."""
 

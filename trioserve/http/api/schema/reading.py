@@ -19,37 +19,11 @@ import msgspec
 
 from trioserve.http.api.bounds import check_body
 from trioserve.http.api.schema.decoding_errors import MAX_REREAD_BYTES, as_invalid_request
-from trioserve.http.api.schema.field_bounds import Text, bounds_of, check_fields
+from trioserve.http.api.schema.field_bounds import bounds_of, check_fields
 from trioserve.http.api.schema.ignored_fields import MAX_IGNORED, IgnoredFields, without_field
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.protocol.sampling import MAX_SEED, MAX_SEQUENCES
-
-__all__ = [
-    "ROUTES_NOT_REPORTED",
-    "TOKEN_ID_FORMAT",
-    "Count",
-    "Exclusive",
-    "GrammarText",
-    "Identifier",
-    "NumOutputs",
-    "Priority",
-    "Salt",
-    "Seconds",
-    "Seed",
-    "Text",
-    "TokenId",
-    "about",
-    "exclusive_fields",
-    "hint",
-    "one_or_several",
-    "one_worker",
-    "only",
-    "parse_body",
-    "parse_query",
-    "struct_classes",
-    "usual_types",
-]
 
 _INT32_MAX = 2**31 - 1
 

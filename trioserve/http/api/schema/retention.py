@@ -10,8 +10,6 @@ from trioserve.http.api.schema.reading import Count, about
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.retention import MAX_PRIORITY, MAX_RANGES, Retention, RetentionRange
 
-__all__ = ["KvCacheRetentionConfig", "TokenRangeRetentionConfig", "retention_of"]
-
 _FIELD = "kv_cache_retention_config"
 _KvPriority = Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)]
 

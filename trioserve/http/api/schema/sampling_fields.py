@@ -9,8 +9,6 @@ import msgspec
 from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.reading import TokenId, about
 
-__all__ = ["SHARED_NAMES", "SamplingFields"]
-
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What OpenAI, vLLM and SGLang call alike, and :class:`~trioserve.SamplingParams` too."""

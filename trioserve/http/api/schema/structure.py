@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["count_outside_texts"]
-
 _BLOCK = 1 << 20
 _QUOTE = ord('"')
 

@@ -15,8 +15,6 @@ from trioserve.http.api.sessions.schemas import (
 )
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["SessionEndpoints"]
-
 
 class SessionEndpoints:
     """The handlers, over one service."""

@@ -6,8 +6,6 @@ from trioserve.http.api.control.schemas import Done
 from trioserve.http.api.route import Route
 from trioserve.http.api.sessions.schemas import CloseSessionRequest, OpenSessionRequest
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="POST",

@@ -9,8 +9,6 @@ import msgspec
 from trioserve.engine.sessions.sessions import MAX_CAPACITY
 from trioserve.http.api.schema.reading import Identifier, about
 
-__all__ = ["CloseSessionRequest", "OpenSessionRequest", "SessionParams"]
-
 MAX_TIMEOUT = 86_400.0
 DEFAULT_TIMEOUT = 600.0
 """Seconds."""

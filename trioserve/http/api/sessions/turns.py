@@ -10,8 +10,6 @@ from trioserve.http.api.service import Service
 from trioserve.http.api.sessions.schemas import SessionParams
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["as_turn"]
-
 _FIELD = "session_params"
 _RENAMES = {
     "session": f"{_FIELD}.id",

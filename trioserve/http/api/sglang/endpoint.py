@@ -15,8 +15,6 @@ from trioserve.http.api.sglang.schemas import GenerateRequest, GenerateResponse
 from trioserve.http.api.sglang.writer import NativeWriter
 from trioserve.http.api.threads import num_logprobs, run_if_long
 
-__all__ = ["NativeEndpoints"]
-
 
 class NativeEndpoints:
     """The handler, over one service."""

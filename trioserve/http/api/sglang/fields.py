@@ -18,8 +18,6 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
-__all__ = ["NativeBatch", "read_batch"]
-
 _ANY_JSON = "$$ANY$$"
 """SGLang's word for a JSON object of any form, where a schema's text is wanted."""
 _SAMPLING_NAMES = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 from trioserve.http.api.route import GENERATING, Route
 from trioserve.http.api.sglang.schemas import GenerateRequest, GenerateResponse
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="POST",

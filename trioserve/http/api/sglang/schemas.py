@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.http.api.schema import fields
+from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import (
     ROUTES_NOT_REPORTED,
     Count,
@@ -20,7 +21,6 @@ from trioserve.http.api.schema.reading import (
     NumOutputs,
     Priority,
     Seconds,
-    Text,
     TokenId,
     about,
     hint,
@@ -30,8 +30,6 @@ from trioserve.http.api.schema.reading import (
 from trioserve.http.api.schema.sampling_fields import SamplingFields
 from trioserve.http.api.sessions.schemas import SessionParams
 from trioserve.protocol.sampling import MAX_LOGPROB_TOKEN_IDS
-
-__all__ = ["DEFAULT_NEW_TOKENS", "GenerateRequest", "GenerateResponse", "NativeSampling"]
 
 DEFAULT_NEW_TOKENS = 128
 """What a request gets that says nothing of it, as in SGLang."""

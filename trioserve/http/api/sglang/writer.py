@@ -23,9 +23,6 @@ from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.stream import Chunk, TokenLogprob
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["NativeWriter"]
-
-
 _encoder = msgspec.json.Encoder()
 
 

@@ -13,8 +13,6 @@ from trioserve.http.api.utilities.schemas import HealthReply
 from trioserve.observability.metrics import CONTENT_TYPE_LATEST
 from trioserve.observability.task_dump import dump_tasks
 
-__all__ = ["AdminEndpoints"]
-
 
 class AdminEndpoints:
     """The handlers, over one service."""

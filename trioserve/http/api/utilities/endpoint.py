@@ -27,8 +27,6 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.protocol.version import __version__
 from trioserve.requests.request import TokensPrompt
 
-__all__ = ["UtilityEndpoints", "shown_options"]
-
 HEALTH_TIMEOUT = 20.0
 """Seconds that ``/health_generate`` waits for its token, as in SGLang."""
 _BEFORE_ALL = -(2**31)

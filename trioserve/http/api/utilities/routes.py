@@ -20,8 +20,6 @@ from trioserve.http.api.utilities.schemas import (
     Welcome,
 )
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="POST",

@@ -11,26 +11,8 @@ import msgspec
 
 from trioserve.http.api.openai.chat.messages import Messages, ToolChoice, Tools
 from trioserve.http.api.schema import fields
-from trioserve.http.api.schema.reading import Exclusive, Text, TokenId, about, only
-
-__all__ = [
-    "CHAT_FIELDS",
-    "ApplyTemplateRequest",
-    "ApplyTemplateResponse",
-    "DetokenizeRequest",
-    "DetokenizeResponse",
-    "HealthReply",
-    "Load",
-    "ModelInfo",
-    "SchedulerLoad",
-    "ServerInfo",
-    "TokenizeRequest",
-    "TokenizeResponse",
-    "TokenizerInfo",
-    "VersionReply",
-    "Welcome",
-    "WorkerInfo",
-]
+from trioserve.http.api.schema.field_bounds import Text
+from trioserve.http.api.schema.reading import Exclusive, TokenId, about, only
 
 CHAT_FIELDS = (
     *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"),

@@ -9,8 +9,9 @@ import quart
 import trio
 
 from trioserve.http.api.openai.chat.format import ChatFormat
+from trioserve.http.api.openai.chat.messages import ChatMessage
 from trioserve.http.api.openai.chat.prompt import chat_prompt
-from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest, ChatMessage
+from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
 from trioserve.http.api.openai.chat.tools import tool_use
 from trioserve.http.api.schema.reading import one_or_several
 from trioserve.http.api.service import Service, json_response
@@ -26,8 +27,6 @@ from trioserve.http.api.utilities.schemas import (
 )
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.text.tokenizer import INLINE_CHARACTERS, Tokenizer
-
-__all__ = ["TokenEndpoints"]
 
 MAX_THREADS = 2
 """Like the engine's own tokenizing: few, because the worker wants the cores, too."""

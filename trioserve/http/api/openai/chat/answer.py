@@ -26,8 +26,6 @@ from trioserve.text.tool_parsers import (
     ToolUse,
 )
 
-__all__ = ["AnswerReader", "ReaderOptions", "hidden_tokens", "opens_reasoning"]
-
 _TAIL_TOKENS = 32
 """How many tokens the opening mark at the end of a prompt has at most, by far."""
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["arguments_object"]
-
 
 def arguments_object(text: str) -> dict[str, Any]:
     """What ``text`` says as JSON; empty where it is no whole object, as in an answer cut short."""

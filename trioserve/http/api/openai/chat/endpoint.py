@@ -23,8 +23,6 @@ from trioserve.http.api.openai.fields import (
 from trioserve.http.api.service import Service, json_response
 from trioserve.http.api.threads import num_logprobs, run_if_long
 
-__all__ = ["ChatEndpoints"]
-
 
 class ChatEndpoints:
     """The handler, over one service."""

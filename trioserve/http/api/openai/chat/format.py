@@ -11,8 +11,6 @@ from trioserve.text.reasoning import CLOSE, OPEN, marks_reasoning
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tool_parsers import FAMILIES, Family, family_of_template
 
-__all__ = ["ChatFormat"]
-
 
 @attrs.frozen(kw_only=True)
 class ChatFormat:

@@ -22,8 +22,6 @@ from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
 from trioserve.http.api.schema.field_names import Words
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["LEGACY_WORDS", "with_tool_calls", "with_tools"]
-
 LEGACY_WORDS = Words(
     (r"tools\[(\d+)\]\.function", r"functions[\1]"),
     (r"tool_choice(?:\.function)?", "function_call"),

@@ -7,24 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.http.api.schema.reading import Text, about, hint, only
-
-__all__ = [
-    "MAX_MESSAGES",
-    "MAX_PARTS",
-    "MAX_TOOLS",
-    "AllowedMode",
-    "ChatMessage",
-    "ChatTool",
-    "ChosenFunction",
-    "FunctionDefinition",
-    "FunctionName",
-    "FunctionParameters",
-    "Messages",
-    "Parts",
-    "ToolChoice",
-    "Tools",
-]
+from trioserve.http.api.schema.field_bounds import Text
+from trioserve.http.api.schema.reading import about, hint, only
 
 MAX_TOOLS = 128
 """How many functions one request may describe, as in the OpenAI API."""

@@ -26,8 +26,6 @@ from trioserve.requests.request import ChatPrompt
 from trioserve.text.reasoning import CLOSE, after_reasoning
 from trioserve.text.tool_parsers import ToolUse
 
-__all__ = ["ChatPreparation", "PreparedChat", "chat_sampling"]
-
 _END_OF_PROMPT = 1000
 """Characters at the end of a prompt among which a mark is looked for."""
 

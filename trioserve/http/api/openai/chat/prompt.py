@@ -18,8 +18,6 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.request import ChatPrompt
 from trioserve.text.tool_parsers import FAMILIES, ToolUse
 
-__all__ = ["chat_prompt", "template_messages"]
-
 _OWN_FIELDS = frozenset(
     {"messages", "tools", "documents", "reasoning_effort", "add_generation_prompt"}
 )

@@ -9,8 +9,6 @@ from trioserve.http.api.openai.chat.schemas import (
 )
 from trioserve.http.api.route import GENERATING, Route
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="POST",

@@ -9,7 +9,6 @@ from msgspec import UNSET, UnsetType
 
 from trioserve.http.api.openai.chat.messages import (
     MAX_TOOLS,
-    ChatMessage,
     ChosenFunction,
     FunctionDefinition,
     Messages,
@@ -19,24 +18,6 @@ from trioserve.http.api.openai.chat.messages import (
 from trioserve.http.api.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
 from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.reading import Count, about, hint, only
-
-__all__ = [
-    "AssistantMessage",
-    "ChatChoice",
-    "ChatChunkChoice",
-    "ChatCompletionChunk",
-    "ChatCompletionRequest",
-    "ChatCompletionResponse",
-    "ChatLogprob",
-    "ChatLogprobs",
-    "ChatMessage",
-    "Delta",
-    "FunctionCall",
-    "FunctionDelta",
-    "ToolCall",
-    "ToolCallDelta",
-    "TopLogprob",
-]
 
 MAX_DOCUMENTS = 1024
 

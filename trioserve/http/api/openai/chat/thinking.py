@@ -7,8 +7,6 @@ from typing import Any
 from trioserve.http.api.openai.chat.format import ChatFormat
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["SWITCHES", "no_effort_arguments", "thinking_fields"]
-
 SWITCHES = ("enable_thinking", "thinking")
 """What templates call the argument that says so."""
 

@@ -13,8 +13,6 @@ from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.text.tool_parsers import FAMILIES, Family, Tool, ToolUse
 
-__all__ = ["instructions", "template_tools", "tool_use"]
-
 
 def tool_use(request: ChatCompletionRequest, format: ChatFormat) -> ToolUse | None:
     """How the answer may use tools; None where there are none to use.

@@ -34,8 +34,6 @@ from trioserve.requests.generation import Completion, GenerationStream, Output
 from trioserve.requests.stream import Chunk, TokenLogprob
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["ChatWriter", "WantedChat", "chat_response"]
-
 
 @attrs.frozen(kw_only=True)
 class WantedChat:

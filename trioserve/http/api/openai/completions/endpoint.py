@@ -32,8 +32,6 @@ from trioserve.http.api.threads import num_logprobs, run_if_long
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
-__all__ = ["CompletionEndpoints"]
-
 DEFAULT_COMPLETION_TOKENS = 16
 """What a completion gets that says nothing of it, as in the OpenAI API."""
 

@@ -12,8 +12,6 @@ from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.stream import TokenLogprob
 from trioserve.text.incremental import IncrementalDecoder
 
-__all__ = ["Offsets", "output_columns", "prompt_columns"]
-
 
 @attrs.define(eq=False)
 class Offsets:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from trioserve.http.api.openai.completions.schemas import CompletionRequest, CompletionResponse
 from trioserve.http.api.route import GENERATING, Route
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="POST",

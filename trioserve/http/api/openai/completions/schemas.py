@@ -8,10 +8,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.http.api.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
-from trioserve.http.api.schema.reading import Count, NumOutputs, Text, TokenId, about, only
+from trioserve.http.api.schema.field_bounds import Text
+from trioserve.http.api.schema.reading import Count, NumOutputs, TokenId, about, only
 from trioserve.http.api.sessions.schemas import SessionParams
-
-__all__ = ["CompletionChoice", "CompletionLogprobs", "CompletionRequest", "CompletionResponse"]
 
 _Prompts = Annotated[
     list[Text | TokenId | Annotated[list[TokenId], msgspec.Meta(min_length=1)]],

@@ -31,8 +31,6 @@ from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 from trioserve.requests.stream import Chunk
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["CompletionWriter", "Wanted", "completion_response"]
-
 
 @attrs.frozen(kw_only=True)
 class Wanted:

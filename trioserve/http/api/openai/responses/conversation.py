@@ -52,14 +52,6 @@ from trioserve.http.api.openai.structured_schemas import (
 from trioserve.http.api.schema.field_names import Words
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = [
-    "WORDS",
-    "chat_messages",
-    "chat_request",
-    "includes_logprobs",
-    "input_items",
-]
-
 _OwnToolChoice = Literal["none", "auto", "required"] | ChosenFunctionTool | AllowedFunctions | None
 _SAME = (
     *("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),

@@ -58,8 +58,6 @@ from trioserve.http.api.threads import num_in_entries, run_if_long
 from trioserve.http.api.utilities.tokens import TokenEndpoints
 from trioserve.protocol.errors import InvalidRequest
 
-__all__ = ["ResponseEndpoints"]
-
 DEFAULT_LIMIT = 20
 """Items of an input that are listed at a time."""
 _SPARE_DEPTH = 100

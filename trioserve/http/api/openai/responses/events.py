@@ -11,25 +11,6 @@ from trioserve.http.api.openai.responses.items import ReasoningText
 from trioserve.http.api.openai.responses.replies import OutputItem, OutputTextReply, ResponseReply
 from trioserve.http.api.schema.reading import about
 
-__all__ = [
-    "CallArgumentsDelta",
-    "CallArgumentsDone",
-    "ContentPartAdded",
-    "ContentPartDone",
-    "OutputItemAdded",
-    "OutputItemDone",
-    "OutputTextDelta",
-    "OutputTextDone",
-    "ReasoningTextDelta",
-    "ReasoningTextDone",
-    "ResponseCompleted",
-    "ResponseCreated",
-    "ResponseEvent",
-    "ResponseFailed",
-    "ResponseInProgress",
-    "ResponseIncomplete",
-]
-
 
 class _Event(msgspec.Struct, kw_only=True, tag_field="type"):
     sequence_number: Annotated[int, about("The event's place in the stream, from 0.")] = 0

@@ -7,20 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from trioserve.http.api.openai.chat.messages import MAX_PARTS, FunctionName, RefusalPart
-from trioserve.http.api.schema.reading import Identifier, Text, about, hint, only
-
-__all__ = [
-    "CallItem",
-    "CallOutputItem",
-    "ContentPart",
-    "InputItem",
-    "InputItems",
-    "InputText",
-    "MessageItem",
-    "OutputText",
-    "ReasoningItem",
-    "ReasoningText",
-]
+from trioserve.http.api.schema.field_bounds import Text
+from trioserve.http.api.schema.reading import Identifier, about, hint, only
 
 MAX_ITEMS = 4096
 

@@ -41,8 +41,6 @@ from trioserve.http.api.openai.responses.replies import (
 )
 from trioserve.requests.stream import Chunk, TokenLogprob
 
-__all__ = ["Answer", "Tell", "item_id"]
-
 Tell = Callable[[ResponseEvent], None]
 
 Item = TypeVar("Item", bound="_OpenItem")

@@ -15,25 +15,6 @@ from trioserve.http.api.openai.responses.schemas import (
 )
 from trioserve.http.api.schema.reading import about
 
-__all__ = [
-    "DeletedResponse",
-    "FunctionToolReply",
-    "IncompleteDetails",
-    "InputItemList",
-    "InputTokensDetails",
-    "ItemStatus",
-    "OutputCall",
-    "OutputItem",
-    "OutputMessage",
-    "OutputReasoning",
-    "OutputTextReply",
-    "OutputTokensDetails",
-    "ReasoningSettings",
-    "ResponseFault",
-    "ResponseReply",
-    "ResponseUsage",
-]
-
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 _ItemId = Annotated[str, about("The item's id.")]

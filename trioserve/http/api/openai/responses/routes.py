@@ -17,8 +17,6 @@ from trioserve.http.api.openai.responses.schemas import (
 )
 from trioserve.http.api.route import GENERATING, Route
 
-__all__ = ["ROUTES"]
-
 ROUTES = (
     Route(
         method="POST",

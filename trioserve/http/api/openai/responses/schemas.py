@@ -23,29 +23,16 @@ from trioserve.http.api.openai.structured_schemas import (
     TextFormat,
 )
 from trioserve.http.api.schema import fields
+from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import (
     Count,
     Exclusive,
     Identifier,
-    Text,
     about,
     hint,
     one_worker,
     only,
 )
-
-__all__ = [
-    "LOGPROBS",
-    "AllowedFunctions",
-    "ChosenFunctionTool",
-    "FunctionTool",
-    "InputItemsQuery",
-    "NamedSchemaFormat",
-    "ReasoningOptions",
-    "ResponseQuery",
-    "ResponsesRequest",
-    "TextOptions",
-]
 
 LOGPROBS = "message.output_text.logprobs"
 """What to include for log-probabilities."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["MAX_BYTES", "MAX_CONVERSATION_BYTES", "MAX_RESPONSES", "KeptResponses"]
-
 MAX_RESPONSES = 10_000
 """Responses that can be named."""
 MAX_BYTES = 256 << 20

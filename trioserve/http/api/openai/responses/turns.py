@@ -25,8 +25,6 @@ from trioserve.http.api.openai.responses.replies import (
     ResponseReply,
 )
 
-__all__ = ["encoded_turn", "input_of", "items_of", "listed_items", "response_of"]
-
 
 class _Turn(msgspec.Struct):
     input: list[InputItem]

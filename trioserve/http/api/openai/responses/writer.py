@@ -32,8 +32,6 @@ from trioserve.http.server.error_body import ErrorResponse
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk
 
-__all__ = ["ResponseMaker", "ResponseWriter"]
-
 _STATUSES = {"stop": "completed", "length": "incomplete"}
 """Of responses, by the engine's word for the end; any other is an administrator's doing."""
 _FAULTS = {"invalid_request_error": "invalid_prompt", "rate_limit_error": "rate_limit_exceeded"}
