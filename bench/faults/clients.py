@@ -8,13 +8,10 @@ that are drawn for it. Beside them others stay, and have to get exactly what the
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import trio
@@ -25,54 +22,46 @@ from bench.faults.leftovers import (
     Holdings,
     nothing_held,
     nothing_left,
+    nothing_of_it,
     own_temporary_folder,
 )
-from bench.faults.mixture import texts
-from bench.faults.processes import footprint
-from bench.faults.results import RESULTS, markdown, save
-from bench.faults.stage import engine_over, serve_here, tiny_model
-from bench.faults.steady import Steady
-from trioserve import Engine
+from bench.faults.load import Steady, texts
+from bench.faults.stage import engine_over, model_named, resident_bytes, serve_here
+from bench.report import Made, markdown, run_script
 
 _PATIENCE = 170.0
 _PAGES = 1024
 """Few, so that the prefix cache is full after the first crowd and grows no more."""
-_MIB = 1 << 20
 
 
 def _visits(port: int, count: int, numbers: random.Random) -> list[Visit]:
-    """``count`` clients: every stage in every manner, and then as it comes."""
+    """Return ``count`` clients, of every stage in every manner, in random order."""
     short, long = texts(numbers, 1, 20), texts(numbers, 100, 300)
     visits = []
     for index in range(count):
-        manner = MANNERS[index % len(MANNERS)]
-        stage = STAGES[index // len(MANNERS) % len(STAGES)]
         fields = {
             "prompt": next(long if numbers.random() < 0.3 else short),
             "max_tokens": numbers.randint(100, 1000),
             "n": numbers.choice((1, 1, 1, 3)),
             "ignore_eos": True,
         }
-        visits.append(
-            Visit(
-                port=port,
-                fields=fields,
-                stage=stage,
-                manner=manner,
-                events=numbers.randint(1, 30),
-                patience=numbers.uniform(0.0, 1.0),
-            )
+        visit = Visit(
+            port=port,
+            fields=fields,
+            stage=STAGES[index // len(MANNERS) % len(STAGES)],
+            manner=MANNERS[index % len(MANNERS)],
+            events=numbers.randint(1, 30),
+            patience=numbers.uniform(0.0, 1.0),
         )
+        visits.append(visit)
     numbers.shuffle(visits)
     return visits
 
 
 async def crowd(port: int, count: int, seed: int, *, spread: float = 0.0) -> Counter[int]:
-    """``count`` clients come within ``spread`` seconds and leave; the statuses that they were told,
-    0 for none.
+    """Have ``count`` clients come within ``spread`` seconds and leave.
 
-    Raises:
-        trio.TooSlowError: one of them couldn't.
+    Returns the statuses that they were told, 0 for none.
     """
     numbers = random.Random(seed)
     visits = _visits(port, count, numbers)
@@ -88,81 +77,43 @@ async def crowd(port: int, count: int, seed: int, *, spread: float = 0.0) -> Cou
     return Counter(visit.status for visit in visits)
 
 
-async def _rounds(engine: Engine, load: Steady, rounds: int, count: int, seed: int) -> Counter[int]:
-    statuses: Counter[int] = Counter()
-    async with serve_here(engine) as port, trio.open_nursery() as nursery:
-        nursery.start_soon(load.run)
-        for number in range(rounds):
-            statuses += await crowd(port, count, seed + number)
-        load.end()
-    return statuses
-
-
-async def clients(model: str, rounds: int, count: int, seed: int) -> dict[str, Any]:
-    """``rounds`` crowds of ``count`` clients over ``model``; the figures.
-
-    Raises:
-        Leftovers: something of them was left.
-    """
+async def clients(model: str, rounds: int, count: int, seed: int) -> tuple[dict[str, Any], bool]:
+    """Have ``rounds`` crowds come to ``model``; return the figures, and whether they are good."""
     outside = await Holdings.now()
+    statuses: Counter[int] = Counter()
     async with engine_over(model, num_gpu_blocks_override=_PAGES) as engine:
-        load = Steady(engine=engine, clients=4)
-        await load.learn()
-        # The first crowd makes Python and the C library ask for what they need of memory.
-        await _rounds(engine, Steady(engine=engine, clients=0), 1, count, seed)
+        # The first crowd makes Python and the C library ask for the memory that they need.
+        async with serve_here(engine) as port:
+            await crowd(port, count, seed)
         await nothing_held(engine)
-        before, memory = await Holdings.now(), footprint_of_this()
-        statuses = await _rounds(engine, load, rounds, count, seed)
-        await nothing_held(engine)
-        await nothing_left(before)
-        grown = footprint_of_this() - memory
+        # Resident memory of this program, which is server and clients in one.
+        load, memory = Steady(engine=engine, clients=4), resident_bytes(os.getpid())
+        async with nothing_of_it(engine, load), serve_here(engine) as port:
+            for number in range(rounds):
+                statuses += await crowd(port, count, seed + number)
+        grown = resident_bytes(os.getpid()) - memory
     await nothing_left(outside, sorts=OUTSIDE)
-    return {
-        "clients_that_left": rounds * count,
-        "at_once": count,
-        "statuses": {str(status): number for status, number in sorted(statuses.items())},
-        "neighbors_answered": load.answered,
-        "neighbors_lost": dict(load.failed),
-        "neighbors_that_differ": load.differing,
-        "memory_grown_mib": round(grown / _MIB, 1),
-        "left": "nothing",
-        "passed": not load.failed and not load.differing,
+    figures = {
+        "clients that left": f"{rounds * count}, {count} at once",
+        "statuses they were told": dict(sorted(statuses.items())),
+        **{f"neighbors' {name}": figure for name, figure in load.figures().items()},
+        "left of them": "nothing",
+        "memory grown, MiB": round(grown / (1 << 20), 1),
     }
+    return figures, not load.failed and not load.differing
 
 
-def footprint_of_this() -> int:
-    """Resident memory of this program, which is server and clients in one."""
-    return footprint(os.getpid()).resident_bytes
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The figures for people."""
-    rows = [
-        ("clients that left", f"{figures['clients_that_left']}, {figures['at_once']} at once"),
-        ("statuses they were told", figures["statuses"]),
-        ("neighbors answered", figures["neighbors_answered"]),
-        ("neighbors lost", sum(figures["neighbors_lost"].values())),
-        ("neighbors' answers that differ", figures["neighbors_that_differ"]),
-        ("left of them", figures["left"]),
-        ("memory grown, MiB", figures["memory_grown_mib"]),
-    ]
-    return markdown(("clients", ""), rows)
+def measure(options: argparse.Namespace) -> Made:
+    """Return the figures as a table."""
+    how = (options.rounds, options.at_once, options.seed)
+    with model_named("tiny") as model, own_temporary_folder():
+        figures, good = trio.run(clients, model, *how)
+    return Made(markdown(("clients", ""), [*figures.items()]), {"passed": good}, int(not good))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Have crowds come and leave, print the table and save the record."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.clients", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--at-once", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
-    with contextlib.ExitStack() as stack:
-        model = tiny_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        stack.enter_context(own_temporary_folder())
-        figures = trio.run(clients, model, given.rounds, given.at_once, given.seed)
-    print(table(figures))
-    print(f"saved {save(RESULTS, 'clients', vars(given), figures)}")
-    return 0 if figures["passed"] else 1
+    """Have crowds come and leave; return 1 if the others noticed."""
+    return run_script("faults_clients", measure, arguments, rounds=20, at_once=500, seed=0)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pynng
@@ -23,7 +24,6 @@ import pynng
 from trioserve.protocol import wire
 
 DIRECTIONS = ("to engine", "to worker")
-
 KINDS: dict[str, Callable[[bytes, random.Random], list[bytes]]] = {
     "truncated": lambda data, numbers: [data[: numbers.randrange(len(data))]],
     "wrong beginning": lambda data, numbers: [numbers.randbytes(4) + data[4:]],
@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[bytes, random.Random], list[bytes]]] = {
     "twice": lambda data, numbers: [data, data],
     "flipped bits": lambda data, numbers: [_flipped(data, numbers)],
 }
-"""What may become of a message, by name."""
+"""The sorts of damage: what arrives in place of a message."""
 
 
 def _flipped(data: bytes, numbers: random.Random) -> bytes:
@@ -44,33 +44,21 @@ def _flipped(data: bytes, numbers: random.Random) -> bytes:
     return bytes(flipped)
 
 
-def damaged(kind: str, data: bytes, numbers: random.Random) -> list[bytes]:
-    """What arrives in place of ``data``."""
-    return KINDS[kind](data, numbers)
-
-
-class _Proxy:
-    def __init__(self, given: argparse.Namespace, engine: pynng.Pair0, worker: pynng.Pair0) -> None:
-        self._given = given
-        self._ends = {"to engine": (worker, engine), "to worker": (engine, worker)}
-        self._numbers = random.Random(given.seed)
-
-    def pump(self, direction: str) -> None:
-        """Pass messages on in one direction until a socket closes."""
-        source, drain = self._ends[direction]
-        harmful = direction == self._given.direction
-        counted = wire.StepResult if direction == "to engine" else wire.Plan
-        left = self._given.after
-        with contextlib.suppress(pynng.Closed):
-            while True:
-                data = source.recv()
-                parts = [data]
-                if harmful and left > 0 and isinstance(wire.decode(data), counted):
-                    left -= 1
-                    if left == 0:
-                        parts = damaged(self._given.kind, data, self._numbers)
-                for part in parts:
-                    drain.send(part)
+def _pump(
+    source: pynng.Pair0, drain: pynng.Pair0, counted: type, given: argparse.Namespace | None
+) -> None:
+    """Pass messages on until a socket closes, and harm one that is ``counted``, if ``given``."""
+    left = given.after if given else 0
+    with contextlib.suppress(pynng.Closed):
+        while True:
+            data = source.recv()
+            parts = [data]
+            if left and isinstance(wire.decode(data), counted):
+                left -= 1
+                if not left:
+                    parts = KINDS[given.kind](data, random.Random(given.seed))
+            for part in parts:
+                drain.send(part)
 
 
 def main() -> None:
@@ -88,38 +76,33 @@ def main() -> None:
         url = f"ipc://{folder}/worker.sock"
         worker_side = stack.enter_context(pynng.Pair0(listen=url, **bounds))
         engine_side = stack.enter_context(pynng.Pair0(dial=given.connect, **bounds))
-        worker = subprocess.Popen(
-            [sys.executable, "-P", "-m", "gpu", "--connect", url], stdin=subprocess.PIPE
-        )
+        command = [sys.executable, "-P", "-m", "gpu", "--connect", url]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE)
 
         def follow_parent() -> None:
             while os.read(0, 4096):
                 pass
             worker.kill()
 
-        proxy = _Proxy(given, engine_side, worker_side)
-        for run in (
-            follow_parent,
-            lambda: proxy.pump("to engine"),
-            lambda: proxy.pump("to worker"),
-        ):
+        harm = {
+            direction: given if direction == given.direction else None for direction in DIRECTIONS
+        }
+        to_engine = partial(_pump, worker_side, engine_side, wire.StepResult, harm["to engine"])
+        to_worker = partial(_pump, engine_side, worker_side, wire.Plan, harm["to worker"])
+        for run in (follow_parent, to_engine, to_worker):
             threading.Thread(target=run, daemon=True).start()
         code = worker.wait()
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def command(
-    url: str, kind: str, direction: str, after: int, seed: int
-) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment of such a worker, as ``worker_command`` gives them."""
+def command(url: str, **words: object) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of such a worker, as ``worker_command`` does."""
     root = str(Path(__file__).absolute().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    words = {"connect": url, "kind": kind, "direction": direction, "after": after, "seed": seed}
+    words = {"connect": url, **words}
     options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-    return [
-        *(sys.executable, "-P", "-m", "bench.faults.damage"),
-        *options,
-    ], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    program = [sys.executable, "-P", "-m", "bench.faults.damage"]
+    return [*program, *options], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 if __name__ == "__main__":

@@ -17,18 +17,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 import msgspec
 import trio
 
-from bench.faults.mixture import texts
-from bench.faults.results import RESULTS, markdown, save, spread
-from bench.faults.stage import engine_over, serve_here, tiny_model
+from bench.faults.load import texts
+from bench.faults.stage import engine_over, model_named, serve_here
+from bench.report import Made, markdown, pair, percentile, run_script
 from bench.servers import MODEL
 from trioserve import Engine
 from trioserve.protocol.grammar import Grammar
@@ -39,21 +37,21 @@ from trioserve.testing.fake_engine import open_fake_engine
 STEP_SECONDS = 0.02
 _LOOK_EVERY = 0.0005
 _BOUND_MS = 5.0
-"""What a disconnect may take beside the plans in flight, at the 99th percentile."""
+"""The most that a disconnect may take beside the plans in flight, at the 99th percentile."""
 _BUDGET = 64
 """Tokens of a step: a long prompt takes many."""
 
 
 @attrs.frozen(kw_only=True)
 class Stage:
-    """``name``, the ``states`` that a request in it may have, and what to ask to get there.
+    """A stage, the ``state`` of a request in it, and the fields that bring a request there.
 
     It is left within so many ``seconds`` after it was reached. ``computed`` says that it has a slot
-    by then, ``busy`` that somebody else has the only one.
+    by then, ``busy`` that another request has the only one.
     """
 
     name: str
-    states: tuple[State, ...]
+    state: State
     fields: Callable[[random.Random], dict[str, Any]]
     seconds: float = 2 * STEP_SECONDS
     computed: bool = False
@@ -71,40 +69,28 @@ def _with_grammar(numbers: random.Random) -> dict[str, Any]:
 
 
 STAGES = (
-    Stage(name="tokenizing", states=(State.TOKENIZING,), fields=_text(2500), seconds=0.002),
-    Stage(name="preparing", states=(State.TOKENIZING,), fields=_with_grammar, seconds=0.002),
-    Stage(name="waiting", states=(State.WAITING,), fields=_text(20), busy=True),
-    Stage(name="prefill", states=(State.PREFILL,), fields=_text(300), computed=True),
-    Stage(name="decode", states=(State.DECODE,), fields=_text(4), computed=True),
+    Stage(name="tokenizing", state=State.TOKENIZING, fields=_text(2500), seconds=0.002),
+    Stage(name="preparing", state=State.TOKENIZING, fields=_with_grammar, seconds=0.002),
+    Stage(name="waiting", state=State.WAITING, fields=_text(20), busy=True),
+    Stage(name="prefill", state=State.PREFILL, fields=_text(300), computed=True),
+    Stage(name="decode", state=State.DECODE, fields=_text(4), computed=True),
 )
 
 
 @attrs.frozen(kw_only=True)
 class Sample:
-    """Seconds from a disconnect to the abort, and from there until the last of the plans was done
-    that were in flight, until nothing was held, and until the worker had closed the slot."""
+    """The seconds from a disconnect to the abort, and from there until the plans in flight were
+    done, until nothing was held, and until the worker had closed the slot."""
 
     noticed: float
     plans: float
     freed: float
-    closed: float
+    closed: float = 0.0
 
-
-@attrs.define(eq=False, kw_only=True)
-class _Abort:
-    """When the engine ended a request, and which step was the last one in flight then."""
-
-    engine: Engine
-    happened: trio.Event = attrs.field(factory=trio.Event)
-    time: float = 0.0
-    due: int = 0
-
-    def note(self, _request: Request) -> None:
-        """The engine calls this while it ends the request."""
-        scheduler = self.engine.statistics().scheduler
-        self.time = trio.current_time()
-        self.due = scheduler.num_steps + scheduler.plans_in_flight
-        self.happened.set()
+    @property
+    def late(self) -> float:
+        """The seconds to the freed slot that no plan in flight took."""
+        return self.noticed + max(self.freed - self.plans, 0.0)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -114,57 +100,65 @@ class Setup:
     engine: Engine
     port: int
     open_slots: Callable[[], Awaitable[int]]
-    numbers: random.Random
+    numbers: random.Random = attrs.field(factory=lambda: random.Random(0))
 
     async def sample(self, stage: Stage, over_http: bool) -> Sample | None:
-        """Leave one request in ``stage``; None if the stage was over too soon."""
-        before = list(self.engine._open)
-        fields = stage.fields(self.numbers)
-        asking = self._ask_http if over_http else self._ask
-        async with trio.open_nursery() as nursery:
-            leave = trio.Event()
-            nursery.start_soon(asking, fields, leave)
-            request = await self._reached(stage, before)
-            if request is None:
-                nursery.cancel_scope.cancel()
-                return None
-            abort = _Abort(engine=self.engine)
-            self.engine.on_request_end = abort.note
-            start = trio.current_time()
-            leave.set()
-            await abort.happened.wait()
-            self.engine.on_request_end = lambda _: None
-            times = await self._watch(stage, abort)
-        return Sample(noticed=abort.time - start, **times)
+        """Leave one request in ``stage``; return None if the stage was over too soon."""
+        before, leave, aborted = list(self.engine._open), trio.Event(), trio.Event()
+        due, abort_time = 0, 0.0
 
-    async def _watch(self, stage: Stage, abort: _Abort) -> dict[str, float]:
-        times = {"closed": 0.0}
+        def note(_request: Request) -> None:
+            """Note the last step in flight, while the engine ends the request."""
+            nonlocal due, abort_time
+            scheduler = self.engine.statistics().scheduler
+            abort_time = trio.current_time()
+            due = scheduler.num_steps + scheduler.plans_in_flight
+            aborted.set()
+
+        async def plans() -> bool:
+            return self.engine.statistics().scheduler.num_steps >= due
+
+        async def freed() -> bool:
+            return self._freed(stage)
+
+        async def closed() -> bool:
+            return await self.open_slots() == 0
+
+        times: dict[str, float] = {}
 
         async def until(name: str, done: Callable[[], Awaitable[bool]]) -> None:
             while not await done():
                 await trio.sleep(_LOOK_EVERY)
-            times[name] = trio.current_time() - abort.time
+            times[name] = trio.current_time() - abort_time
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(until, "freed", lambda: self._freed(stage))
-            nursery.start_soon(until, "plans", lambda: self._acknowledged(abort.due))
-            if stage.computed:
-                nursery.start_soon(until, "closed", self._closed)
-        return times
+            asking = self._ask_http if over_http else self._ask
+            nursery.start_soon(asking, stage.fields(self.numbers), leave)
+            if not await self._reached(stage, before):
+                nursery.cancel_scope.cancel()
+                return None
+            self.engine.on_request_end = note
+            start = trio.current_time()
+            leave.set()
+            await aborted.wait()
+            self.engine.on_request_end = lambda _: None
+            for done in (freed, plans, *([closed] if stage.computed else [])):
+                nursery.start_soon(until, done.__name__, done)
+        return Sample(noticed=abort_time - start, **times)
 
-    async def _reached(self, stage: Stage, before: list[Request]) -> Request | None:
+    async def _reached(self, stage: Stage, before: list[Request]) -> bool:
         """Wait for the stage, and then for a random moment of it."""
         with trio.fail_after(30):
             while True:
                 new = [request for request in self.engine._open if request not in before]
-                if new and new[0].sequences[0].state in stage.states:
+                if new and new[0].sequences[0].state is stage.state:
                     break
                 await trio.lowlevel.checkpoint()
         await trio.sleep(self.numbers.uniform(0, stage.seconds))
-        return new[0] if new[0].sequences[0].state in stage.states else None
+        return new[0].sequences[0].state is stage.state
 
-    async def _freed(self, stage: Stage) -> bool:
-        """Whether nothing is held; who has the only seat isn't counted."""
+    def _freed(self, stage: Stage) -> bool:
+        """Return whether nothing is held but by the request that has the only slot."""
         statistics = self.engine.statistics()
         scheduler = statistics.scheduler
         if stage.busy:
@@ -172,31 +166,24 @@ class Setup:
         entered = statistics.num_streams or statistics.num_tokenizing or scheduler.num_waiting
         return not (entered or scheduler.num_running or scheduler.pages_held)
 
-    async def _acknowledged(self, due: int) -> bool:
-        return self.engine.statistics().scheduler.num_steps >= due
-
-    async def _closed(self) -> bool:
-        return await self.open_slots() == 0
-
     async def _ask(self, fields: dict[str, Any], left: trio.Event) -> None:
-        """In a scope of this program, which is cancelled."""
+        """Ask in a scope of this program, which is cancelled."""
         options = dict(fields)
-        regex = options.pop("regex", None)
-        if regex is not None:
+        if regex := options.pop("regex", None):
             options["grammar"] = Grammar("regex", regex)
+
+        async def ask() -> None:
+            async with self.engine.generate(**options, ignore_eos=True) as stream:
+                async for _ in stream:
+                    pass
+
         async with trio.open_nursery() as nursery:
-
-            async def ask() -> None:
-                async with self.engine.generate(**options, ignore_eos=True) as stream:
-                    async for _ in stream:
-                        pass
-
             nursery.start_soon(ask)
             await left.wait()
             nursery.cancel_scope.cancel()
 
     async def _ask_http(self, fields: dict[str, Any], left: trio.Event) -> None:
-        """Through a socket, which is closed."""
+        """Ask through a socket, which is closed."""
         body = {**fields, "ignore_eos": True, "stream": True}
         if regex := body.pop("regex", None):
             body["structured_outputs"] = {"regex": regex}
@@ -215,24 +202,16 @@ async def _fake(stage: Stage, depth: int) -> AsyncIterator[Setup]:
     workers: list[FakeWorker] = []
 
     def make_worker() -> FakeWorker:
-        workers.append(
-            FakeWorker(
-                num_pages=4096,
-                max_model_len=16384,
-                max_num_batched_tokens=_BUDGET,
-                step_time=STEP_SECONDS,
-                call_time=0.5,
-            )
-        )
+        sizes = {"num_pages": 4096, "max_model_len": 16384, "max_num_batched_tokens": _BUDGET}
+        workers.append(FakeWorker(step_time=STEP_SECONDS, call_time=0.5, **sizes))
         return workers[-1]
 
     async def open_slots() -> int:
         return len(workers[-1].slots)
 
-    seats = 1 if stage.busy else 64
-    opening = open_fake_engine(make_worker, max_plans_in_flight=depth, max_num_seqs=seats)
-    async with opening as engine, serve_here(engine) as port:
-        yield Setup(engine=engine, port=port, open_slots=open_slots, numbers=random.Random(0))
+    limits = {"max_plans_in_flight": depth, "max_num_seqs": 1 if stage.busy else 64}
+    async with open_fake_engine(make_worker, **limits) as engine, serve_here(engine) as port:
+        yield Setup(engine=engine, port=port, open_slots=open_slots)
 
 
 @contextlib.asynccontextmanager
@@ -241,18 +220,23 @@ async def _real(model: str, stage: Stage) -> AsyncIterator[Setup]:
     async with engine_over(model, **options) as engine, serve_here(engine) as port:
 
         async def open_slots() -> int:
-            answer = await engine.call_worker("statistics")
-            return int(answer["open_slots"])
+            return int((await engine.call_worker("statistics"))["open_slots"])
 
-        yield Setup(engine=engine, port=port, open_slots=open_slots, numbers=random.Random(0))
+        yield Setup(engine=engine, port=port, open_slots=open_slots)
 
 
 async def _samples(setup: Setup, stage: Stage, over_http: bool, count: int) -> list[Sample]:
     samples: list[Sample] = []
     missed = 0
+
+    async def stay() -> None:
+        """Have the only slot, for as long as it takes."""
+        while True:
+            await setup.engine.complete("hello", max_tokens=1000, ignore_eos=True)
+
     async with trio.open_nursery() as nursery:
         if stage.busy:
-            nursery.start_soon(_stay, setup.engine)
+            nursery.start_soon(stay)
             while not setup.engine.statistics().scheduler.num_running:
                 await trio.sleep(_LOOK_EVERY)
         while len(samples) < count:
@@ -267,95 +251,44 @@ async def _samples(setup: Setup, stage: Stage, over_http: bool, count: int) -> l
     return samples
 
 
-async def _stay(engine: Engine) -> None:
-    """Have the only seat, for as long as it takes."""
-    while True:
-        await engine.complete("hello", max_tokens=1000, ignore_eos=True)
-
-
-@attrs.frozen(kw_only=True)
-class Row:
-    """What was measured of one stage, over one worker, in one way of leaving."""
-
-    worker: str
-    stage: str
-    left_by: str
-    samples: list[Sample]
-
-    def figures(self) -> dict[str, Any]:
-        """Spreads; those past the plans are of what came after the last plan in flight was done."""
-        return {
-            "worker": self.worker,
-            "stage": self.stage,
-            "left_by": self.left_by,
-            "noticed": spread([sample.noticed for sample in self.samples]),
-            "plans_in_flight": spread([sample.plans for sample in self.samples]),
-            "freed_past_plans": spread([max(s.freed - s.plans, 0.0) for s in self.samples]),
-            "worker_closed_past_plans": spread([max(s.closed - s.plans, 0) for s in self.samples]),
-            "disconnect_to_freed": spread([s.noticed + s.freed for s in self.samples]),
-            "of_it_not_in_plans": spread(
-                [s.noticed + max(s.freed - s.plans, 0.0) for s in self.samples]
-            ),
-        }
-
-
-async def disconnects(model: str, of_fake: int, of_real: int) -> dict[str, Any]:
-    """So many samples of each stage over the fake worker, and over one of ``model``."""
-    rows: list[Row] = []
+async def disconnects(model: str, of_fake: int, of_real: int) -> tuple[list[list[str]], float]:
+    """Return a table's lines of so many samples of each stage, and the worst p99 of lateness."""
+    lines, worst = [], 0.0
     for stage in STAGES:
         setups = [
             (f"{1000 * STEP_SECONDS:g} ms, {depth} in flight", of_fake, _fake(stage, depth))
             for depth in (1, 2)
         ]
-        setups.append(("real", of_real, _real(model, stage)))
-        for worker, count, opening in setups:
+        for worker, count, opening in [*setups, ("real", of_real, _real(model, stage))]:
             async with opening as setup:
                 for left_by in ("scope", "socket"):
                     samples = await _samples(setup, stage, left_by == "socket", count)
-                    rows.append(
-                        Row(worker=worker, stage=stage.name, left_by=left_by, samples=samples)
+                    spans = (
+                        [one.noticed for one in samples],
+                        [one.plans for one in samples],
+                        [max(one.freed - one.plans, 0.0) for one in samples],
+                        [max(one.closed - one.plans, 0.0) for one in samples],
                     )
-                    print(markdown_row(rows[-1].figures()), flush=True)
-    figures = [row.figures() for row in rows]
-    late = max(row["of_it_not_in_plans"]["p99_ms"] for row in figures)
-    return {"rows": figures, "worst_p99_not_in_plans_ms": late, "passed": late <= _BOUND_MS}
+                    lines.append([stage.name, worker, left_by, *map(pair, spans)])
+                    worst = max(worst, 1000 * percentile([one.late for one in samples], 99))
+                    print("  ".join(lines[-1]), flush=True)
+    return lines, worst
 
 
-def markdown_row(row: dict[str, Any]) -> str:
-    """One line of progress."""
-    return "  ".join(map(str, _cells(row)))
-
-
-def _cells(row: dict[str, Any]) -> list[object]:
-    spreads = ("noticed", "plans_in_flight", "freed_past_plans", "worker_closed_past_plans")
-    return [
-        *(row["stage"], row["worker"], row["left_by"]),
-        *(f"{row[name]['p50_ms']:.1f} · {row[name]['p99_ms']:.1f}" for name in spreads),
-    ]
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The figures for people, p50 · p99 in ms."""
-    head = (
-        *("stage", "worker", "left by", "noticed after", "plans in flight took"),
-        *("freed past them", "worker's slot closed past them"),
-    )
-    return markdown(head, [_cells(row) for row in figures["rows"]])
+def measure(options: argparse.Namespace) -> Made:
+    """Return a table with a line for each stage, worker and way to leave, p50 · p99 in ms."""
+    with model_named(options.model) as model:
+        lines, worst = trio.run(disconnects, model, options.samples, options.real_samples)
+    heads = ("stage", "worker", "left by", "noticed after", "plans in flight took")
+    table = markdown((*heads, "freed past them", "worker's slot closed past them"), lines)
+    passed = worst <= _BOUND_MS
+    return Made(table, {"worst_p99_ms_not_in_plans": worst, "passed": passed}, int(not passed))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table and save the record. 1 if a slot is freed too late."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.disconnects", description=__doc__)
-    parser.add_argument("--model", default=MODEL, help='or "tiny", a small random one')
-    parser.add_argument("--samples", type=int, default=100, help="of each stage on the fake worker")
-    parser.add_argument("--real-samples", type=int, default=100)
-    given = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        model = tiny_model(Path(folder)) if given.model == "tiny" else given.model
-        figures = trio.run(disconnects, model, given.samples, given.real_samples)
-    print(table(figures))
-    print(f"saved {save(RESULTS, 'disconnects', vars(given), figures)}")
-    return 0 if figures["passed"] else 1
+    """Measure; return 1 if a slot is freed too late."""
+    options = {"model": MODEL, "samples": 100, "real_samples": 100}
+    return run_script("faults_disconnects", measure, arguments, **options)
 
 
 if __name__ == "__main__":

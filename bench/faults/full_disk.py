@@ -20,24 +20,23 @@ from typing import Any
 import attrs
 import trio
 
-from bench.faults.kills import Kill, Kills, Scenario, requests_for
-from bench.faults.results import RESULTS, markdown, save
-from bench.faults.server import serving
-from bench.faults.stage import tiny_model
+from bench.faults.kills import Kill, Kills, Scenario
+from bench.faults.stage import model_named, serving, worker_of
+from bench.report import Made, markdown, run_script
 
 _MOUNT = 'mount -t tmpfs -o size=64k,nr_inodes=8 tmpfs "$0" && exec "$@"'
-_WAYS = (
-    ("mount namespace", ("unshare", "--mount")),
-    ("user and mount namespace", ("unshare", "--user", "--map-root-user", "--mount")),
-)
+_WAYS = {
+    "mount namespace": ("unshare", "--mount"),
+    "user and mount namespace": ("unshare", "--user", "--map-root-user", "--mount"),
+}
 
 
 def small_disk(folder: Path) -> tuple[str, list[str]] | None:
-    """How, and the command that starts another one with a small disk of its own at ``folder``.
+    """Return how, and the command that starts another one with a small disk at ``folder``.
 
     None if this user may not mount anything, as in many containers.
     """
-    for name, unshare in _WAYS:
+    for name, unshare in _WAYS.items():
         command = [*unshare, "sh", "-c", _MOUNT, str(folder)]
         with contextlib.suppress(FileNotFoundError):
             if not subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
@@ -47,11 +46,7 @@ def small_disk(folder: Path) -> tuple[str, list[str]] | None:
 
 @contextlib.contextmanager
 def filled(folder: Path) -> Iterator[None]:
-    """Nothing more can be created in ``folder`` meanwhile.
-
-    Raises:
-        RuntimeError: there is room for a thousand files: this is no small disk.
-    """
+    """Fill ``folder``, which has room for few files, so that nothing more can be created in it."""
     made: list[Path] = []
     try:
         for number in range(1000):
@@ -73,10 +68,9 @@ def filled(folder: Path) -> Iterator[None]:
 
 @attrs.define(kw_only=True)
 class _FullDisk(Kills):
-    """Kills while there is no room for ``seconds_full``."""
+    """Kills while there is no room for ``seconds_full`` in the server's folder."""
 
     folder: Path
-    """As this process sees the server's folder."""
     seconds_full: float
 
     async def disturb(self) -> Kill:
@@ -84,20 +78,17 @@ class _FullDisk(Kills):
             with filled(self.folder):
                 killed = await self.kill()
                 await trio.sleep(self.seconds_full)
-                assert self.subject.worker() is None, "a worker was started without room"
+                assert worker_of(self.subject.pid) is None, "a worker was started without room"
             return await self.recovery(killed)
 
 
-async def full_disk(model: str, rounds: int, seconds_full: float, clients: int) -> dict[str, Any]:
-    """Kill the worker ``rounds`` times, each time with a disk full for so long; the figures.
-
-    Raises:
-        RuntimeError: this user may not mount anything.
-    """
+async def full_disk(
+    model: str, rounds: int, seconds_full: float, clients: int
+) -> tuple[dict[str, Any], bool]:
+    """Kill the worker ``rounds`` times with a full disk; return the figures, and whether good."""
     scenario = Scenario(
         kills=rounds, clients=clients, requests=2 * clients, output_tokens=64, mean_interval=0.5
     )
-    requests = requests_for(scenario)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         small = small_disk(Path(folder))
         if small is None:
@@ -107,59 +98,37 @@ async def full_disk(model: str, rounds: int, seconds_full: float, clients: int) 
         served = serving(*options, model=model, environment={"TMPDIR": folder}, prefix=prefix)
         async with served as subject:
             seen = Path(f"/proc/{subject.pid}/root{folder}")
-            run = _FullDisk(
-                scenario=scenario,
-                subject=subject,
-                requests=requests,
-                folder=seen,
-                seconds_full=seconds_full,
-            )
+            how = {"folder": seen, "seconds_full": seconds_full}
+            run = _FullDisk(scenario=scenario, subject=subject, **how)
             await run.run()
             await subject.wait_idle()
             left = [path.name for path in seen.iterdir()]
     outcomes = run.outcomes()
     differing = sum(outcome.difference is not None for outcome in outcomes)
-    return {
-        "way": way,
-        "kills_with_a_full_disk": len(run.kills),
-        "seconds_full": seconds_full,
-        "requests_answered": len(outcomes),
-        "requests_lost": sum(run.lost().values()),
-        "lost": dict(run.lost()),
-        "answers_that_differ": differing,
-        "left_in_the_folder": left,
-        "passed": not run.lost() and not differing and not left,
+    figures = {
+        "how the disk was made small": f"a tmpfs in a {way}",
+        "kills with a full disk": len(run.kills),
+        "each full for, s": seconds_full,
+        "requests answered": len(outcomes),
+        "requests lost": sum(run.lost().values()),
+        "answers that differ": differing,
+        "left in the folder": len(left),
     }
+    return figures, not run.lost() and not differing and not left
 
 
-def table(figures: dict[str, Any]) -> str:
-    """The figures for people."""
-    rows = [
-        ("how the disk was made small", f"a tmpfs in a {figures['way']}"),
-        ("kills with a full disk", figures["kills_with_a_full_disk"]),
-        ("each full for, s", figures["seconds_full"]),
-        ("requests answered", figures["requests_answered"]),
-        ("requests lost", figures["requests_lost"]),
-        ("answers that differ", figures["answers_that_differ"]),
-    ]
-    return markdown(("full disk", ""), rows)
+def measure(options: argparse.Namespace) -> Made:
+    """Return the figures as a table."""
+    how = (options.rounds, options.seconds_full, options.clients)
+    with model_named("tiny") as model:
+        figures, good = trio.run(full_disk, model, *how)
+    return Made(markdown(("full disk", ""), [*figures.items()]), {"passed": good}, int(not good))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill the disk, print the table and save the record. 1 if anything was lost."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.full_disk", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds-full", type=float, default=3.0)
-    parser.add_argument("--clients", type=int, default=4)
-    given = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        model = tiny_model(Path(folder))
-        figures = trio.run(full_disk, model, given.rounds, given.seconds_full, given.clients)
-    print(table(figures))
-    for error, count in figures["lost"].items():
-        print(f"lost {count}: {error}")
-    print(f"saved {save(RESULTS, 'full_disk', vars(given), figures)}")
-    return 0 if figures["passed"] else 1
+    """Fill the disk; return 1 if anything was lost."""
+    options = {"rounds": 5, "seconds_full": 3.0, "clients": 4}
+    return run_script("faults_full_disk", measure, arguments, **options)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,10 @@ from typing import Any
 import attrs
 import trio
 
-from bench.faults.answers import Difference, first_difference
-from bench.faults.margins import real_differences
-from bench.faults.mixture import texts
-from bench.faults.results import RESULTS, markdown, save, spread
-from bench.faults.server import Subject, serving
-from bench.faults.stage import tiny_model
+from bench.faults.answers import Difference, first_difference, is_real
+from bench.faults.load import texts
+from bench.faults.stage import Subject, model_named, serving
+from bench.report import Made, markdown, pair, run_script
 from bench.servers import MODEL
 from trioserve.load import Client, Record, closed_loop
 
@@ -37,21 +35,33 @@ _IN_FLIGHT = 0.05
 
 @attrs.frozen(kw_only=True)
 class Scenario:
-    """What is done. Times in seconds."""
+    """The load and the kills; ``mean_interval`` lies between a first token and a death, in s."""
 
     kills: int = 100
     clients: int = 8
     requests: int = 32
     output_tokens: int = 128
     mean_interval: float = 1.5
-    """Between a new worker's first token and its death; exponential."""
     seed: int = 0
+
+    def bodies(self) -> list[dict[str, Any]]:
+        """Return the requests: half of them greedy, half sampled with a seed."""
+        prompts = texts(random.Random(self.seed), 5, 60)
+        fields = {"max_tokens": self.output_tokens, "ignore_eos": True, "return_token_ids": True}
+        return [
+            {
+                "prompt": next(prompts),
+                **fields,
+                "temperature": 0.8 * (index % 2 == 0),
+                "seed": index,
+            }
+            for index in range(self.requests)
+        ]
 
 
 @attrs.frozen(kw_only=True)
 class Kill:
-    """One kill, on trio's clock: the moment, when the next worker was attached, and the first token
-    that came to any client after that."""
+    """The times of one kill, of the next worker's attachment, and of the first token after it."""
 
     killed: float
     attached: float
@@ -60,29 +70,12 @@ class Kill:
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """One answer of the disturbed run. ``kills`` is how many fell into it."""
+    """One answer of the disturbed run, and the number of ``kills`` that fell into it."""
 
     request: int
     record: Record
     kills: int
     difference: Difference | None
-
-
-def requests_for(scenario: Scenario) -> list[dict[str, Any]]:
-    """Half of them greedy, half sampled with a seed; prompts of 5 to 60 words."""
-    numbers = random.Random(scenario.seed)
-    prompts = texts(numbers, 5, 60)
-    return [
-        {
-            "prompt": next(prompts),
-            "max_tokens": scenario.output_tokens,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "temperature": 0.0 if index % 2 else 0.8,
-            "seed": index,
-        }
-        for index in range(scenario.requests)
-    ]
 
 
 @attrs.define(kw_only=True)
@@ -91,18 +84,19 @@ class Kills:
 
     scenario: Scenario
     subject: Subject
-    requests: list[dict[str, Any]]
+    requests: list[dict[str, Any]] = attrs.field(init=False)
     undisturbed: list[Record] = attrs.field(factory=list)
     records: list[tuple[int, Record]] = attrs.field(factory=list)
     kills: list[Kill] = attrs.field(factory=list)
     _done: bool = False
 
     async def run(self) -> None:
-        """The undisturbed answers, then the disturbed ones."""
-        run = await closed_loop(self.subject.target, self.requests, self.scenario.clients)
-        failed = [record.error for record in run.records if not self._whole(record)]
+        """Take the undisturbed answers, then the disturbed ones."""
+        self.requests = self.scenario.bodies()
+        target = self.subject.running.target
+        self.undisturbed = (await closed_loop(target, self.requests, self.scenario.clients)).records
+        failed = [record.error for record in self.undisturbed if not self._whole(record)]
         assert not failed, f"undisturbed requests failed: {set(failed)}"
-        self.undisturbed = run.records
         numbers = random.Random(self.scenario.seed + 1)
         async with trio.open_nursery() as nursery:
             for number in range(self.scenario.clients):
@@ -113,7 +107,7 @@ class Kills:
             self._done = True
 
     async def _ask(self, numbers: random.Random) -> None:
-        async with Client(self.subject.target) as client:
+        async with Client(self.subject.running.target) as client:
             while not self._done:
                 index = numbers.randrange(len(self.requests))
                 self.records.append((index, await client.send(self.requests[index])))
@@ -121,11 +115,10 @@ class Kills:
     async def disturb(self) -> Kill:
         """Kill the worker, and wait until its successor has made progress."""
         with trio.fail_after(300):
-            killed = await self.kill()
-            return await self.recovery(killed)
+            return await self.recovery(await self.kill())
 
     async def kill(self) -> float:
-        """Kill the worker, and wait until that has been noticed; when it was killed."""
+        """Kill the worker, and wait until that has been noticed; return when it was killed."""
         while not self.subject.signal_worker():
             await trio.sleep(0.01)
         killed = trio.current_time()
@@ -144,14 +137,11 @@ class Kills:
         return Kill(killed=killed, attached=attached)
 
     def _whole(self, record: Record) -> bool:
-        wanted = self.scenario.output_tokens
-        return not record.error and (record.completion_tokens, len(record.token_ids)) == (
-            wanted,
-            wanted,
-        )
+        counts = {record.completion_tokens, len(record.token_ids)}
+        return not record.error and counts == {self.scenario.output_tokens}
 
     def lost(self) -> Counter[str]:
-        """Requests that failed or ended early, by why."""
+        """Return the requests that failed or ended early, by why."""
         return Counter(
             record.error or f"{record.finish_reason} after {len(record.token_ids)} tokens"
             for _, record in self.records
@@ -159,32 +149,29 @@ class Kills:
         )
 
     def outcomes(self) -> list[Outcome]:
-        """Every answer that came, against the undisturbed one."""
+        """Return every answer that came, against the undisturbed one."""
         moments = [kill.killed for kill in self.kills]
-        return [
-            Outcome(
-                request=index,
-                record=record,
-                kills=bisect.bisect(moments, record.chunks[-1])
-                - bisect.bisect(moments, record.started),
-                difference=first_difference(self.undisturbed[index].token_ids, record.token_ids),
-            )
-            for index, record in self.records
-            if self._whole(record)
-        ]
+        found = []
+        for index, record in self.records:
+            if self._whole(record):
+                last, first = record.chunks[-1], record.started
+                kills = bisect.bisect(moments, last) - bisect.bisect(moments, first)
+                parted = first_difference(self.undisturbed[index].token_ids, record.token_ids)
+                found.append(Outcome(request=index, record=record, kills=kills, difference=parted))
+        return found
 
     def timed(self) -> list[Kill]:
-        """The kills, each with the first token after it."""
+        """Return the kills, each with the first token after it."""
         chunks = sorted(moment for _, record in self.records for moment in record.chunks)
-        kills = []
-        for kill in self.kills:
-            place = bisect.bisect(chunks, kill.killed + _IN_FLIGHT)
-            if place < len(chunks):
-                kills.append(attrs.evolve(kill, next_token=chunks[place]))
-        return kills
+        places = [bisect.bisect(chunks, kill.killed + _IN_FLIGHT) for kill in self.kills]
+        return [
+            attrs.evolve(kill, next_token=chunks[place])
+            for kill, place in zip(self.kills, places, strict=True)
+            if place < len(chunks)
+        ]
 
     def pauses_of_streams(self) -> list[float]:
-        """For each stream that had begun, the time from each kill to its own next token."""
+        """Return, for each stream that had begun, the time from each kill to its own next token."""
         pauses = []
         for _, record in self.records:
             for kill in self.kills:
@@ -195,94 +182,62 @@ class Kills:
         return pauses
 
 
-async def kills(scenario: Scenario, model: str, options: Sequence[str]) -> dict[str, Any]:
-    """Run ``scenario`` on a server of ``model`` with command line ``options``; the figures."""
-    requests = requests_for(scenario)
+async def kills(
+    scenario: Scenario, model: str, options: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run ``scenario`` on a server of ``model``; return a table's figures, and further facts."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        sockets = {"TMPDIR": folder}
-        async with serving(*options, model=model, environment=sockets) as subject:
-            before, _ = subject.footprints()
-            run = Kills(scenario=scenario, subject=subject, requests=requests)
+        served = serving(*options, model=model, environment={"TMPDIR": folder})
+        async with served as subject:
+            run = Kills(scenario=scenario, subject=subject)
             await run.run()
-            metrics = await subject.wait_idle()
-            after, _ = subject.footprints()
+            await subject.wait_idle()
             outcomes = run.outcomes()
-            parted = [outcome for outcome in outcomes if outcome.difference is not None]
-            real = await real_differences(subject, requests, run.undisturbed, parted)
+            parted = [one for one in outcomes if one.difference is not None]
+            real = 0
+            for one in parted:
+                output = run.undisturbed[one.request].token_ids
+                assert one.difference is not None
+                real += await is_real(subject, run.requests[one.request], output, one.difference)
         folders = [entry.name for entry in Path(folder).iterdir()]
-    timed = run.timed()
-    return {
-        "kills": len(run.kills),
-        "worker_restarts": int(metrics["worker_restarts_total"]),
-        "requests_answered": len(outcomes),
-        "requests_with_kills": sum(outcome.kills > 0 for outcome in outcomes),
-        "most_kills_in_one_request": max((outcome.kills for outcome in outcomes), default=0),
-        "requests_lost": sum(run.lost().values()),
-        "lost": dict(run.lost()),
-        "tokens_compared": sum(len(outcome.record.token_ids) for outcome in outcomes),
-        "answers_that_part": len(parted),
-        "of_these_beyond_near_ties": len(real),
-        "real_differences": [attrs.asdict(difference) for difference in real],
-        "kill_to_next_token": spread([kill.next_token - kill.killed for kill in timed]),
-        "of_it_until_the_model_is_loaded": spread([kill.attached - kill.killed for kill in timed]),
-        "of_it_recomputing": spread([max(k.next_token - k.attached, 0.0) for k in timed]),
-        "kill_to_next_token_of_each_stream": spread(run.pauses_of_streams()),
-        "descriptors": {"before": before.descriptors, "after": after.descriptors},
-        "folders_left": folders,
-        "passed": not run.lost() and not real and not folders,
+    timed, lost = run.timed(), run.lost()
+    figures = {
+        "worker kills": len(run.kills),
+        "requests answered": len(outcomes),
+        "… that lived through a kill": sum(one.kills > 0 for one in outcomes),
+        "most kills in one request": max((one.kills for one in outcomes), default=0),
+        "requests lost": sum(lost.values()),
+        "tokens compared": sum(len(one.record.token_ids) for one in outcomes),
+        "answers that part from the undisturbed one": len(parted),
+        "… beyond near-ties": real,
+        "kill to the next token, p50 · p99 ms": pair([k.next_token - k.killed for k in timed]),
+        "… of it a new process that loads": pair([k.attached - k.killed for k in timed]),
+        "… of it computing again": pair([max(k.next_token - k.attached, 0) for k in timed]),
+        "kill to each stream's next token": pair(run.pauses_of_streams()),
     }
+    passed = not lost and not real and not folders
+    return figures, {"lost": dict(lost), "folders_left": folders, "passed": passed}
 
 
-def table(figures: dict[str, Any]) -> str:
-    """The figures for people."""
-
-    def times(name: str) -> str:
-        spread = figures[name]
-        return f"{spread['p50_ms']} · {spread['p99_ms']}"
-
-    rows = [
-        ("worker kills", figures["kills"]),
-        ("requests answered", figures["requests_answered"]),
-        ("… that lived through a kill", figures["requests_with_kills"]),
-        ("requests lost", figures["requests_lost"]),
-        ("tokens compared", figures["tokens_compared"]),
-        ("answers that part from the undisturbed one", figures["answers_that_part"]),
-        ("… beyond near-ties", figures["of_these_beyond_near_ties"]),
-        ("kill to the next token, p50 · p99 ms", times("kill_to_next_token")),
-        ("… of it a new process that loads", times("of_it_until_the_model_is_loaded")),
-        ("… of it computing again", times("of_it_recomputing")),
-        ("kill to each stream's next token", times("kill_to_next_token_of_each_stream")),
-    ]
-    return markdown(("kills", ""), rows)
+def measure(options: argparse.Namespace) -> Made:
+    """Return the figures as a table."""
+    names = ("kills", "clients", "output_tokens", "mean_interval", "seed")
+    scenario = Scenario(**{name: getattr(options, name) for name in names})
+    # In float32, so that what rounding turns is rare; all log-probabilities, to look into it.
+    threads = str(options.num_threads)
+    given = ["--dtype", "float32", "--num-threads", threads, "--max-logprobs", "65536"]
+    with model_named(options.model) as model:
+        figures, facts = trio.run(kills, scenario, model, given)
+    return Made(markdown(("kills", ""), [*figures.items()]), facts, int(not facts["passed"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Kill workers, print the table and save the record. 1 if anything was lost or differs."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.kills", description=__doc__)
-    parser.add_argument("--model", default=MODEL, help='or "tiny", a small random one')
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--mean-interval", type=float, default=1.5, metavar="SECONDS")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-threads", default="1")
-    given = parser.parse_args(arguments)
-    scenario = Scenario(
-        kills=given.kills,
-        clients=given.clients,
-        output_tokens=given.output_tokens,
-        mean_interval=given.mean_interval,
-        seed=given.seed,
+    """Kill workers; return 1 if anything was lost or differs."""
+    return run_script(
+        *("faults_kills", measure, arguments),
+        **{"model": MODEL, "kills": 100, "clients": 8, "output_tokens": 128},
+        **{"mean_interval": 1.5, "seed": 0, "num_threads": 1},
     )
-    # In float32, so that what rounding turns is rare; all log-probabilities, to look into it.
-    options = ["--dtype", "float32", "--num-threads", given.num_threads, "--max-logprobs", "65536"]
-    with tempfile.TemporaryDirectory() as folder:
-        model = tiny_model(Path(folder)) if given.model == "tiny" else given.model
-        figures = trio.run(kills, scenario, model, options)
-    print(table(figures))
-    path = save(RESULTS, "kills", {**vars(given), **attrs.asdict(scenario)}, figures)
-    print(f"saved {path}")
-    return 0 if figures["passed"] else 1
 
 
 if __name__ == "__main__":

@@ -19,14 +19,15 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import trio
 import trio.testing
 
-from bench.faults.processes import children_of
+from bench.faults.load import Steady
+from bench.faults.stage import children_of
 from trioserve import Engine
 from trioserve.protocol.errors import WorkerLost
 
@@ -36,7 +37,7 @@ class Leftovers(AssertionError):
 
 
 def living_tasks() -> list[trio.lowlevel.Task]:
-    """Every task of this trio program, parents before their children."""
+    """Return every task of this trio program, parents before their children."""
     root = trio.lowlevel.current_root_task()
     tasks = [] if root is None else [root]
     for task in tasks:
@@ -47,7 +48,7 @@ def living_tasks() -> list[trio.lowlevel.Task]:
 
 @attrs.frozen(kw_only=True)
 class Holdings:
-    """What this program holds, each thing by its kind and how many there are of it.
+    """The things that this program holds, counted by kind.
 
     ``folders`` are those of workers' sockets in the program's folder for temporary files. Threads
     that trio keeps for the next call of ``to_thread`` aren't counted; they end by themselves.
@@ -61,36 +62,55 @@ class Holdings:
 
     @classmethod
     async def now(cls) -> Holdings:
-        """What is held at this moment. Only what has just ended may still be counted."""
+        """Return what is held at this moment, when all tasks wait."""
         await trio.testing.wait_all_tasks_blocked()
         return cls.at_once()
 
     @classmethod
     def at_once(cls) -> Holdings:
-        """The same, without a moment for others."""
+        """Return what is held, without a moment for other tasks."""
+        fds = _of(Path("/proc/self/fd").iterdir(), os.readlink)
+        own = f"/proc/{os.getpid()}/fd"
+        threads = _of(Path("/proc/self/task").iterdir(), lambda task: _text(task / "comm"))
+        children = [Path(f"/proc/{pid}/comm") for pid in children_of(os.getpid())]
         temporary = Path(tempfile.gettempdir())
         return cls(
             tasks=Counter(task.name for task in living_tasks()),
-            descriptors=Counter(_kinds_of_descriptors()),
-            threads=Counter(_names_of_threads()),
-            children=Counter(_name(pid) for pid in children_of(os.getpid())),
+            descriptors=Counter(re.sub(r"\d+", "N", target) for target in fds if target != own),
+            threads=Counter(
+                re.sub(r"\d+", "N", name) for name in threads if not name.startswith("Trio thread")
+            ),
+            children=Counter(_of(children, _text)),
             folders=Counter(str(folder) for folder in temporary.glob("trioserve-*")),
         )
 
     def more_than(self, before: Holdings, sorts: Sequence[str]) -> dict[str, dict[str, int]]:
-        """What there is more of than ``before``: how many more, by sort and kind."""
+        """Return what there is more of than ``before``, by sort and kind."""
         extra = {sort: getattr(self, sort) - getattr(before, sort) for sort in sorts}
         return {sort: dict(counts) for sort, counts in extra.items() if counts}
 
 
 SORTS = tuple(field.name for field in attrs.fields(Holdings))
 OUTSIDE = ("tasks", "children", "folders")
-"""What the first engine of a program leaves none of, either."""
+"""The sorts of which the first engine of a program leaves none, either."""
+
+
+def _text(path: Path) -> str:
+    return path.read_text().strip()
+
+
+def _of(paths: Iterable[Path], read: object) -> list[str]:
+    """Return what ``read`` gives of each path; what has just ended is left out."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found.append(read(path))  # type: ignore[operator]
+    return found
 
 
 @contextlib.contextmanager
 def own_temporary_folder() -> Iterator[Path]:
-    """A folder in which this program, and nobody else, keeps its temporary files meanwhile."""
+    """Have this program keep its temporary files in a folder of its own meanwhile."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         before, tempfile.tempdir = tempfile.tempdir, folder
         try:
@@ -99,50 +119,12 @@ def own_temporary_folder() -> Iterator[Path]:
             tempfile.tempdir = before
 
 
-def _kinds_of_descriptors() -> list[str]:
-    kinds = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(entry)
-        except OSError:  # it is the one that the folder itself was read with
-            continue
-        if target == f"/proc/{os.getpid()}/fd":
-            continue
-        kinds.append(re.sub(r"\d+", "N", target))
-    return kinds
-
-
-def _names_of_threads() -> list[str]:
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            name = (task / "comm").read_text().strip()
-        except OSError:  # it has just ended
-            continue
-        if not name.startswith("Trio thread"):
-            names.append(re.sub(r"\d+", "N", name))
-    return names
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return "gone"
-
-
 async def nothing_left(
     before: Holdings, *, sorts: Sequence[str] = SORTS, within: float = 20.0
 ) -> None:
-    """Wait until the program holds no more than ``before``; nng and the kernel take a moment.
+    """Wait until the program holds no more than ``before``; raise :class:`Leftovers` in the end.
 
-    Args:
-        before: what it may hold.
-        sorts: the fields of :class:`Holdings` to look at.
-        within: seconds.
-
-    Raises:
-        Leftovers: it still does after ``within`` seconds.
+    nng and the kernel take a moment. ``sorts`` are fields of :class:`Holdings`.
     """
     deadline = trio.current_time() + within
     while more := (await Holdings.now()).more_than(before, sorts):
@@ -155,11 +137,7 @@ async def nothing_held(engine: Engine, *, within: float = 20.0) -> None:
     """Wait until the engine and its worker have nothing to do and hold nothing.
 
     Looks at the page pool, the queue and the streams on this side, and at the slots and the pages
-    on the worker's.
-
-    Raises:
-        Leftovers: something is still held after ``within`` seconds.
-        AssertionError: an invariant of the engine is broken.
+    on the worker's; raises :class:`Leftovers` in the end. The engine's invariants are checked, too.
     """
     held: dict[str, int] = {"unknown": 1}
     with trio.move_on_after(within):
@@ -194,3 +172,17 @@ async def _held(engine: Engine) -> dict[str, int]:
         "worker's pages": worker["pages_used"],
     }
     return {name: count for name, count in held.items() if count}
+
+
+@contextlib.asynccontextmanager
+async def nothing_of_it(engine: Engine, load: Steady) -> AsyncIterator[None]:
+    """Run ``load`` for as long as the block lasts; nothing may be left of it and of the block."""
+    await load.learn()
+    await nothing_held(engine)
+    before = await Holdings.now()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(load.run)
+        yield
+        load.end()
+    await nothing_held(engine)
+    await nothing_left(before)

@@ -10,178 +10,131 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import trio
 
-from bench.faults.results import RESULTS, markdown, save, spread
-from bench.faults.server import Subject, serving
+from bench.faults.stage import Subject, resident_bytes, serving
+from bench.report import Made, markdown, pair, run_script
 from bench.servers import MODEL
 
-_MIB = 1 << 20
-_SAMPLE_SECONDS = 0.5
 _WARM_UP_SECONDS = 5.0
 
 
 @attrs.define(eq=False)
 class Load:
-    """Clients on connections of their own that ask again as soon as they were answered."""
+    """Clients on connections of their own that ask again as soon as they were answered.
 
-    port: int
+    ``answers`` has the status and the seconds of each, ``hints`` what refusals said in
+    ``Retry-After``, ``sizes`` the server's memory meanwhile, in MiB.
+    """
+
+    subject: Subject
     body: bytes
-    served: list[float] = attrs.field(factory=list)
-    """Seconds that each request took that was answered."""
-    refused: list[float] = attrs.field(factory=list)
-    statuses: Counter[int] = attrs.field(factory=Counter)
-    hints: list[int] = attrs.field(factory=list)
-    """What each refusal said in ``Retry-After``, in seconds."""
+    answers: list[tuple[int, float]] = attrs.field(factory=list)
+    hints: set[int] = attrs.field(factory=set)
+    sizes: list[float] = attrs.field(factory=list)
 
-    def forget(self) -> None:
-        """Begin to measure."""
-        for figures in (self.served, self.refused, self.statuses, self.hints):
-            figures.clear()
+    async def run(self, clients: int, seconds: float) -> Load:
+        """Let ``clients`` at the server for a while, after a warm-up."""
+        async with trio.open_nursery() as nursery:
+            for _ in range(clients):
+                nursery.start_soon(self._ask)
+            await trio.sleep(_WARM_UP_SECONDS)
+            self.answers.clear()
+            with trio.move_on_after(seconds):
+                while True:
+                    self.sizes.append(resident_bytes(self.subject.pid) / 2**20)
+                    await trio.sleep(0.5)
+            nursery.cancel_scope.cancel()
+        await self.subject.wait_idle()
+        return self
 
-    async def client(self) -> None:
-        """One of them. It never ends."""
+    async def _ask(self) -> None:
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(self.body)}\r\n\r\n"
         )
-        request = head.encode() + self.body
-        async with await trio.open_tcp_stream("127.0.0.1", self.port) as stream:
+        port = self.subject.running.port
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
             while True:
                 started = trio.current_time()
-                await stream.send_all(request)
+                await stream.send_all(head.encode() + self.body)
                 status, headers = await _answer(stream)
-                seconds = trio.current_time() - started
-                self.statuses[status] += 1
-                if status == 200:
-                    self.served.append(seconds)
-                else:
-                    self.refused.append(seconds)
-                    self.hints.append(int(headers.get("retry-after", 0)))
+                self.answers.append((status, trio.current_time() - started))
+                if "retry-after" in headers:
+                    self.hints.add(int(headers["retry-after"]))
+
+    def seconds(self, *, served: bool) -> list[float]:
+        """Return the time of each request that was served, or refused."""
+        return [seconds for status, seconds in self.answers if (status == 200) == served]
 
 
 async def _answer(stream: trio.SocketStream) -> tuple[int, dict[str, str]]:
-    """The status and headers of an answer, which is read to its end."""
+    """Return the status and headers of an answer, which is read to its end."""
+
+    async def part() -> bytes:
+        if not (data := await stream.receive_some()):
+            raise trio.BrokenResourceError("the server closed")
+        return bytes(data)
+
     data = b""
     while b"\r\n\r\n" not in data:
-        data += await _part(stream)
+        data += await part()
     head, _, body = data.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
     left = int(headers["content-length"]) - len(body)
     while left > 0:
-        left -= len(await _part(stream))
+        left -= len(await part())
     return int(first.split()[1]), headers
 
 
-async def _part(stream: trio.SocketStream) -> bytes:
-    part = await stream.receive_some()
-    if not part:
-        raise trio.BrokenResourceError("the server closed")
-    return bytes(part)
-
-
-async def _watch_memory(subject: Subject, sizes: list[int]) -> None:
-    while True:
-        sizes.append(subject.footprints()[0].resident_bytes)
-        await trio.sleep(_SAMPLE_SECONDS)
-
-
-async def _phase(subject: Subject, loads: Sequence[tuple[Load, int]], seconds: float) -> list[int]:
-    """Let clients of ``loads`` at the server; how much memory it held meanwhile."""
-    sizes: list[int] = []
-    async with trio.open_nursery() as nursery:
-        for load, count in loads:
-            for _ in range(count):
-                nursery.start_soon(load.client)
-        await trio.sleep(_WARM_UP_SECONDS)
-        for load, _ in loads:
-            load.forget()
-        nursery.start_soon(_watch_memory, subject, sizes)
-        await trio.sleep(seconds)
-        nursery.cancel_scope.cancel()
-    await subject.wait_idle()
-    return sizes
-
-
-async def overload(model: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Both phases over a server of ``model``; the figures."""
-    options = ["--max-num-seqs", given.running, "--max-num-queued-reqs", given.waiting]
-    if given.threads is not None:
-        options += ["--num-threads", given.threads]
-    body = {"prompt": "Once upon a time", "max_tokens": given.tokens, "ignore_eos": True}
-    encoded = json.dumps(body).encode()
-    async with serving(*map(str, options), model=model) as subject:
-        port = subject.running.port
-        alone, beside, flood = (Load(port, encoded) for _ in range(3))
-        fitting = given.running + given.waiting
-        before = await _phase(subject, [(alone, fitting)], given.seconds)
-        during = await _phase(subject, [(beside, fitting), (flood, given.flood)], given.seconds)
-        after = subject.footprints()[0].resident_bytes
-    served = [*beside.served, *flood.served]
-    refused = [*beside.refused, *flood.refused]
-    hints = sorted({*beside.hints, *flood.hints})
-    half = len(during) // 2
-    return {
-        "without_flood": spread(alone.served),
-        "with_flood": spread(served),
-        "statuses": {str(key): n for key, n in sorted((beside.statuses + flood.statuses).items())},
-        "refused": spread(refused),
-        "refused_per_second": round(len(refused) / given.seconds, 1),
-        "served_per_second": {
-            "without_flood": round(len(alone.served) / given.seconds, 2),
-            "with_flood": round(len(served) / given.seconds, 2),
-        },
-        "retry_after": hints,
-        "memory_mib": {
-            "before": round(max(before) / _MIB, 1),
-            "first_half": round(max(during[:half]) / _MIB, 1),
-            "second_half": round(max(during[half:]) / _MIB, 1),
-            "after": round(after / _MIB, 1),
-        },
-        "passed": not alone.refused and not {*beside.statuses, *flood.statuses} - {200, 429},
-    }
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The figures for people."""
-    alone, flooded, refused = (figures[name] for name in ("without_flood", "with_flood", "refused"))
-    memory, rate = figures["memory_mib"], figures["served_per_second"]
-    rows = [
-        ("admitted without the flood, p50 · p99 ms", f"{alone['p50_ms']} · {alone['p99_ms']}"),
-        ("admitted with it, p50 · p99 ms", f"{flooded['p50_ms']} · {flooded['p99_ms']}"),
-        ("served per second, without · with", f"{rate['without_flood']} · {rate['with_flood']}"),
-        ("refused per second", figures["refused_per_second"]),
-        ("until a refusal, p50 · p99 ms", f"{refused['p50_ms']} · {refused['p99_ms']}"),
-        ("Retry-After, s", ", ".join(map(str, figures["retry_after"]))),
-        (
-            "server's memory before · first half · second half · after, MiB",
-            " · ".join(str(each) for each in memory.values()),
+async def overload(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Run both phases; return the figures, and whether only admitted requests were served."""
+    given = ["--max-num-seqs", options.running, "--max-num-queued-reqs", options.waiting]
+    if options.threads:
+        given += ["--num-threads", options.threads]
+    body = {"prompt": "Once upon a time", "max_tokens": options.tokens, "ignore_eos": True}
+    encoded, fitting = json.dumps(body).encode(), options.running + options.waiting
+    async with serving(*map(str, given), model=options.model) as subject:
+        alone = await Load(subject, encoded).run(fitting, options.seconds)
+        flood = await Load(subject, encoded).run(fitting + options.flood, options.seconds)
+        after = resident_bytes(subject.pid) / 2**20
+    served, refused = flood.seconds(served=True), flood.seconds(served=False)
+    half = len(flood.sizes) // 2
+    memory = (max(alone.sizes), max(flood.sizes[:half]), max(flood.sizes[half:]), after)
+    rates = (len(each) / options.seconds for each in (alone.seconds(served=True), served))
+    figures = {
+        "admitted without the flood, p50 · p99 ms": pair(alone.seconds(served=True)),
+        "admitted with it, p50 · p99 ms": pair(served),
+        "served per second, without · with": " · ".join(f"{rate:.2f}" for rate in rates),
+        "refused per second": f"{len(refused) / options.seconds:.1f}",
+        "until a refusal, p50 · p99 ms": pair(refused),
+        "Retry-After, s": ", ".join(map(str, sorted(flood.hints))),
+        "server's memory before · first half · second half · after, MiB": " · ".join(
+            f"{size:.1f}" for size in memory
         ),
-    ]
-    return markdown(("overload", ""), rows)
+    }
+    statuses = {status for status, _ in flood.answers}
+    return figures, not alone.seconds(served=False) and statuses <= {200, 429}
+
+
+async def measure(options: argparse.Namespace) -> Made:
+    """Return the figures as a table."""
+    figures, good = await overload(options)
+    return Made(markdown(("overload", ""), [*figures.items()]), {"passed": good}, int(not good))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Flood a server, print the table and save the record. 1 if it answered what it shouldn't."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.overload", description=__doc__)
-    parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--running", type=int, default=8, help="requests computed together")
-    parser.add_argument("--waiting", type=int, default=16, help="requests that may wait")
-    parser.add_argument("--flood", type=int, default=100, help="clients beyond those that fit")
-    parser.add_argument("--tokens", type=int, default=16, help="of each output")
-    parser.add_argument("--threads", type=int, help="of the worker (default: all cores)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
-    given = parser.parse_args(arguments)
-    figures = trio.run(overload, given.model, given)
-    print(table(figures))
-    print(f"saved {save(RESULTS, 'overload', vars(given), figures)}")
-    return 0 if figures["passed"] else 1
+    """Flood a server; return 1 if it answered what it shouldn't."""
+    return run_script(
+        *("faults_overload", measure, arguments),
+        **{"model": MODEL, "running": 8, "waiting": 16, "flood": 100, "tokens": 16},
+        **{"threads": 0, "seconds": 20.0},
+    )
 
 
 if __name__ == "__main__":

@@ -54,32 +54,44 @@ Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @attrs.frozen
 class PlantedFault:
-    """A fault, and where it comes from."""
+    """A fault, and the issue of another project that reports it."""
 
     name: str
     origin: str
-    """The issue of another project that reports it."""
     plant: Plant
 
 
 @attrs.frozen
 class Find:
-    """How a fault was found."""
+    """How a fault was found; ``report`` is that of the seed in which an invariant didn't hold."""
 
     fault: PlantedFault
     num_seeds: int
     seconds: float
     report: Report | None
-    """Of the seed in which an invariant didn't hold; None if there was none."""
 
 
-def _over(owner: object, name: str, make: Callable[[Any], Any]) -> Plant:
-    """Put ``make(original)`` in the place of a method, or of a module's function."""
-    return lambda: mock.patch.object(owner, name, make(getattr(owner, name)))
+FAULTS: list[PlantedFault] = []
 
 
+def plants(name: str, origin: str, owner: object, attribute: str) -> Callable[[Any], Any]:
+    """Note a fault: the function makes it of a method, or of a module's function."""
+
+    def note(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def plant() -> contextlib.AbstractContextManager[Any]:
+            return mock.patch.object(owner, attribute, make(getattr(owner, attribute)))
+
+        FAULTS.append(PlantedFault(name, origin, plant))
+        return make
+
+    return note
+
+
+@plants(
+    "an abort is lost during a batch's transition", "sgl-project/sglang#36876", Scheduler, "abort"
+)
 def _abort_in_transition(original: Any) -> Any:
-    """Who was in the newest plan is neither in the queue any more nor yet in the batch."""
+    """Lose an abort of a sequence in the newest plan, between queue and batch."""
 
     def abort(self: Scheduler, sequence: Sequence, finish: Finish) -> None:
         computation = sequence.compute
@@ -94,18 +106,31 @@ def _abort_in_transition(original: Any) -> Any:
     return abort
 
 
+@plants(
+    "a page is reused before its step is acknowledged",
+    "vllm-project/vllm#45357",
+    PagePool,
+    "release",
+)
 def _released_at_once(original: Any) -> Any:
-    """Pages are free as soon as nobody holds them, whatever is in flight."""
+    """Free pages as soon as no sequence holds them, whatever is in flight."""
     return lambda self, pages, epoch: original(self, pages, 0)
 
 
+@plants(
+    "a slot is reused before its step is acknowledged",
+    "vllm-project/vllm#32255",
+    SlotTable,
+    "close",
+)
 def _closed_at_once(original: Any) -> Any:
-    """A slot is free as soon as its sequence has left, whatever is in flight."""
+    """Free a slot as soon as its sequence has left, whatever is in flight."""
     return lambda self, slot, epoch: original(self, slot, 0)
 
 
+@plants("the parent of n > 1 is leaked", "vllm-project/vllm#51629", OpenGenerations, "_abandon")
 def _parent_kept(original: Any) -> Any:
-    """The parent of several outputs is removed by the last of them to finish, not by an abort."""
+    """Keep the parent of several outputs after an abort."""
 
     def abandon(self: OpenGenerations, request: Request) -> None:
         aborted = not all(sequence.delivered for sequence in request.sequences)
@@ -116,8 +141,11 @@ def _parent_kept(original: Any) -> Any:
     return abandon
 
 
+@plants(
+    "the stop string comes after the final chunk", "vllm-project/vllm#57052", Detokenizer, "_close"
+)
 def _stop_string_behind(original: Any) -> Any:
-    """The text that matched is sent when the final chunk is out."""
+    """Send the text that matched behind the final chunk."""
 
     def close(self: Any, sequence: Sequence, finish: Finish, error: Exception | None) -> None:
         if isinstance(finish.stop_reason, str):
@@ -128,8 +156,14 @@ def _stop_string_behind(original: Any) -> Any:
     return close
 
 
+@plants(
+    "waiting requests are forgotten on a restart",
+    "a710128/nanovllm-voxcpm#84",
+    Recovery,
+    "on_worker_lost",
+)
 def _waiting_forgotten(original: Any) -> Any:
-    """A restart puts back who was running, and forgets who was in line."""
+    """Put back the running sequences on a restart, and forget the waiting ones."""
 
     def on_worker_lost(self: Recovery) -> None:
         core = self._core
@@ -140,8 +174,11 @@ def _waiting_forgotten(original: Any) -> Any:
     return on_worker_lost
 
 
+@plants(
+    "the preempted lose their place in line", "vllm-project/vllm#45388", SchedulerCore, "_preempt"
+)
 def _preempted_last(original: Any) -> Any:
-    """Who is preempted goes to the end of the line."""
+    """Move a preempted sequence to the end of the queue."""
 
     def preempt(self: SchedulerCore, computation: Computation) -> None:
         first, *rest = computation.order
@@ -151,8 +188,9 @@ def _preempted_last(original: Any) -> Any:
     return preempt
 
 
+@plants("a page is freed twice", "vllm-project/vllm#33377", Memory, "leave")
 def _released_twice(original: Any) -> Any:
-    """An abort and the end of the step both give the last page back."""
+    """Give the last page back on an abort and at the end of the step."""
 
     def leave(self: Memory, computation: Computation) -> None:
         last = computation.pages[-1:]
@@ -165,8 +203,11 @@ def _released_twice(original: Any) -> Any:
     return leave
 
 
+@plants(
+    "a rejected request's stream is kept", "sgl-project/sglang#40360", OpenGenerations, "_abandon"
+)
 def _stream_kept_on_reject(original: Any) -> Any:
-    """Who is refused after it was noted isn't crossed out."""
+    """Keep a request that is rejected after it was noted."""
 
     def abandon(self: OpenGenerations, request: Request) -> None:
         original(self, request)
@@ -176,8 +217,11 @@ def _stream_kept_on_reject(original: Any) -> Any:
     return abandon
 
 
+@plants(
+    "aborted outputs aren't flushed at a shutdown", "vllm-project/vllm#36964", Engine, "abort_all"
+)
 def _abort_not_flushed(original: Any) -> Any:
-    """Who is ended by the server is dropped without a last word."""
+    """Drop the last chunk of requests that the server ends."""
 
     def abort_all(self: Engine, error: RequestAborted) -> None:
         finish = Finish(FinishReason.ABORT, error=error)
@@ -190,7 +234,7 @@ def _abort_not_flushed(original: Any) -> Any:
 
 
 class _DeafEvent:
-    """An event that whoever waits for it can't be called away from."""
+    """An event whose waiters can't be cancelled."""
 
     def __init__(self) -> None:
         self._event = trio.Event()
@@ -201,8 +245,14 @@ class _DeafEvent:
             await self._event.wait()
 
 
+@plants(
+    "a deadline is forgotten while a request is prepared",
+    "sgl-project/sglang#6931",
+    RequestMaker,
+    "make",
+)
 def _deadline_forgotten(original: Any) -> Any:
-    """The time that a request has isn't looked at before it is in line."""
+    """Ignore a request's deadline until it is queued."""
 
     def make(self: RequestMaker, *args: Any, **fields: Any) -> Request:
         request: Request = original(self, *args, **fields)
@@ -212,8 +262,9 @@ def _deadline_forgotten(original: Any) -> Any:
     return make
 
 
+@plants("computing goes on after a stop string", "vllm-project/vllm#10806", Detokenizer, "__init__")
 def _stop_not_told(original: Any) -> Any:
-    """The scheduler isn't told of a stop string, and goes on to the length."""
+    """Don't tell the scheduler of a stop string."""
 
     def init(self: Any, tokenizer: Any, abort: Any, on_delivered: Any) -> None:
         def silent(sequence: Sequence, finish: Finish) -> None:
@@ -225,8 +276,9 @@ def _stop_not_told(original: Any) -> Any:
     return init
 
 
+@plants("a worker's death isn't noticed", "sgl-project/sglang#18421", Supervisor, "run")
 def _death_unnoticed(original: Any) -> Any:
-    """Nobody waits for the worker's end: its requests hang."""
+    """Don't wait for the worker's end: its requests hang."""
 
     async def run(self: Any, attach: Any, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
         async def attach_for_ever(link: Any, ready: Any) -> None:
@@ -240,8 +292,9 @@ def _death_unnoticed(original: Any) -> Any:
     return run
 
 
+@plants("tokens come twice after a preemption", "vllm-project/vllm#15996", Intake, "take")
 def _resumed_without_output(original: Any) -> Any:
-    """Who resumes after a preemption begins again with the prompt: tokens come twice."""
+    """Begin again with the prompt after a preemption: tokens come twice."""
 
     def take(self: Intake, *args: Any) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = original(self, *args)
@@ -255,18 +308,36 @@ def _resumed_without_output(original: Any) -> Any:
     return take
 
 
+@plants(
+    "a prefix is computed by everybody who comes with it",
+    "vllm-project/vllm#9643",
+    PrefixCache,
+    "match",
+)
 def _not_awaited(original: Any) -> Any:
-    """Who comes while a prefix is computed doesn't wait for it."""
+    """Don't wait for a prefix that is being computed."""
     return lambda self, *args: attrs.evolve(original(self, *args), pending=False)
 
 
+@plants(
+    "a page on the host is given away before it is read",
+    "sgl-project/sglang#26728",
+    PrefixCache,
+    "pin",
+)
 def _not_pinned(original: Any) -> Any:
-    """What is about to be read on the host may be given away on the way."""
+    """Don't pin pages on the host that are about to be read."""
     return lambda self, nodes: None
 
 
+@plants(
+    "copies to the host and back are done out of order",
+    "NVIDIA/TensorRT-LLM#9056",
+    PrefixCache,
+    "take_copies",
+)
 def _loads_first(original: Any) -> Any:
-    """Copies onto the device are done before those from it, whatever their order was."""
+    """Copy onto the device before copying from it, whatever the order was."""
 
     def take_copies(self: PrefixCache) -> list[tuple[int, int]]:
         copies: list[tuple[int, int]] = original(self)
@@ -275,8 +346,14 @@ def _loads_first(original: Any) -> Any:
     return take_copies
 
 
+@plants(
+    "a turn that is cut off takes its session's history with it",
+    "sgl-project/sglang#36475",
+    Session,
+    "_turn",
+)
 def _history_lost(original: Any) -> Any:
-    """A client that leaves takes what its session remembers with it."""
+    """Forget a session's history when a client leaves."""
 
     @contextlib.asynccontextmanager
     async def turn(self: Session, start: Any, generation: Any) -> AsyncIterator[GenerationStream]:
@@ -291,13 +368,20 @@ def _history_lost(original: Any) -> Any:
     return turn
 
 
+@plants(
+    "an adapter is unloaded while requests run with it",
+    "huggingface/trl#7017",
+    SchedulerCore,
+    "has_adapter_users",
+)
 def _leaves_at_once(original: Any) -> Any:
-    """An adapter is let go of, whoever is computed with it."""
+    """Unload an adapter that is in use."""
     return lambda self, number: False
 
 
+@plants("an unloaded adapter stays in the worker", "vllm-project/vllm#54839", Residency, "forget")
 def _kept_by_the_worker(original: Any) -> Any:
-    """An adapter that nobody may name any more stays where it is."""
+    """Keep an unloaded adapter in the worker."""
 
     def forget(self: Residency, number: int) -> None:
         original(self, number)
@@ -306,128 +390,26 @@ def _kept_by_the_worker(original: Any) -> Any:
     return forget
 
 
+@plants(
+    "a prefix of one adapter is found by another's requests",
+    "ggml-org/llama.cpp#26207",
+    sequence_state,
+    "namespace_of",
+)
 def _prefixes_of_all_adapters(original: Any) -> Any:
-    """What was computed with one adapter is found by those with another."""
+    """Find what was computed with one adapter by requests with another."""
     return lambda salt, adapter: (salt,)
 
 
-def _not_loaded_again(original: Any) -> Any:
-    """A new worker is taken to hold what the one before it held."""
-    return lambda self: None
-
-
-FAULTS = (
-    PlantedFault(
-        "an abort is lost during a batch's transition",
-        "sgl-project/sglang#36876",
-        _over(Scheduler, "abort", _abort_in_transition),
-    ),
-    PlantedFault(
-        "a page is reused before its step is acknowledged",
-        "vllm-project/vllm#45357",
-        _over(PagePool, "release", _released_at_once),
-    ),
-    PlantedFault(
-        "the parent of n > 1 is leaked",
-        "vllm-project/vllm#51629",
-        _over(OpenGenerations, "_abandon", _parent_kept),
-    ),
-    PlantedFault(
-        "the stop string comes after the final chunk",
-        "vllm-project/vllm#57052",
-        _over(Detokenizer, "_close", _stop_string_behind),
-    ),
-    PlantedFault(
-        "waiting requests are forgotten on a restart",
-        "a710128/nanovllm-voxcpm#84",
-        _over(Recovery, "on_worker_lost", _waiting_forgotten),
-    ),
-    PlantedFault(
-        "a slot is reused before its step is acknowledged",
-        "vllm-project/vllm#32255",
-        _over(SlotTable, "close", _closed_at_once),
-    ),
-    PlantedFault(
-        "the preempted lose their place in line",
-        "vllm-project/vllm#45388",
-        _over(SchedulerCore, "_preempt", _preempted_last),
-    ),
-    PlantedFault(
-        "a page is freed twice",
-        "vllm-project/vllm#33377",
-        _over(Memory, "leave", _released_twice),
-    ),
-    PlantedFault(
-        "a rejected request's stream is kept",
-        "sgl-project/sglang#40360",
-        _over(OpenGenerations, "_abandon", _stream_kept_on_reject),
-    ),
-    PlantedFault(
-        "aborted outputs aren't flushed at a shutdown",
-        "vllm-project/vllm#36964",
-        _over(Engine, "abort_all", _abort_not_flushed),
-    ),
-    PlantedFault(
-        "a deadline is forgotten while a request is prepared",
-        "sgl-project/sglang#6931",
-        _over(RequestMaker, "make", _deadline_forgotten),
-    ),
-    PlantedFault(
-        "computing goes on after a stop string",
-        "vllm-project/vllm#10806",
-        _over(Detokenizer, "__init__", _stop_not_told),
-    ),
-    PlantedFault(
-        "a worker's death isn't noticed",
-        "sgl-project/sglang#18421",
-        _over(Supervisor, "run", _death_unnoticed),
-    ),
-    PlantedFault(
-        "tokens come twice after a preemption",
-        "vllm-project/vllm#15996",
-        _over(Intake, "take", _resumed_without_output),
-    ),
-    PlantedFault(
-        "a prefix is computed by everybody who comes with it",
-        "vllm-project/vllm#9643",
-        _over(PrefixCache, "match", _not_awaited),
-    ),
-    PlantedFault(
-        "a page on the host is given away before it is read",
-        "sgl-project/sglang#26728",
-        _over(PrefixCache, "pin", _not_pinned),
-    ),
-    PlantedFault(
-        "copies to the host and back are done out of order",
-        "NVIDIA/TensorRT-LLM#9056",
-        _over(PrefixCache, "take_copies", _loads_first),
-    ),
-    PlantedFault(
-        "a turn that is cut off takes its session's history with it",
-        "sgl-project/sglang#36475",
-        _over(Session, "_turn", _history_lost),
-    ),
-    PlantedFault(
-        "an adapter is unloaded while requests run with it",
-        "huggingface/trl#7017",
-        _over(SchedulerCore, "has_adapter_users", _leaves_at_once),
-    ),
-    PlantedFault(
-        "an unloaded adapter stays in the worker",
-        "vllm-project/vllm#54839",
-        _over(Residency, "forget", _kept_by_the_worker),
-    ),
-    PlantedFault(
-        "a prefix of one adapter is found by another's requests",
-        "ggml-org/llama.cpp#26207",
-        _over(sequence_state, "namespace_of", _prefixes_of_all_adapters),
-    ),
-    PlantedFault(
-        "a new worker doesn't get the adapters of the one before",
-        "vllm-project/aibrix#236",
-        _over(Residency, "on_worker_lost", _not_loaded_again),
-    ),
+@plants(
+    "a new worker doesn't get the adapters of the one before",
+    "vllm-project/aibrix#236",
+    Residency,
+    "on_worker_lost",
 )
+def _not_loaded_again(original: Any) -> Any:
+    """Take a new worker to hold what the one before it held."""
+    return lambda self: None
 
 
 def find(fault: PlantedFault, *, most_seeds: int = 3000) -> Find:

@@ -30,7 +30,7 @@ def cpu_seconds(pid: int) -> float:
 def http1_request(path: str, body: bytes) -> bytes:
     """A POST of JSON."""
     return (
-        f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     ).encode() + body
 
@@ -44,7 +44,7 @@ def http2_opening() -> bytes:
 
 def http2_request(number: int, path: str, body: bytes) -> bytes:
     """The ``number``-th POST on its connection."""
-    fields = {b":method": b"POST", b":scheme": b"http", b":authority": b"bench"}
+    fields = {b":method": b"POST", b":scheme": b"http", b":authority": b"localhost"}
     fields |= {b":path": path.encode(), b"content-type": b"application/json"}
     headers = b"".join(_literal(name, value) for name, value in fields.items())
     stream = 2 * number + 1

@@ -22,8 +22,8 @@ def test_a_fault_that_is_not_found_is_told_by_the_exit_status(
 ) -> None:
     harmless = PlantedFault("nothing at all", "nobody's issue", contextlib.nullcontext)
     (noticed,) = [fault for fault in FAULTS if fault.name == "a page is freed twice"]
-    monkeypatch.setattr(planted, "FAULTS", (noticed, harmless))
+    monkeypatch.setattr(planted, "FAULTS", [noticed, harmless])
     assert main(["--most-seeds", "2"]) == 1
     assert "| nothing at all | nobody's issue | 2 |" in capsys.readouterr().out
-    monkeypatch.setattr(planted, "FAULTS", (noticed,))
+    monkeypatch.setattr(planted, "FAULTS", [noticed])
     assert main(["--most-seeds", "5"]) == 0
