@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from bench.gpu_report import markdown_table
-from bench.targets import DECODE_ATTENTION, DECODE_STEP, IDLE_SHARE, PREFILL_ATTENTION
+from bench.kernels.report import markdown_table
+from bench.kernels.targets import DECODE_ATTENTION, DECODE_STEP, IDLE_SHARE, PREFILL_ATTENTION
 
 UNMEASURED = "not yet measured on a GPU"
 

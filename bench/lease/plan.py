@@ -73,7 +73,7 @@ CONTROLS = {
 """Each tool of compute-sanitizer, and the planted fault that it must report."""
 REPORTED = 9
 """The exit status of compute-sanitizer that says that it found something."""
-_KERNEL_FILES = ("gpu/kernels/*.cu", "tests/kernels/conformance.cu", "bench/planted.cu")
+_KERNEL_FILES = ("gpu/kernels/*.cu", "tests/kernels/conformance.cu", "bench/kernels/planted.cu")
 _DEFINITION = re.compile(
     r'extern\s+"C"\s+__global__\s[^;{]*?\b(\w+)\s*\(\s*(?:const\s+)?Parameters\b'
 )
@@ -194,7 +194,7 @@ def _third(setting: Setting) -> list[Stage]:
     if setting.on == "emulation":
         return last
     controls = tuple(
-        _sanitized(setting, tool, f"control {tool}", ("-m", "bench.planted", fault), fault)
+        _sanitized(setting, tool, f"control {tool}", ("-m", "bench.kernels.planted", fault), fault)
         for tool, fault in CONTROLS.items()
     )
     checks = tuple(
@@ -250,7 +250,7 @@ def _peers(setting: Setting, *, seconds: float, background: bool) -> list[Stage]
     """Return the compilation of the peers' kernels by nvcc; it is kept for the next part."""
     if setting.on == "emulation":
         return []
-    command = ("nice", "-n", "19", setting.python, "-m", "bench.kernel_peers.build")
+    command = ("nice", "-n", "19", setting.python, "-m", "bench.kernels.build_peers")
     steps = (Step(name="peers", command=command, environment={"MAX_JOBS": "8"}),)
     return [Stage(name="peers", steps=steps, seconds=seconds, background=background)]
 

@@ -10,9 +10,9 @@ import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench.kernels.planted import NAMES, planted_source
 from bench.lease.manifest import CUBINS, WHEELS, Manifest, PreparedError, file_digest
 from bench.lease.plan import ROOT
-from bench.planted import NAMES, planted_source
 from bench.report import commit
 from gpu.kernels import KernelSource, nvrtc
 from gpu.kernels.catalogue import sources

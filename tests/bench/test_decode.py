@@ -10,12 +10,12 @@ import attrs
 import pytest
 import torch
 
-from bench import decode_step
-from bench.decode_batch import StepTimes
-from bench.engine_idle import ClientsFailed, Sample, parse_metrics, steady
+from bench.decode_step import __main__ as decode_step
+from bench.decode_step.batch import StepTimes
+from bench.decode_step.engine import ClientsFailed, Sample, parse_metrics, steady
+from bench.decode_step.profile import shares, shares_table
+from bench.kernels.roofline import Ceilings
 from bench.random_model import LLAMA_8B, TINY
-from bench.roofline import Ceilings
-from bench.step_profile import shares, shares_table
 from gpu.cuda.timeline import HostTimeline
 from gpu.kernels.emulation import EmulatedLoader
 from tests.kernels.tape import TapeCapturer, TapedLoader

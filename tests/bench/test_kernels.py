@@ -12,16 +12,16 @@ import attrs
 import pytest
 import torch
 
-from bench import kernels
-from bench.gpu_report import markdown_table
-from bench.gpu_timing import DryRun, GraphStopwatch, buffer_sets, measure_in_turn
-from bench.kernel_cases import Case, Contestant, Peer, PeerAbsent, Setting, Trial, relative_error
-from bench.kernel_cases.all import all_cases
-from bench.kernel_cases.attention_data import AttentionSpec, make_data, reference
-from bench.kernel_peers import torch_attention
-from bench.kernels import Measured, measure, summary, table
-from bench.roofline import Ceilings, Work
-from bench.targets import Target
+from bench.kernels import __main__ as kernels
+from bench.kernels import torch_attention
+from bench.kernels.__main__ import Measured, measure, summary, table
+from bench.kernels.all import all_cases
+from bench.kernels.attention_data import AttentionSpec, make_data, reference
+from bench.kernels.case import Case, Contestant, Peer, PeerAbsent, Setting, Trial, relative_error
+from bench.kernels.report import markdown_table
+from bench.kernels.roofline import Ceilings, Work
+from bench.kernels.targets import Target
+from bench.kernels.timing import DryRun, GraphStopwatch, buffer_sets, measure_in_turn
 from gpu.kernels.emulation import EmulatedLoader
 
 

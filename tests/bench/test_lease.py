@@ -16,8 +16,8 @@ import attrs
 import psutil
 import pytest
 
-from bench import kernels
-from bench.kernel_cases.all import all_cases
+from bench.kernels import __main__ as kernels
+from bench.kernels.all import all_cases
 from bench.lease import call, plan, running
 from bench.lease.archive import members, pack
 from bench.lease.call import Call, run_part

@@ -16,7 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bench.kernel_cases.all import all_cases
+from bench.kernels.all import all_cases
+from bench.kernels.planted import NAMES, planted_source
 from bench.lease import __main__ as command_line
 from bench.lease import call, prepare
 from bench.lease.archive import pack
@@ -24,7 +25,6 @@ from bench.lease.collect import collect
 from bench.lease.goals import KERNEL_GOALS, goals_page
 from bench.lease.manifest import Manifest, PreparedError
 from bench.lease.plan import CONTROLS, ROOT
-from bench.planted import NAMES, planted_source
 from gpu.kernels import nvrtc
 from gpu.kernels.cubins import CubinCache
 

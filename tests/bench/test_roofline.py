@@ -5,9 +5,8 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from bench.kernel_cases.all import all_cases
-from bench.random_model import LLAMA_8B
-from bench.roofline import (
+from bench.kernels.all import all_cases
+from bench.kernels.roofline import (
     AttentionShape,
     Ceilings,
     Work,
@@ -21,7 +20,8 @@ from bench.roofline import (
     shared_prefix_attention,
     silu_mul,
 )
-from bench.targets import Result, Target, judge
+from bench.kernels.targets import Result, Target, judge
+from bench.random_model import LLAMA_8B
 
 H200 = Ceilings(copy=4.3e12, matrix=790e12)
 LLAMA = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import engine_idle
+from bench.decode_step import engine as engine_idle
+from bench.decode_step.room import NoRoomError, folder_with_room, model_bytes
 from bench.random_model import LLAMA_8B, TINY, write_model
-from bench.room import NoRoomError, folder_with_room, model_bytes
 
 MEMORY, DISK = Path("/dev/shm"), Path("/tmp")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench import targets
-from bench.kernel_cases import Case
-from bench.kernel_cases.all import all_cases
-from bench.targets import Result, Target, judge
+from bench.kernels import targets
+from bench.kernels.all import all_cases
+from bench.kernels.case import Case
+from bench.kernels.targets import Result, Target, judge
 
 PEERS = {"flashinfer fa2": 3.0, "flashinfer xqa": 2.0, "torch flash": 1.0}
 

@@ -1,4 +1,4 @@
-"""Run one planted fault on the GPU: ``python -m bench.planted planted_race``.
+"""Run one planted fault on the GPU: ``python -m bench.kernels.planted planted_race``.
 
 compute-sanitizer is to report it. A sanitizer that doesn't has not looked at the kernels.
 """
@@ -32,7 +32,7 @@ def planted_source(name: str) -> KernelSource:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Launch the kernel that was asked for; 0, for the sanitizer's status is what counts."""
-    parser = argparse.ArgumentParser(prog="python -m bench.planted", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels.planted", description=__doc__)
     parser.add_argument("name", choices=NAMES)
     options = parser.parse_args(arguments)
     from gpu.kernels.device import DeviceLoader

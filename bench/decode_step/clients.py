@@ -1,4 +1,4 @@
-"""Streaming clients in a process of their own: ``python -m bench.engine_clients URL ...``.
+"""Streaming clients in a process of their own: ``python -m bench.decode_step.clients URL ...``.
 
 One Python process reads some 20,000 events a second; several of these together don't hold up the
 server that they measure. Says ``ready`` and waits for a line on standard input, so that all begin
@@ -27,7 +27,9 @@ def prompts(count: int, tokens: int, seed: int) -> list[str]:
 
 def main() -> int:
     """Send one request on each stream and print what came of it; 1 if a request failed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.engine_clients", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.decode_step.clients", description=__doc__
+    )
     parser.add_argument("url")
     parser.add_argument("--model", required=True)
     parser.add_argument("--streams", type=int, required=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from bench.kernel_cases import PeerAbsent
+from bench.kernels.case import PeerAbsent
 
 
 def flashinfer_module() -> Any:

@@ -11,10 +11,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from bench.gpu_timing import Launch
-from bench.kernel_cases import Contestant, Peer, PeerAbsent, poison, relative_error
-from bench.kernel_cases.attention_data import AttentionData, reference
-from bench.kernel_peers import needs_cuda
+from bench.kernels.attention_data import AttentionData, reference
+from bench.kernels.case import Contestant, Peer, PeerAbsent, poison, relative_error
+from bench.kernels.peers import needs_cuda
+from bench.kernels.timing import Launch
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

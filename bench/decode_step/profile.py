@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from bench.gpu_report import markdown_table
+from bench.kernels.report import markdown_table
 
 _LONGEST_NAME = 60
 

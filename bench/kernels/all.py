@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bench.kernel_cases import Case, attention, fused, lora, sampling
+from bench.kernels import attention, fused, lora, sampling
+from bench.kernels.case import Case
 
 
 def all_cases(*, tiny: bool) -> list[Case]:

@@ -18,7 +18,7 @@ from typing import Protocol
 import attrs
 import torch
 
-from bench.roofline import Ceilings
+from bench.kernels.roofline import Ceilings
 
 Launch = Callable[[], object]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from bench.gpu_timing import Launch
-from bench.kernel_cases import Contestant, Peer, PeerAbsent, poison, relative_error
-from bench.kernel_cases.attention_data import AttentionData, Buffers, reference
-from bench.kernel_peers import flashinfer_module
+from bench.kernels.attention_data import AttentionData, Buffers, reference
+from bench.kernels.case import Contestant, Peer, PeerAbsent, poison, relative_error
+from bench.kernels.peers import flashinfer_module
+from bench.kernels.timing import Launch
 
 _WORKSPACE_BYTES = 256 << 20
 _LAYOUT = "HND"

@@ -11,10 +11,10 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from bench.kernel_cases import Case, Contestant, Peer, Setting, Trial, poison, relative_error
-from bench.kernel_peers import flashinfer_module
-from bench.roofline import AttentionShape, Work, rms_norm, rope_and_write, silu_mul
-from bench.targets import Target
+from bench.kernels.case import Case, Contestant, Peer, Setting, Trial, poison, relative_error
+from bench.kernels.peers import flashinfer_module
+from bench.kernels.roofline import AttentionShape, Work, rms_norm, rope_and_write, silu_mul
+from bench.kernels.targets import Target
 from gpu.kernels.gather_tokens import GatherTokens
 from gpu.kernels.rms_norm import RmsNorm
 from gpu.kernels.rope_and_write import RopeAndWrite

@@ -13,14 +13,14 @@ from functools import partial
 import attrs
 import torch
 
-from bench.gpu_timing import Launch
-from bench.kernel_cases import Case, Contestant, Peer, Setting, Trial, poison, relative_error
-from bench.kernel_cases.attention_data import AttentionData, AttentionSpec, make_data, reference
-from bench.kernel_cases.attention_launches import decode_launches, prefill_launches, shared_launches
-from bench.kernel_peers.flashinfer_attention import attention_peers, cascade_peers
-from bench.kernel_peers.torch_attention import torch_peers
-from bench.roofline import decode_attention, prefill_attention, shared_prefix_attention
-from bench.targets import DECODE_ATTENTION, PREFILL_ATTENTION, Target
+from bench.kernels.attention_data import AttentionData, AttentionSpec, make_data, reference
+from bench.kernels.attention_launches import decode_launches, prefill_launches, shared_launches
+from bench.kernels.case import Case, Contestant, Peer, Setting, Trial, poison, relative_error
+from bench.kernels.flashinfer_attention import attention_peers, cascade_peers
+from bench.kernels.roofline import decode_attention, prefill_attention, shared_prefix_attention
+from bench.kernels.targets import DECODE_ATTENTION, PREFILL_ATTENTION, Target
+from bench.kernels.timing import Launch
+from bench.kernels.torch_attention import torch_peers
 
 _E4M3 = torch.float8_e4m3fn
 # One rounding of the weights and one of the result, each to bfloat16.

@@ -22,13 +22,13 @@ from pathlib import Path
 import attrs
 import torch
 
-from bench.decode_batch import DecodeBatch, StepTimes
-from bench.gpu_report import RESULTS, ResultFile, describe_ceilings, markdown_table
-from bench.gpu_timing import measure_ceilings
+from bench.decode_step.batch import DecodeBatch, StepTimes
+from bench.decode_step.profile import KernelShare, profile_steps, shares_table
+from bench.kernels.report import RESULTS, ResultFile, describe_ceilings, markdown_table
+from bench.kernels.roofline import Ceilings, decode_step_parts
+from bench.kernels.targets import DECODE_STEP, IDLE_SHARE
+from bench.kernels.timing import measure_ceilings
 from bench.random_model import LLAMA_8B, TINY, random_weights
-from bench.roofline import Ceilings, decode_step_parts
-from bench.step_profile import KernelShare, profile_steps, shares_table
-from bench.targets import DECODE_STEP, IDLE_SHARE
 from gpu.cuda.assembly import ServingLimits, assemble
 from gpu.cuda.graphs import Capturer
 from gpu.cuda.model_kernels import model_kernels
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("bench.decode_step: no GPU was found; --on emulation runs the same code without one")
         return 1
     if options.engine:
-        from bench.engine_idle import measure_engine
+        from bench.decode_step.engine import measure_engine
 
         return measure_engine(on_gpu=on_gpu, streams=options.streams, out=options.out)
     deadline = time.monotonic() + options.seconds

@@ -21,11 +21,11 @@ import torch
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.gpu_report import ResultFile, markdown_table
+from bench.decode_step.room import NoRoomError, folder_with_room, model_bytes, temporary_folders
+from bench.kernels.report import ResultFile, markdown_table
+from bench.kernels.targets import IDLE_SHARE
 from bench.random_model import LLAMA_8B, TINY, write_model
-from bench.room import NoRoomError, folder_with_room, model_bytes, temporary_folders
 from bench.servers import Running, Server, ServerFailed, running
-from bench.targets import IDLE_SHARE
 from trioserve.model_files import ModelConfig
 
 _MODEL = "random"
@@ -224,7 +224,7 @@ async def _clients(up: Running, load: EngineLoad, seed: int) -> list[dict[str, A
     async def one(number: int, streams: int) -> None:
         nonlocal num_ready
         command = [
-            *(sys.executable, "-m", "bench.engine_clients", url, "--model", _MODEL),
+            *(sys.executable, "-m", "bench.decode_step.clients", url, "--model", _MODEL),
             *("--streams", str(streams), "--seed", str(seed + 10_000 * number)),
             *("--prompt-tokens", str(load.prompt_tokens)),
             *("--output-tokens", str(load.output_tokens)),

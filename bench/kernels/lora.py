@@ -9,9 +9,9 @@ import attrs
 import numpy as np
 import torch
 
-from bench.kernel_cases import Case, Contestant, Peer, Setting, Trial, relative_error
-from bench.roofline import lora_update
-from bench.targets import Target
+from bench.kernels.case import Case, Contestant, Peer, Setting, Trial, relative_error
+from bench.kernels.roofline import lora_update
+from bench.kernels.targets import Target
 from gpu.kernels.lora import ENTRY, TILE, LoraUpdate, ProductShape, padded_rank
 
 _DTYPE = torch.bfloat16

@@ -21,8 +21,12 @@ from typing import Any
 import attrs
 import torch
 
-from bench.gpu_report import RESULTS, ResultFile, describe_ceilings, markdown_table
-from bench.gpu_timing import (
+from bench.kernels.all import all_cases
+from bench.kernels.case import Case, Contestant, Peer, PeerAbsent, Setting
+from bench.kernels.report import RESULTS, ResultFile, describe_ceilings, markdown_table
+from bench.kernels.roofline import Ceilings
+from bench.kernels.targets import Judged, Result, judge
+from bench.kernels.timing import (
     DryRun,
     GraphStopwatch,
     Recording,
@@ -30,10 +34,6 @@ from bench.gpu_timing import (
     measure_ceilings,
     measure_in_turn,
 )
-from bench.kernel_cases import Case, Contestant, Peer, PeerAbsent, Setting
-from bench.kernel_cases.all import all_cases
-from bench.roofline import Ceilings
-from bench.targets import Judged, Result, judge
 from gpu.kernels.catalogue import sources
 from gpu.kernels.emulation import EmulatedLoader
 from gpu.kernels.nvrtc import KernelBuildError
@@ -66,7 +66,7 @@ class Measured:
         return statistics.median(self.seconds[name])
 
     def result(self, ceilings: Ceilings) -> Result:
-        """For :func:`bench.targets.judge`."""
+        """For :func:`bench.kernels.targets.judge`."""
         return Result(
             title=self.case.title,
             floor=ceilings.floor(self.case.work),

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
-from bench.gpu_timing import Launch, buffer_sets
-from bench.roofline import Work
-from bench.targets import Target
+from bench.kernels.roofline import Work
+from bench.kernels.targets import Target
+from bench.kernels.timing import Launch, buffer_sets
 from gpu.kernels import KernelLoader
 
 

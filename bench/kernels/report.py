@@ -15,8 +15,8 @@ from typing import Any
 import attrs
 import torch
 
+from bench.kernels.roofline import Ceilings
 from bench.report import commit
-from bench.roofline import Ceilings
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -1,4 +1,4 @@
-"""Compile the peers' kernels ahead: ``python -m bench.kernel_peers.build``.
+"""Compile the peers' kernels ahead: ``python -m bench.kernels.build_peers``.
 
 FlashInfer compiles a kernel with nvcc when it is first asked for, one after the other. Here all
 that ``bench.kernels`` asks for are compiled side by side, those of the most cases first.
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from bench.kernel_cases import PeerAbsent
-from bench.kernel_peers import flashinfer_module
+from bench.kernels.case import PeerAbsent
+from bench.kernels.peers import flashinfer_module
 
 _BF16, _E4M3 = torch.bfloat16, torch.float8_e4m3fn
 _PAGE_SIZE = 16

@@ -15,11 +15,11 @@ from typing import Any
 import attrs
 import torch
 
-from bench.gpu_timing import Launch
-from bench.kernel_cases import Case, Contestant, Peer, Setting, Trial, poison
-from bench.kernel_peers import flashinfer_module
-from bench.roofline import sampling
-from bench.targets import Target
+from bench.kernels.case import Case, Contestant, Peer, Setting, Trial, poison
+from bench.kernels.peers import flashinfer_module
+from bench.kernels.roofline import sampling
+from bench.kernels.targets import Target
+from bench.kernels.timing import Launch
 from gpu.cuda.sampler import DeviceSampler
 from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampler_io import SamplerRow

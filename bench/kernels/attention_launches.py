@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.gpu_timing import Launch
-from bench.kernel_cases import Setting
-from bench.kernel_cases.attention_data import AttentionData, AttentionSpec, Buffers
+from bench.kernels.attention_data import AttentionData, AttentionSpec, Buffers
+from bench.kernels.case import Setting
+from bench.kernels.timing import Launch
 from gpu.attention.prefill_items import choose_tile, prefill_items
 from gpu.attention.shared_prefix import (
     PrefixCost,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from bench.kernel_cases import Setting, poison
-from bench.roofline import AttentionShape
+from bench.kernels.case import Setting, poison
+from bench.kernels.roofline import AttentionShape
 
 _E4M3_LARGEST = 448.0
 # Scores of a block of the reference: so many numbers of 8 bytes at once.
@@ -67,7 +67,7 @@ class AttentionSpec:
 
     @property
     def work_shape(self) -> AttentionShape:
-        """The shape as :mod:`bench.roofline` counts it."""
+        """The shape as :mod:`bench.kernels.roofline` counts it."""
         return AttentionShape(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

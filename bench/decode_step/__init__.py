@@ -1,0 +1,1 @@
+"""Whole decode steps beside their floor: ``python -m bench.decode_step``."""

@@ -1,0 +1,1 @@
+"""Each kernel beside its floor and its peers: ``python -m bench.kernels``."""
