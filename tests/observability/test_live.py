@@ -16,10 +16,10 @@ import trio.testing
 from trioserve import Engine, EngineError
 from trioserve.observability import live
 from trioserve.observability.live.figures import quantile
+from trioserve.observability.live.monitor import MAX_STEPS, MAX_WATCHERS, STAY_SECONDS, Watcher
 from trioserve.observability.live.prefix import PAGES_FOR_EACH, prefix_of
 from trioserve.observability.live.requests import shown_requests
 from trioserve.observability.live.schema import Picture, RequestRow, TaskNode
-from trioserve.observability.live.subject import MAX_STEPS, MAX_WATCHERS, STAY_SECONDS, Watcher
 from trioserve.observability.live.tasks import task_tree
 from trioserve.protocol.errors import ContextTooLong, WatcherLimit
 from trioserve.requests.request import TRANSITIONS

@@ -31,7 +31,7 @@ from trioserve.engine.submissions import Submissions, open_submissions
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
-from trioserve.observability.live.subject import Subject
+from trioserve.observability.live.monitor import Subject
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.pooling.batcher import Batcher

@@ -33,7 +33,7 @@ from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.tasks import EngineTasks, open_tasks
 from trioserve.model_files import locate
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
-from trioserve.observability.live.subject import Subject
+from trioserve.observability.live.monitor import Subject
 from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.task_dump import reporting

@@ -12,19 +12,19 @@ gone by then is recorded, as long as somebody watches: the newest steps, and the
 
 from __future__ import annotations
 
+from trioserve.observability.live.monitor import DEFAULT_NODES as DEFAULT_NODES
+from trioserve.observability.live.monitor import DEFAULT_REQUESTS as DEFAULT_REQUESTS
+from trioserve.observability.live.monitor import MAX_NODES as MAX_NODES
+from trioserve.observability.live.monitor import MAX_REQUESTS as MAX_REQUESTS
+from trioserve.observability.live.monitor import MAX_WATCHERS as MAX_WATCHERS
+from trioserve.observability.live.monitor import Subject as Subject
+from trioserve.observability.live.monitor import Watcher as Watcher
 from trioserve.observability.live.schema import SCHEMA as SCHEMA
 from trioserve.observability.live.schema import Hello as Hello
 from trioserve.observability.live.schema import Picture as Picture
-from trioserve.observability.live.subject import DEFAULT_NODES as DEFAULT_NODES
-from trioserve.observability.live.subject import DEFAULT_REQUESTS as DEFAULT_REQUESTS
-from trioserve.observability.live.subject import MAX_NODES as MAX_NODES
-from trioserve.observability.live.subject import MAX_REQUESTS as MAX_REQUESTS
-from trioserve.observability.live.subject import MAX_WATCHERS as MAX_WATCHERS
-from trioserve.observability.live.subject import Subject as Subject
-from trioserve.observability.live.subject import Watcher as Watcher
-from trioserve.observability.live.watching import DEFAULT_INTERVAL as DEFAULT_INTERVAL
-from trioserve.observability.live.watching import Watching as Watching
-from trioserve.observability.live.watching import due_after as due_after
-from trioserve.observability.live.watching import hello_of as hello_of
-from trioserve.observability.live.watching import subject_of as subject_of
-from trioserve.observability.live.watching import watch as watch
+from trioserve.observability.live.stream import DEFAULT_INTERVAL as DEFAULT_INTERVAL
+from trioserve.observability.live.stream import Watching as Watching
+from trioserve.observability.live.stream import due_after as due_after
+from trioserve.observability.live.stream import hello_of as hello_of
+from trioserve.observability.live.stream import subject_of as subject_of
+from trioserve.observability.live.stream import watch as watch

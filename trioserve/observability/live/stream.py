@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
+from trioserve.observability.live.monitor import DEFAULT_NODES, DEFAULT_REQUESTS, Subject, Watcher
 from trioserve.observability.live.schema import Hello, Picture
-from trioserve.observability.live.subject import DEFAULT_NODES, DEFAULT_REQUESTS, Subject, Watcher
 from trioserve.protocol.version import __version__
 
 if TYPE_CHECKING:
