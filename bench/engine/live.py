@@ -52,9 +52,9 @@ async def measure_cost(engine: Engine, number: int, pictures: int = 40) -> tuple
             for _ in range(pictures):
                 await trio.sleep(0.05)
                 began = time.thread_time_ns()
-                picture = watcher.take()
+                snapshot = watcher.take()
                 taken = time.thread_time_ns()
-                data = msgspec.json.encode(picture)
+                data = msgspec.json.encode(snapshot)
                 took.append(taken - began)
                 encoding.append(time.thread_time_ns() - taken)
         nursery.cancel_scope.cancel()
@@ -73,8 +73,8 @@ async def measure_rate(
 
     async def look() -> None:
         async with live.watch(engine, interval=interval) as pictures:
-            async for picture in pictures:
-                msgspec.json.encode(picture)
+            async for snapshot in pictures:
+                msgspec.json.encode(snapshot)
 
     async with trio.open_nursery() as nursery:
         if interval != UNWATCHED:

@@ -41,9 +41,9 @@ from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.recovery import Recovery
-from trioserve.scheduler.result_processing import Intake
+from trioserve.scheduler.result_processing import ResultProcessor
 from trioserve.scheduler.scheduler import Scheduler
-from trioserve.scheduler.sequence_state import Computation
+from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.slots import SlotTable
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
 from trioserve.text.detokenizer import Detokenizer
@@ -180,7 +180,7 @@ def _waiting_forgotten(original: Any) -> Any:
 def _preempted_last(original: Any) -> Any:
     """Move a preempted sequence to the end of the queue."""
 
-    def preempt(self: SchedulerCore, computation: Computation) -> None:
+    def preempt(self: SchedulerCore, computation: SequenceState) -> None:
         first, *rest = computation.order
         computation.order = (first + (1 << 40), *rest)
         original(self, computation)
@@ -192,7 +192,7 @@ def _preempted_last(original: Any) -> Any:
 def _released_twice(original: Any) -> Any:
     """Give the last page back on an abort and at the end of the step."""
 
-    def leave(self: Memory, computation: Computation) -> None:
+    def leave(self: Memory, computation: SequenceState) -> None:
         last = computation.pages[-1:]
         epoch = computation.last_plan
         original(self, computation)
@@ -292,11 +292,11 @@ def _death_unnoticed(original: Any) -> Any:
     return run
 
 
-@plants("tokens come twice after a preemption", "vllm-project/vllm#15996", Intake, "take")
+@plants("tokens come twice after a preemption", "vllm-project/vllm#15996", ResultProcessor, "take")
 def _resumed_without_output(original: Any) -> Any:
     """Begin again with the prompt after a preemption: tokens come twice."""
 
-    def take(self: Intake, *args: Any) -> list[SequenceOutput]:
+    def take(self: ResultProcessor, *args: Any) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = original(self, *args)
         if self._core.counters.num_preemptions:
             outputs = [

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gpu.cpu.adapters import CompiledAdapter, Step, pack_adapter, step_of
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
-from gpu.cpu.parts import NUM_PARTS, Part, Which, part_of
+from gpu.cpu.parts import NUM_PARTS, Part, ProductKind, part_of
 from gpu.executor import Copies
 from gpu.lora.groups import tokens_by_adapter
 from gpu.lora.store import AdapterStore
@@ -167,7 +167,7 @@ class CompiledModel:
             has_experts = config.experts_of(index) is not None
             set_layer = self._library.decoder_set_layer
             _check_memory(set_layer(self._decoder, index, window or 0, rotate, has_experts))
-        self._products: dict[tuple[Which, int, int], _Product] = {}
+        self._products: dict[tuple[ProductKind, int, int], _Product] = {}
         self._qk_norms: dict[int, dict[str, Numbers]] = {}
         self._step = _Step()
         self._step_pointer = ctypes.byref(self._step)
@@ -292,7 +292,7 @@ class CompiledModel:
             assert isinstance(weight, np.ndarray)  # vectors are never kept as blocks
             match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module)
             self._take_vector(*((int(match[1]), match[2]) if match else (0, module)), weight)
-        elif part.which in (Which.EMBEDDING, Which.HEAD):
+        elif part.which in (ProductKind.EMBEDDING, ProductKind.HEAD):
             self._add_segment(*part.product, weight)
         else:
             self._take_part(part, last, weight)
@@ -327,10 +327,10 @@ class CompiledModel:
             assert isinstance(weight, np.ndarray)
             product.biases[part.number] = weight
         biased = {
-            Which.QKV: self.config.qkv_bias,
-            Which.OUTPUT: self.config.output_bias,
-            Which.GATE_UP: self.config.mlp_bias,
-            Which.DOWN: self.config.mlp_bias,
+            ProductKind.QKV: self.config.qkv_bias,
+            ProductKind.OUTPUT: self.config.output_bias,
+            ProductKind.GATE_UP: self.config.mlp_bias,
+            ProductKind.DOWN: self.config.mlp_bias,
         }.get(part.which, False)
         wanted = NUM_PARTS[part.which]
         if len(product.weights) < wanted or (biased and len(product.biases) < wanted):
@@ -346,16 +346,16 @@ class CompiledModel:
             pointer, count = bias.ctypes.data, len(bias)
             _check_memory(set_bias(self._decoder, part.which, part.layer, pointer, count))
 
-    def _add_segment(self, which: Which, layer: int, expert: int, weight: Weight) -> None:
+    def _add_segment(self, which: ProductKind, layer: int, expert: int, weight: Weight) -> None:
         if isinstance(weight, Blocks):
             kept = Format[weight.type.name]
             into = Format.W8A8 if self.quantization == "w8a8" else kept
             source, data = _FROM_BLOCKS, np.ascontiguousarray(weight.raw)
         else:
             into = _ROUNDED.get(self.quantization, Format.BF16)
-            if which == Which.ROUTER:
+            if which == ProductKind.ROUTER:
                 into = Format.BF16  # small, and every token's experts depend on it
-            if into == Format.Q4_0 and which in (Which.EMBEDDING, Which.HEAD):
+            if into == Format.Q4_0 and which in (ProductKind.EMBEDDING, ProductKind.HEAD):
                 into = Format.Q8_0  # as GGUF files have it: every token's logits depend on these
             source, data = _SOURCES[weight.dtype], np.ascontiguousarray(weight)
         outputs, inputs = weight.shape

@@ -10,7 +10,7 @@ import attrs
 from gpu.weights.packed_modules import PACKED_MODULES, PACKED_PLACES
 
 
-class Which(enum.IntEnum):
+class ProductKind(enum.IntEnum):
     """The products of a model, as decoder_abi.cpp numbers them."""
 
     EMBEDDING = 0
@@ -24,16 +24,16 @@ class Which(enum.IntEnum):
     EXPERT_DOWN = 8
 
 
-_WHOLE = {"model.embed_tokens": Which.EMBEDDING, "lm_head": Which.HEAD}
+_WHOLE = {"model.embed_tokens": ProductKind.EMBEDDING, "lm_head": ProductKind.HEAD}
 _OF_LAYER = {
-    "qkv": Which.QKV,
-    "output": Which.OUTPUT,
-    "gate_up": Which.GATE_UP,
-    "down": Which.DOWN,
+    "qkv": ProductKind.QKV,
+    "output": ProductKind.OUTPUT,
+    "gate_up": ProductKind.GATE_UP,
+    "down": ProductKind.DOWN,
 }
-_OF_EXPERT = {"gate_up": Which.EXPERT_GATE_UP, "down": Which.EXPERT_DOWN}
+_OF_EXPERT = {"gate_up": ProductKind.EXPERT_GATE_UP, "down": ProductKind.EXPERT_DOWN}
 NUM_PARTS = {
-    Which.ROUTER: 1,
+    ProductKind.ROUTER: 1,
     **{
         which: len(PACKED_MODULES[product])
         for product, which in (*_OF_LAYER.items(), *_OF_EXPERT.items())
@@ -48,13 +48,13 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
 class Part:
     """A part of a product, the ``number``-th along its outputs."""
 
-    which: Which
+    which: ProductKind
     layer: int
     expert: int
     number: int
 
     @property
-    def product(self) -> tuple[Which, int, int]:
+    def product(self) -> tuple[ProductKind, int, int]:
         """What it shares with the other parts."""
         return self.which, self.layer, self.expert
 
@@ -71,7 +71,7 @@ def part_of(module: str) -> Part | None:
         return None
     layer, inner, expert, products = int(match[1]), match[2], 0, _OF_LAYER
     if inner == "mlp.gate":
-        return Part(Which.ROUTER, layer, 0, 0)
+        return Part(ProductKind.ROUTER, layer, 0, 0)
     if of_expert := _EXPERT.fullmatch(inner):
         expert, inner, products = int(of_expert[1]), f"mlp.{of_expert[2]}", _OF_EXPERT
     if inner not in PACKED_PLACES:

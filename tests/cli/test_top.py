@@ -16,7 +16,7 @@ import rich.console
 import trio
 from rich.text import Text
 
-from tests.support.live_pictures import NOW, hello, picture, row, some_rows
+from tests.support.live_pictures import NOW, hello, row, snapshot, some_rows
 from tests.support.load_server import CUT, FakeServer, Script
 from trioserve.cli.commands import main
 from trioserve.cli.top.command import Top
@@ -40,10 +40,10 @@ from trioserve.observability.live.schema import Counts, Pages, Rates, WorkerStat
 # -- drawing
 
 
-def a_view(*pictures: Any) -> View:
+def a_view(*snapshots: Any) -> View:
     view = View(url="http://127.0.0.1:8000")
     view.greet(hello())
-    for number, each in enumerate(pictures):
+    for number, each in enumerate(snapshots):
         view.take(each, number)
     return view
 
@@ -51,7 +51,7 @@ def a_view(*pictures: Any) -> View:
 def growing(number: int) -> Any:
     rows = some_rows()
     rows[2] = row(3, output_tokens=30 + 8 * number)
-    return picture(number, requests=rows)
+    return snapshot(number, requests=rows)
 
 
 def plain(view: View, width: int, height: int | None, **more: Any) -> list[str]:
@@ -105,7 +105,7 @@ def test_what_there_is_too_little_room_for_goes() -> None:
 
 def test_everything_is_there_without_a_height_but_no_keys() -> None:
     rows = [row(number) for number in range(1, 60)]
-    lines = plain(a_view(picture(requests=rows)), 80, None)
+    lines = plain(a_view(snapshot(requests=rows)), 80, None)
     assert lines[-1].startswith("chatcmpl-59 ")
     assert " 812 tok/s" in lines[2]
     assert "█" not in lines[2], "one picture is no line"
@@ -116,9 +116,9 @@ def test_what_is_wrong_is_told_in_words() -> None:
         pid=None, state="restarting", restarts=2, since=NOW, last_death="killed by \x1b[31mSIGKILL"
     )
     counts = Counts(
-        **{**msgspec.structs.asdict(picture().counts), "preempted": 7, "tokenizing": 1},
+        **{**msgspec.structs.asdict(snapshot().counts), "preempted": 7, "tokenizing": 1},
     )
-    told = picture(
+    told = snapshot(
         health="no_worker",
         paused=True,
         worker=worker,
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_told_in_words() -> None:
 
 
 def test_the_tree_of_tasks() -> None:
-    view = a_view(picture())
+    view = a_view(snapshot())
     view.press("t")
     lines = plain(view, 80, 24)
     assert lines[8:13] == [
@@ -220,7 +220,7 @@ def test_keys_are_read_from_any_pieces() -> None:
 
 
 def test_the_lower_part_scrolls_as_far_as_it_goes() -> None:
-    view = a_view(picture(requests=[row(number) for number in range(1, 41)]))
+    view = a_view(snapshot(requests=[row(number) for number in range(1, 41)]))
     page = draw(view, 80, 20, UNICODE).page
     assert page == 10
     top = []
@@ -229,12 +229,12 @@ def test_the_lower_part_scrolls_as_far_as_it_goes() -> None:
         top.append(plain(view, 80, 20)[9].split()[0].removeprefix("chatcmpl-"))
     assert top == ["1", "2", "12", "2", "31", "31", "1", "1", "2"]
     view.press("end", page)
-    view.take(picture(1), 1)
+    view.take(snapshot(1), 1)
     assert plain(view, 80, 20)[-1].endswith(" 1-4 of 4")
 
 
 def test_the_requests_are_sorted_as_asked() -> None:
-    view = a_view(picture(requests=[row(1, pages=50), row(2, output_tokens=90), row(3)]))
+    view = a_view(snapshot(requests=[row(1, pages=50), row(2, output_tokens=90), row(3)]))
     orders = {}
     for _ in range(5):
         orders[view.sort] = [each.id[-1] for each in view.rows]
@@ -258,7 +258,7 @@ def test_while_it_is_paused_nothing_moves_and_nothing_is_missed() -> None:
         view.take(growing(number), number)
     assert plain(view, 80, 24) == shown
     view.press(" ")
-    assert view.picture == growing(5)
+    assert view.snapshot == growing(5)
     assert len(view.moments) == 5
     assert plain(view, 80, 24)[11].split()[5:8] == ["70", "██████░░", "8.0"]
 
@@ -273,7 +273,7 @@ def event(name: str, value: Any) -> bytes:
 HELLO = event("hello", hello())
 
 
-def pictures(*numbers: int) -> Script:
+def snapshots(*numbers: int) -> Script:
     return [(0, HELLO), *((1, event("picture", growing(number))) for number in numbers)]
 
 
@@ -325,7 +325,7 @@ async def test_pictures_are_printed_as_they_come(
     capsys: pytest.CaptureFixture[str], autojump_clock: trio.testing.MockClock
 ) -> None:
     async with trio.open_nursery() as nursery:
-        server = Server(nursery, [pictures(1, 2, 3), pictures(1, 2, 3), pictures(1, 2, 3)])
+        server = Server(nursery, [snapshots(1, 2, 3), snapshots(1, 2, 3), snapshots(1, 2, 3)])
         top = Top(server.remote, "", 1.0)
         await top.print_json(once=True)
         one = capsys.readouterr().out
@@ -409,8 +409,8 @@ async def test_a_server_that_goes_is_found_again(autojump_clock: trio.testing.Mo
         ("lost, trying again: http://h can't be reached: nobody there", "t"),
         ("up 1:02:11", "q"),
     ])  # fmt: skip
-    script = [*pictures(1, 2), (1, CUT)]
-    assert await top(screen, script, pictures(5, 6, 7, 8), back_after=10) == 0
+    script = [*snapshots(1, 2), (1, CUT)]
+    assert await top(screen, script, snapshots(5, 6, 7, 8), back_after=10) == 0
     assert "TASKS" in "".join(screen.shown)
     assert "trying again" not in screen.shown[-1]
 
@@ -423,7 +423,7 @@ async def test_however_it_ends_the_terminal_is_given_back(
     act: str | signal.Signals, code: int, autojump_clock: trio.testing.MockClock
 ) -> None:
     """A key, a terminal that is gone, or a signal."""
-    assert await top(FakeScreen([("up 1:02:07", act)]), pictures(*range(1, 9))) == code
+    assert await top(FakeScreen([("up 1:02:07", act)]), snapshots(*range(1, 9))) == code
 
 
 async def test_a_server_that_is_not_there_at_first_is_a_failure() -> None:

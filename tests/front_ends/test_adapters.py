@@ -49,10 +49,10 @@ async def test_whoever_loads_one_all_serve_it(tmp_path: Path) -> None:
                 results.append(await tokens(second, "a", 300))
 
             nursery.start_soon(ask)
-            while server.host.statistics().scheduler.num_running == 0:
+            while server.engine_server.statistics().scheduler.num_running == 0:
                 await trio.sleep(0.001)
             await first.engine.unload_adapter("a")
-            assert server.host.statistics().scheduler.num_running == 0
+            assert server.engine_server.statistics().scheduler.num_running == 0
         assert len(results[0]) == 300
         await offered(second, ["b"])
         for front_end in server.front_ends:

@@ -26,7 +26,7 @@ from trioserve import (
     QueueFull,
 )
 from trioserve.front_ends.client import server_api as shared
-from trioserve.front_ends.server import engine_server as host
+from trioserve.front_ends.server import engine_server as engine_server
 from trioserve.front_ends.server.requests import MAX_UNTAKEN
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.http.api.errors import KeyLimit
@@ -102,7 +102,7 @@ async def test_many_at_a_time_through_both(tmp_path: Path) -> None:
             for index in range(60):
                 nursery.start_soon(ask, server.front_ends[index % 2], index)
         await server.wait_nothing_held()
-        assert server.host.statistics().scheduler.num_preemptions > 0
+        assert server.engine_server.statistics().scheduler.num_preemptions > 0
     assert [given[index] for index in range(60)] == expected
 
 
@@ -142,12 +142,12 @@ async def test_leaving_a_block_frees_what_was_held(tmp_path: Path) -> None:
                 while not first.remote.num_waiting == second.remote.num_waiting == 2:
                     await trio.sleep(0.005)
             assert first.remote.num_waiting_tokens == 2 * len(PROMPT)
-            assert not server.host.idle
+            assert not server.engine_server.idle
         await server.wait_nothing_held()
         with trio.fail_after(30):
             while first.remote.num_waiting or second.remote.num_waiting:
                 await trio.sleep(0.005)
-        counted = (await first.whole._collect()).snapshot
+        counted = (await first.server_api._collect()).snapshot
         assert dict(counted.counters["aborts"]) == {("waiting",): 2, ("decode",): 2}
 
 
@@ -160,24 +160,24 @@ async def test_a_front_end_that_dies_takes_nobody_with_it(tmp_path: Path) -> Non
                 for _ in range(5):
                     nursery.start_soon(_wait_in, first)
                 with trio.fail_after(30):
-                    while server.host.statistics().scheduler.num_running < 6:
+                    while server.engine_server.statistics().scheduler.num_running < 6:
                         await trio.sleep(0.005)
-                assert len(first.home.requests) == 5
+                assert len(first.peer.requests) == 5
                 first.life.cancel()
                 await first.gone.wait()
-                assert first.home.num_lost == 5
-                assert server.host.homes == [second.home]
+                assert first.peer.num_lost == 5
+                assert server.engine_server.peers == [second.peer]
                 with trio.fail_after(30):
-                    while server.host.statistics().scheduler.num_running > 1:
+                    while server.engine_server.statistics().scheduler.num_running > 1:
                         await trio.sleep(0.005)
                 nursery.cancel_scope.cancel()
             chunks = [chunk async for chunk in stream]
         assert chunks[-1].finish_reason == "length"
         with trio.fail_after(30):
-            while not server.host.idle:
+            while not server.engine_server.idle:
                 await trio.sleep(0.005)
-        server.host.check_integrity()
-        assert server.host.statistics().scheduler.pages_held == 0
+        server.engine_server.check_integrity()
+        assert server.engine_server.statistics().scheduler.pages_held == 0
 
 
 async def _wait_in(front_end: FrontEnd) -> None:
@@ -205,11 +205,11 @@ async def test_a_lost_worker_is_a_pause_for_all(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             for front_end in server.front_ends:
                 nursery.start_soon(ask, front_end)
-            while server.host.statistics().scheduler.num_tokens_sampled < 10:
+            while server.engine_server.statistics().scheduler.num_tokens_sampled < 10:
                 await trio.sleep(0.005)
             killed.set()
         assert [each.token_ids for each in completions] == [expected.token_ids] * 2
-        assert server.host.statistics().worker_restarts == 1
+        assert server.engine_server.statistics().worker_restarts == 1
         await server.front_ends[0].remote.look()
         assert server.front_ends[0].engine.statistics().worker_restarts == 1
         await server.wait_nothing_held()
@@ -223,7 +223,7 @@ async def test_the_queue_is_bounded_over_all(tmp_path: Path) -> None:
         async with contextlib.AsyncExitStack() as stack:
             await _enter(stack, first)
             with trio.fail_after(30):
-                while server.host.statistics().scheduler.num_running < 1:
+                while server.engine_server.statistics().scheduler.num_running < 1:
                     await trio.sleep(0.005)
             for front_end in (first, second, first):
                 await _enter(stack, front_end)
@@ -269,11 +269,11 @@ async def test_an_abort_while_a_grammar_is_prepared(tmp_path: Path) -> None:
                 grammar = Grammar("regex", "a")
                 nursery.start_soon(partial(front_end.engine.complete, PROMPT, grammar=grammar))
                 with trio.fail_after(20):
-                    while not front_end.home.requests:
+                    while not front_end.peer.requests:
                         await trio.sleep(0.005)
                 nursery.cancel_scope.cancel()
         await server.wait_nothing_held()
-        assert dict((await second.whole._collect()).snapshot.counters["aborts"]) == {
+        assert dict((await second.server_api._collect()).snapshot.counters["aborts"]) == {
             ("preparing",): 2
         }
 
@@ -298,7 +298,7 @@ async def test_a_call_is_given_up_on_both_sides(tmp_path: Path) -> None:
             await front_end.engine.call_worker("slow")
         assert patience.cancelled_caught
         with trio.fail_after(30):
-            while front_end.home.asks._answering:
+            while front_end.peer.rpc._answering:
                 await trio.sleep(0.005)
 
 
@@ -313,7 +313,7 @@ async def test_metrics_are_sums_whoever_is_asked(tmp_path: Path) -> None:
         first.engine.metrics.watch_connections(range(3))
         second.engine.metrics.watch_connections(range(4))
         for front_end in (first, second):
-            lines = (await front_end.whole.metrics()).decode().splitlines()
+            lines = (await front_end.server_api.metrics()).decode().splitlines()
             values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
             labels = 'engine="0",model_name="fake"'
             expected = {
@@ -333,7 +333,7 @@ async def test_metrics_are_sums_whoever_is_asked(tmp_path: Path) -> None:
         # What a front end has counted doesn't go with it, if it was asked since.
         first.life.cancel()
         await first.gone.wait()
-        text = (await second.whole.metrics()).decode()
+        text = (await second.server_api.metrics()).decode()
         assert 'finished_reason="length",model_name="fake"} 5.0' in text
         assert f"trioserve:http_connections{{{labels}}} 4.0" in text
 
@@ -341,14 +341,14 @@ async def test_metrics_are_sums_whoever_is_asked(tmp_path: Path) -> None:
 async def test_health_is_the_engine_processs(tmp_path: Path) -> None:
     async with open_server(tmp_path) as server:
         first, second = server.front_ends
-        assert [await each.whole.health_word() for each in (first, second)] == ["ok", "ok"]
+        assert [await each.server_api.health_word() for each in (first, second)] == ["ok", "ok"]
         first.engine.drain()
-        assert await first.whole.health_word() == "draining"
-        assert await second.whole.health_word() == "ok"
-        statistics = await second.whole.statistics()
+        assert await first.server_api.health_word() == "draining"
+        assert await second.server_api.health_word() == "ok"
+        statistics = await second.server_api.statistics()
         assert statistics.num_streams == 0
         async with second.engine.generate(PROMPT, max_tokens=1000):
-            assert (await second.whole.statistics()).num_streams == 1
+            assert (await second.server_api.statistics()).num_streams == 1
 
 
 async def _says_nothing(*_: object) -> None:
@@ -362,9 +362,9 @@ async def test_an_engine_process_that_says_nothing_is_stalled(
         (first, _) = server.front_ends
         monkeypatch.setattr(shared, "HEALTH_SECONDS", 0.05)
         monkeypatch.setattr(first.remote, "look", _says_nothing)
-        assert await first.whole.health_word() == "stalled"
+        assert await first.server_api.health_word() == "stalled"
         monkeypatch.undo()
-        assert await first.whole.health_word() == "ok"
+        assert await first.server_api.health_word() == "ok"
 
 
 async def test_a_front_end_that_says_nothing_is_counted_as_it_last_was(
@@ -374,13 +374,13 @@ async def test_a_front_end_that_says_nothing_is_counted_as_it_last_was(
         first, second = server.front_ends
         await first.engine.complete(PROMPT, max_tokens=3)
         name = 'request_success_total{engine="0",finished_reason="length",model_name="fake"}'
-        assert f"trioserve:{name} 1.0" in (await second.whole.metrics()).decode()
+        assert f"trioserve:{name} 1.0" in (await second.server_api.metrics()).decode()
         await first.engine.complete(PROMPT, max_tokens=3)
-        monkeypatch.setattr(host, "ANSWER_SECONDS", 0.05)
-        monkeypatch.setitem(cast(Any, first.remote.asks._handlers), "count", _says_nothing)
-        assert f"trioserve:{name} 1.0" in (await second.whole.metrics()).decode()
+        monkeypatch.setattr(engine_server, "ANSWER_SECONDS", 0.05)
+        monkeypatch.setitem(cast(Any, first.remote.rpc._handlers), "count", _says_nothing)
+        assert f"trioserve:{name} 1.0" in (await second.server_api.metrics()).decode()
         monkeypatch.undo()
-        assert f"trioserve:{name} 2.0" in (await second.whole.metrics()).decode()
+        assert f"trioserve:{name} 2.0" in (await second.server_api.metrics()).decode()
 
 
 async def test_seats_of_a_key_are_those_of_all(tmp_path: Path) -> None:
@@ -389,12 +389,12 @@ async def test_seats_of_a_key_are_those_of_all(tmp_path: Path) -> None:
     caller = Caller("key-1", admin=False)
     async with open_server(tmp_path, server_options=options) as server:
         first, second = server.front_ends
-        with await first.whole.seat(keys, caller):
-            with await second.whole.seat(keys, caller):
+        with await first.server_api.permit(keys, caller):
+            with await second.server_api.permit(keys, caller):
                 for front_end in (first, second):
                     with pytest.raises(KeyLimit, match="2 requests with this key"):
-                        await front_end.whole.seat(keys, caller)
-                with await first.whole.seat(keys, Caller("admin-1", admin=True)):
+                        await front_end.server_api.permit(keys, caller)
+                with await first.server_api.permit(keys, Caller("admin-1", admin=True)):
                     pass
             with await _seat(first, keys, caller):
                 pass
@@ -412,7 +412,7 @@ async def _seat(front_end: FrontEnd, keys: Keys, caller: Caller) -> Seat:
     with trio.fail_after(30):
         while True:
             with contextlib.suppress(KeyLimit):
-                return await front_end.whole.seat(keys, caller)
+                return await front_end.server_api.permit(keys, caller)
 
 
 async def test_control_reaches_all(tmp_path: Path) -> None:
@@ -422,43 +422,43 @@ async def test_control_reaches_all(tmp_path: Path) -> None:
             first.engine.generate(PROMPT, max_tokens=1000, request_id="a-1") as one,
             second.engine.generate(PROMPT, max_tokens=1000, request_id="a-2") as other,
         ):
-            assert await second.whole.abort(["a-"], prefix=True) == 2
+            assert await second.server_api.abort(["a-"], prefix=True) == 2
             for stream in (one, other):
                 chunks = [chunk async for chunk in stream]
                 assert chunks[-1].finish_reason == "abort"
-        await first.whole.pause("wait", refuse=True)
-        assert await second.whole.paused()
+        await first.server_api.pause("wait", refuse=True)
+        assert await second.server_api.paused()
         with pytest.raises(Paused):
             await second.engine.complete(PROMPT, max_tokens=2)
-        await second.whole.resume()
-        assert not await first.whole.paused()
+        await second.server_api.resume()
+        assert not await first.server_api.paused()
         assert (await second.engine.complete(PROMPT, max_tokens=2)).finish_reason == "length"
-        assert await first.whole.flush_cache() > 0
-        await first.whole.release_memory()
-        assert await second.whole.memory_released()
-        await second.whole.resume_memory()
-        assert not await first.whole.memory_released()
+        assert await first.server_api.flush_cache() > 0
+        await first.server_api.release_memory()
+        assert await second.server_api.memory_released()
+        await second.server_api.resume_memory()
+        assert not await first.server_api.memory_released()
         assert (await first.engine.complete(PROMPT, max_tokens=2)).finish_reason == "length"
         with pytest.raises(InvalidRequest, match="mode"):
-            await first.whole.pause("sideways", refuse=False)
+            await first.server_api.pause("sideways", refuse=False)
         await server.wait_nothing_held()
 
 
 async def test_steps_of_all_are_told(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow_worker) as server:
         first, second = server.front_ends
-        assert await first.whole.iterations() == []
+        assert await first.server_api.iterations() == []
         start = trio.current_time()
         await second.engine.complete(PROMPT, max_tokens=3)
-        records = await second.whole.iterations()
+        records = await second.server_api.iterations()
         assert sum(each.num_tokens_sampled for each in records) == 3
         assert all(start <= each.time <= trio.current_time() for each in records)
-        assert sum(each.num_tokens_sampled for each in await first.whole.iterations()) == 0
-        assert await first.whole.cache_events() == []
+        assert sum(each.num_tokens_sampled for each in await first.server_api.iterations()) == 0
+        assert await first.server_api.cache_events() == []
         retention = Retention([RetentionRange(0, None, 90, 60_000)], output_priority=80)
         await second.engine.complete("a" * 40, max_tokens=3, retention=retention)
-        assert {each.kind for each in await second.whole.cache_events()} == {"stored"}
-        pool = server.host._scheduler._core.memory.pool  # type: ignore[union-attr]
+        assert {each.kind for each in await second.server_api.cache_events()} == {"stored"}
+        pool = server.engine_server._scheduler._core.memory.pool  # type: ignore[union-attr]
         assert 90 in {pool.level(page) for page in pool.kept()}
         await server.wait_nothing_held()
 
@@ -483,10 +483,10 @@ async def test_one_that_lags_gets_several_steps_as_one(tmp_path: Path) -> None:
         first, second = server.front_ends
         async with first.engine.generate(PROMPT, **params) as stream:
             chunks = [await stream.receive()]
-            first.home.hosted.num_untaken += MAX_UNTAKEN
+            first.peer.hosted.num_untaken += MAX_UNTAKEN
             assert len((await second.engine.complete(PROMPT, max_tokens=15)).token_ids) == 15
-            first.home.hosted.num_untaken -= MAX_UNTAKEN
-            first.home.wake()
+            first.peer.hosted.num_untaken -= MAX_UNTAKEN
+            first.peer.wake()
             chunks += [chunk async for chunk in stream]
         assert completion_of(stream, chunks).outputs == expected.outputs
         assert max(len(chunk.token_ids) for chunk in chunks) >= 10

@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from trioserve import EngineConfig
-from trioserve.front_ends.heartbeat import MIN_PATIENCE, Pulse, interval_of, patience_of
+from trioserve.front_ends.heartbeat import MIN_PATIENCE, Heartbeat, interval_of, patience_of
 from trioserve.observability.tracing import FLUSH_SECONDS
 from trioserve.protocol.errors import FrontEndLost
 from trioserve.scheduler.scheduler import SECOND_LOOK
@@ -17,32 +17,32 @@ from trioserve.scheduler.scheduler import SECOND_LOOK
 Clock = trio.testing.MockClock
 
 
-async def lives_until(pulse: Pulse) -> float:
+async def lives_until(heartbeat: Heartbeat) -> float:
     """When it is given up."""
     with pytest.raises(FrontEndLost, match="no sign of life within 8 s") as caught:
-        await pulse.watch()
+        await heartbeat.watch()
     assert caught.value.is_hung
     return trio.current_time()
 
 
 async def test_it_counts_as_hung_when_no_sign_comes(autojump_clock: Clock) -> None:
-    assert await lives_until(Pulse(8.0)) == 8 + SECOND_LOOK
+    assert await lives_until(Heartbeat(8.0)) == 8 + SECOND_LOOK
 
 
 async def test_every_sign_gives_it_time_again(autojump_clock: Clock) -> None:
-    pulse = Pulse(8.0)
+    heartbeat = Heartbeat(8.0)
 
     async def live() -> None:
         for _ in range(5):
             await trio.sleep(7.9)
-            pulse.beat()
+            heartbeat.beat()
         # While this process looks a second time, it counts.
         await trio.sleep(8.5)
-        pulse.beat()
+        heartbeat.beat()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(live)
-        died = await lives_until(pulse)
+        died = await lives_until(heartbeat)
     assert died == pytest.approx(5 * 7.9 + 8.5 + 8 + SECOND_LOOK)
 
 
@@ -50,12 +50,12 @@ async def test_an_engine_process_that_was_stopped_itself_forgives_once(
     autojump_clock: Clock,
 ) -> None:
     """A paused container takes both along."""
-    pulse = Pulse(8.0)
+    heartbeat = Heartbeat(8.0)
     autojump_clock.autojump_threshold = math.inf
     async with trio.open_nursery() as nursery:
 
         async def watch() -> None:
-            assert await lives_until(pulse) == 1000 + 8 + SECOND_LOOK
+            assert await lives_until(heartbeat) == 1000 + 8 + SECOND_LOOK
 
         nursery.start_soon(watch)
         await trio.testing.wait_all_tasks_blocked()

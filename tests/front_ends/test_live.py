@@ -12,12 +12,12 @@ import trio.testing
 
 from tests.support.front_ends import Server, open_server
 from trioserve import EngineError
-from trioserve.front_ends.messages import Ask, Withdraw
-from trioserve.front_ends.rpc import Asks
-from trioserve.front_ends.server.subscriptions import HostedWatches
+from trioserve.front_ends.messages import RpcCall, RpcCancel
+from trioserve.front_ends.rpc import RpcPeer
+from trioserve.front_ends.server.subscriptions import FrontEndSubscriptions
 from trioserve.http.api.server_api import Pictures
 from trioserve.observability import live
-from trioserve.observability.live.schema import Picture, TaskNode
+from trioserve.observability.live.schema import Snapshot, TaskNode
 from trioserve.protocol.errors import WatcherLimit
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
@@ -27,45 +27,45 @@ def slow() -> FakeWorker:
     return FakeWorker(step_time=0.01)
 
 
-async def seen(take: Pictures, condition: Callable[[Picture], bool]) -> Picture:
+async def seen(take: Pictures, condition: Callable[[Snapshot], bool]) -> Snapshot:
     with trio.fail_after(60):
-        while not condition(picture := await take()):
+        while not condition(snapshot := await take()):
             await trio.sleep(0.01)
-    return picture
+    return snapshot
 
 
 async def until_unwatched(server: Server) -> None:
-    subject = server.host.subject
+    monitor = server.engine_server.monitor
     with trio.fail_after(60):
-        while subject.departures.is_wanted or subject.scheduler.feeds.iterations.feed.is_wanted:
+        while monitor.departures.is_wanted or monitor.scheduler.feeds.iterations.feed.is_wanted:
             await trio.sleep(0.01)
 
 
 async def test_every_front_end_shows_the_whole_server(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow) as server, trio.open_nursery() as nursery:
         first, second = server.front_ends
-        assert first.engine.subject is None
+        assert first.engine.monitor is None
 
         async def ask() -> None:
             await first.engine.complete("abc", max_tokens=50, request_id="of the first")
 
-        async with second.whole.watch(requests=10, nodes=10) as take:
+        async with second.server_api.watch(requests=10, nodes=10) as take:
             assert (await take()).requests == []
             nursery.start_soon(ask)
-            picture = await seen(take, lambda picture: bool(picture.requests))
-            assert picture.requests[0].id == "of the first"
-            assert picture.health == "ok"
-            assert picture.worker.state == "running"
-            picture = await seen(take, lambda picture: picture.counts.finished_total == 1)
-            (row,) = picture.requests
+            snapshot = await seen(take, lambda snapshot: bool(snapshot.requests))
+            assert snapshot.requests[0].id == "of the first"
+            assert snapshot.health == "ok"
+            assert snapshot.worker.state == "running"
+            snapshot = await seen(take, lambda snapshot: snapshot.counts.finished_total == 1)
+            (row,) = snapshot.requests
             assert (row.state, row.finish_reason) == ("finished", "length")
             assert [state for state, _ in row.timeline] == [
                 *("tokenizing", "waiting", "prefill", "decode", "finished")
             ]
             # What the front ends count is in it.
-            assert picture.latency.e2e is not None
-            assert picture.latency.ttft is not None
-            assert_processes(picture.tasks)
+            assert snapshot.latency.e2e is not None
+            assert snapshot.latency.ttft is not None
+            assert_processes(snapshot.tasks)
         await until_unwatched(server)
 
 
@@ -78,61 +78,61 @@ def assert_processes(tasks: TaskNode) -> None:
 async def test_who_leaves_through_a_front_end_is_shown_as_aborted(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow) as server:
         first, second = server.front_ends
-        async with second.whole.watch(requests=10, nodes=10) as take:
+        async with second.server_api.watch(requests=10, nodes=10) as take:
             async with first.engine.generate("abc", max_tokens=500):
-                await seen(take, lambda picture: picture.counts.running == 1)
-            picture = await seen(
-                take, lambda picture: [row.state for row in picture.requests] == ["finished"]
+                await seen(take, lambda snapshot: snapshot.counts.running == 1)
+            snapshot = await seen(
+                take, lambda snapshot: [row.state for row in snapshot.requests] == ["finished"]
             )
-            assert picture.requests[0].finish_reason == "abort"
+            assert snapshot.requests[0].finish_reason == "abort"
 
 
 async def test_a_front_end_that_goes_watches_no_more(tmp_path: Path) -> None:
     async with open_server(tmp_path) as server:
         first, second = server.front_ends
-        async with second.whole.watch(requests=1, nodes=1) as take:
+        async with second.server_api.watch(requests=1, nodes=1) as take:
             await take()
             with pytest.raises(EngineError):
-                async with first.whole.watch(requests=1, nodes=1) as dying:
+                async with first.server_api.watch(requests=1, nodes=1) as dying:
                     await dying()
-                    assert server.host.subject.departures.num_readers == 2
+                    assert server.engine_server.monitor.departures.num_readers == 2
                     first.life.cancel()
                     await first.gone.wait()
-                    assert server.host.subject.departures.num_readers == 1
+                    assert server.engine_server.monitor.departures.num_readers == 1
                     raise EngineError("the block's own")
-            picture = await take()
-            assert [node.name for node in picture.tasks.children] == ["engine", "front end 1"]
+            snapshot = await take()
+            assert [node.name for node in snapshot.tasks.children] == ["engine", "front end 1"]
         await until_unwatched(server)
 
 
 async def test_who_changes_their_mind_watches_nothing() -> None:
     """A question whose withdrawal was there before anybody began to answer it."""
     async with open_fake_engine() as engine, trio.open_nursery() as nursery:
-        subject = live.subject_of(engine)
+        monitor = live.subject_of(engine)
 
         async def look_around() -> list[TaskNode]:
             return []
 
-        watches = HostedWatches(subject, look_around)
-        asks = Asks(lambda _: None, watches.handlers, EngineError("gone"))
-        asks.on_ask(Ask(1, "watch", [7, 1, 1]), nursery)
-        asks.on_withdraw(Withdraw(1))
+        watches = FrontEndSubscriptions(monitor, look_around)
+        rpc = RpcPeer(lambda _: None, watches.handlers, EngineError("gone"))
+        rpc.on_ask(RpcCall(1, "watch", [7, 1, 1]), nursery)
+        rpc.on_withdraw(RpcCancel(1))
         watches.leave(7)
         await trio.testing.wait_all_tasks_blocked()
-        assert not subject.departures.is_wanted
+        assert not monitor.departures.is_wanted
 
 
 async def test_the_limit_is_that_of_all_front_ends(tmp_path: Path) -> None:
     async with open_server(tmp_path) as server:
         watches = [
-            front_end.whole.watch(requests=1, nodes=1)
+            front_end.server_api.watch(requests=1, nodes=1)
             for front_end in server.front_ends
             for _ in range(live.MAX_WATCHERS // 2)
         ]
         for each in watches:
             await each.__aenter__()
         with pytest.raises(WatcherLimit):
-            async with server.front_ends[0].whole.watch(requests=1, nodes=1):
+            async with server.front_ends[0].server_api.watch(requests=1, nodes=1):
                 pass
         for each in watches:
             await each.__aexit__(None, None, None)
@@ -147,19 +147,19 @@ async def test_a_front_end_that_says_nothing_holds_no_picture_up_for_long(
 
     async with open_server(tmp_path) as server:
         first, second = server.front_ends
-        async with second.whole.watch(requests=1, nodes=1) as take:
+        async with second.server_api.watch(requests=1, nodes=1) as take:
             await take()
-            monkeypatch.setitem(cast(Any, first.remote.asks)._handlers, "look", never)
+            monkeypatch.setitem(cast(Any, first.remote.rpc)._handlers, "look", never)
             with trio.fail_after(60):
-                picture = await take()
+                snapshot = await take()
             # What it said before.
-            assert_processes(picture.tasks)
+            assert_processes(snapshot.tasks)
 
 
 async def test_a_server_that_drains_says_so(tmp_path: Path) -> None:
     async with open_server(tmp_path) as server:
         front_end = server.front_ends[0]
-        async with front_end.whole.watch(requests=1, nodes=1) as take:
+        async with front_end.server_api.watch(requests=1, nodes=1) as take:
             front_end.engine.drain()
             assert (await take()).health == "draining"
 
@@ -168,9 +168,9 @@ async def test_nobody_of_that_number_watches(tmp_path: Path) -> None:
     async with open_server(tmp_path) as server:
         front_end = server.front_ends[0]
         with pytest.raises(EngineError, match="nobody"):
-            await front_end.remote.asks.ask("picture", 12)
-        async with front_end.whole.watch(requests=1, nodes=1):
+            await front_end.remote.rpc.ask("picture", 12)
+        async with front_end.server_api.watch(requests=1, nodes=1):
             pass
-        watches: HostedWatches = front_end.home._watches
+        watches: FrontEndSubscriptions = front_end.peer._watches
         watches.leave(99)
         watches.leave_all()

@@ -17,12 +17,12 @@ from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.coalesce import merged
 from trioserve.front_ends.messages import (
     Abort,
-    Answer,
-    Ask,
     Ending,
     Entry,
     Prompt,
     Row,
+    RpcCall,
+    RpcReply,
     Start,
     Step,
     Submit,
@@ -35,9 +35,9 @@ from trioserve.front_ends.messages import (
     packed,
     plain_entries,
 )
-from trioserve.front_ends.wire_errors import Fault, error_of, fault_of
+from trioserve.front_ends.wire_errors import RemoteError, error_of, fault_of
 from trioserve.observability.metrics import Metrics
-from trioserve.observability.metrics.snapshot import Snapshot, add_up, filled, snapshot_of
+from trioserve.observability.metrics.snapshot import MetricsSnapshot, add_up, filled, snapshot_of
 from trioserve.protocol import errors, wire
 from trioserve.protocol.errors import (
     ContextTooLong,
@@ -61,7 +61,7 @@ tokens = st.integers(0, 2**31 - 1)
 floats = st.floats(allow_nan=False, width=32)
 triples = st.lists(st.tuples(tokens, floats, st.just("")), max_size=3).map(tuple)
 entries = st.tuples(tokens, floats, triples, triples)
-faults = st.builds(Fault, st.sampled_from(["QueueFull", "EngineError"]), st.text(max_size=9))
+faults = st.builds(RemoteError, st.sampled_from(["QueueFull", "EngineError"]), st.text(max_size=9))
 endings = st.builds(
     Ending,
     st.sampled_from([each.value for each in FinishReason]),
@@ -100,7 +100,7 @@ def test_an_update_survives(
     step: Step | None,
     line: tuple[int, int],
     admitted: list[tuple[int, float]],
-    rejected: list[tuple[int, Fault]],
+    rejected: list[tuple[int, RemoteError]],
     moves: list[tuple[int, int]],
     scheduled: list[tuple[int, float, int]],
 ) -> None:
@@ -199,7 +199,7 @@ def test_nonsense_is_named_as_such(data: bytes) -> None:
 
 
 def test_questions_hold_whatever_messagepack_does() -> None:
-    for message in (Ask(1, "call", ["name", {"a": [1, None, b"x"]}]), Answer(2, {"b": 1.5})):
+    for message in (RpcCall(1, "call", ["name", {"a": [1, None, b"x"]}]), RpcReply(2, {"b": 1.5})):
         assert decode_from_engine(encode(message)) == message
         assert decode_from_front_end(encode(message)) == message
 
@@ -247,7 +247,7 @@ def test_several_steps_as_one_give_the_same(parts: list[Step]) -> None:
     ],
 )
 def test_an_error_of_ours_is_the_same_on_the_other_side(error: TrioserveError) -> None:
-    there = error_of(msgspec.convert(msgspec.to_builtins(fault_of(error)), Fault))
+    there = error_of(msgspec.convert(msgspec.to_builtins(fault_of(error)), RemoteError))
     assert type(there) is type(error)
     assert (str(there), vars(there)) == (str(error), vars(error))
 
@@ -265,7 +265,7 @@ def test_any_other_error_is_the_engines() -> None:
 
     assert error_of(fault_of(ZeroDivisionError("by zero"))).args == ("ZeroDivisionError: by zero",)
     assert type(error_of(fault_of(Own("full")))) is QueueFull
-    assert type(error_of(Fault("FromTheFuture", "x"))) is EngineError
+    assert type(error_of(RemoteError("FromTheFuture", "x"))) is EngineError
 
 
 def test_an_ending_is_the_finish_it_tells_of() -> None:
@@ -316,7 +316,7 @@ def counted(times: int) -> Metrics:
 
 def test_sums_of_counts_are_what_one_process_would_have_counted() -> None:
     parts = [snapshot_of(counted(2)), snapshot_of(counted(3))]
-    sent = [msgspec.convert(msgspec.to_builtins(each), Snapshot) for each in parts]
+    sent = [msgspec.convert(msgspec.to_builtins(each), MetricsSnapshot) for each in parts]
     assert sent == parts
     whole = filled(add_up(sent), model_name="m", prefix="p")
     assert whole.http_responses == {("GET", "/health", 200): 5}

@@ -53,7 +53,7 @@ async def counted(server: Server, *, running: int, waiting: int) -> None:
     """Wait until so many texts are under way and so many wait."""
 
     def found() -> tuple[int, int]:
-        scheduler = server.host.statistics().scheduler
+        scheduler = server.engine_server.statistics().scheduler
         return scheduler.num_running, scheduler.num_waiting
 
     with trio.fail_after(20):
@@ -66,7 +66,7 @@ async def test_texts_of_all_front_ends_share_calls(tmp_path: Path) -> None:
     async with open_server(tmp_path, make, encoder=CONFIG) as server:
         results: dict[str, Any] = {}
         # Until all are there.
-        await server.front_ends[0].whole.pause("wait", refuse=False)
+        await server.front_ends[0].server_api.pause("wait", refuse=False)
 
         async def ask(engine: Any, text: str) -> None:
             results[text] = (await engine.embed([text, "same"])).vectors
@@ -76,14 +76,14 @@ async def test_texts_of_all_front_ends_share_calls(tmp_path: Path) -> None:
                 engine = server.front_ends[index % 2].engine
                 nursery.start_soon(ask, engine, f"text {index}")
             await counted(server, running=0, waiting=40)
-            await server.front_ends[1].whole.resume()
+            await server.front_ends[1].server_api.resume()
         for text, vectors in results.items():
             np.testing.assert_array_equal(vectors, [expected(text), expected("same")])
         assert len(results) == 20
         assert sum(make.batches) == 40
         assert max(make.batches) > 20  # more than one front end has
         await server.wait_nothing_held()
-        metrics = await server.front_ends[0].whole.metrics()
+        metrics = await server.front_ends[0].server_api.metrics()
         assert b'request_success_total{engine="0",finished_reason="stop"' in metrics
 
 
@@ -119,17 +119,17 @@ async def test_a_pause_holds_all_of_them(tmp_path: Path) -> None:
     make = Workers()
     async with open_server(tmp_path, make, encoder=CONFIG) as server:
         first, second = server.front_ends
-        await first.whole.pause("wait", refuse=False)
+        await first.server_api.pause("wait", refuse=False)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(second.engine.embed, "x")
             await counted(server, running=0, waiting=1)
             await trio.sleep(0.1)
             assert make.batches == []
-            await second.whole.resume()
-        await first.whole.pause("in_place", refuse=True)
+            await second.server_api.resume()
+        await first.server_api.pause("in_place", refuse=True)
         with pytest.raises(Paused):
             await second.engine.embed("x")
-        await first.whole.resume()
+        await first.server_api.resume()
         await second.engine.embed("x")
 
 
@@ -147,12 +147,12 @@ async def test_abort_by_name_and_by_a_pause(tmp_path: Path) -> None:
             nursery.start_soon(ask, "mine")
             await counted(server, running=1, waiting=0)
             make.made[0].call_time = 0.0  # that of the next one
-            assert await first.whole.abort(["mine"], prefix=False) == 1
+            assert await first.server_api.abort(["mine"], prefix=False) == 1
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, "another")
             # The one before is computed to its end.
             await counted(server, running=2, waiting=0)
-            await first.whole.pause("abort", refuse=False)
+            await first.server_api.pause("abort", refuse=False)
 
 
 async def test_poison_of_one_front_end_fails_alone(tmp_path: Path) -> None:

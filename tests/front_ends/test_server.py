@@ -130,7 +130,7 @@ async def load(url: str) -> dict[str, int]:
     return found
 
 
-async def picture(url: str) -> Any:
+async def snapshot(url: str) -> Any:
     """The server as the console's feed shows it."""
     async with http_client(url) as client:
         text = (await client.get("/console/live?pictures=1")).text
@@ -430,7 +430,7 @@ async def test_a_worker_that_dies_is_a_pause_for_all(start: Any) -> None:
     server.wait_until_it_serves()
     clients = [await server.stream(max_tokens=500) for _ in range(6)]
     worker = await server.worker()
-    before = await picture(server.url)
+    before = await snapshot(server.url)
     assert before["worker"]["pid"] == worker.pid
     assert before["worker"]["restarts"] == 0
     processes = ["engine", "front end 0", "front end 1"]
@@ -441,7 +441,7 @@ async def test_a_worker_that_dies_is_a_pause_for_all(start: Any) -> None:
         assert answer.endswith(b"data: [DONE]\n\n" + LAST_CHUNK)
         assert b'"finish_reason":"length"' in answer
     assert (await values(server.url))["trioserve:worker_restarts_total"] == 1
-    after = await picture(server.url)
+    after = await snapshot(server.url)
     assert (after["health"], after["worker"]["restarts"]) == ("ok", 1)
     assert after["worker"]["pid"] not in (None, worker.pid)
     assert "signal 9" in after["worker"]["last_death"]

@@ -15,7 +15,7 @@ import trio
 from tests.support.front_ends import Server, open_server
 from trioserve import Completion, InvalidRequest
 from trioserve.engine.sessions.continuation import Continuation
-from trioserve.http.api.server_api import OneProcess, Whole
+from trioserve.http.api.server_api import LocalServer, ServerApi
 from trioserve.protocol.errors import DeadlineExceeded, RequestAborted, SessionLimit
 from trioserve.requests.generation import GenerationStream, completion_of
 from trioserve.requests.request import ChatPrompt, TokensPrompt
@@ -30,31 +30,31 @@ def slow_worker() -> FakeWorker:
     return FakeWorker(step_time=0.01, page_size=4)
 
 
-async def opened(whole: Whole, id: str | None = None, **options: Any) -> str:
+async def opened(server_api: ServerApi, id: str | None = None, **options: Any) -> str:
     defaults = {"capacity": 1000, "timeout": 600.0, "owner": None, "tenant": "", "goes_on": False}
-    return await whole.open_session(id, **{**defaults, **options})
+    return await server_api.open_session(id, **{**defaults, **options})
 
 
 def generation(
-    whole: Whole, session: str, prompt: Any, *, owner: str | None = None, **options: Any
+    server_api: ServerApi, session: str, prompt: Any, *, owner: str | None = None, **options: Any
 ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
     """A turn; those of the options that are no request's say where it goes on from."""
     names = ("after", "offset", "replace", "drop_previous_output")
     continuation = Continuation(**{name: options.pop(name) for name in names if name in options})
-    return whole.turn(session, owner, continuation)(prompt, **{**SAMPLING, **options})
+    return server_api.turn(session, owner, continuation)(prompt, **{**SAMPLING, **options})
 
 
-async def turn(whole: Whole, session: str, prompt: Any, **options: Any) -> Completion:
-    async with generation(whole, session, prompt, **options) as stream:
+async def turn(server_api: ServerApi, session: str, prompt: Any, **options: Any) -> Completion:
+    async with generation(server_api, session, prompt, **options) as stream:
         chunks = [chunk async for chunk in stream]
     return completion_of(stream, chunks)
 
 
-async def conversation(wholes: Sequence[Whole], seed: int) -> list[Any]:
+async def conversation(wholes: Sequence[ServerApi], seed: int) -> list[Any]:
     """What the turns and the mistakes of a conversation give, each over a process by chance."""
     choose = random.Random(seed)
 
-    def some() -> Whole:
+    def some() -> ServerApi:
         return choose.choice(wholes)
 
     found: list[Any] = []
@@ -104,20 +104,20 @@ async def nothing_left(server: Server) -> None:
     """Wait until no turn runs, then assert that nothing is kept for one, nor for a session."""
     await server.wait_nothing_held()
     with trio.fail_after(20):
-        while any(each.home._turns._running for each in server.front_ends):
+        while any(each.peer._turns._running for each in server.front_ends):
             await trio.sleep(0.005)
-    server.host.check_integrity()
-    assert server.host.statistics().num_sessions == 0
-    assert server.host._scheduler.holds.names() == set()
+    server.engine_server.check_integrity()
+    assert server.engine_server.statistics().num_sessions == 0
+    assert server.engine_server._scheduler.pins.names() == set()
 
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_a_conversation_is_that_of_one_process(tmp_path: Path, seed: int) -> None:
     async with open_fake_engine(lambda: FakeWorker(page_size=4)) as engine:
-        expected = await conversation([OneProcess(engine)], seed)
+        expected = await conversation([LocalServer(engine)], seed)
         assert len(engine.sessions) == 1
     async with open_server(tmp_path, lambda: FakeWorker(page_size=4), count=3) as server:
-        wholes = [each.whole for each in server.front_ends]
+        wholes = [each.server_api for each in server.front_ends]
         assert await conversation(wholes, seed) == expected
         assert (await wholes[0].statistics()).num_sessions == 1
         assert 'trioserve:sessions{engine="0",model_name="fake"} 1.0' in (
@@ -130,7 +130,7 @@ async def test_a_conversation_is_that_of_one_process(tmp_path: Path, seed: int) 
 async def test_who_has_the_end_of_a_turn_can_go_on_from_it(tmp_path: Path) -> None:
     """However soon, and over whichever front end."""
     async with open_server(tmp_path) as server:
-        first, second = (each.whole for each in server.front_ends)
+        first, second = (each.server_api for each in server.front_ends)
         id = await opened(first)
         before: str | None = None
         for number in range(30):
@@ -143,30 +143,30 @@ async def test_who_has_the_end_of_a_turn_can_go_on_from_it(tmp_path: Path) -> No
                 await turn(second, id, "y", request_id=reply, after=str(number), max_tokens=1)
                 before = reply
             first, second = second, first
-        assert len(server.host.sessions.find(id).turns) == 60
+        assert len(server.engine_server.sessions.find(id).turns) == 60
         await first.close_session(id, None)
         await nothing_left(server)
 
 
 async def test_what_is_computed_is_found_by_the_next_turn(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow_worker) as server:
-        first, second = (each.whole for each in server.front_ends)
+        first, second = (each.server_api for each in server.front_ends)
         id = await opened(first)
         start = await turn(first, id, "a beginning of some length", request_id="a")
         more = await turn(second, id, " and more", after="a")
         length = len(start.prompt_token_ids) + len(start.token_ids)
         assert more.usage.cached_tokens >= length - 8
-        assert server.host._scheduler.holds.names() != set()
+        assert server.engine_server._scheduler.pins.names() != set()
         await first.close_session(id, None)
         await nothing_left(server)
 
 
 async def test_a_turn_that_is_left_leaves_no_trace(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow_worker) as server:
-        first, second = (each.whole for each in server.front_ends)
+        first, second = (each.server_api for each in server.front_ends)
         id = await opened(first, goes_on=True)
         await turn(first, id, "hello", request_id="a")
-        session = server.host.sessions.find(id)
+        session = server.engine_server.sessions.find(id)
         before = session.tokens()
         async with generation(second, id, " cut", **LONG) as stream:
             await stream.receive()
@@ -194,7 +194,7 @@ async def test_a_turn_that_is_left_leaves_no_trace(tmp_path: Path) -> None:
 async def test_reading_the_last_chunk_can_be_cancelled(tmp_path: Path) -> None:
     """Nothing is lost, and the turn is kept once."""
     async with open_server(tmp_path) as server:
-        (first, second) = (each.whole for each in server.front_ends)
+        (first, second) = (each.server_api for each in server.front_ends)
         id = await opened(first)
         expected = await turn(second, id, "hello")
         for number in range(20):
@@ -206,14 +206,14 @@ async def test_reading_the_last_chunk_can_be_cancelled(tmp_path: Path) -> None:
                         chunks.append(await stream.receive())
                     patience += 0.0001
             assert completion_of(stream, chunks).outputs == expected.outputs
-        assert server.host.sessions.find(id).turns[1:] == [str(each) for each in range(20)]
+        assert server.engine_server.sessions.find(id).turns[1:] == [str(each) for each in range(20)]
         await second.close_session(id, None)
         await nothing_left(server)
 
 
 async def test_closing_ends_what_runs_over_another_front_end(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow_worker) as server:
-        first, second = (each.whole for each in server.front_ends)
+        first, second = (each.server_api for each in server.front_ends)
         id, neighbour = await opened(first), await opened(second)
         async with (
             generation(second, id, "hello", **LONG) as stream,
@@ -225,16 +225,16 @@ async def test_closing_ends_what_runs_over_another_front_end(tmp_path: Path) -> 
                 async for _ in stream:
                     pass
             assert [chunk async for chunk in other][-1].finish_reason == "length"
-        assert len(server.host.sessions.find(neighbour).turns) == 1
+        assert len(server.engine_server.sessions.find(neighbour).turns) == 1
         await first.close_session(neighbour, None)
         await nothing_left(server)
 
 
 async def test_a_session_times_out_whoever_used_it_last(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow_worker) as server:
-        first, second = (each.whole for each in server.front_ends)
+        first, second = (each.server_api for each in server.front_ends)
         id = await opened(first, timeout=1.5)
-        session = server.host.sessions.find(id)
+        session = server.engine_server.sessions.find(id)
         async with generation(second, id, "slow", max_tokens=200) as stream:
             assert len([chunk async for chunk in stream]) > 0
             assert not session.is_closed
@@ -249,7 +249,7 @@ async def test_a_session_times_out_whoever_used_it_last(tmp_path: Path) -> None:
 
 async def test_there_are_so_many_sessions_over_all(tmp_path: Path) -> None:
     async with open_server(tmp_path, max_sessions=2) as server:
-        first, second = (each.whole for each in server.front_ends)
+        first, second = (each.server_api for each in server.front_ends)
         ids = [await opened(first), await opened(second)]
         with pytest.raises(SessionLimit, match="--max-sessions"):
             await opened(first)
@@ -261,35 +261,35 @@ async def test_there_are_so_many_sessions_over_all(tmp_path: Path) -> None:
 async def test_a_front_end_that_dies_takes_its_turns_and_no_session(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow_worker) as server:
         first, second = server.front_ends
-        mine, other = await opened(first.whole), await opened(first.whole)
-        await turn(first.whole, mine, "hello", request_id="a")
-        before = server.host.sessions.find(mine).tokens()
+        mine, other = await opened(first.server_api), await opened(first.server_api)
+        await turn(first.server_api, mine, "hello", request_id="a")
+        before = server.engine_server.sessions.find(mine).tokens()
 
         async def run_on() -> None:
             # What its clients see isn't the engine process's business any more.
             with contextlib.suppress(Exception):
-                await turn(first.whole, mine, " lost", after="a", request_id="b", **LONG)
+                await turn(first.server_api, mine, " lost", after="a", request_id="b", **LONG)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run_on)
-            async with generation(second.whole, other, "neighbour", max_tokens=60) as stream:
+            async with generation(second.server_api, other, "neighbour", max_tokens=60) as stream:
                 with trio.fail_after(20):
-                    while not server.host.sessions.find(mine)._running:
+                    while not server.engine_server.sessions.find(mine)._running:
                         await trio.sleep(0.005)
                 first.life.cancel()
                 await first.gone.wait()
-                assert server.host.sessions.find(mine).turns == ["a"]
-                assert server.host.sessions.find(mine).deadline < math.inf
+                assert server.engine_server.sessions.find(mine).turns == ["a"]
+                assert server.engine_server.sessions.find(mine).deadline < math.inf
                 # Its place is free, and its name.
-                again = await turn(second.whole, mine, " again", after="a", request_id="b")
+                again = await turn(second.server_api, mine, " again", after="a", request_id="b")
                 assert list(again.prompt_token_ids[: len(before)]) == before
                 assert [chunk async for chunk in stream][-1].finish_reason == "length"
             nursery.cancel_scope.cancel()
-        assert len(server.host.sessions.find(other).turns) == 1
+        assert len(server.engine_server.sessions.find(other).turns) == 1
         for id in (mine, other):
-            await second.whole.close_session(id, None)
+            await second.server_api.close_session(id, None)
         with trio.fail_after(20):
-            while not server.host.idle:
+            while not server.engine_server.idle:
                 await trio.sleep(0.005)
-        server.host.check_integrity()
-        assert server.host._scheduler.holds.names() == set()
+        server.engine_server.check_integrity()
+        assert server.engine_server._scheduler.pins.names() == set()

@@ -16,10 +16,15 @@ import trio.testing
 from trioserve import Engine, EngineError
 from trioserve.observability import live
 from trioserve.observability.live.figures import quantile
-from trioserve.observability.live.monitor import MAX_STEPS, MAX_WATCHERS, STAY_SECONDS, Watcher
+from trioserve.observability.live.monitor import (
+    MAX_STEPS,
+    MAX_WATCHERS,
+    STAY_SECONDS,
+    SnapshotSubscription,
+)
 from trioserve.observability.live.prefix import PAGES_FOR_EACH, prefix_of
 from trioserve.observability.live.requests import shown_requests
-from trioserve.observability.live.schema import Picture, RequestRow, TaskNode
+from trioserve.observability.live.schema import RequestRow, Snapshot, TaskNode
 from trioserve.observability.live.tasks import task_tree
 from trioserve.protocol.errors import ContextTooLong, WatcherLimit
 from trioserve.requests.request import TRANSITIONS
@@ -31,8 +36,8 @@ from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine
 SECRET = "the cat and the dog and nobody else"
 
 
-def row_of(picture: Picture, id: str) -> RequestRow:
-    (row,) = [each for each in picture.requests if each.id == id]
+def row_of(snapshot: Snapshot, id: str) -> RequestRow:
+    (row,) = [each for each in snapshot.requests if each.id == id]
     return row
 
 
@@ -47,13 +52,13 @@ def seconds_of(row: RequestRow) -> list[float]:
     return [round(time - row.timeline[0][1], 3) for _, time in row.timeline]
 
 
-async def seen(watcher: Watcher, condition: Callable[[Picture], bool]) -> Picture:
+async def seen(watcher: SnapshotSubscription, condition: Callable[[Snapshot], bool]) -> Snapshot:
     """The first picture of which ``condition`` is true; there is one every 10 ms."""
     with trio.fail_after(600):
         while True:
-            picture = watcher.take()
-            if condition(picture):
-                return picture
+            snapshot = watcher.take()
+            if condition(snapshot):
+                return snapshot
             await trio.sleep(0.01)
 
 
@@ -108,12 +113,12 @@ async def test_who_is_preempted_and_comes_back(autojump_clock: trio.testing.Mock
                     await engine.complete(id * 8, max_tokens=20, request_id=id)
 
                 nursery.start_soon(ask)
-            picture = await seen(
-                watcher, lambda picture: picture.counts.waiting + picture.counts.preempted > 0
+            snapshot = await seen(
+                watcher, lambda snapshot: snapshot.counts.waiting + snapshot.counts.preempted > 0
             )
-            await seen(watcher, lambda picture: picture.counts.finished_total == 2)
-            picture = watcher.take()
-            rows = [row_of(picture, id) for id in ("a", "b")]
+            await seen(watcher, lambda snapshot: snapshot.counts.finished_total == 2)
+            snapshot = watcher.take()
+            rows = [row_of(snapshot, id) for id in ("a", "b")]
     paths = sorted((states_of(row) for row in rows), key=len)
     straight = ["tokenizing", "waiting", "prefill", "decode", "finished"]
     assert paths[0] == straight
@@ -146,13 +151,13 @@ async def test_a_worker_that_dies_is_shown_and_so_is_the_next(
                 await engine.complete("abc", max_tokens=6, request_id="a")
 
             nursery.start_soon(ask)
-            gone = await seen(watcher, lambda picture: picture.health == "no_worker")
+            gone = await seen(watcher, lambda snapshot: snapshot.health == "no_worker")
             assert (gone.worker.state, gone.worker.pid) == ("restarting", None)
             assert gone.worker.last_death == "it failed; the log tells why"
             assert gone.worker.since > before.worker.since
             assert row_of(gone, "a").state in ("waiting", "preempted")
             assert gone.pages.held == 0
-            after = await seen(watcher, lambda picture: picture.counts.finished_total == 1)
+            after = await seen(watcher, lambda snapshot: snapshot.counts.finished_total == 1)
     assert (after.health, after.worker.state, after.worker.restarts) == ("ok", "running", 1)
     row = row_of(after, "a")
     assert row.output_tokens == 6
@@ -170,13 +175,13 @@ async def test_pauses_and_a_worker_that_is_sent_away(
             engine.resume()
             assert not watcher.take().paused
             await engine.release_memory()
-            picture = watcher.take()
-            assert (picture.worker.state, picture.worker.pid) == ("released", None)
-            assert picture.health == "no_worker"
+            snapshot = watcher.take()
+            assert (snapshot.worker.state, snapshot.worker.pid) == ("released", None)
+            assert snapshot.health == "no_worker"
             await engine.resume_memory()
-            picture = watcher.take()
-            assert (picture.worker.state, picture.worker.restarts) == ("running", 0)
-            assert picture.worker.last_death is None
+            snapshot = watcher.take()
+            assert (snapshot.worker.state, snapshot.worker.restarts) == ("running", 0)
+            assert snapshot.worker.last_death is None
             engine.weight_version = "step 7"
             assert watcher.take().weight_version == "step 7"
 
@@ -192,21 +197,21 @@ async def test_who_leaves_and_who_is_refused(autojump_clock: trio.testing.MockCl
 
                     nursery.start_soon(ask)
                     await trio.sleep(0.1)
-                picture = watcher.take()
-                assert [row.id for row in picture.requests] == ["waits", "runs"]
-                assert row_of(picture, "waits").state == "waiting"
-                assert (picture.counts.waiting, picture.counts.running) == (1, 1)
+                snapshot = watcher.take()
+                assert [row.id for row in snapshot.requests] == ["waits", "runs"]
+                assert row_of(snapshot, "waits").state == "waiting"
+                assert (snapshot.counts.waiting, snapshot.counts.running) == (1, 1)
                 await trio.sleep(3)
                 nursery.cancel_scope.cancel()
             with pytest.raises(ContextTooLong):
                 await engine.complete([1] * 5000, request_id="too long")
-            picture = watcher.take()
+            snapshot = watcher.take()
     for id, last in (("runs", "decode"), ("waits", "waiting")):
-        row = row_of(picture, id)
+        row = row_of(snapshot, id)
         assert (row.state, row.finish_reason) == ("finished", "abort")
         assert states_of(row)[-2:] == [last, "finished"]
-    assert picture.counts.aborted_total == picture.counts.finished_total == 2
-    assert picture.counts.streams == 0
+    assert snapshot.counts.aborted_total == snapshot.counts.finished_total == 2
+    assert snapshot.counts.streams == 0
 
 
 async def test_several_outputs_are_one_request(autojump_clock: trio.testing.MockClock) -> None:
@@ -239,12 +244,12 @@ async def test_no_word_of_anybody_is_in_a_picture(autojump_clock: trio.testing.M
             async with engine.generate(SECRET, max_tokens=2, cache_salt="salted") as stream:
                 open_ = watcher.take()
                 text = "".join([chunk.text async for chunk in stream])
-            for picture in (open_, watcher.take()):
-                told = msgspec.json.encode(picture)
+            for snapshot in (open_, watcher.take()):
+                told = msgspec.json.encode(snapshot)
                 assert SECRET[:7].encode() not in told
                 assert b"salted" not in told
                 assert text.encode() not in told
-                assert msgspec.json.decode(told, type=Picture) == picture
+                assert msgspec.json.decode(told, type=Snapshot) == snapshot
 
 
 WORDS = {
@@ -290,21 +295,21 @@ async def test_whatever_happens_pictures_agree_with_themselves(
     assert {path[0] for path in paths} == {"tokenizing"}
 
 
-def agreeing(picture: Picture) -> Picture:
-    """``picture``, of requests of one output each, all of which it shows."""
-    counts, pages = picture.counts, picture.pages
+def agreeing(snapshot: Snapshot) -> Snapshot:
+    """``snapshot``, of requests of one output each, all of which it shows."""
+    counts, pages = snapshot.counts, snapshot.pages
     assert pages.free + pages.cached + pages.held == pages.total
-    states = Counter(row.state for row in picture.requests)
+    states = Counter(row.state for row in snapshot.requests)
     assert states["prefill"] + states["decode"] == counts.running
     assert (states["waiting"], states["preempted"]) == (counts.waiting, counts.preempted)
-    assert picture.num_requests_left_out == 0
-    in_tree = sum(node.pages for node in picture.prefix.nodes) + picture.prefix.num_left_out
+    assert snapshot.num_requests_left_out == 0
+    in_tree = sum(node.pages for node in snapshot.prefix.nodes) + snapshot.prefix.num_left_out
     assert pages.cached <= in_tree <= pages.cached + pages.held
-    for row in picture.requests:
+    for row in snapshot.requests:
         assert (row.finish_reason is not None) == (row.state == "finished")
         assert row.computed_tokens <= row.prompt_tokens + row.output_tokens
         assert row.pages * 4 >= row.computed_tokens
-    return picture
+    return snapshot
 
 
 # ---- what it costs
@@ -312,22 +317,22 @@ def agreeing(picture: Picture) -> Picture:
 
 async def test_nothing_is_recorded_while_nobody_watches() -> None:
     async with open_fake_engine() as engine:
-        subject = live.subject_of(engine)
-        iterations = subject.scheduler.feeds.iterations.feed
+        monitor = live.subject_of(engine)
+        iterations = monitor.scheduler.feeds.iterations.feed
 
         def wanted() -> list[bool]:
-            return [subject.departures.is_wanted, iterations.is_wanted]
+            return [monitor.departures.is_wanted, iterations.is_wanted]
 
         assert wanted() == [False, False]
         # The start has tasks of its own, which end by themselves.
         await trio.testing.wait_all_tasks_blocked()
         num_tasks = len(list(tasks_of(task_tree())))
         with trio.CancelScope() as scope:
-            async with live.watch(engine, interval=0.01) as pictures:
-                async for picture in pictures:
+            async with live.watch(engine, interval=0.01) as snapshots:
+                async for snapshot in snapshots:
                     assert wanted() == [True, True]
                     # It has no task of its own.
-                    assert len(list(tasks_of(picture.tasks))) == num_tasks
+                    assert len(list(tasks_of(snapshot.tasks))) == num_tasks
                     scope.cancel()
         assert scope.cancelled_caught
         assert wanted() == [False, False]
@@ -346,23 +351,23 @@ def tasks_of(node: TaskNode) -> Iterator[TaskNode]:
 async def test_the_end_of_the_engine_ends_the_pictures() -> None:
     async with open_fake_engine() as engine:
         watch = live.watch(engine, interval=0.01)
-        pictures = await watch.__aenter__()
-        assert (await anext(pictures)).health == "ok"
+        snapshots = await watch.__aenter__()
+        assert (await anext(snapshots)).health == "ok"
         engine.drain()
-        assert (await anext(pictures)).health == "draining"
+        assert (await anext(snapshots)).health == "draining"
     with pytest.raises(EngineError, match="closed"):
-        await anext(pictures)
+        await anext(snapshots)
     await watch.__aexit__(None, None, None)
 
 
 async def test_pictures_come_when_they_are_due_and_no_sooner(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with open_fake_engine() as engine, live.watch(engine, interval=2.0) as pictures:
+    async with open_fake_engine() as engine, live.watch(engine, interval=2.0) as snapshots:
         began = trio.current_time()
         times = []
         for pause in (0.0, 0.5, 0.5, 5.0, 0.0, 0.0):
-            await anext(pictures)
+            await anext(snapshots)
             times.append(trio.current_time() - began)
             await trio.sleep(pause)
         assert times == [0, 2, 4, 6, 11, 13]
@@ -370,16 +375,16 @@ async def test_pictures_come_when_they_are_due_and_no_sooner(
 
 async def test_only_so_many_may_watch() -> None:
     async with open_fake_engine() as engine:
-        subject = live.subject_of(engine)
-        watches = [subject.watched(requests=1, nodes=1) for _ in range(MAX_WATCHERS)]
+        monitor = live.subject_of(engine)
+        watches = [monitor.watched(requests=1, nodes=1) for _ in range(MAX_WATCHERS)]
         for each in watches:
             each.__enter__()
         with pytest.raises(WatcherLimit):
             async with live.watch(engine):
                 pass
         watches[0].__exit__(None, None, None)
-        async with live.watch(engine) as pictures:
-            await anext(pictures)
+        async with live.watch(engine) as snapshots:
+            await anext(snapshots)
         for each in watches[1:]:
             each.__exit__(None, None, None)
 
@@ -397,19 +402,19 @@ async def test_a_large_crowd_is_not_walked_through(
                 nursery.start_soon(ask)
             await trio.sleep(0.5)
             with live.subject_of(engine).watched(requests=20, nodes=10) as watcher:
-                picture = watcher.take()
-                assert len(picture.requests) == 20
-                assert picture.num_requests_left_out == 380
-                running = [row for row in picture.requests if row.state in ("prefill", "decode")]
-                assert len(running) == picture.counts.running == 4
-                looked_at = len(list(tasks_of(picture.tasks)))
+                snapshot = watcher.take()
+                assert len(snapshot.requests) == 20
+                assert snapshot.num_requests_left_out == 380
+                running = [row for row in snapshot.requests if row.state in ("prefill", "decode")]
+                assert len(running) == snapshot.counts.running == 4
+                looked_at = len(list(tasks_of(snapshot.tasks)))
                 assert looked_at < 50
                 await trio.sleep(15)  # Some have ended.
-                picture = watcher.take()
-                assert len(picture.requests) == 20
-                ended = [row for row in picture.requests if row.state == "finished"]
+                snapshot = watcher.take()
+                assert len(snapshot.requests) == 20
+                ended = [row for row in snapshot.requests if row.state == "finished"]
                 assert 4 <= len(ended) <= 8
-                assert len(picture.steps) <= MAX_STEPS
+                assert len(snapshot.steps) <= MAX_STEPS
             nursery.cancel_scope.cancel()
 
 
@@ -554,8 +559,8 @@ async def test_of_many_tasks_few_are_looked_at() -> None:
 
 
 async def test_the_tree_names_the_engines_tasks() -> None:
-    async with open_fake_engine() as engine, live.watch(engine) as pictures:
-        names = {node.name for node in tasks_of((await anext(pictures)).tasks)}
+    async with open_fake_engine() as engine, live.watch(engine) as snapshots:
+        names = {node.name for node in tasks_of((await anext(snapshots)).tasks)}
     wanted = ("Tokenizer.run", "Scheduler.run", "Detokenizer.run", "Supervisor.run")
     assert all(any(name.endswith(each) for name in names) for each in wanted)
 
@@ -571,15 +576,15 @@ async def test_rates_are_those_between_two_pictures(autojump_clock: trio.testing
             await engine.complete("a" * 40, max_tokens=4)
             await engine.complete("a" * 40, max_tokens=4)
             seconds = trio.current_time()
-            picture = watcher.take()
+            snapshot = watcher.take()
             await trio.sleep(2)
             watcher.take()  # The last slot has been closed.
             await trio.sleep(2)
             later = watcher.take()
-    rates = picture.rates
+    rates = snapshot.rates
     # Between the two is a step that computes nothing: it only closes a slot.
-    num_steps = len(picture.steps)
-    assert 8 <= num_steps == picture.steps[-1].number <= 10
+    num_steps = len(snapshot.steps)
+    assert 8 <= num_steps == snapshot.steps[-1].number <= 10
     assert rates.generated_tokens_per_s == 8 / seconds
     assert rates.prompt_tokens_per_s == (40 + 8) / seconds
     assert rates.requests_per_s == 2 / seconds
@@ -587,16 +592,16 @@ async def test_rates_are_those_between_two_pictures(autojump_clock: trio.testing
     assert (rates.step_ms, rates.batch_rows) == (1000, 1)
     assert rates.cache_hit_share == 32 / 80
     assert rates.gpu_idle_share == 0
-    steps = [step for step in picture.steps if step.tokens]
+    steps = [step for step in snapshot.steps if step.tokens]
     assert [step.rows_prefill for step in steps] == [1, 0, 0, 0] * 2
     assert [step.tokens for step in steps] == [40, 1, 1, 1, 8, 1, 1, 1]
-    assert picture.latency.ttft is not None
-    assert 0.75 <= picture.latency.ttft.p50 <= 1 < picture.latency.ttft.p99 <= 2.5
-    assert picture.latency.e2e is not None
+    assert snapshot.latency.ttft is not None
+    assert 0.75 <= snapshot.latency.ttft.p50 <= 1 < snapshot.latency.ttft.p99 <= 2.5
+    assert snapshot.latency.e2e is not None
     assert later.rates.steps_per_s == later.rates.requests_per_s == 0
     assert later.rates.step_ms is later.rates.batch_rows is later.rates.cache_hit_share is None
     assert later.steps == []
-    assert later.latency == picture.latency
+    assert later.latency == snapshot.latency
 
 
 async def test_latencies_are_of_the_last_minute(autojump_clock: trio.testing.MockClock) -> None:
@@ -637,7 +642,7 @@ async def test_an_engine_that_embeds_is_shown_too(autojump_clock: trio.testing.M
     async with open_fake_encoder() as engine:
         with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
             await engine.embed(["one", "two"])
-            picture = watcher.take()
-    assert picture.counts.finished_total == 2
-    assert picture.requests == []
-    assert picture.prefix.nodes == []
+            snapshot = watcher.take()
+    assert snapshot.counts.finished_total == 2
+    assert snapshot.requests == []
+    assert snapshot.prefix.nodes == []

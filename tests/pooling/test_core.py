@@ -106,7 +106,7 @@ def test_who_leaves_is_not_computed() -> None:
 def test_nothing_is_computed_behind_a_closed_gate() -> None:
     core = core_of()
     core.submit(a_job(1))
-    core.gate.close_behind("operator", core.num_arrivals)
+    core.pause_gate.close_behind("operator", core.num_arrivals)
     core.submit(a_job(1))
     batch = next_batch(core)
     assert names(batch) == [(1, 0)]
@@ -114,9 +114,9 @@ def test_nothing_is_computed_behind_a_closed_gate() -> None:
     answer(core, batch)
     assert core.num_open_until(1) == 0
     assert core.next_batch(0.0) is None
-    core.gate.close("operator")
+    core.pause_gate.close("operator")
     assert core.next_batch(0.0) is None
-    core.gate.release("operator")
+    core.pause_gate.release("operator")
     assert names(next_batch(core)) == [(2, 0)]
 
 

@@ -20,8 +20,8 @@ from trioserve.requests.admission import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
     WINDOW_SECONDS,
+    Admission,
     Departures,
-    Entrance,
     seconds_until_room,
 )
 from trioserve.requests.request import Request, Sequence, Times
@@ -87,9 +87,9 @@ async def busy_engine(**options: Any) -> AsyncIterator[Engine]:
             yield engine
         await trio.sleep(1)
         engine.check_integrity()
-        entrance = engine._entrance
-        assert entrance.num_entering == entrance.num_entering_tokens == 0
-        assert entrance.num_characters == 0
+        admission = engine._admission
+        assert admission.num_entering == admission.num_entering_tokens == 0
+        assert admission.num_characters == 0
 
 
 async def test_the_queue_is_bounded_in_tokens(autojump_clock: Clock) -> None:
@@ -232,14 +232,14 @@ class Crowd:
     """Requests that come, are tokenized, admitted or rejected, and leave, in any order."""
 
     def __init__(self) -> None:
-        self.entrance = Entrance(line=FakeLine(), max_requests=6, max_tokens=50)
+        self.admission = Admission(line=FakeLine(), max_requests=6, max_tokens=50)
         self.steps: dict[Request, str] = {}
         self._numbers = itertools.count()
 
     def come(self, size: int, num_outputs: int, tenant: str = "") -> None:
         request = make_request(next(self._numbers), size, num_outputs, tenant)
         with contextlib.suppress(QueueFull):
-            self.entrance.enter(request, trio.current_time())
+            self.admission.enter(request, trio.current_time())
             self.steps[request] = "new"
 
     def move(self, request: Request, what: str) -> None:
@@ -255,7 +255,7 @@ class Crowd:
         elif what in ("reject", "leave"):
             request.reject(EngineError("no"))
             if what == "leave":
-                self.entrance.forget(request)
+                self.admission.forget(request)
                 del self.steps[request]
 
 
@@ -263,7 +263,7 @@ class Crowd:
 def test_the_counts_are_right_whatever_comes_and_goes(data: st.DataObject) -> None:
     async def main() -> None:
         crowd = Crowd()
-        entrance = crowd.entrance
+        admission = crowd.admission
         for _ in range(data.draw(st.integers(1, 30))):
             what = data.draw(st.sampled_from(["come", "tokenize", "admit", "reject", "leave"]))
             if what == "come":
@@ -274,13 +274,13 @@ def test_the_counts_are_right_whatever_comes_and_goes(data: st.DataObject) -> No
                 )
             elif crowd.steps:
                 crowd.move(data.draw(st.sampled_from(list(crowd.steps))), what)
-            entrance.check_integrity()
-            assert entrance.num_entering <= entrance.max_requests
+            admission.check_integrity()
+            assert admission.num_entering <= admission.max_requests
         for request in list(crowd.steps):
             crowd.move(request, "leave")
-        entrance.check_integrity()
-        assert entrance.num_entering == entrance.num_entering_tokens == 0
-        assert entrance.num_characters == 0
+        admission.check_integrity()
+        assert admission.num_entering == admission.num_entering_tokens == 0
+        assert admission.num_characters == 0
 
     trio.run(main)
 
@@ -292,6 +292,6 @@ def test_the_bound_on_tokens_holds_a_longest_sequence(autojump_clock: Clock) -> 
         worker = lambda: FakeWorker(max_model_len=5 << 20, num_pages=1 << 20)  # noqa: E731
         async with open_fake_engine(worker) as large:
             pass
-        return small._entrance.max_tokens, large._entrance.max_tokens
+        return small._admission.max_tokens, large._admission.max_tokens
 
     assert trio.run(main, clock=autojump_clock) == (2 << 20, 5 << 20)

@@ -18,7 +18,7 @@ from trioserve.config import EngineConfig
 from trioserve.protocol.errors import WorkerLost
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import Plan, Ready
-from trioserve.scheduler.adapter_residency import Bring, Residency, Take
+from trioserve.scheduler.adapter_residency import LoadAdapter, Residency, UnloadAdapter
 from trioserve.testing import FakeWorker, WorkerDies, adapter_shift, hashed_token
 from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 from trioserve.workers import Link
@@ -30,22 +30,22 @@ def test_brings_what_is_asked_for_and_keeps_what_was_used_last() -> None:
     residency = Residency(most=2, most_together=2)
     for number in (1, 2):
         residency.ask(number)
-        assert residency.next_change(set) == Bring(number)
+        assert residency.next_change(set) == LoadAdapter(number)
         residency.on_brought(number)
     assert residency.next_change(set) is None
-    assert residency.begin_pass(set).lets_in(1)
+    assert residency.begin_pass(set).admits(1)
     residency.clear_places()
     residency.ask(3)
     assert residency.next_change(lambda: {1, 2}) is None  # both are in use
-    assert residency.next_change(set) == Take(2)
+    assert residency.next_change(set) == UnloadAdapter(2)
     residency.on_taken(2)
-    assert residency.next_change(set) == Bring(3)
+    assert residency.next_change(set) == LoadAdapter(3)
     residency.on_brought(3)
     residency.forget(1)
     assert residency.wants_change
-    assert residency.next_change(set) == Take(1)
+    assert residency.next_change(set) == UnloadAdapter(1)
     residency.on_worker_lost()  # before it was told so
-    assert residency.next_change(set) == Bring(3)
+    assert residency.next_change(set) == LoadAdapter(3)
     residency.on_brought(3)
     assert residency.next_change(set) is None
 
@@ -57,10 +57,10 @@ def test_who_finds_no_place_holds_those_behind_back() -> None:
     for number in (1, 2):
         residency.on_brought(number)
     look = residency.begin_pass(lambda: {0, 1})
-    assert [look.lets_in(number) for number in (1, 0, 2, 1, 0)] == [True, True, False, False, True]
+    assert [look.admits(number) for number in (1, 0, 2, 1, 0)] == [True, True, False, False, True]
     look = residency.begin_pass(lambda: {1})
-    assert [look.lets_in(number) for number in (3, 1, 2)] == [False, True, False]
-    assert residency.next_change(lambda: {1}) == Take(2)
+    assert [look.admits(number) for number in (3, 1, 2)] == [False, True, False]
+    assert residency.next_change(lambda: {1}) == UnloadAdapter(2)
 
 
 @settings(max_examples=200, deadline=None)
@@ -84,17 +84,17 @@ def test_everybody_gets_in(most: int, data: st.DataObject, line: list[int], seat
     for round_ in range(10 * len(line) + 50):
         look = residency.begin_pass(adapters)
         for number in list(waiting):
-            if len(running) < seats and look.lets_in(number):
+            if len(running) < seats and look.admits(number):
                 waiting.remove(number)
                 running.append(number)
                 assert number == 0 or number in present
         assert len(adapters() - {0}) <= residency.most_together
         change = residency.next_change(adapters)
-        if isinstance(change, Bring):
+        if isinstance(change, LoadAdapter):
             assert change.number not in present
             present.add(change.number)
             residency.on_brought(change.number)
-        elif isinstance(change, Take):
+        elif isinstance(change, UnloadAdapter):
             assert change.number not in running
             present.remove(change.number)
             residency.on_taken(change.number)

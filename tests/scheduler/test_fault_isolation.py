@@ -22,7 +22,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Request, Sequence, SequenceOutput
-from trioserve.scheduler.fault_isolation import KILLS_FORGIVEN, MAX_ALONE, Blame
+from trioserve.scheduler.fault_isolation import KILLS_FORGIVEN, MAX_ALONE, FaultIsolation
 from trioserve.scheduler.recovery import CALM_LIFE
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
 from trioserve.testing.fake_engine import byte_tokenizer, open_fake_engine, run_fake_worker
@@ -53,103 +53,105 @@ class Row:
     computed: int
 
 
-def step(blame: Blame, *given: Request, computed: int = 10) -> None:
-    blame.on_step([Row(each, computed) for request in given for each in request.sequences])  # type: ignore[misc]
-    blame.check()
+def step(fault_isolation: FaultIsolation, *given: Request, computed: int = 10) -> None:
+    fault_isolation.on_step(
+        [Row(each, computed) for request in given for each in request.sequences]
+    )  # type: ignore[misc]
+    fault_isolation.check()
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 8, 9, 64, 100])
 @pytest.mark.parametrize("culprit", [0, -1])
 def test_the_guilty_one_is_found_by_halves(number: int, culprit: int) -> None:
-    blame = Blame()
+    fault_isolation = FaultIsolation()
     everybody = requests(number)
     poison = everybody[culprit]
-    verdict = blame.accuse(flight(*everybody))
+    verdict = fault_isolation.on_death(flight(*everybody))
     deaths, cleared = 1, number == 1
-    while verdict.guilty is None:
-        running = [request for request in everybody if blame.may_run(request)]
+    while verdict.culprit is None:
+        running = [request for request in everybody if fault_isolation.may_run(request)]
         if poison in running:
-            verdict = blame.accuse(flight(*running))
+            verdict = fault_isolation.on_death(flight(*running))
             deaths += 1
-            assert verdict.guilty or verdict.narrowed or cleared
+            assert verdict.culprit or verdict.narrowed or cleared
         else:
-            step(blame, *running)
+            step(fault_isolation, *running)
             cleared = True
-    assert verdict.guilty is poison
+    assert verdict.culprit is poison
     assert deaths <= 2 + math.ceil(math.log2(number))
-    assert not blame.restricts
-    assert blame.suspects == []
+    assert not fault_isolation.restricts
+    assert fault_isolation.suspects == []
 
 
 def test_who_gets_past_the_point_is_cleared_and_no_sooner() -> None:
-    blame = Blame()
+    fault_isolation = FaultIsolation()
     one, two = requests(2)
-    blame.accuse(flight(one, two))
-    assert blame.on_trial == [one]
-    step(blame, one, computed=9)
-    assert blame.suspects == [one, two]
-    step(blame, one)
-    assert blame.on_trial == [two]
-    step(blame, two)
-    assert blame.may_run(one)
-    assert blame.may_run(two)
+    fault_isolation.on_death(flight(one, two))
+    assert fault_isolation.probation == [one]
+    step(fault_isolation, one, computed=9)
+    assert fault_isolation.suspects == [one, two]
+    step(fault_isolation, one)
+    assert fault_isolation.probation == [two]
+    step(fault_isolation, two)
+    assert fault_isolation.may_run(one)
+    assert fault_isolation.may_run(two)
 
 
 def test_an_accident_blames_nobody() -> None:
     """Who was alone at a death, and gets past it before the next one, is as good as new."""
-    blame = Blame()
+    fault_isolation = FaultIsolation()
     (alone,) = requests(1)
     for mark in (10, 20, 30, 40):
-        assert blame.accuse(flight(alone, mark=mark)).guilty is None
-        step(blame, alone, computed=mark)
+        assert fault_isolation.on_death(flight(alone, mark=mark)).culprit is None
+        step(fault_isolation, alone, computed=mark)
     # So is who came further, if not past all that was in flight.
     for mark in (50, 51, 52):
-        assert blame.accuse(flight(alone, mark=mark)).guilty is None
-    assert blame.accuse(flight(alone, mark=52)).guilty is alone
+        assert fault_isolation.on_death(flight(alone, mark=mark)).culprit is None
+    assert fault_isolation.on_death(flight(alone, mark=52)).culprit is alone
 
 
 def test_an_output_that_comes_on_excuses_its_request_for_a_while() -> None:
-    blame = Blame()
+    fault_isolation = FaultIsolation()
     (request,) = requests(1, n=2)
     good, bad = request.sequences
     for mark in range(10, 10 + MAX_ALONE):
-        assert blame.accuse({good: mark, bad: 10}).guilty is None
-        blame.on_step([Row(good, mark)])  # type: ignore[list-item]
-    assert blame.accuse({good: 100, bad: 10}).guilty is request
+        assert fault_isolation.on_death({good: mark, bad: 10}).culprit is None
+        fault_isolation.on_step([Row(good, mark)])  # type: ignore[list-item]
+    assert fault_isolation.on_death({good: 100, bad: 10}).culprit is request
 
 
 def test_who_comes_later_is_no_suspect_and_waits() -> None:
-    blame = Blame()
+    fault_isolation = FaultIsolation()
     one, two, later = requests(3)
-    blame.accuse(flight(one, two))
-    assert not blame.may_run(later)
+    fault_isolation.on_death(flight(one, two))
+    assert not fault_isolation.may_run(later)
     # The one that was suspected before stays it, whoever else was in flight.
-    assert blame.accuse(flight(one, later)).narrowed
-    assert blame.suspects == [one]
+    assert fault_isolation.on_death(flight(one, later)).narrowed
+    assert fault_isolation.suspects == [one]
 
 
 def test_kills_from_outside_blame_nobody_until_there_are_too_many() -> None:
-    blame = Blame()
+    fault_isolation = FaultIsolation()
     one, two = requests(2)
     for _ in range(KILLS_FORGIVEN):
-        blame.excuse(flight(one, two))
-        assert blame.suspects == []
-    step(blame, one)
-    blame.excuse(flight(one, two))
+        fault_isolation.on_kill(flight(one, two))
+        assert fault_isolation.suspects == []
+    step(fault_isolation, one)
+    fault_isolation.on_kill(flight(one, two))
     # The first one had got past it in between.
-    assert blame.on_trial == [one]
-    assert blame.suspects == [one, two]
+    assert fault_isolation.probation == [one]
+    assert fault_isolation.suspects == [one, two]
 
 
 def test_a_kill_in_between_changes_nothing() -> None:
-    blame = Blame()
+    fault_isolation = FaultIsolation()
     one, two = requests(2)
-    blame.accuse(flight(one, two))
-    blame.excuse(flight(one))
-    assert blame.suspects == [one, two]
-    blame.accuse({})
-    blame.excuse({})
-    assert blame.suspects == [one, two]
+    fault_isolation.on_death(flight(one, two))
+    fault_isolation.on_kill(flight(one))
+    assert fault_isolation.suspects == [one, two]
+    fault_isolation.on_death({})
+    fault_isolation.on_kill({})
+    assert fault_isolation.suspects == [one, two]
 
 
 # ---- the scheduler's core
@@ -294,8 +296,8 @@ def test_the_poisonous_are_found_and_nobody_else(
                 assert sequence.output_ids == expected
         errors = [each.finish.error for each in request.sequences if each.finish is not None]
         assert any(errors) == is_guilty
-    guilty = sum(poisons.get(name, 1 << 30) <= size + 7 for name, size in enumerate(prompts))
-    bound = guilty * (3 + math.ceil(math.log2(len(prompts) + 1)) + 2 * n) + len(accidents)
+    culprit = sum(poisons.get(name, 1 << 30) <= size + 7 for name, size in enumerate(prompts))
+    bound = culprit * (3 + math.ceil(math.log2(len(prompts) + 1)) + 2 * n) + len(accidents)
     assert lives.deaths <= bound
     assert lives.most_in_a_row <= EngineConfig("fake").max_worker_restarts
 

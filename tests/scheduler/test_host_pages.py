@@ -132,14 +132,14 @@ class OffloadMachine(RuleBasedStateMachine):
         self.cache.priorities.set_own(nodes[where], priority)
 
     @precondition(lambda self: self.nodes())
-    @rule(data=st.data(), holds=st.booleans())
-    def hold(self, data: st.DataObject, holds: bool) -> None:
+    @rule(data=st.data(), pins=st.booleans())
+    def hold(self, data: st.DataObject, pins: bool) -> None:
         nodes = self.nodes()
         where = data.draw(st.sampled_from(sorted(nodes, key=str)))
-        if holds:
+        if pins:
             self.cache.priorities.hold("session", nodes[where], 60)
         else:
-            self.cache.priorities.let_go("session")
+            self.cache.priorities.unpin("session")
 
     @rule()
     def flush(self) -> None:

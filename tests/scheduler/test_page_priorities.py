@@ -47,7 +47,7 @@ class RetentionMachine(RuleBasedStateMachine):
         self.pool = PagePool(NUM_PAGES)
         self.cache = PrefixCache(self.pool, 1)
         self.table: dict[Path, Entry] = {}
-        self.holds: dict[str, tuple[Path, int]] = {}
+        self.pins: dict[str, tuple[Path, int]] = {}
         self.readers: list[list[Path]] = []
         self.now = 0.0
         self.moments = itertools.count(1)
@@ -56,7 +56,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
     def level(self, path: Path) -> int:
         below = [each for other, each in self.table.items() if other[: len(path)] == path]
-        held = [level for where, level in self.holds.values() if where[: len(path)] == path]
+        held = [level for where, level in self.pins.values() if where[: len(path)] == path]
         return max([*(each.own for each in below), *held])
 
     def levels(self) -> dict[Path, int]:
@@ -87,11 +87,11 @@ class RetentionMachine(RuleBasedStateMachine):
         self.cache.evict(1)
         assert not self.pool.is_kept(self.table[path].page), "another page was evicted"
         del self.table[path]
-        for name, (where, level) in list(self.holds.items()):
+        for name, (where, level) in list(self.pins.items()):
             if where == path:
-                del self.holds[name]
+                del self.pins[name]
                 if len(path) > 1:
-                    self.holds[name] = path[:-1], level
+                    self.pins[name] = path[:-1], level
         self.note(path[:-1], before)
 
     # ---- what happens
@@ -148,23 +148,23 @@ class RetentionMachine(RuleBasedStateMachine):
         path = data.draw(st.sampled_from(sorted(self.table)))
         node = self.cache.path(NAMESPACE, path, len(path))[-1]
         self.cache.priorities.hold(name, node, priority)
-        former = self.holds.get(name)
+        former = self.pins.get(name)
         before = self.levels()
-        self.holds[f"{name} (new)"] = path, priority
+        self.pins[f"{name} (new)"] = path, priority
         if former is not None and former[0] == path:
-            del self.holds[name]
+            del self.pins[name]
         self.note(path, before)
         if former is not None and former[0] != path:
             before = self.levels()
-            del self.holds[name]
+            del self.pins[name]
             self.note(former[0], before)
-        self.holds[name] = self.holds.pop(f"{name} (new)")
+        self.pins[name] = self.pins.pop(f"{name} (new)")
 
     @rule(name=names)
-    def let_go(self, name: str) -> None:
-        self.cache.priorities.let_go(name)
+    def unpin(self, name: str) -> None:
+        self.cache.priorities.unpin(name)
         before = self.levels()
-        former = self.holds.pop(name, None)
+        former = self.pins.pop(name, None)
         if former is not None:
             self.note(former[0], before)
 
@@ -193,7 +193,7 @@ class RetentionMachine(RuleBasedStateMachine):
             self.pool.release([self.table[each].page for each in reversed(known)], epoch=0)
         self.cache.evict(self.pool.num_idle)
         self.table.clear()
-        self.holds.clear()
+        self.pins.clear()
         self.readers.clear()
         assert self.pool.num_free == NUM_PAGES
 
@@ -217,7 +217,7 @@ class RetentionMachine(RuleBasedStateMachine):
         while self.pool.num_idle:
             self.evict()
         self.cache.check()
-        assert not self.holds
+        assert not self.pins
         assert self.pool.num_free == NUM_PAGES
 
 
@@ -285,6 +285,6 @@ def test_a_hold_moves_up_with_evictions() -> None:
     cache.evict(1)
     cache.check()
     assert [pool.level(node.page) for node in held] == [50, 50, DEFAULT_PRIORITY]
-    cache.priorities.let_go("session")
+    cache.priorities.unpin("session")
     cache.check()
     assert [pool.level(node.page) for node in held] == [DEFAULT_PRIORITY] * 3

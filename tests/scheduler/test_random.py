@@ -250,9 +250,9 @@ class CoreMachine(RuleBasedStateMachine):
         masked = isinstance(sequence.finish.error, InvalidRequest)
         if masked or "NaN" in str(sequence.finish.error):
             assert masked == (sequence.request.params.allowed_token_ids is not None)
-            siblings = sequence.request.sequences
-            assert any(self.has_nothing_next(sibling) for sibling in siblings)
-            assert len({sibling.finish for sibling in siblings if ended_by_error(sibling)}) == 1
+            groups = sequence.request.sequences
+            assert any(self.has_nothing_next(sibling) for sibling in groups)
+            assert len({sibling.finish for sibling in groups if ended_by_error(sibling)}) == 1
 
     def has_nothing_next(self, sequence: Sequence) -> bool:
         context = sequence.request.prompt_ids + sequence.output_ids

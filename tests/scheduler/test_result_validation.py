@@ -202,13 +202,13 @@ def test_a_smaller_worker_ends_who_no_longer_fits() -> None:
     assert len(small.output_ids) == 8
 
 
-def fail(bench: Bench, **blame: Any) -> list[Any]:
+def fail(bench: Bench, **fault_isolation: Any) -> list[Any]:
     """The next plan fails; the worker is reset as the scheduler's task would."""
     plan = bench.core.next_plan(0.0)
     assert plan is not None
 
     def script(_: int, __: wire.Plan) -> None:
-        raise StepFails("no luck", **blame)
+        raise StepFails("no luck", **fault_isolation)
 
     bench.worker.script, script_before = script, bench.worker.script
     failure = bench.worker.step(plan)

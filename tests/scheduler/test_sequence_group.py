@@ -163,7 +163,7 @@ def test_a_leader_that_is_preempted_in_prefill_still_leads(depth: int) -> None:
     wanted = leader.request.prompt_logprobs
     assert wanted is not None
     assert 1 < wanted.stop < len(PROMPT), "it wasn't in the midst of its prompt"
-    assert len(bench.core.siblings) == 2
+    assert len(bench.core.groups) == 2
     bench.drain()
     assert_all_right(bench, older, leader, *others)
     assert wanted.stop == len(PROMPT)
@@ -185,7 +185,7 @@ def test_siblings_are_held_again_when_the_prompt_is_lost_before_its_first_token(
     bench.plan()
     assert [each.state for each in sequences] == [State.DECODE] * 3
     lose_worker(bench)
-    assert (len(bench.core.waiting), len(bench.core.siblings)) == (1, 2)
+    assert (len(bench.core.waiting), len(bench.core.groups)) == (1, 2)
     bench.plans.clear()
     bench.drain()
     assert_all_right(bench, *sequences)
@@ -196,9 +196,9 @@ def test_siblings_in_line_are_held_again_too() -> None:
     bench = Bench.make(hashing(max_num_seqs=1), max_plans_in_flight=2)
     sequences = bench.submit_all(PROMPT, n=3)
     bench.plan()
-    assert (len(bench.core.waiting), len(bench.core.siblings)) == (2, 0)
+    assert (len(bench.core.waiting), len(bench.core.groups)) == (2, 0)
     lose_worker(bench)
-    assert (len(bench.core.waiting), len(bench.core.siblings)) == (1, 2)
+    assert (len(bench.core.waiting), len(bench.core.groups)) == (1, 2)
     bench.drain()
     assert_all_right(bench, *sequences)
 
@@ -209,7 +209,7 @@ def test_nobody_is_held_for_a_leader_with_an_output() -> None:
     bench.step()
     bench.step()
     lose_worker(bench)
-    assert (len(bench.core.waiting), len(bench.core.siblings)) == (3, 0)
+    assert (len(bench.core.waiting), len(bench.core.groups)) == (3, 0)
     bench.drain()
     assert_all_right(bench, *sequences)
 

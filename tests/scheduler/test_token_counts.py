@@ -15,7 +15,7 @@ from trioserve.observability.metrics.histogram import INTER_TOKEN_SECONDS, Histo
 from trioserve.protocol import wire
 from trioserve.protocol.token_ids import as_column
 from trioserve.scheduler.core import SchedulerCore
-from trioserve.scheduler.result_processing import Intake
+from trioserve.scheduler.result_processing import ResultProcessor
 from trioserve.scheduler.token_counts import Counts
 
 ROWS, TOKENS = 20, 12
@@ -31,13 +31,13 @@ def test_only_first_and_last_tokens_are_looked_at_one_by_one(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Any] = []
-    accept = Intake._accept
+    accept = ResultProcessor._accept
 
-    def counting(self: Intake, computation: Any, *rest: Any) -> Any:
+    def counting(self: ResultProcessor, computation: Any, *rest: Any) -> Any:
         taken.append(computation.sequence)
         return accept(self, computation, *rest)
 
-    monkeypatch.setattr(Intake, "_accept", counting)
+    monkeypatch.setattr(ResultProcessor, "_accept", counting)
     bench = bench_of(max_plans_in_flight=depth)
     requests = [make_request([number, 1, 2], max_tokens=TOKENS) for number in range(ROWS)]
     for request in requests:

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.support.scheduling import ABORT, Bench, make_limits, make_request, worker
 from trioserve.requests.request import Sequence
-from trioserve.scheduler.sequence_state import Computation, Line
+from trioserve.scheduler.sequence_state import SequenceQueue, SequenceState
 from trioserve.scheduler.waiting_queue import WaitingQueue
 
 LIMITS = make_limits(worker(), scheduling_policy="priority")
@@ -25,27 +25,27 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = WaitingQueue()
-        self.running = Line()
+        self.running = SequenceQueue()
         self.arrivals = itertools.count(1)
-        self.rings: dict[int, dict[str, list[Computation]]] = {0: {}, 1: {}}
-        self.admitted: dict[int, list[Computation]] = {0: [], 1: []}
-        self.overtaken: dict[Computation, list[str]] = {}
+        self.rings: dict[int, dict[str, list[SequenceState]]] = {0: {}, 1: {}}
+        self.admitted: dict[int, list[SequenceState]] = {0: [], 1: []}
+        self.overtaken: dict[SequenceState, list[str]] = {}
         """By whose turns each that waits was overtaken while it was the oldest of its tenant."""
         self.has_skipped = False
 
-    def tenant(self, computation: Computation) -> str:
+    def tenant(self, computation: SequenceState) -> str:
         return computation.sequence.request.tenant
 
     @rule(tenant=st.sampled_from(["", "a", "b", "c"]), priority=st.integers(0, 1))
     def arrive(self, tenant: str, priority: int) -> None:
         request = make_request([1], tenant=tenant, priority=priority)
-        computation = Computation.of(request.sequences[0], LIMITS, next(self.arrivals))
+        computation = SequenceState.of(request.sequences[0], LIMITS, next(self.arrivals))
         self.queue.add(computation)
         self.rings[priority].setdefault(tenant, []).append(computation)
 
-    def expected(self) -> list[Computation]:
+    def expected(self) -> list[SequenceState]:
         waiting = set(self.queue)
-        order: list[Computation] = []
+        order: list[SequenceState] = []
         for priority in (0, 1):
             order += [each for each in self.admitted[priority] if each in waiting]
             rounds = itertools.zip_longest(*self.rings[priority].values())
@@ -76,7 +76,7 @@ class QueueMachine(RuleBasedStateMachine):
     def admit(self) -> None:
         self.enter(next(self.queue.in_turn()))
 
-    def enter(self, computation: Computation) -> None:
+    def enter(self, computation: SequenceState) -> None:
         priority = computation.order[0]
         is_new = not computation.had_turn
         self.queue.admit(computation, self.running)
@@ -128,7 +128,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.running.remove(computation)
         self.forget(computation)
 
-    def forget(self, computation: Computation) -> None:
+    def forget(self, computation: SequenceState) -> None:
         priority = computation.order[0]
         self.overtaken.pop(computation, None)
         if computation.had_turn:

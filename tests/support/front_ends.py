@@ -17,10 +17,10 @@ from trioserve.engine.nursery import Place, run_tasks
 from trioserve.engine.tasks import EngineTasks
 from trioserve.front_ends.client.encoding import remote_encoding
 from trioserve.front_ends.client.scheduler import RemoteScheduler
-from trioserve.front_ends.client.server_api import SharedServer
+from trioserve.front_ends.client.server_api import RemoteServer
 from trioserve.front_ends.heartbeat import interval_of
-from trioserve.front_ends.server.engine_server import Host, open_host
-from trioserve.front_ends.server.session import Home
+from trioserve.front_ends.server.engine_server import EngineServer, open_host
+from trioserve.front_ends.server.session import FrontEndSession
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.observability.metrics import Metrics
@@ -47,8 +47,8 @@ class FrontEnd:
 
     engine: Engine
     remote: RemoteScheduler
-    whole: SharedServer
-    home: Home
+    server_api: RemoteServer
+    peer: FrontEndSession
     life: trio.CancelScope
     """Cancelling it is the front end's death, as the engine process sees it."""
     gone: trio.Event
@@ -59,18 +59,20 @@ class FrontEnd:
 class Server:
     """The engine process and all front ends."""
 
-    host: Host
+    engine_server: EngineServer
     front_ends: list[FrontEnd]
 
     async def wait_nothing_held(self) -> None:
         """Wait until nobody is computed or waits, then assert that nothing is held anywhere."""
         with trio.fail_after(30):
-            while not (self.host.idle and all(each.engine.idle for each in self.front_ends)):
+            while not (
+                self.engine_server.idle and all(each.engine.idle for each in self.front_ends)
+            ):
                 await trio.sleep(0.005)
-        self.host.check_integrity()
+        self.engine_server.check_integrity()
         for each in self.front_ends:
             each.engine.check_integrity()
-        statistics = self.host.statistics().scheduler
+        statistics = self.engine_server.statistics().scheduler
         assert statistics.num_running == statistics.num_waiting == statistics.pages_held == 0
 
 
@@ -97,7 +99,7 @@ async def open_server(
         open_worker=open_worker or (lambda: run_fake_worker(make_worker(), engine_config)),
         max_restarts=engine_config.max_worker_restarts,
         judge=scheduler.judge,
-        switch=scheduler.switch,
+        worker_power=scheduler.worker_power,
         on_loss=metrics.worker_lost,
         on_replaced=metrics.worker_replaced,
     )
@@ -108,23 +110,23 @@ async def open_server(
             supervisor,
             metrics,
             task="generate" if encoder is None else encoder.task,
-        ) as host,
+        ) as engine_server,
         contextlib.AsyncExitStack() as stack,
     ):
         nursery = await stack.enter_async_context(trio.open_nursery())
         front_ends = [
             await stack.enter_async_context(
-                _open_front_end(host, config, index, folder, nursery, encoder)
+                _open_front_end(engine_server, config, index, folder, nursery, encoder)
             )
             for index in range(count)
         ]
-        yield Server(host=host, front_ends=front_ends)
+        yield Server(engine_server=engine_server, front_ends=front_ends)
         nursery.cancel_scope.cancel()
 
 
 @contextlib.asynccontextmanager
 async def _open_front_end(
-    host: Host,
+    engine_server: EngineServer,
     config: ServerConfig,
     index: int,
     folder: Path,
@@ -136,16 +138,16 @@ async def _open_front_end(
     handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {}
 
     async def keep(
-        socket: PairSocket, task_status: trio.TaskStatus[Home] = trio.TASK_STATUS_IGNORED
+        socket: PairSocket, task_status: trio.TaskStatus[FrontEndSession] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        with life, host.at_home(socket) as home, contextlib.suppress(FrontEndLost):
-            task_status.started(home)
-            await home.run()
+        with life, engine_server.at_home(socket) as peer, contextlib.suppress(FrontEndLost):
+            task_status.started(peer)
+            await peer.run()
         gone.set()
 
     async def open_remote(tasks: EngineTasks) -> wire.Ready:
         tasks.start_soon(remote.attach)
-        return host.ready
+        return engine_server.ready
 
     model = LoadedModel(
         name="fake",
@@ -159,7 +161,7 @@ async def _open_front_end(
         contextlib.closing(PairSocket.listen(url)) as listening,
         contextlib.closing(PairSocket.dial(url)) as dialed,
     ):
-        home = await nursery.start(keep, listening)
+        peer = await nursery.start(keep, listening)
         remote = RemoteScheduler(
             dialed,
             handlers,
@@ -176,11 +178,12 @@ async def _open_front_end(
             preparation=None,
             output_buffer=0,
             worker_restarts=lambda: remote.state.worker_restarts,
-            encoding=remote_encoding(model, remote.asks),
+            encoding=remote_encoding(model, remote.rpc),
             place=Place(index=index, count=config.api_server_count),
         ) as engine:
-            whole = SharedServer(engine, remote, index)
-            handlers |= {"count": whole.count, "look": whole.look, "abort": whole.abort_own}
+            server_api = RemoteServer(engine, remote, index)
+            handlers |= {"count": server_api.count, "look": server_api.look}
+            handlers["abort"] = server_api.abort_own
             yield FrontEnd(
-                engine=engine, remote=remote, whole=whole, home=home, life=life, gone=gone
+                engine=engine, remote=remote, server_api=server_api, peer=peer, life=life, gone=gone
             )

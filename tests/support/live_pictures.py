@@ -11,11 +11,11 @@ from trioserve.observability.live.schema import (
     Hello,
     Latency,
     Pages,
-    Picture,
     Prefix,
     Quantiles,
     Rates,
     RequestRow,
+    Snapshot,
     TaskNode,
     WorkerState,
 )
@@ -70,9 +70,9 @@ def some_rows() -> list[RequestRow]:
     ]
 
 
-def picture(after: float = 0.0, **changes: Any) -> Picture:
+def picture(after: float = 0.0, **changes: Any) -> Snapshot:
     """A picture that was taken ``after`` so many seconds."""
-    usual = Picture(
+    usual = Snapshot(
         now=NOW + after,
         health="ok",
         paused=False,

@@ -9,23 +9,23 @@ import trio
 
 
 @attrs.define(eq=False)
-class Happenings:
+class Conditions:
     """What tasks wait for, each with what tells whether it has happened."""
 
     _awaited: dict[trio.Event, Callable[[], bool]] = attrs.field(init=False, factory=dict)
 
-    async def until(self, happened: Callable[[], bool]) -> None:
-        """Wait until ``happened`` is true when :meth:`look` is called, or already is."""
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` is true when :meth:`notify` is called, or already is."""
         event = trio.Event()
-        self._awaited[event] = happened
+        self._awaited[event] = condition
         try:
-            self.look()
+            self.notify()
             await event.wait()
         finally:
             del self._awaited[event]
 
-    def look(self) -> None:
+    def notify(self) -> None:
         """Something may have happened. Cheap while nobody waits."""
-        for event, happened in list(self._awaited.items()):
-            if happened():
+        for event, condition in list(self._awaited.items()):
+            if condition():
                 event.set()

@@ -15,10 +15,10 @@ from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.requests.adapters import Adapters
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.feeds import Feeds
-from trioserve.scheduler.pause_control import Quiet
-from trioserve.scheduler.prefix_pins import Holds
+from trioserve.scheduler.pause_control import PauseControl
+from trioserve.scheduler.prefix_pins import PrefixPins
 from trioserve.scheduler.weights import Weights
-from trioserve.workers.power import Switch
+from trioserve.workers.power import WorkerPower
 
 
 class Backend(Protocol):
@@ -50,7 +50,7 @@ class Backend(Protocol):
         """Whether nobody is to be computed because somebody has asked for that."""
 
     @property
-    def quiet(self) -> Quiet | None:
+    def pause_control(self) -> PauseControl | None:
         """What pauses it; None where another process does."""
 
     @property
@@ -58,7 +58,7 @@ class Backend(Protocol):
         """Which weights its workers serve; None where another process exchanges them."""
 
     @property
-    def switch(self) -> Switch | None:
+    def worker_power(self) -> WorkerPower | None:
         """What sends its worker away; None where another process does."""
 
     @property
@@ -70,7 +70,7 @@ class Backend(Protocol):
         """The adapters that requests may name."""
 
     @property
-    def holds(self) -> Holds | None:
+    def pins(self) -> PrefixPins | None:
         """What keeps cached prefixes; None where another process does."""
 
     @property

@@ -16,9 +16,9 @@ from trioserve.model_files import locate
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import CallFailed, InvalidRequest, ModelLoadError
 from trioserve.requests.request import Finish, FinishReason, Request, State
-from trioserve.scheduler.pause_control import Quiet
+from trioserve.scheduler.pause_control import PauseControl
 from trioserve.scheduler.weights import HOLDER
-from trioserve.workers.power import Switch
+from trioserve.workers.power import WorkerPower
 
 if TYPE_CHECKING:
     from trioserve.pooling.batcher import Batcher
@@ -59,24 +59,24 @@ class Control:
             modes = ", ".join(PAUSE_MODES)
             raise InvalidRequest(f"mode is one of {modes}, not {mode!r}", param="mode")
         self.refuses = refuse
-        quiet = self._quiet
+        pause_control = self._pause_control
         if mode == "wait":
             if self._batcher is not None:
                 await self._batcher.pause_when_done(_OPERATOR)
-            await quiet.pause_when_done(_OPERATOR)
+            await pause_control.pause_when_done(_OPERATOR)
             return
         if mode == "abort":
             self.abort("", prefix=True)
             if self._batcher is not None:
                 self._batcher.abort_all()
-        await quiet.pause(_OPERATOR, retract=mode == "retract")
+        await pause_control.pause(_OPERATOR, retract=mode == "retract")
         if self._batcher is not None:
             await self._batcher.pause(_OPERATOR)
 
     def resume(self) -> None:
         """See :meth:`trioserve.engine.engine.Engine.resume`."""
         self.refuses = False
-        self._quiet.resume(_OPERATOR)
+        self._pause_control.resume(_OPERATOR)
         if self._batcher is not None:
             self._batcher.resume(_OPERATOR)
 
@@ -130,17 +130,17 @@ class Control:
 
     async def _clear(self, mode: str, holder: str) -> None:
         """Pause in the name of ``holder`` so that no request has KV of the old weights."""
-        quiet = self._quiet
+        pause_control = self._pause_control
         if self._batcher is not None:
             await self._clear_batcher(self._batcher, mode, holder)
             return
         if mode == "wait" and not self._scheduler.paused:
-            await quiet.pause_when_done(holder)
+            await pause_control.pause_when_done(holder)
             return
         if mode == "abort":
             self.abort("", prefix=True)
         # In somebody else's pause nobody finishes, so that waiting for it would be for ever.
-        await quiet.pause(holder, retract=True)
+        await pause_control.pause(holder, retract=True)
 
     async def _clear_batcher(self, batcher: Batcher, mode: str, holder: str) -> None:
         """Pause so that all texts of a request are computed with the same weights.
@@ -156,39 +156,39 @@ class Control:
 
     async def release_memory(self) -> None:
         """See :meth:`trioserve.engine.engine.Engine.release_memory`."""
-        await self._quiet.pause(_MEMORY, retract=True)
+        await self._pause_control.pause(_MEMORY, retract=True)
         if self._batcher is not None:
             await self._batcher.pause(_MEMORY)
-        await self._switch.turn_off()
+        await self._worker_power.turn_off()
 
     async def resume_memory(self) -> None:
         """See :meth:`trioserve.engine.engine.Engine.resume_memory`."""
-        self._switch.turn_on()
-        self._quiet.resume(_MEMORY)
+        self._worker_power.turn_on()
+        self._pause_control.resume(_MEMORY)
         if self._batcher is not None:
             self._batcher.resume(_MEMORY)
-        await self._switch.wait_there()
+        await self._worker_power.wait_there()
 
     @property
     def memory_released(self) -> bool:
         """See :attr:`trioserve.engine.engine.Engine.memory_released`."""
-        return not self._switch.is_on
+        return not self._worker_power.is_on
 
     def flush_cache(self) -> int:
         """See :meth:`trioserve.engine.engine.Engine.flush_cache`."""
-        return self._quiet.flush_prefixes()
+        return self._pause_control.flush_prefixes()
 
     @property
-    def _switch(self) -> Switch:
-        switch = self._scheduler.switch
-        assert switch is not None, "it is the engine process that is asked"
-        return switch
+    def _worker_power(self) -> WorkerPower:
+        worker_power = self._scheduler.worker_power
+        assert worker_power is not None, "it is the engine process that is asked"
+        return worker_power
 
     @property
-    def _quiet(self) -> Quiet:
-        quiet = self._scheduler.quiet
-        assert quiet is not None, "it is the engine process that is asked"
-        return quiet
+    def _pause_control(self) -> PauseControl:
+        pause_control = self._scheduler.pause_control
+        assert pause_control is not None, "it is the engine process that is asked"
+        return pause_control
 
 
 def _locate(model: str) -> tuple[Path, int]:

@@ -31,7 +31,7 @@ from trioserve.engine.submissions import Submissions, open_submissions
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
-from trioserve.observability.live.monitor import Subject
+from trioserve.observability.live.monitor import Monitor
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.pooling.batcher import Batcher
@@ -43,7 +43,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import Draining, EngineError, InvalidRequest, Paused, RequestAborted
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.adapters import NO_ADAPTER
-from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Entrance
+from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Admission
 from trioserve.requests.arguments import check_arguments
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import (
@@ -89,27 +89,27 @@ class Engine(PoolingEngine, OperatedEngine):
     _open: OpenGenerations = attrs.field(init=False)
     sessions: Sessions = attrs.field(init=False)
     """Those that are open."""
-    subject: Subject | None = attrs.field(init=False, default=None)
+    monitor: Monitor | None = attrs.field(init=False, default=None)
     """What pictures are taken of; None where another process has the scheduler."""
     control: Control = attrs.field(init=False)
     """Pauses, aborts by name, and the like: what operators do."""
     pooling: Pooling = attrs.field(init=False)
     """Vectors, scores and labels of texts as a whole."""
-    _entrance: Entrance = attrs.field(init=False)
+    _admission: Admission = attrs.field(init=False)
     _draining: trio.Event = attrs.field(factory=trio.Event)
     _closed: EngineError | None = None
     _idle: trio.Event = attrs.field(factory=trio.Event)
 
     def __attrs_post_init__(self) -> None:
         config = self.config
-        self._entrance = Entrance(
+        self._admission = Admission(
             line=self._scheduler,
             max_requests=config.max_num_queued_reqs,
             max_tokens=config.max_num_queued_tokens or max(DEFAULT_MAX_TOKENS, self.max_model_len),
         )
         self._open = OpenGenerations(
             scheduler=self._scheduler,
-            entrance=self._entrance,
+            admission=self._admission,
             to_tokenizer=self._to_tokenizer,
             check_open=self._check_open,
             on_finished=self.on_finished,
@@ -129,7 +129,7 @@ class Engine(PoolingEngine, OperatedEngine):
             open=OpenRequests(self._on_left),
         )
         self.sessions = Sessions(
-            self._scheduler.holds, config.max_sessions, self.generate, self._open.end
+            self._scheduler.pins, config.max_sessions, self.generate, self._open.end
         )
 
     @property
@@ -145,7 +145,7 @@ class Engine(PoolingEngine, OperatedEngine):
     @property
     def max_num_queued_tokens(self) -> int:
         """Tokens that the prompts of waiting requests may have, before others are refused."""
-        return self._entrance.max_tokens
+        return self._admission.max_tokens
 
     @property
     def vocab_size(self) -> int:
@@ -365,15 +365,15 @@ class Engine(PoolingEngine, OperatedEngine):
         scheduler = self._scheduler.statistics()
         if self._batcher is not None:
             scheduler = self._batcher.counted_in(scheduler)
-        switch = self._scheduler.switch
+        worker_power = self._scheduler.worker_power
         return EngineStatistics(
             scheduler=scheduler,
-            num_tokenizing=self._entrance.num_entering,
+            num_tokenizing=self._admission.num_entering,
             num_streams=len(self._open) + len(self.pooling.open),
             stream_bytes=self._requests.stream_budget.waiting,
             worker_restarts=self._worker_restarts(),
             num_sessions=len(self.sessions),
-            memory_released=switch is not None and not switch.is_on,
+            memory_released=worker_power is not None and not worker_power.is_on,
         )
 
     def check_integrity(self) -> None:
@@ -383,12 +383,12 @@ class Engine(PoolingEngine, OperatedEngine):
             AssertionError: one is violated; this is a bug in trioserve.
         """
         self._scheduler.check_integrity()
-        self._entrance.check_integrity()
+        self._admission.check_integrity()
         if self._batcher is not None:
             self._batcher.check_integrity()
         self.sessions.check_integrity()
         num_open = sum(len(request.sequences) for request in self._open)
-        assert self._entrance.num_entering <= num_open
+        assert self._admission.num_entering <= num_open
         if not self._open:
             assert self._requests.stream_budget.waiting == 0
 
@@ -413,7 +413,7 @@ class Engine(PoolingEngine, OperatedEngine):
             EngineError: it is closed.
         """
         self._check_open()
-        self._entrance.check_room(tenant)
+        self._admission.check_room(tenant)
 
     def abort_all(self, error: RequestAborted) -> None:
         """End every open request with ``error``, whatever its stage; never blocks.
@@ -485,15 +485,15 @@ class Engine(PoolingEngine, OperatedEngine):
         self._closed = error
         if self._scheduler.feeds is not None:
             self._scheduler.feeds.close(error)
-        if self.subject is not None:
-            self.subject.departures.close(error)
+        if self.monitor is not None:
+            self.monitor.departures.close(error)
         self._open.close(error)
         self.pooling.open.end_all(error)
         self.sessions.close(error)
 
     def _on_generation_left(self, request: Request) -> None:
-        if self.subject is not None:
-            self.subject.note_departure(request)
+        if self.monitor is not None:
+            self.monitor.note_departure(request)
         self._on_left()
 
     def _on_left(self) -> None:

@@ -15,7 +15,7 @@ import trio
 
 from trioserve.engine.backend import Backend
 from trioserve.protocol.errors import EngineError, RequestAborted, SlowReader
-from trioserve.requests.admission import Entrance
+from trioserve.requests.admission import Admission
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import Finish, FinishReason, Request, Sequence
@@ -35,7 +35,7 @@ class OpenGenerations:
     """
 
     _scheduler: Backend
-    _entrance: Entrance
+    _admission: Admission
     _to_tokenizer: trio.MemorySendChannel[Request]
     _check_open: Callable[[], None]
     _on_finished: Callable[[Sequence, Finish], None]
@@ -61,7 +61,7 @@ class OpenGenerations:
             DeadlineExceeded: the deadline has passed.
         """
         self._check_open()
-        self._entrance.enter(request, trio.current_time())
+        self._admission.enter(request, trio.current_time())
         self._requests[request] = None
         request.stream.on_evicted = functools.partial(self._abort, request)
         try:
@@ -106,6 +106,6 @@ class OpenGenerations:
                 self._scheduler.abort(sequence, finish)
                 self._on_finished(sequence, sequence.finish or finish)
         request.stream.discard()
-        self._entrance.forget(request)
+        self._admission.forget(request)
         del self._requests[request]
         self._on_left(request)

@@ -33,7 +33,7 @@ from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.tasks import EngineTasks, open_tasks
 from trioserve.model_files import locate
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
-from trioserve.observability.live.monitor import Subject
+from trioserve.observability.live.monitor import Monitor
 from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.task_dump import reporting
@@ -131,7 +131,7 @@ def open_scheduler(
         ).open,
         max_restarts=config.max_worker_restarts,
         judge=scheduler.judge,
-        switch=scheduler.switch,
+        worker_power=scheduler.worker_power,
         on_loss=metrics.worker_lost,
         on_replaced=metrics.worker_replaced,
     )
@@ -228,7 +228,7 @@ async def run_engine(
         asks_idle_worker=asks_idle_worker,
     ) as engine:
         scheduler.on_idle = engine.on_none_open
-        engine.subject = Subject.of(engine, scheduler, lambda: supervisor.life)
+        engine.monitor = Monitor.of(engine, scheduler, lambda: supervisor.life)
         yield engine
 
 

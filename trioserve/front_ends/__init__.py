@@ -13,10 +13,10 @@ engine process and takes what they give. In the engine process each front end ha
 comes.
 
 Reading order: ``messages`` with ``faults`` and ``clock`` (what is said), ``merging`` (of several
-steps one), ``asks`` (questions either way), ``remote`` with ``sent_requests`` (the front end's
-side), ``home`` with ``hosted_requests`` and ``hosting`` (the engine's side), ``hosted_turns`` and
+steps one), ``rpc`` (questions either way), ``remote`` with ``sent_requests`` (the front end's
+side), ``peer`` with ``hosted_requests`` and ``context`` (the engine's side), ``hosted_turns`` and
 ``remote_turns`` (sessions, on either side), ``hosted_seats`` (limits of keys), ``hosted_watches``
-(who watches), ``host`` (the engine process without the processes it starts), ``pulse`` (whether a
-front end lives), ``process`` (one front end's life) and ``fleet`` (all of them), ``main`` (the
-front end's own program) and ``shared`` (what its HTTP tells of the whole server).
+(who watches), ``engine_server`` (the engine process without the processes it starts), ``heartbeat``
+(whether a front end lives), ``process`` (one front end's life) and ``fleet`` (all of them),
+``main`` (the front end's own program) and ``shared`` (what its HTTP tells of the whole server).
 """

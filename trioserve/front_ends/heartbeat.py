@@ -35,7 +35,7 @@ def interval_of(config: EngineConfig) -> float:
 
 
 @attrs.define(eq=False)
-class Pulse:
+class Heartbeat:
     """One front end's, as the engine process feels it.
 
     Args:

@@ -6,12 +6,12 @@ one :class:`Update`, in which most tokens are two packed integers: a sequence's 
 sequence, and the others follow it. Times are those of :mod:`~trioserve.front_ends.clock`.
 
 The conversation: the front end says :class:`Hello`, is told :class:`Start`, and says
-:class:`Listening` or, where it can't, :class:`Failed`. Then requests go one way
-(:class:`Submit`, :class:`Abort`) and updates the other, no more of them than the front end keeps up
-with (:class:`Taken`), which says again and again that it lives (:class:`Alive`). Either side may
-:class:`Ask` the other for something rare, by name, and take that back (:class:`Withdraw`). At the
-end the front end is told to :class:`Drain`, says :class:`Drained` when it has, and leaves when it
-is told to :class:`Stop`.
+:class:`Listening` or, where it can't, :class:`Failed`. Then requests go one way (:class:`Submit`,
+:class:`Abort`) and updates the other, no more of them than the front end keeps up with
+(:class:`Taken`), which says again and again that it lives (:class:`Alive`). Either side may
+:class:`RpcCall` the other for something rare, by name, and take that back (:class:`RpcCancel`). At
+the end the front end is told to :class:`Drain`, says :class:`Drained` when it has, and leaves when
+it is told to :class:`Stop`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from trioserve.config import ServerConfig
-from trioserve.front_ends.wire_errors import Fault
+from trioserve.front_ends.wire_errors import RemoteError
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.adapters import Adapter
@@ -46,23 +46,23 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 # ---- both ways
 
 
-class Ask(_Message):
-    """Something rare is wanted of the other side, by name; an :class:`Answer` will come."""
+class RpcCall(_Message):
+    """Something rare is wanted of the other side, by name; an :class:`RpcReply` will come."""
 
     number: int
     name: str
     arguments: Any = None
 
 
-class Answer(_Message):
+class RpcReply(_Message):
     """The answer to the question of that number; ``fault`` is None unless it failed."""
 
     number: int
     result: Any = None
-    fault: Fault | None = None
+    fault: RemoteError | None = None
 
 
-class Withdraw(_Message):
+class RpcCancel(_Message):
     """Whoever asked the question of that number doesn't wait any more."""
 
     number: int
@@ -71,7 +71,7 @@ class Withdraw(_Message):
 class Failed(_Message):
     """The sender can't go on, and why."""
 
-    fault: Fault
+    fault: RemoteError
 
 
 # ---- from a front end
@@ -185,7 +185,7 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
 
     reason: str
     stop_reason: int | str | None
-    fault: Fault | None
+    fault: RemoteError | None
     first_token: float | None
     """Of the request."""
     last_token: float | None
@@ -197,7 +197,7 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     def of(
         cls,
         finish: Finish,
-        fault: Fault | None,
+        fault: RemoteError | None,
         first_token: float | None,
         last_token: float | None,
         vector: bytes,
@@ -252,7 +252,7 @@ class Update(_Message):
 
     line: tuple[int, int]
     admitted: list[tuple[int, float]]
-    rejected: list[tuple[int, Fault]]
+    rejected: list[tuple[int, RemoteError]]
     moves: list[tuple[int, int]]
     """Sequences and the places of their new states in :data:`STATES`."""
     scheduled: list[tuple[int, float, int]]
@@ -274,9 +274,9 @@ FromFrontEnd = (
     | Failed
     | Submit
     | Abort
-    | Ask
-    | Answer
-    | Withdraw
+    | RpcCall
+    | RpcReply
+    | RpcCancel
     | Taken
     | Alive
     | LeaveSeat
@@ -284,7 +284,9 @@ FromFrontEnd = (
     | LeaveWatch
     | Drained
 )
-FromEngine = Start | Offered | Update | TurnClosed | Ask | Answer | Withdraw | Failed | Drain | Stop
+FromEngine = (
+    Start | Offered | Update | TurnClosed | RpcCall | RpcReply | RpcCancel | Failed | Drain | Stop
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_FRONT_END: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.front_ends.messages import Answer, Ask, Withdraw
+from trioserve.front_ends.messages import RpcCall, RpcCancel, RpcReply
 from trioserve.front_ends.wire_errors import error_of, fault_of
 from trioserve.protocol.errors import TrioserveError
 
@@ -21,11 +21,11 @@ class _Question:
     """One of ours that isn't answered: ``answer`` is None if it never will be."""
 
     done: trio.Event = attrs.field(factory=trio.Event)
-    answer: Answer | None = None
+    answer: RpcReply | None = None
 
 
 @attrs.define(eq=False)
-class Asks:
+class RpcPeer:
     """One side's questions and its answers to the other's.
 
     Args:
@@ -34,7 +34,7 @@ class Asks:
         lost: what those are told that wait when the other side is gone.
     """
 
-    _send: Callable[[Ask | Answer | Withdraw], None]
+    _send: Callable[[RpcCall | RpcReply | RpcCancel], None]
     _handlers: Handlers
     _lost: TrioserveError
     _number: int = attrs.field(init=False, default=0)
@@ -53,11 +53,11 @@ class Asks:
         self._number += 1
         number, question = self._number, _Question()
         self._questions[number] = question
-        self._send(Ask(number, name, arguments))
+        self._send(RpcCall(number, name, arguments))
         try:
             await question.done.wait()
         except trio.Cancelled:
-            self._send(Withdraw(number))
+            self._send(RpcCancel(number))
             raise
         finally:
             del self._questions[number]
@@ -67,32 +67,32 @@ class Asks:
             raise error_of(question.answer.fault)
         return question.answer.result
 
-    def on_ask(self, message: Ask, nursery: trio.Nursery) -> None:
+    def on_ask(self, message: RpcCall, nursery: trio.Nursery) -> None:
         """Answer the other side's question in a task of ``nursery``."""
         self._answering[message.number] = scope = trio.CancelScope()
         nursery.start_soon(self._answer, message, scope)
 
-    async def _answer(self, message: Ask, scope: trio.CancelScope) -> None:
+    async def _answer(self, message: RpcCall, scope: trio.CancelScope) -> None:
         try:
             with scope:
                 # Where it was withdrawn before this began, nothing is to be done that whoever asked
                 # has taken back by now: a handler that never waits wouldn't notice.
                 await trio.lowlevel.checkpoint()
                 result = await self._handlers[message.name](message.arguments)
-                self._send(Answer(message.number, result))
+                self._send(RpcReply(message.number, result))
         except TrioserveError as error:
-            self._send(Answer(message.number, fault=fault_of(error)))
+            self._send(RpcReply(message.number, fault=fault_of(error)))
         finally:
             del self._answering[message.number]
 
-    def on_answer(self, message: Answer) -> None:
+    def on_answer(self, message: RpcReply) -> None:
         """Hand an answer over. Whoever asked may have given up; then nobody wants it."""
         question = self._questions.get(message.number)
         if question is not None:
             question.answer = message
             question.done.set()
 
-    def on_withdraw(self, message: Withdraw) -> None:
+    def on_withdraw(self, message: RpcCancel) -> None:
         """The other side doesn't wait any more for the answer to that question."""
         scope = self._answering.get(message.number)
         if scope is not None:

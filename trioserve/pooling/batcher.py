@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 import trio
 
-from trioserve._util.conditions import Happenings
+from trioserve._util.conditions import Conditions
 from trioserve._util.feed import Feed
 from trioserve.config import EngineConfig
 from trioserve.observability.metrics import Metrics
@@ -43,7 +43,7 @@ class Caller(Protocol):
     async def call(self, name: str, arguments: object = None) -> Any:
         """Have the worker do something by name; raises ``EngineError`` or ``WorkerLost``."""
 
-    def accuse(self, reason: str) -> None:
+    def report_fault(self, reason: str) -> None:
         """The worker that is attached counts as hung, and is replaced."""
 
 
@@ -80,7 +80,7 @@ class Batcher:
         self.core = PoolingCore(max_texts=1, max_tokens=1)
         self._work = trio.Event()
         """There may be something to call the worker for."""
-        self._happenings = Happenings()
+        self._conditions = Conditions()
         self._departures = Departures()
         self._num_texts = 0
         """Of all answers, as the following."""
@@ -125,7 +125,9 @@ class Batcher:
             with trio.move_on_after(patience) as scope:
                 answer = await self._caller.call("encode", batch.columns().message())
             if scope.cancelled_caught:
-                self._caller.accuse(f"the worker hasn't answered a call within {patience:.1f} s")
+                self._caller.report_fault(
+                    f"the worker hasn't answered a call within {patience:.1f} s"
+                )
                 return
             vectors = vectors_of(answer, len(batch.texts))
         except WorkerLost:
@@ -251,8 +253,8 @@ class Batcher:
 
     async def pause(self, holder: str) -> None:
         """Have nothing computed until :meth:`resume`; return once nothing is."""
-        self.core.gate.close(holder)
-        await self._happenings.until(lambda: self.core.is_quiet)
+        self.core.pause_gate.close(holder)
+        await self._conditions.wait_for(lambda: self.core.is_quiet)
 
     async def pause_when_done(self, holder: str) -> None:
         """:meth:`pause` once all that came before this is computed. What comes after it waits.
@@ -260,9 +262,9 @@ class Batcher:
         Cancelling it before that lets everything in again.
         """
         last = self.core.num_arrivals
-        self.core.gate.close_behind(holder, last)
+        self.core.pause_gate.close_behind(holder, last)
         try:
-            await self._happenings.until(lambda: self.core.num_open_until(last) == 0)
+            await self._conditions.wait_for(lambda: self.core.num_open_until(last) == 0)
         except BaseException:
             self.resume(holder)
             raise
@@ -270,7 +272,7 @@ class Batcher:
 
     def resume(self, holder: str) -> None:
         """``holder`` needs no pause any more. Idempotent."""
-        self.core.gate.release(holder)
+        self.core.pause_gate.release(holder)
         self._look()
 
     def abort_all(self) -> None:
@@ -281,7 +283,7 @@ class Batcher:
     def _look(self) -> None:
         """Something has happened."""
         self._work.set()
-        self._happenings.look()
+        self._conditions.notify()
 
     # ---- what can be seen from outside
 

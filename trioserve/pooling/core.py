@@ -23,7 +23,7 @@ import numpy.typing as npt
 from trioserve.pooling.columns import Columns
 from trioserve.protocol.errors import EngineError, TrioserveError, WorkerLost
 from trioserve.requests.tenants import TenantCounts
-from trioserve.scheduler.pause_gate import Gate
+from trioserve.scheduler.pause_gate import PauseGate
 
 MAX_UNDER_WAY = 2
 """Calls: one that the worker computes, and the next."""
@@ -123,7 +123,7 @@ class PoolingCore:
     def __init__(self, max_texts: int, max_tokens: int) -> None:
         self.max_texts = max_texts
         self.max_tokens = max_tokens
-        self.gate = Gate()
+        self.pause_gate = PauseGate()
         """What keeps those who wait from being computed."""
         self.num_arrivals = 0
         """Jobs that ever came."""
@@ -186,7 +186,7 @@ class PoolingCore:
 
     def next_batch(self, now: float) -> Batch | None:
         """What the worker is to be called with next; None if nothing, or enough is under way."""
-        if self.gate.is_closed:
+        if self.pause_gate.is_closed:
             return None
         trial = bool(self._trials)
         if trial:
@@ -209,7 +209,7 @@ class PoolingCore:
         taken: list[Text] = []
         num_tokens = 0
         for job, texts in list(self._line.items()):
-            if not self.gate.lets_in(job.arrival):
+            if not self.pause_gate.admits(job.arrival):
                 continue
             while texts:
                 num_tokens += texts[0].num_tokens
@@ -231,7 +231,7 @@ class PoolingCore:
         self._under_way.remove(batch)
         texts = [text for text in batch.texts if text.job.is_open]
         if len(texts) == 1:
-            self._fail(texts[0].job, _blame(error))
+            self._fail(texts[0].job, _fault_isolation(error))
         else:
             self._try_halves(texts)
 
@@ -273,7 +273,7 @@ class PoolingCore:
         if text.num_deaths < MAX_DEATHS:
             self._try([texts])
         else:
-            self._fail(text.job, _blame(loss))
+            self._fail(text.job, _fault_isolation(loss))
             self._note_progress()
         return num_deaths
 
@@ -347,5 +347,5 @@ class PoolingCore:
         return list(dict.fromkeys(itertools.chain(self._line, (text.job for text in texts))))
 
 
-def _blame(reason: Exception) -> EngineError:
+def _fault_isolation(reason: Exception) -> EngineError:
     return EngineError(f"the worker failed on this text: {reason}")

@@ -37,7 +37,7 @@ MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
 
 
-class Line(Protocol):
+class QueueLoad(Protocol):
     """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
 
     @property
@@ -118,13 +118,13 @@ class Departures:
 
 
 @attrs.define(eq=False, kw_only=True)
-class Entrance:
+class Admission:
     """Counts who is on the way into ``line``, and refuses whom there is no room for.
 
     All its methods run on trio's thread, and none waits.
     """
 
-    line: Line
+    line: QueueLoad
     max_requests: int
     max_tokens: int
     num_entering: int = 0

@@ -15,20 +15,20 @@ import attrs
 
 
 @attrs.frozen
-class Bring:
+class LoadAdapter:
     """The worker is to load an adapter."""
 
     number: int
 
 
 @attrs.frozen
-class Take:
+class UnloadAdapter:
     """The worker is to let go of one."""
 
     number: int
 
 
-Change = Bring | Take
+Change = LoadAdapter | UnloadAdapter
 
 
 @attrs.define(eq=False)
@@ -106,16 +106,16 @@ class Residency:
         """What the worker is to be told next, None if there is nothing or nothing can make way."""
         for number in self._present:
             if number not in self.known:
-                return Take(number)
+                return UnloadAdapter(number)
         wanted = [each for each in (*self._placed, *self._asked) if each not in self._present]
         if not wanted:
             return None
         if len(self._present) < self.most:
-            return Bring(wanted[0])
+            return LoadAdapter(wanted[0])
         needed = {*running(), *self._placed}
         for number in self._present:
             if number not in needed:
-                return Take(number)
+                return UnloadAdapter(number)
         return None
 
     def place(self, number: int) -> None:
@@ -138,7 +138,7 @@ class Pass:
         """Those, and those that are brought for others."""
         self._is_full = False
 
-    def lets_in(self, number: int) -> bool:
+    def admits(self, number: int) -> bool:
         """Whether somebody with adapter ``number``, if it isn't 0, may come in now."""
         if number == 0:
             return True

@@ -19,7 +19,7 @@ from trioserve.protocol.errors import (
 )
 from trioserve.requests.adapters import Adapter, Catalogue
 from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput
-from trioserve.scheduler.adapter_residency import Bring, Take
+from trioserve.scheduler.adapter_residency import LoadAdapter, UnloadAdapter
 from trioserve.scheduler.core import SchedulerCore
 
 _log = get_logger("trioserve.scheduler")
@@ -124,7 +124,7 @@ class HeldAdapters:
     def _names(self, numbers: set[int]) -> tuple[str, ...]:
         return tuple(sorted({self._held[each].adapter.name for each in numbers if each}))
 
-    def look(self) -> None:
+    def notify(self) -> None:
         """Something has happened: a plan, a result, an abort, the loss of a worker."""
         if self._held:
             self._let_leave()
@@ -156,10 +156,10 @@ class HeldAdapters:
         while True:
             core = self._core()
             match core.residency.next_change(core.running_adapters):
-                case Take(number):
+                case UnloadAdapter(number):
                     core.residency.on_taken(number)
                     await self._call("unload_adapter", number)
-                case Bring(number):
+                case LoadAdapter(number):
                     self._bringing = number
                     await self._bring(self._held[number])
                     self._bringing = 0

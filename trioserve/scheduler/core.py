@@ -3,10 +3,10 @@
 Requests go in by :meth:`SchedulerCore.submit`. :meth:`SchedulerCore.next_plan` makes the worker's
 next step, :meth:`SchedulerCore.on_result` takes what came of it, and as many plans as the limits
 allow may lie between the two. Plan N+1 is made before the tokens of plan N are known, so every
-sequence is counted ahead (:class:`~trioserve.scheduler.sequence_state.Computation`): a row of plan
-N that samples makes its sequence one token longer, whatever the token will be. A sequence whose
-last token by length is in flight is not planned again; one that turns out to have stopped in plan N
-has at most a row in each plan in flight, whose tokens are dropped.
+sequence is counted ahead (:class:`~trioserve.scheduler.sequence_state.SequenceState`): a row of
+plan N that samples makes its sequence one token longer, whatever the token will be. A sequence
+whose last token by length is in flight is not planned again; one that turns out to have stopped in
+plan N has at most a row in each plan in flight, whose tokens are dropped.
 
 What a sequence gives back when it leaves (its slot and pages) is out of reach until the last plan
 that names it has been acknowledged; :mod:`~trioserve.scheduler.slots` and
@@ -14,7 +14,7 @@ that names it has been acknowledged; :mod:`~trioserve.scheduler.slots` and
 rejoins the line, so that its tokens in flight still arrive. It resumes as if it were new, with its
 prompt and output as the prompt.
 
-Of the sequences of one request, one computes the prompt for all (:mod:`~.siblings`). An error of
+Of the sequences of one request, one computes the prompt for all (:mod:`~.groups`). An error of
 one is the end of all of them. What happens when a plan fails or the worker is lost is
 :mod:`~.recovery`'s.
 """
@@ -39,14 +39,14 @@ from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.invariants import check_core
 from trioserve.scheduler.limits import Limits, prompt_logprobs_for, resolve_max_tokens
 from trioserve.scheduler.memory import Memory
-from trioserve.scheduler.pause_gate import Gate
-from trioserve.scheduler.plan_builder import Draft, InFlight
+from trioserve.scheduler.pause_gate import PauseGate
+from trioserve.scheduler.plan_builder import InFlight, PlanBuilder
 from trioserve.scheduler.prefix_cache import Match
 from trioserve.scheduler.recovery import Recovery
-from trioserve.scheduler.result_processing import Intake
+from trioserve.scheduler.result_processing import ResultProcessor
 from trioserve.scheduler.result_validation import Results
-from trioserve.scheduler.sequence_group import Siblings
-from trioserve.scheduler.sequence_state import Computation, Running, adapter_word
+from trioserve.scheduler.sequence_group import SequenceGroups
+from trioserve.scheduler.sequence_state import Running, SequenceState, adapter_word
 from trioserve.scheduler.token_counts import Ints
 from trioserve.scheduler.waiting_queue import WaitingQueue
 
@@ -64,17 +64,17 @@ class SchedulerCore:
         self.feeds = feeds or Feeds()
         self.memory = Memory(limits, self.feeds)
         self.waiting = WaitingQueue()
-        self.siblings = Siblings(self.waiting)
+        self.groups = SequenceGroups(self.waiting)
         """Those who wait for the pages of their request's prompt."""
         self.running = Running()
-        self.preempted: list[Computation] = []
+        self.preempted: list[SequenceState] = []
         """Those that plans in flight still name; the others are back in line."""
         self.in_flight: deque[InFlight] = deque()
         self.residency = Residency(limits.max_cpu_loras, limits.max_loras)
         """Which adapters the worker holds."""
         self.uncompiled: dict[Grammar, None] = {}
         """What the worker has still to compile: sequences that follow one of them wait."""
-        self.gate = Gate()
+        self.pause_gate = PauseGate()
         """What keeps those who could be computed from it."""
         self.counters = self.feeds.counters
         self.next_number = 1
@@ -84,7 +84,7 @@ class SchedulerCore:
         self.waiting_of_tenants = TenantCounts()
         """Of sequences that wait for a slot, and of their tokens."""
         self._observer = observer
-        self._intake = Intake(self, observer)
+        self._results = ResultProcessor(self, observer)
         self.has_worker = True
         self.recovery = Recovery(self)
         """What to call when a plan fails or the worker is lost."""
@@ -116,14 +116,14 @@ class SchedulerCore:
             if sequence.state is State.FINISHED:
                 continue
             sequence.max_tokens = max_tokens
-            sequence.compute = Computation.of(sequence, self.limits, self.num_arrivals)
+            sequence.compute = SequenceState.of(sequence, self.limits, self.num_arrivals)
             self._wait(sequence.compute)
 
-    def _wait(self, computation: Computation) -> None:
+    def _wait(self, computation: SequenceState) -> None:
         """Put ``computation`` in line, or where it is held."""
         self._move(computation.sequence, State.WAITING)
         self._count_waiting(computation.sequence, 1)
-        self.siblings.enter(computation)
+        self.groups.enter(computation)
 
     def _count_waiting(self, sequence: Sequence, sign: int) -> None:
         num_tokens = sign * sequence.num_tokens
@@ -166,15 +166,15 @@ class SchedulerCore:
         if not self.has_worker or len(self.in_flight) >= self.limits.max_plans_in_flight:
             return None
         self.memory.advance(now)
-        draft = Draft(self.next_number, self.limits.max_num_batched_tokens)
-        if self.recovery.blame.restricts:
-            self._make_way()
-        if not self.gate.is_closed:
-            self._plan_running(draft)
-            self._plan_admissions(draft, now)
-            self.siblings.let_go()
+        builder = PlanBuilder(self.next_number, self.limits.max_num_batched_tokens)
+        if self.recovery.fault_isolation.restricts:
+            self._preempt_non_suspects()
+        if not self.pause_gate.is_closed:
+            self._plan_running(builder)
+            self._plan_admissions(builder, now)
+            self.groups.release()
         closed, copies = self.memory.slots.take_unclosed(), self.memory.prefix.take_copies()
-        sealed = draft.seal(closed, copies, self.memory.counts)
+        sealed = builder.build(closed, copies, self.memory.counts)
         if sealed is None:
             return None
         plan, in_flight = sealed
@@ -182,12 +182,12 @@ class SchedulerCore:
         self.next_number += 1
         return plan
 
-    def _make_way(self) -> None:
+    def _preempt_non_suspects(self) -> None:
         """Whoever isn't on trial waits, and holds nothing that those who are may need."""
         may_run = self._trial_rule()
         for computation in list(self.running):
             if not may_run(computation.sequence.request):
-                self._put_off(computation)
+                self._preempt(computation)
 
     def _trial_rule(self) -> Callable[[Request], bool]:
         """Return which requests may be computed while there are suspects.
@@ -195,15 +195,15 @@ class SchedulerCore:
         A trial whose requests all wait for a grammar goes on later: the requests above suspicion
         are computed meanwhile.
         """
-        blame = self.recovery.blame
+        fault_isolation = self.recovery.fault_isolation
         if self.uncompiled:
-            suspects = set(blame.suspects)
-            tried = [request for request in blame.on_trial if request in suspects]
+            suspects = set(fault_isolation.suspects)
+            tried = [request for request in fault_isolation.probation if request in suspects]
             if all(each.sequences[0].sampler.grammar in self.uncompiled for each in tried):
                 return lambda request: request not in suspects
-        return blame.may_run
+        return fault_isolation.may_run
 
-    def _plan_running(self, draft: Draft) -> None:
+    def _plan_running(self, builder: PlanBuilder) -> None:
         """Give the running their tokens."""
         counts, slots = self.memory.counts, self.running.slots
         if not len(slots):
@@ -212,7 +212,7 @@ class SchedulerCore:
         share = policy.Share.out(
             length - planned,
             length < counts.limit[slots],
-            draft.budget,
+            builder.budget,
             self.limits.max_prompt_tokens_beside_decodes,
         )
         chunks = [(self.running[place], count) for place, count in share.chunks]
@@ -220,33 +220,33 @@ class SchedulerCore:
         needy = share.decodes[planned[share.decodes] >= counts.room[slots[share.decodes]]]
         if len(needy) <= self.memory.num_available:
             for computation in self.running.at(needy):
-                self._grow(computation, draft)
+                self._grow(computation, builder)
             steady = counts.decodes[slots[share.decodes]]
-            self._decode(share.decodes[steady], draft)
+            self._decode(share.decodes[steady], builder)
             last_of_prompt = self.running.at(share.decodes[~steady])
             chunks = [*((each, 1) for each in last_of_prompt), *chunks]
         else:
-            self._decode_one_by_one(self.running.at(share.decodes), draft)
+            self._decode_one_by_one(self.running.at(share.decodes), builder)
         for computation, count in chunks:
             if computation.holds_slot:
-                self._compute(computation, count, draft)
-        draft.budget = min(draft.budget, share.left)
+                self._compute(computation, count, builder)
+        builder.budget = min(builder.budget, share.left)
 
-    def _decode(self, places: Ints, draft: Draft) -> None:
+    def _decode(self, places: Ints, builder: PlanBuilder) -> None:
         """A row of one token for those at ``places`` in line, who decode and have a page for it."""
         slots = self.running.slots[places]
-        draft.add_decodes(self.running.at(places), slots, self.memory.counts.planned[slots])
-        self.memory.counts.advance(slots, draft.number)
+        builder.add_decodes(self.running.at(places), slots, self.memory.counts.planned[slots])
+        self.memory.counts.advance(slots, builder.number)
 
-    def _decode_one_by_one(self, decodes: list[Computation], draft: Draft) -> None:
+    def _decode_one_by_one(self, decodes: list[SequenceState], builder: PlanBuilder) -> None:
         """The same where pages run out: who is preempted on the way has no slot at its turn."""
         for computation in decodes:
             if computation.holds_slot and (
-                self.memory.has_page_for_next(computation) or self._grow(computation, draft)
+                self.memory.has_page_for_next(computation) or self._grow(computation, builder)
             ):
-                self._compute(computation, 1, draft)
+                self._compute(computation, 1, builder)
 
-    def _grow(self, computation: Computation, draft: Draft) -> bool:
+    def _grow(self, computation: SequenceState, builder: PlanBuilder) -> bool:
         """Append a page to the block table, preempting from the back of the line if need be.
 
         False if ``computation`` gets no row in this plan: pages that will do come back with results
@@ -256,13 +256,13 @@ class SchedulerCore:
             if self.memory.pool.num_retiring:
                 return False
             victim = policy.choose_victim(list(self.running))
-            self._preempt(victim)
+            self._preempt_for_pages(victim)
             if victim is computation:
                 return False
-        draft.append_page(computation, page)
+        builder.append_page(computation, page)
         return True
 
-    def _plan_admissions(self, draft: Draft, now: float) -> None:
+    def _plan_admissions(self, builder: PlanBuilder, now: float) -> None:
         """Let the waiting in, in the order of turns, until somebody doesn't fit.
 
         Who waits for a prefix that this very plan computes is put off and costs nobody else a turn:
@@ -274,18 +274,18 @@ class SchedulerCore:
         if not self.waiting:
             self.residency.clear_places()
             return
-        if self.preempted or not self._has_seat(draft):
+        if self.preempted or not self._has_seat(builder):
             return
         num_pending = 0
         adapters = self.residency.begin_pass(self.running_adapters)
         for computation in policy.admission_order(
             self.limits.scheduling_policy,
             self.waiting.in_turn(self._entry_rule()),
-            lambda waiting: len(self.memory.match(waiting, draft.number).nodes),
+            lambda waiting: len(self.memory.match(waiting, builder.number).nodes),
         ):
-            if not adapters.lets_in(computation.adapter):
+            if not adapters.admits(computation.adapter):
                 continue
-            match = self.memory.match(computation, draft.number)
+            match = self.memory.match(computation, builder.number)
             if match.pending:
                 num_pending += 1
                 if num_pending == MAX_PENDING:
@@ -297,33 +297,35 @@ class SchedulerCore:
             if grammar is not None and computation.left_grammar:
                 self.uncompiled[grammar] = None
                 continue
-            self._open(computation, match, draft, now)
-            if not self._has_seat(draft):
+            self._open(computation, match, builder, now)
+            if not self._has_seat(builder):
                 return
 
-    def _entry_rule(self) -> Callable[[Computation], bool]:
+    def _entry_rule(self) -> Callable[[SequenceState], bool]:
         """Return which of the waiting may enter at all now."""
-        restricts = self.recovery.blame.restricts
+        restricts = self.recovery.fault_isolation.restricts
         may_run = self._trial_rule() if restricts else lambda request: True
 
-        def may_enter(computation: Computation) -> bool:
+        def may_enter(computation: SequenceState) -> bool:
             sequence = computation.sequence
             return (
-                self.gate.lets_in(computation.arrival)
+                self.pause_gate.admits(computation.arrival)
                 and may_run(sequence.request)
                 and not (self.uncompiled and sequence.sampler.grammar in self.uncompiled)
             )
 
         return may_enter
 
-    def _has_seat(self, draft: Draft) -> bool:
+    def _has_seat(self, builder: PlanBuilder) -> bool:
         """Whether one more may run: it takes a slot, and a token that nobody in the running wants.
 
         So there are never more in the running than tokens in a plan.
         """
-        return draft.may_open and self.memory.slots.num_free > 0
+        return builder.may_open and self.memory.slots.num_free > 0
 
-    def _open(self, computation: Computation, match: Match, draft: Draft, now: float) -> None:
+    def _open(
+        self, computation: SequenceState, match: Match, builder: PlanBuilder, now: float
+    ) -> None:
         """Move ``computation`` from the line into a slot, and give it its first row."""
         self.memory.enter(computation, match)
         self.counters.prefix_cache_queries += computation.length
@@ -336,34 +338,34 @@ class SchedulerCore:
         if request.times.first_scheduled is None:
             request.times.first_scheduled = now
             request.num_cached_tokens = computation.computed
-        draft.open(computation)
-        self._compute(computation, min(computation.remaining, draft.budget), draft)
+        builder.open(computation)
+        self._compute(computation, min(computation.remaining, builder.budget), builder)
 
-    def _compute(self, computation: Computation, count: int, draft: Draft) -> None:
+    def _compute(self, computation: SequenceState, count: int, builder: PlanBuilder) -> None:
         """Give ``computation`` a row of ``count`` tokens."""
         samples = count == computation.remaining
-        draft.add_row(computation, count, samples)
-        computation.add_row(count, samples, draft.number)
+        builder.add_row(computation, count, samples)
+        computation.add_row(count, samples, builder.number)
         if computation.sequence.state is State.PREFILL:
-            self.memory.publish(computation, draft.number)
+            self.memory.publish(computation, builder.number)
             if samples:
                 self._move(computation.sequence, State.DECODE)
-                self.siblings.on_prompt_planned(computation)
+                self.groups.on_prompt_planned(computation)
 
     # ---- leaving
 
-    def _preempt(self, computation: Computation) -> None:
+    def _preempt_for_pages(self, computation: SequenceState) -> None:
         """Take the slot and pages of ``computation`` away, for somebody else needs them."""
         self.counters.num_preemptions += 1
-        self._put_off(computation)
+        self._preempt(computation)
 
-    def _put_off(self, computation: Computation) -> None:
+    def _preempt(self, computation: SequenceState) -> None:
         """Have ``computation`` wait, without a slot; it will resume from its tokens."""
         self._leave(computation)
         self.set_aside(computation)
         self.rejoin()
 
-    def set_aside(self, computation: Computation) -> None:
+    def set_aside(self, computation: SequenceState) -> None:
         """``computation``, which has left its slot, rejoins the line when no plan names it."""
         computation.left_grammar = True
         self._move(computation.sequence, State.PREEMPTED)
@@ -372,7 +374,7 @@ class SchedulerCore:
     def retract_running(self) -> None:
         """Have all who run wait, and resume from their tokens once they may be computed again."""
         for computation in list(self.running):
-            self._put_off(computation)
+            self._preempt(computation)
 
     def rejoin(self) -> None:
         """Put the preempted back in line whom no plan in flight names."""
@@ -381,7 +383,7 @@ class SchedulerCore:
             self.preempted.remove(computation)
             self._wait(computation)
 
-    def _leave(self, computation: Computation) -> None:
+    def _leave(self, computation: SequenceState) -> None:
         self.running.remove(computation)
         self.memory.leave(computation)
 
@@ -390,7 +392,7 @@ class SchedulerCore:
         if sequence.state in (State.PREFILL, State.DECODE):
             self._leave(sequence.compute)
         elif sequence.state is State.WAITING:
-            line = self.siblings if sequence.compute.is_held else self.waiting
+            line = self.groups if sequence.compute.is_held else self.waiting
             line.remove(sequence.compute)
             self._count_waiting(sequence, -1)
         elif sequence.state is State.PREEMPTED:
@@ -398,8 +400,8 @@ class SchedulerCore:
         sequence.compute = None
         sequence.finish = finish
         sequence.move_to(State.FINISHED)
-        self.recovery.blame.forget(sequence)
-        self.siblings.on_finished(sequence.request)
+        self.recovery.fault_isolation.forget(sequence)
+        self.groups.on_finished(sequence.request)
 
     def finish_all(self, request: Request, finish: Finish) -> list[SequenceOutput]:
         """End every sequence of ``request`` that hasn't ended, in one go."""
@@ -427,7 +429,7 @@ class SchedulerCore:
         sampled_before = self.counters.num_tokens_sampled
         for logprobs, piece in results.pieces:
             logprobs.add(piece)
-        outputs = self._intake.take(plan, results, now)
+        outputs = self._results.take(plan, results, now)
         if self._observer is not None and plan.num_tokens:
             num_sampled = self.counters.num_tokens_sampled - sampled_before
             self._observer.observe_step(plan.num_tokens - plan.num_decodes + num_sampled)
@@ -443,7 +445,7 @@ class SchedulerCore:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a slot, those included that wait for their siblings' prompt."""
-        return len(self.waiting) + len(self.siblings)
+        return len(self.waiting) + len(self.groups)
 
     @property
     def num_unfinished(self) -> int:
@@ -471,7 +473,7 @@ class SchedulerCore:
     def adapters_in_use(self) -> tuple[set[int], set[int]]:
         """The adapters of those who run and of those who wait; 0 for none is among them."""
         running = self.running_adapters()
-        waiting = itertools.chain(self.waiting, self.siblings, self.preempted)
+        waiting = itertools.chain(self.waiting, self.groups, self.preempted)
         return running, {each.adapter for each in waiting}
 
     def running_adapters(self) -> set[int]:
@@ -497,8 +499,8 @@ class SchedulerCore:
             if each.sequence.sampler.grammar == grammar:
                 each.left_grammar = False
 
-    def _unfinished(self) -> Iterator[Computation]:
-        lines = (self.waiting, self.siblings, self.running, self.preempted)
+    def _unfinished(self) -> Iterator[SequenceState]:
+        lines = (self.waiting, self.groups, self.running, self.preempted)
         return itertools.chain.from_iterable(lines)
 
     def statistics(self) -> SchedulerStatistics:

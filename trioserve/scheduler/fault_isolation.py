@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 from trioserve.requests.request import Request, Sequence, State
-from trioserve.scheduler.sequence_state import Computation
+from trioserve.scheduler.sequence_state import SequenceState
 
 KILLS_FORGIVEN = 2
 MAX_ALONE = 5
@@ -38,12 +38,12 @@ Flight = Mapping[Sequence, int]
 class Verdict:
     """What a death has shown: who is guilty, or that fewer are suspects than before."""
 
-    guilty: Request | None = None
+    culprit: Request | None = None
     narrowed: bool = False
 
 
 @attrs.define(eq=False)
-class Blame:
+class FaultIsolation:
     """The suspects, by request: its sequences share a prompt, and end together."""
 
     _marks: dict[Sequence, int] = attrs.field(init=False, factory=dict)
@@ -64,7 +64,7 @@ class Blame:
         return list(dict.fromkeys(sequence.request for sequence in self._marks))
 
     @property
-    def on_trial(self) -> list[Request]:
+    def probation(self) -> list[Request]:
         """Who alone may be computed; nobody if everybody may."""
         return list(self._trial)
 
@@ -77,7 +77,7 @@ class Blame:
         """Whether ``request`` may be computed now."""
         return not self._trial or request in self._trial
 
-    def accuse(self, flight: Flight) -> Verdict:
+    def on_death(self, flight: Flight) -> Verdict:
         """The worker died, or failed, with these in flight."""
         in_flight = dict.fromkeys(sequence.request for sequence in flight)
         before = dict.fromkeys(self.suspects)
@@ -89,7 +89,7 @@ class Blame:
             self._num_alone += 1
             if not further or self._num_alone > MAX_ALONE:
                 self._set_marks({})
-                return Verdict(guilty=again[0])
+                return Verdict(culprit=again[0])
         else:
             self._num_alone = 1
         accused = dict.fromkeys(again or in_flight)
@@ -104,17 +104,17 @@ class Blame:
         self._alone = next(iter(in_flight)) if len(in_flight) == 1 else None
         return Verdict(narrowed=bool(again) and len(again) < len(before))
 
-    def excuse(self, flight: Flight) -> Verdict:
+    def on_kill(self, flight: Flight) -> Verdict:
         """The worker was killed from outside with these in flight: by the kernel, if by anybody."""
         for sequence, mark in flight.items():
             if sequence.state is not State.FINISHED:
                 before, kills = self._killed.get(sequence, (mark, 0))
                 self._killed[sequence] = (mark, 1) if mark > before else (before, kills + 1)
         if any(kills > KILLS_FORGIVEN for _, kills in self._killed.values()):
-            return self.accuse(flight)
+            return self.on_death(flight)
         return Verdict()
 
-    def on_step(self, computations: Iterable[Computation]) -> None:
+    def on_step(self, computations: Iterable[SequenceState]) -> None:
         """A step of these is done: clear who got past its mark."""
         if not self._marks and not self._killed:
             return

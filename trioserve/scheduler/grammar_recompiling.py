@@ -13,7 +13,7 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from trioserve._util.conditions import Happenings
+from trioserve._util.conditions import Conditions
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import EngineError
 from trioserve.protocol.grammar import Grammar
@@ -73,7 +73,7 @@ async def recompile(
     core: SchedulerCore,
     call: Call,
     *,
-    happenings: Happenings,
+    conditions: Conditions,
     wake: Callable[[], None],
     deliver: Callable[[list[SequenceOutput]], None],
 ) -> None:
@@ -95,4 +95,4 @@ async def recompile(
             while (grammar := recompiling.next()) is not None:
                 recompiling.begun.add(grammar)
                 nursery.start_soon(recompiling.compile, grammar)
-            await happenings.until(lambda: recompiling.next() is not None)
+            await conditions.wait_for(lambda: recompiling.next() is not None)

@@ -23,7 +23,7 @@ from trioserve.scheduler.sequence_group import leader_of
 
 if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore
-    from trioserve.scheduler.sequence_state import Computation
+    from trioserve.scheduler.sequence_state import SequenceState
 
 
 def check_core(core: SchedulerCore) -> None:
@@ -33,7 +33,7 @@ def check_core(core: SchedulerCore) -> None:
         _check_counts(core, computation)
     _check_pages(core)
     _check_in_flight(core)
-    core.recovery.blame.check()
+    core.recovery.fault_isolation.check()
 
 
 def _check_lines(core: SchedulerCore) -> None:
@@ -48,7 +48,7 @@ def _check_lines(core: SchedulerCore) -> None:
         assert not computation.pages
         assert not computation.is_held
     _check_held(core)
-    waiting = [each.sequence for each in itertools.chain(core.waiting, core.siblings)]
+    waiting = [each.sequence for each in itertools.chain(core.waiting, core.groups)]
     tokens = sum(sequence.num_tokens for sequence in waiting)
     assert core.num_waiting_tokens == tokens, "waiting tokens are miscounted"
     tenants = TenantCounts()
@@ -70,8 +70,8 @@ def _check_lines(core: SchedulerCore) -> None:
 
 def _check_held(core: SchedulerCore) -> None:
     in_line = set(map(id, core.waiting))
-    assert len(core.siblings) == len(list(core.siblings)), "the held are miscounted"
-    for computation in core.siblings:
+    assert len(core.groups) == len(list(core.groups)), "the held are miscounted"
+    for computation in core.groups:
         assert computation.is_held
         assert id(computation) not in in_line
         assert computation.sequence.state is State.WAITING
@@ -84,7 +84,7 @@ def _check_held(core: SchedulerCore) -> None:
         assert waits or leader.max_tokens == 0, "a sequence is held for what has been computed"
 
 
-def _check_counts(core: SchedulerCore, computation: Computation) -> None:
+def _check_counts(core: SchedulerCore, computation: SequenceState) -> None:
     assert computation.computed <= computation.planned < computation.length <= computation.limit
     limits = core.limits
     num_pages = len(computation.pages)

@@ -16,7 +16,7 @@ from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import Match, Namespace, Node, PrefixCache
 from trioserve.scheduler.sequence_group import first_logprob
-from trioserve.scheduler.sequence_state import NO_LOGPROBS, Computation
+from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
 from trioserve.scheduler.slots import SlotTable
 from trioserve.scheduler.token_counts import Counts, Ints
 
@@ -35,7 +35,7 @@ class Memory:
         self.slots = SlotTable(limits.max_num_seqs)
         self.counts = Counts(limits.max_num_seqs, limits.vocab_size)
 
-    def match(self, computation: Computation, plan: int) -> Match:
+    def match(self, computation: SequenceState, plan: int) -> Match:
         """The cached pages that ``computation`` could begin with in plan ``plan``.
 
         The token before the first one of which a log-probability is still to come is computed, and
@@ -48,7 +48,7 @@ class Memory:
         most = len(tokens) - 1 if first == NO_LOGPROBS else first - 1
         return self.prefix.match(computation.namespace, tokens, plan, most)
 
-    def fits(self, computation: Computation, match: Match, running: Ints) -> bool:
+    def fits(self, computation: SequenceState, match: Match, running: Ints) -> bool:
         """Whether the capacity policy lets ``computation`` enter, with pages for all that is known.
 
         Idle pages that it shares leave those that can be evicted, so they count as needed too, and
@@ -65,7 +65,7 @@ class Memory:
             running_growth=self._growth(running),
         )
 
-    def enter(self, computation: Computation, match: Match) -> None:
+    def enter(self, computation: SequenceState, match: Match) -> None:
         """Give ``computation``, which fits, a slot and pages for all that is known of it."""
         shared, on_host = match.pages, match.on_host
         self.pool.share(shared)
@@ -88,11 +88,11 @@ class Memory:
         """Pages that can be had at once, evicting what is idle."""
         return self.pool.num_free + self.pool.num_idle
 
-    def has_page_for_next(self, computation: Computation) -> bool:
+    def has_page_for_next(self, computation: SequenceState) -> bool:
         """Whether the block table reaches past the tokens that have been planned."""
         return computation.planned < len(computation.pages) * self.limits.page_size
 
-    def append_page(self, computation: Computation) -> int | None:
+    def append_page(self, computation: SequenceState) -> int | None:
         """Append a page to the block table and say which; None if there is none to be had now."""
         if not self._make_free(1):
             return None
@@ -100,7 +100,7 @@ class Memory:
         self.counts.room[computation.slot] += self.limits.page_size
         return computation.pages[-1]
 
-    def publish(self, computation: Computation, plan: int) -> None:
+    def publish(self, computation: SequenceState, plan: int) -> None:
         """Let plans after ``plan`` find the pages that are full once it is done."""
         if computation.namespace is not None:
             computation.cursor = self.prefix.publish(
@@ -112,7 +112,7 @@ class Memory:
                 plan,
             )
 
-    def leave(self, computation: Computation) -> None:
+    def leave(self, computation: SequenceState) -> None:
         """Take slot and pages back. Full pages stay in the prefix cache, the output's too."""
         pages = computation.pages
         if computation.namespace is not None:
@@ -146,18 +146,18 @@ class Memory:
             self.prefix.priorities.expire(now)
 
     def hold(self, name: str, namespace: Namespace, tokens: Seq[int], priority: int) -> None:
-        """Keep what is cached of ``tokens``, by a hold of that name, until :meth:`let_go`."""
+        """Keep what is cached of ``tokens``, by a hold of that name, until :meth:`unpin`."""
         path = self.prefix.path(namespace, tokens, len(tokens) // self.limits.page_size)
         if path:
             self.prefix.priorities.hold(name, path[-1], priority)
         else:
-            self.prefix.priorities.let_go(name)
+            self.prefix.priorities.unpin(name)
 
-    def let_go(self, name: str) -> None:
+    def unpin(self, name: str) -> None:
         """End the hold of that name, if there is one."""
-        self.prefix.priorities.let_go(name)
+        self.prefix.priorities.unpin(name)
 
-    def flush(self, running: Iterable[Computation]) -> int:
+    def flush(self, running: Iterable[SequenceState]) -> int:
         """Have nobody find what is cached now; those in the running keep their pages.
 
         Returns:
@@ -169,7 +169,7 @@ class Memory:
                 computation.namespace = self.prefix.flushed(computation.namespace)
         return freed
 
-    def retract(self, computation: Computation, plan: int) -> bool:
+    def retract(self, computation: SequenceState, plan: int) -> bool:
         """See that nobody counts on what plans after ``plan`` compute; False if somebody does."""
         nobody, computation.cursor = self.prefix.retract(computation.cursor, plan)
         return nobody

@@ -45,7 +45,7 @@ class Priorities:
     """Priorities of their own, and until when they have them."""
     _below: dict[Node, dict[int, int]] = attrs.field(init=False, factory=dict)
     """How many children of a node are on each level, those on the usual one left out."""
-    _holds: dict[str, Node] = attrs.field(init=False, factory=dict)
+    _pins: dict[str, Node] = attrs.field(init=False, factory=dict)
     """Where the hold of each name stands."""
     _held: dict[Node, dict[str, int]] = attrs.field(init=False, factory=dict)
     """The holds on each node, and the priorities that they ask for."""
@@ -73,9 +73,9 @@ class Priorities:
         self._own.pop(node, None)
         for name, priority in self._held.pop(node, {}).items():
             if parent.parent is None:
-                del self._holds[name]
+                del self._pins[name]
             else:
-                self._holds[name] = parent
+                self._pins[name] = parent
                 self._held.setdefault(parent, {})[name] = priority
         if parent.parent is not None and (
             self.pool.level(parent.page) != DEFAULT_PRIORITY
@@ -88,7 +88,7 @@ class Priorities:
         """Of ``nodes``, which are all that are in the tree, nobody has said anything; no holds."""
         self._own.clear()
         self._below.clear()
-        self._holds.clear()
+        self._pins.clear()
         self._held.clear()
         self._expiries.clear()
         self.next_expiry = math.inf
@@ -130,21 +130,21 @@ class Priorities:
         self.next_expiry = self._expiries[0][0] if self._expiries else math.inf
 
     def hold(self, name: str, node: Node, priority: int) -> None:
-        """Keep the path to ``node`` on the level ``priority`` at least, until :meth:`let_go`.
+        """Keep the path to ``node`` on the level ``priority`` at least, until :meth:`unpin`.
 
         There is one hold of each name: a former one ends.
         """
-        former = self._holds.get(name)
-        self._holds[name] = node
+        former = self._pins.get(name)
+        self._pins[name] = node
         self._held.setdefault(node, {})[name] = priority
         self._look(node)
         # Only now: what both have in common stays where it is.
         if former is not None and former is not node:
             self._end_hold(name, former)
 
-    def let_go(self, name: str) -> None:
+    def unpin(self, name: str) -> None:
         """End the hold of that name, if there is one."""
-        node = self._holds.pop(name, None)
+        node = self._pins.pop(name, None)
         if node is not None:
             self._end_hold(name, node)
 
@@ -157,7 +157,7 @@ class Priorities:
 
     def hold_names(self) -> set[str]:
         """The names of all holds."""
-        return set(self._holds)
+        return set(self._pins)
 
     # ---- levels
 
@@ -220,8 +220,8 @@ class Priorities:
                 if of_child != DEFAULT_PRIORITY:
                     below[of_child] = below.get(of_child, 0) + 1
             assert below == self._below.get(node, {}), "levels below a page are miscounted"
-        holds = {name: node for node, held in self._held.items() for name in held}
-        assert holds == self._holds, "a hold stands at two pages, or at none"
+        pins = {name: node for node, held in self._held.items() for name in held}
+        assert pins == self._pins, "a hold stands at two pages, or at none"
         assert all(self._held.values()), "an empty set of holds was left behind"
         waits = {node for _, _, node in self._expiries}
         expiring = {node for node, (_, until) in self._own.items() if until < math.inf}

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import attrs
 
-from trioserve._util.conditions import Happenings
+from trioserve._util.conditions import Conditions
 from trioserve.scheduler.core import SchedulerCore
 
 
 @attrs.define(eq=False)
-class Quiet:
+class PauseControl:
     """The pauses of one scheduler.
 
     Several may want one at the same time: each by a name of its own, and the last one to resume
@@ -25,7 +25,7 @@ class Quiet:
 
     _core: Callable[[], SchedulerCore]
     _wake: Callable[[], None]
-    _happenings: Happenings = attrs.field(init=False, factory=Happenings)
+    _conditions: Conditions = attrs.field(init=False, factory=Conditions)
 
     async def pause(self, holder: str, *, retract: bool = False) -> None:
         """Have nobody computed until :meth:`resume`; return once nothing is, which is soon.
@@ -37,11 +37,11 @@ class Quiet:
             retract: take the slots and pages of those who run, who will resume from their tokens.
         """
         core = self._core()
-        core.gate.close(holder)
+        core.pause_gate.close(holder)
         if retract:
             core.retract_running()
         self._wake()
-        await self._happenings.until(lambda: core.is_quiet)
+        await self._conditions.wait_for(lambda: core.is_quiet)
 
     async def pause_when_done(self, holder: str) -> None:
         """:meth:`pause` once all who came before this have finished. Who comes after it waits.
@@ -50,9 +50,9 @@ class Quiet:
         """
         core = self._core()
         last = core.num_arrivals
-        core.gate.close_behind(holder, last)
+        core.pause_gate.close_behind(holder, last)
         try:
-            await self._happenings.until(lambda: core.num_unfinished_until(last) == 0)
+            await self._conditions.wait_for(lambda: core.num_unfinished_until(last) == 0)
         except BaseException:
             self.resume(holder)
             raise
@@ -60,7 +60,7 @@ class Quiet:
 
     def resume(self, holder: str) -> None:
         """``holder`` needs no quiet any more. Idempotent."""
-        self._core().gate.release(holder)
+        self._core().pause_gate.release(holder)
         self._wake()
 
     def flush_prefixes(self) -> int:
@@ -72,6 +72,6 @@ class Quiet:
         core = self._core()
         return core.memory.flush(core.running)
 
-    def look(self) -> None:
+    def notify(self) -> None:
         """Something has happened: a result, an abort, the loss of a worker."""
-        self._happenings.look()
+        self._conditions.notify()

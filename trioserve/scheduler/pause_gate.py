@@ -10,7 +10,7 @@ import attrs
 
 
 @attrs.define(eq=False)
-class Gate:
+class PauseGate:
     """Holds back rows of plans. Pure bookkeeping; arrivals are numbers that grow."""
 
     _closed_by: set[str] = attrs.field(init=False, factory=set)
@@ -42,6 +42,6 @@ class Gate:
         self._closed_by.discard(holder)
         self._lines.pop(holder, None)
 
-    def lets_in(self, arrival: int) -> bool:
+    def admits(self, arrival: int) -> bool:
         """Whether who came then may enter."""
         return not self._closed_by and all(arrival <= last for last in self._lines.values())

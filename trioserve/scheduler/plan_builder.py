@@ -14,7 +14,7 @@ import numpy.typing as npt
 from trioserve.protocol import wire
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Sequence, State
-from trioserve.scheduler.sequence_state import NO_LOGPROBS, Computation
+from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
 from trioserve.scheduler.token_counts import Bools, Counts, Ints
 
 MAX_OPENED_BYTES = wire.MAX_MESSAGE_BYTES // 4
@@ -29,7 +29,7 @@ ATTENTION_SPAN = 1024
 Fewer than with any usual model, so that a long context is given rather too much time.
 """
 
-Row = tuple[Computation, int, bool]
+Row = tuple[SequenceState, int, bool]
 """Who computes, how many tokens, and whether one is sampled after them."""
 
 
@@ -62,7 +62,7 @@ class InFlight:
     """
 
     number: int
-    computations: list[Computation] = attrs.field(factory=list)
+    computations: list[SequenceState] = attrs.field(factory=list)
     slots: Ints = attrs.field(factory=_no_rows)
     generations: Ints = attrs.field(factory=_no_rows)
     counts: Ints = attrs.field(factory=_no_rows)
@@ -85,7 +85,7 @@ class InFlight:
 
 
 @attrs.define(eq=False)
-class Draft:
+class PlanBuilder:
     """Collects the changes and rows of plan ``number``; ``budget`` is the tokens that are left."""
 
     number: int
@@ -96,7 +96,7 @@ class Draft:
     _opened: list[wire.OpenSlot] = attrs.field(init=False, factory=list)
     _page_slots: list[int] = attrs.field(init=False, factory=list)
     _page_ids: list[int] = attrs.field(init=False, factory=list)
-    _decodes: list[Computation] = attrs.field(init=False, factory=list)
+    _decodes: list[SequenceState] = attrs.field(init=False, factory=list)
     _decode_slots: Ints = attrs.field(init=False, factory=_no_rows)
     _singles: list[Row] = attrs.field(init=False, factory=list)
     _chunks: list[Row] = attrs.field(init=False, factory=list)
@@ -107,7 +107,7 @@ class Draft:
         """Whether there is a token left, and room in the message, for one more sequence."""
         return self.budget > 0 and self._opened_bytes < MAX_OPENED_BYTES
 
-    def open(self, computation: Computation) -> None:
+    def open(self, computation: SequenceState) -> None:
         """The worker is to open the slot that ``computation`` has got."""
         sequence = computation.sequence
         tokens = wire.from_ints(computation.known_tokens())
@@ -126,12 +126,12 @@ class Draft:
             )
         )
 
-    def append_page(self, computation: Computation, page: int) -> None:
+    def append_page(self, computation: SequenceState, page: int) -> None:
         """The worker is to append ``page`` to the block table."""
         self._page_slots.append(computation.slot)
         self._page_ids.append(page)
 
-    def add_decodes(self, computations: list[Computation], slots: Ints, planned: Ints) -> None:
+    def add_decodes(self, computations: list[SequenceState], slots: Ints, planned: Ints) -> None:
         """Each of ``computations``, in its slot, computes its last token and samples one.
 
         ``planned`` are the tokens that were given to plans before. To be called once.
@@ -141,7 +141,7 @@ class Draft:
         self.budget -= len(slots)
         self._size += len(slots) + float(planned.sum()) / ATTENTION_SPAN
 
-    def add_row(self, computation: Computation, count: int, samples: bool) -> None:
+    def add_row(self, computation: SequenceState, count: int, samples: bool) -> None:
         """``computation`` computes its next ``count`` tokens, and samples one if ``samples``."""
         (self._singles if count == 1 else self._chunks).append((computation, count, samples))
         self._num_decodes += computation.sequence.state is State.DECODE
@@ -150,7 +150,7 @@ class Draft:
         if computation.prompt_logprobs_from != NO_LOGPROBS:
             self._expect_piece(computation, count)
 
-    def _expect_piece(self, computation: Computation, count: int) -> None:
+    def _expect_piece(self, computation: SequenceState, count: int) -> None:
         """The logits at a position are those of the token after it, while that is the prompt's."""
         sequence = computation.sequence
         first = computation.planned + 1
@@ -159,7 +159,7 @@ class Draft:
         if start < stop:
             self._pieces[computation.slot] = DuePiece(sequence, start, stop)
 
-    def seal(
+    def build(
         self, closed: list[int], copies: list[tuple[int, int]], counts: Counts
     ) -> tuple[wire.Plan, InFlight] | None:
         """The finished plan, rows of one token first; None where there is nothing to be done.

@@ -11,7 +11,7 @@ from trioserve.scheduler.sequence_state import namespace_of
 
 
 @attrs.define(eq=False)
-class Holds:
+class PrefixPins:
     """The holds on one scheduler's prefix cache: see :mod:`~trioserve.scheduler.page_priorities`.
 
     A hold ends by itself with the pages that it is on: when the cache is emptied, and with the
@@ -26,7 +26,7 @@ class Holds:
     def hold(
         self, name: str, tokens: Sequence[int], priority: int, *, salt: str, adapter: int
     ) -> None:
-        """Have what is cached of ``tokens`` worth ``priority`` at least, until :meth:`let_go`.
+        """Have what is cached of ``tokens`` worth ``priority`` at least, until :meth:`unpin`.
 
         There is one hold of each name: a former one ends.
         """
@@ -34,11 +34,11 @@ class Holds:
         if core is not None and core.limits.enable_prefix_caching:
             core.memory.hold(name, namespace_of(salt, adapter), tokens, priority)
 
-    def let_go(self, name: str) -> None:
+    def unpin(self, name: str) -> None:
         """End the hold of that name, if there is one."""
         core = self._core()
         if core is not None:
-            core.memory.let_go(name)
+            core.memory.unpin(name)
 
     def names(self) -> set[str]:
         """Those of the holds that there are."""

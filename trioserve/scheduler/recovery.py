@@ -2,9 +2,10 @@
 
 All that the worker knew is gone then, and everybody is back in line with the tokens so far. It is
 counted how often that happens without progress: a step that was completed is progress, and so is
-that fewer requests are suspects than before (:mod:`~.blame`). Past the limit of failures the worker
-is given up, past that of deaths, which is the supervisor's, the engine. A worker that dies with
-nothing to do after a calm minute is as good as one that made a step: it may have been a long time.
+that fewer requests are suspects than before (:mod:`~.fault_isolation`). Past the limit of failures
+the worker is given up, past that of deaths, which is the supervisor's, the engine. A worker that
+dies with nothing to do after a calm minute is as good as one that made a step: it may have been a
+long time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import attrs
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput, State
-from trioserve.scheduler.fault_isolation import Blame, Flight, Verdict
+from trioserve.scheduler.fault_isolation import FaultIsolation, Flight, Verdict
 from trioserve.scheduler.limits import Limits
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.plan_builder import InFlight
@@ -37,7 +38,7 @@ class Recovery:
     """The part of a :class:`~.core.SchedulerCore` that begins where things go wrong."""
 
     _core: SchedulerCore
-    blame: Blame = attrs.field(init=False, factory=Blame)
+    fault_isolation: FaultIsolation = attrs.field(init=False, factory=FaultIsolation)
     _flight: Flight = attrs.field(init=False, factory=dict)
     """Who was in flight when the worker was lost; nobody once that has been judged."""
     _num_failures: int = attrs.field(init=False, default=0)
@@ -48,7 +49,7 @@ class Recovery:
     def on_step(self, plan: InFlight) -> None:
         """``plan`` has been computed, and its rows are counted."""
         self._num_failures = 0
-        self.blame.on_step(plan.computations)
+        self.fault_isolation.on_step(plan.computations)
 
     def on_failure(self, failure: wire.Failure) -> list[SequenceOutput]:
         """A plan in flight failed: everybody resumes after a Reset, but who is to blame.
@@ -64,20 +65,20 @@ class Recovery:
         plan = next((each for each in self._core.in_flight if each.number == failure.number), None)
         if plan is None:
             raise WorkerLost(f"plan {failure.number} failed and isn't in flight: {failure.message}")
-        guilty: Request | None = None
+        culprit: Request | None = None
         slots = plan.slots.tolist()
         if failure.slot in slots:
             sequence = plan.computations[slots.index(failure.slot)].sequence
             # If it has ended meanwhile, its siblings go on without it.
-            guilty = None if sequence.state is State.FINISHED else sequence.request
+            culprit = None if sequence.state is State.FINISHED else sequence.request
         else:
-            verdict = self.blame.accuse(_flight_of([plan]))
-            guilty = verdict.guilty
+            verdict = self.fault_isolation.on_death(_flight_of([plan]))
+            culprit = verdict.culprit
             self._num_failures += not _is_progress(verdict)
             if self._num_failures == MAX_FAILURES:
                 self._core.in_flight.clear()  # Who was in it is accused of it once.
                 raise WorkerLost(f"plan {failure.number} failed: {failure.message}")
-        outputs = self._end(guilty, failure.message)
+        outputs = self._end(culprit, failure.message)
         self._forget_worker()
         return outputs
 
@@ -94,7 +95,7 @@ class Recovery:
             the end of the request that is to blame, if one is; and the number of deaths since there
             was progress.
         """
-        judge = self.blame.excuse if loss.from_outside else self.blame.accuse
+        judge = self.fault_isolation.on_kill if loss.from_outside else self.fault_isolation.on_death
         verdict = judge(self._flight)
         is_calm = lived >= CALM_LIFE and not self._flight
         self._flight = {}
@@ -103,7 +104,7 @@ class Recovery:
             self._num_deaths = 0
         self._num_steps = num_steps
         self._num_deaths += not _is_progress(verdict)
-        return self._end(verdict.guilty, str(loss)), self._num_deaths
+        return self._end(verdict.culprit, str(loss)), self._num_deaths
 
     def restart(self, limits: Limits) -> list[SequenceOutput]:
         """A new worker is ready, and counts plans from 1.
@@ -127,11 +128,11 @@ class Recovery:
         ends = [core.finish_all(request, finish) for request in dict.fromkeys(too_long)]
         return list(itertools.chain.from_iterable(ends))
 
-    def _end(self, guilty: Request | None, reason: str) -> list[SequenceOutput]:
-        if guilty is None:
+    def _end(self, culprit: Request | None, reason: str) -> list[SequenceOutput]:
+        if culprit is None:
             return []
         error = EngineError(f"the worker failed on this request: {reason}")
-        return self._core.finish_all(guilty, Finish(FinishReason.ERROR, error=error))
+        return self._core.finish_all(culprit, Finish(FinishReason.ERROR, error=error))
 
     def _forget_worker(self) -> None:
         """What the worker knew is gone: its slots, its pages, the plans on their way."""
@@ -142,14 +143,14 @@ class Recovery:
             core.set_aside(computation)
         # Whoever was let go for a prompt that is gone may have to be held again.
         for computation in core.waiting.take_all():
-            core.siblings.enter(computation)
+            core.groups.enter(computation)
         core.rejoin()
         core.memory = Memory(core.limits, core.feeds)
         core.feeds.cache.on_cleared()
 
 
 def _is_progress(verdict: Verdict) -> bool:
-    return verdict.guilty is not None or verdict.narrowed
+    return verdict.culprit is not None or verdict.narrowed
 
 
 def _flight_of(plans: Iterable[InFlight]) -> Flight:

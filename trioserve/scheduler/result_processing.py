@@ -18,7 +18,7 @@ from trioserve.protocol.errors import EngineError
 from trioserve.requests.request import SequenceOutput, State
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.result_validation import Results
-from trioserve.scheduler.sequence_state import Computation
+from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.stop_conditions import ending, ending_without_token
 from trioserve.scheduler.token_counts import Bools, Ints
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @attrs.define(eq=False)
-class Intake:
+class ResultProcessor:
     """The part of a :class:`~.core.SchedulerCore` that takes results in."""
 
     _core: SchedulerCore
@@ -69,8 +69,8 @@ class Intake:
         drew = plan.samples & (offsets[1:] > offsets[:-1])
         tokens = np.full(len(slots), -1, dtype=np.int64)
         tokens[drew] = results.tokens[offsets[:-1][drew]]
-        goes_on = counts.computed[slots] + 1 < counts.limit[slots]
-        plain = held & (tokens >= 0) & goes_on & ~plan.wants_more & ~counts.may_stop(tokens)
+        auto_continues = counts.computed[slots] + 1 < counts.limit[slots]
+        plain = held & (tokens >= 0) & auto_continues & ~plan.wants_more & ~counts.may_stop(tokens)
         plain &= ~np.isnan(counts.last_token[slots])
         return tokens, plain
 
@@ -83,7 +83,7 @@ class Intake:
         last_token[slots] = now
 
     def _accept(
-        self, computation: Computation, results: Results, index: int, now: float
+        self, computation: SequenceState, results: Results, index: int, now: float
     ) -> SequenceOutput:
         """Append token ``index`` of ``results`` to the output, and see whether it is the last.
 

@@ -6,14 +6,14 @@ loop sends plans while another receives results.
 
 Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
 (one sequence) and ``counts`` (how far all of them are), ``waiting`` (the queue, in which tenants
-take turns), ``siblings`` (several of one request),
-``memory`` with ``slots``, ``pages``, ``host_pages`` and ``prefix`` (what sequences hold),
-``priorities`` with ``holds`` and ``idle`` (what cached pages are worth), ``draft``, ``results``
-and ``intake`` (a plan on its way out and back), ``calls`` (what the worker is asked for besides
-plans), ``residency`` with ``adapters`` (which adapters the worker holds), ``gate`` with ``quiet``
-(when nobody is to be computed) and ``weights`` (by which weights), ``recovery`` with ``blame``
-(when something fails), ``watchdog`` (when a worker counts as hung), ``feeds`` with ``iterations``
-(what whoever listens is told), ``integrity`` (what is always true).
+take turns), ``groups`` (several of one request), ``memory`` with ``slots``, ``pages``,
+``host_pages`` and ``prefix`` (what sequences hold), ``priorities`` with ``pins`` and ``idle`` (what
+cached pages are worth), ``draft``, ``results`` and ``intake`` (a plan on its way out and back),
+``calls`` (what the worker is asked for besides plans), ``residency`` with ``adapters`` (which
+adapters the worker holds), ``pause_gate`` with ``pause_control`` (when nobody is to be computed)
+and ``weights`` (by which weights), ``recovery`` with ``fault_isolation`` (when something fails),
+``watchdog`` (when a worker counts as hung), ``feeds`` with ``iterations`` (what whoever listens is
+told), ``integrity`` (what is always true).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import trio
 
-from trioserve._util.conditions import Happenings
+from trioserve._util.conditions import Conditions
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
 from trioserve.observability.logs import get_logger
@@ -41,12 +41,12 @@ from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.grammar_recompiling import recompile
 from trioserve.scheduler.limits import Limits
-from trioserve.scheduler.pause_control import Quiet
-from trioserve.scheduler.prefix_pins import Holds
+from trioserve.scheduler.pause_control import PauseControl
+from trioserve.scheduler.prefix_pins import PrefixPins
 from trioserve.scheduler.watchdog import Watchdog
 from trioserve.scheduler.weights import Weights
 from trioserve.workers import Link
-from trioserve.workers.power import Switch
+from trioserve.workers.power import WorkerPower
 
 _log = get_logger("trioserve.scheduler")
 
@@ -80,7 +80,7 @@ class Scheduler:
         self._outbox: deque[wire.Message] = deque()
         """Goes out before the next plan."""
         self._is_stuck = False
-        self._planned = Happenings()
+        self._planned = Conditions()
         """What may have happened whenever a plan is made, or is found to have nothing in it."""
         self.on_idle: Callable[[], None] = lambda: None
         """Called whenever the last plan has come back and nobody is left to be computed."""
@@ -88,10 +88,10 @@ class Scheduler:
         """Steps that were done when it was called last."""
         self._calls = Calls(self._send_first, self._owed)
         self._watchdog = Watchdog(config.watchdog_timeout)
-        self.quiet = Quiet(self._existing_core, self._wake)
-        self.holds = Holds(lambda: self._core)
-        self.weights = Weights(self.call, self.quiet)
-        self.switch = Switch()
+        self.pause_control = PauseControl(self._existing_core, self._wake)
+        self.pins = PrefixPins(lambda: self._core)
+        self.weights = Weights(self.call, self.pause_control)
+        self.worker_power = WorkerPower()
         """Sends the worker away, for whoever supervises workers with it."""
         self.adapters = HeldAdapters(
             self._existing_core, self._calls.call, self._wake, self._deliver
@@ -196,7 +196,7 @@ class Scheduler:
             recompile,
             self._core,
             self._calls.call,
-            happenings=self._planned,
+            conditions=self._planned,
             wake=self._wake,
             deliver=self._deliver,
         )
@@ -216,7 +216,7 @@ class Scheduler:
             self._is_stuck = False
             self._watchdog.settle_all(trio.current_time())
             self._outbox.clear()
-            self._calls.on_worker_lost(self._accusation, sent_away=not self.switch.is_on)
+            self._calls.on_worker_lost(self._accusation, sent_away=not self.worker_power.is_on)
             self.adapters.on_worker_lost(self._accusation)
             self._look()
         raise error
@@ -246,10 +246,12 @@ class Scheduler:
         self._deliver(outputs)
         self._look()
         assert self._core is not None
-        blame = self._core.recovery.blame
-        if blame.restricts:
+        fault_isolation = self._core.recovery.fault_isolation
+        if fault_isolation.restricts:
             _log.warning(
-                "requests suspected", number=len(blame.suspects), on_trial=len(blame.on_trial)
+                "requests suspected",
+                number=len(fault_isolation.suspects),
+                probation=len(fault_isolation.probation),
             )
 
     @trio.lowlevel.enable_ki_protection
@@ -262,8 +264,8 @@ class Scheduler:
             else:
                 message = core.next_plan(trio.current_time())
                 self._follow(core)
-                self.adapters.look()
-                self._planned.look()
+                self.adapters.notify()
+                self._planned.notify()
             if message is None:
                 self._look_around(core)
                 self._work = trio.Event()
@@ -282,7 +284,7 @@ class Scheduler:
         self._is_stuck = (
             not core.in_flight
             and core.num_unfinished > 0
-            and core.gate.is_open
+            and core.pause_gate.is_open
             and not core.residency.wants_change
             and not core.uncompiled
         )
@@ -345,8 +347,8 @@ class Scheduler:
 
     def _look(self) -> None:
         """Something has happened that somebody may wait for."""
-        self.quiet.look()
-        self.adapters.look()
+        self.pause_control.notify()
+        self.adapters.notify()
 
     def _wake(self) -> None:
         """There may be something to send."""
@@ -377,7 +379,7 @@ class Scheduler:
             raise WorkerLost(f"there is no worker to call {name!r}")
         return await self._calls.call(name, arguments, num_bytes=num_bytes)
 
-    def accuse(self, reason: str) -> None:
+    def report_fault(self, reason: str) -> None:
         """The worker that is attached counts as hung, and is replaced."""
         self._accusation = reason
         self._overdue.cancel()
@@ -414,7 +416,7 @@ class Scheduler:
     @property
     def paused(self) -> bool:
         """Whether nobody is to be computed."""
-        return self._core is not None and self._core.gate.is_closed
+        return self._core is not None and self._core.pause_gate.is_closed
 
     @property
     def num_attached(self) -> int:

@@ -5,9 +5,9 @@ the end of the leader's prompt, the others are **held**: they are waiting like e
 stand in no line, so that they cost nobody a turn. From the next plan on they are in line, find the
 prompt's full pages in the prefix cache, and compute what is left of the last page.
 
-Whoever is to wait goes through :meth:`Siblings.enter`, which knows whether there is something to
-be held for. So after the loss of a worker, with all pages gone, they are held once more, unless the
-leader had an output by then. If the leader ends early, the next one leads.
+Whoever is to wait goes through :meth:`SequenceGroups.enter`, which knows whether there is something
+to be held for. So after the loss of a worker, with all pages gone, they are held once more, unless
+the leader had an output by then. If the leader ends early, the next one leads.
 
 The leader alone reports the log-probabilities of the prompt. Its row comes in an earlier plan than
 any row of the others, so they are complete before the first output of any.
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import attrs
 
 from trioserve.requests.request import Request, Sequence, State
-from trioserve.scheduler.sequence_state import NO_LOGPROBS, Computation, Line
+from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceQueue, SequenceState
 
 
 def leader_of(request: Request) -> Sequence | None:
@@ -46,11 +46,11 @@ def first_logprob(sequence: Sequence) -> int:
 
 
 @attrs.define(eq=False, repr=False)
-class Siblings:
+class SequenceGroups:
     """Who is held, beside the line ``waiting`` that they are let go into."""
 
-    _waiting: Line
-    _held: dict[Request, Line] = attrs.field(init=False, factory=dict)
+    _waiting: SequenceQueue
+    _held: dict[Request, SequenceQueue] = attrs.field(init=False, factory=dict)
     """Without empty lines."""
     _num_held: int = attrs.field(init=False, default=0)
     _ready: list[Request] = attrs.field(init=False, factory=list)
@@ -58,23 +58,23 @@ class Siblings:
     def __len__(self) -> int:
         return self._num_held
 
-    def __iter__(self) -> Iterator[Computation]:
+    def __iter__(self) -> Iterator[SequenceState]:
         return itertools.chain.from_iterable(self._held.values())
 
-    def enter(self, computation: Computation) -> None:
+    def enter(self, computation: SequenceState) -> None:
         """Put ``computation`` in line, or hold it for its leader's pages."""
         sequence = computation.sequence
         request = sequence.request
         if len(request.sequences) > 1:
             leader = leader_of(request)
             if leader is not None and leader is not sequence and _has_prompt_to_compute(leader):
-                self._held.setdefault(request, Line()).add(computation)
+                self._held.setdefault(request, SequenceQueue()).add(computation)
                 computation.is_held = True
                 self._num_held += 1
                 return
         self._waiting.add(computation)
 
-    def on_prompt_planned(self, computation: Computation) -> None:
+    def on_prompt_planned(self, computation: SequenceState) -> None:
         """The plan in the making computes the end of the prompt.
 
         Where no token is wanted, nobody is let go: they end with the leader.
@@ -82,7 +82,7 @@ class Siblings:
         if self._held and computation.sequence.max_tokens:
             self._ready.append(computation.sequence.request)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The plan is made: those whose prompt it completes may come into the next one."""
         for request in self._ready:
             for computation in self._held.pop(request, ()):
@@ -91,7 +91,7 @@ class Siblings:
                 self._waiting.add(computation)
         self._ready.clear()
 
-    def remove(self, computation: Computation) -> None:
+    def remove(self, computation: SequenceState) -> None:
         """Forget ``computation``, which is held."""
         request = computation.sequence.request
         line = self._held[request]

@@ -33,7 +33,7 @@ def namespace_of(salt: str, adapter: int) -> Namespace:
 
 
 @attrs.define(eq=False, kw_only=True)
-class Computation:
+class SequenceState:
     """The scheduler's record of a sequence, from its submission until it has finished.
 
     Three counts say how far a sequence has come; ``computed <= planned < length <= limit`` while it
@@ -74,7 +74,7 @@ class Computation:
     """The position of the first prompt token whose log-probability the slot's rows give."""
 
     @classmethod
-    def of(cls, sequence: Sequence, limits: Limits, arrival: int) -> Computation:
+    def of(cls, sequence: Sequence, limits: Limits, arrival: int) -> SequenceState:
         """The record of a sequence whose ``max_tokens`` is known; ``arrival`` is its request's."""
         request = sequence.request
         namespace: Namespace | None = None
@@ -195,60 +195,60 @@ class Computation:
 
 
 @attrs.define(eq=False)
-class Line:
+class SequenceQueue:
     """Computations in the order of their ``order``."""
 
-    _items: list[Computation] = attrs.field(init=False, factory=list)
+    _items: list[SequenceState] = attrs.field(init=False, factory=list)
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def __iter__(self) -> Iterator[Computation]:
+    def __iter__(self) -> Iterator[SequenceState]:
         return iter(self._items)
 
-    def __getitem__(self, index: int) -> Computation:
+    def __getitem__(self, index: int) -> SequenceState:
         return self._items[index]
 
-    def add(self, computation: Computation) -> int:
+    def add(self, computation: SequenceState) -> int:
         """Put ``computation`` in its place, and say which that is."""
         index = bisect.bisect_left(self._items, computation.order, key=_get_order)
         self._items.insert(index, computation)
         return index
 
-    def remove(self, computation: Computation) -> int:
+    def remove(self, computation: SequenceState) -> int:
         """Take ``computation`` out. It must be in. Its place was the one returned."""
         index = bisect.bisect_left(self._items, computation.order, key=_get_order)
         assert self._items[index] is computation
         del self._items[index]
         return index
 
-    def take_all(self) -> list[Computation]:
+    def take_all(self) -> list[SequenceState]:
         """Empty the line."""
         items, self._items = self._items, []
         return items
 
 
 @attrs.define(eq=False)
-class Running(Line):
+class Running(SequenceQueue):
     """Those who hold slots, and beside them their slots as a column in the same order."""
 
     slots: Ints = attrs.field(init=False, factory=lambda: np.zeros(0, dtype=np.int64))
 
-    def add(self, computation: Computation) -> int:
+    def add(self, computation: SequenceState) -> int:
         index = super().add(computation)
         self.slots = np.insert(self.slots, index, computation.slot)
         return index
 
-    def remove(self, computation: Computation) -> int:
+    def remove(self, computation: SequenceState) -> int:
         index = super().remove(computation)
         self.slots = np.delete(self.slots, index)
         return index
 
-    def take_all(self) -> list[Computation]:
+    def take_all(self) -> list[SequenceState]:
         self.slots = np.zeros(0, dtype=np.int64)
         return super().take_all()
 
-    def at(self, indices: Ints) -> list[Computation]:
+    def at(self, indices: Ints) -> list[SequenceState]:
         """Those who stand at ``indices``."""
         if len(indices) == len(self._items):
             return self._items.copy()

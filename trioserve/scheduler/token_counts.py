@@ -2,8 +2,8 @@
 
 In most steps most sequences do the same: they compute one token and draw the next. Columns let such
 a step cost a few operations on whole arrays instead of a visit to every sequence, so the numbers
-live here and :class:`~trioserve.scheduler.sequence_state.Computation` reads and writes them by its
-slot. What only some sequences want (log-probabilities, siblings, an end) is done one by one.
+live here and :class:`~trioserve.scheduler.sequence_state.SequenceState` reads and writes them by
+its slot. What only some sequences want (log-probabilities, siblings, an end) is done one by one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Counts:
         self.planned = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.last_plan = np.zeros(num_slots, dtype=np.int64)
-        """These four are a :class:`~trioserve.scheduler.sequence_state.Computation`'s."""
+        """These four are a :class:`~trioserve.scheduler.sequence_state.SequenceState`'s."""
         self.limit = np.zeros(num_slots, dtype=np.int64)
         """Tokens at which the sequence ends by length."""
         self.room = np.zeros(num_slots, dtype=np.int64)

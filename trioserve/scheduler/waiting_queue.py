@@ -18,47 +18,47 @@ from collections.abc import Callable, Iterator
 
 import attrs
 
-from trioserve.scheduler.sequence_state import Computation, Line
+from trioserve.scheduler.sequence_state import SequenceQueue, SequenceState
 
 
-def _priority(computation: Computation) -> int:
+def _priority(computation: SequenceState) -> int:
     return computation.order[0]
 
 
-def _tenant(computation: Computation) -> str:
+def _tenant(computation: SequenceState) -> str:
     return computation.sequence.request.tenant
 
 
-def _age(computation: Computation) -> tuple[int, int]:
+def _age(computation: SequenceState) -> tuple[int, int]:
     """Return what is smaller for the older of two sequences."""
     return computation.order[2:]
 
 
-def _is_like(computation: Computation, other: Computation) -> bool:
+def _is_like(computation: SequenceState, other: SequenceState) -> bool:
     """Return whether both are of one tenant and priority."""
     return _priority(computation) == _priority(other) and _tenant(computation) == _tenant(other)
 
 
 @attrs.define(eq=False)
-class WaitingQueue(Line):
+class WaitingQueue(SequenceQueue):
     """The waiting sequences, by priority and age, and the turns of their tenants."""
 
-    _new: dict[int, dict[str, Line]] = attrs.field(init=False, factory=dict)
+    _new: dict[int, dict[str, SequenceQueue]] = attrs.field(init=False, factory=dict)
     """Sequences that had no turn, by priority and tenant, without empty lines. The tenant that
     comes next stands in front."""
-    _returned: Line = attrs.field(init=False, factory=Line)
+    _returned: SequenceQueue = attrs.field(init=False, factory=SequenceQueue)
     """Sequences that had one."""
     _num_turns: int = attrs.field(init=False, default=0)
 
-    def add(self, computation: Computation) -> int:
+    def add(self, computation: SequenceState) -> int:
         if computation.had_turn:
             self._returned.add(computation)
         else:
             tenants = self._new.setdefault(_priority(computation), {})
-            tenants.setdefault(_tenant(computation), Line()).add(computation)
+            tenants.setdefault(_tenant(computation), SequenceQueue()).add(computation)
         return super().add(computation)
 
-    def remove(self, computation: Computation) -> int:
+    def remove(self, computation: SequenceState) -> int:
         if computation.had_turn:
             self._returned.remove(computation)
         else:
@@ -71,7 +71,7 @@ class WaitingQueue(Line):
                 del self._new[_priority(computation)]
         return super().remove(computation)
 
-    def take_all(self) -> list[Computation]:
+    def take_all(self) -> list[SequenceState]:
         """Empty the queue. Adding all again, in the order returned, keeps the turns."""
         items = list(self.in_turn())
         super().take_all()
@@ -79,7 +79,7 @@ class WaitingQueue(Line):
         self._returned.take_all()
         return items
 
-    def admit(self, computation: Computation, running: Line) -> None:
+    def admit(self, computation: SequenceState, running: SequenceQueue) -> None:
         """Take ``computation`` out, to enter a slot. If it had no turn, this is its tenant's."""
         self.remove(computation)
         if computation.had_turn:
@@ -93,7 +93,9 @@ class WaitingQueue(Line):
         turns = (each.order[1] for each in self._younger(computation, running))
         computation.order = (priority, min(turns, default=self._num_turns), arrival, index)
 
-    def _younger(self, computation: Computation, running: Line) -> Iterator[Computation]:
+    def _younger(
+        self, computation: SequenceState, running: SequenceQueue
+    ) -> Iterator[SequenceState]:
         """Yield the younger sequences of its tenant and priority that had turns."""
         for line in (running, self._returned):
             for each in reversed(line):
@@ -103,8 +105,8 @@ class WaitingQueue(Line):
                     yield each
 
     def in_turn(
-        self, may_enter: Callable[[Computation], bool] = lambda _: True
-    ) -> Iterator[Computation]:
+        self, may_enter: Callable[[SequenceState], bool] = lambda _: True
+    ) -> Iterator[SequenceState]:
         """Return those of the waiting that may enter, in the order of turns.
 
         Those that have been returned may be admitted meanwhile.
@@ -117,8 +119,8 @@ class WaitingQueue(Line):
         )
 
     def _in_turn_of(
-        self, priority: int, may_enter: Callable[[Computation], bool]
-    ) -> Iterator[Computation]:
+        self, priority: int, may_enter: Callable[[SequenceState], bool]
+    ) -> Iterator[SequenceState]:
         """Yield those of one priority in the order of turns."""
         lines = [list(line) for line in self._new.get(priority, {}).values()]
         returned = [each for each in self._returned if _priority(each) == priority]

@@ -10,7 +10,7 @@ import trio
 
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.scheduler.calls import Call
-from trioserve.scheduler.pause_control import Quiet
+from trioserve.scheduler.pause_control import PauseControl
 
 HOLDER = "weights"
 """The name in which an exchange pauses."""
@@ -30,7 +30,7 @@ class Weights:
     """
 
     _call: Call
-    _quiet: Quiet
+    _pause_control: PauseControl
     path: str = attrs.field(init=False, default="")
     """Where those are that serve; empty for the model's own."""
     _lock: trio.Lock = attrs.field(init=False, factory=trio.Lock)
@@ -61,12 +61,12 @@ class Weights:
                 with trio.CancelScope(shield=True):
                     await self._call("swap_weights", path, num_bytes=num_bytes)
                     self.path = path
-                    self._quiet.flush_prefixes()
+                    self._pause_control.flush_prefixes()
             except BaseException:
                 await self._discard()
                 raise
             finally:
-                self._quiet.resume(HOLDER)
+                self._pause_control.resume(HOLDER)
             return checksum
 
     async def _discard(self) -> None:

@@ -99,7 +99,7 @@ async def open_fake_engine(
         open_worker=open_worker or (lambda: run_fake_worker(make_worker(), config)),
         max_restarts=config.max_worker_restarts,
         judge=scheduler.judge,
-        switch=scheduler.switch,
+        worker_power=scheduler.worker_power,
         on_loss=metrics.worker_lost,
         on_replaced=metrics.worker_replaced,
     )
@@ -135,7 +135,7 @@ async def open_fake_encoder(
         open_worker=open_worker or (lambda: run_fake_worker(make(), config)),
         max_restarts=config.max_worker_restarts,
         judge=scheduler.judge,
-        switch=scheduler.switch,
+        worker_power=scheduler.worker_power,
         on_loss=metrics.worker_lost,
         on_replaced=metrics.worker_replaced,
     )

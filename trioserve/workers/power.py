@@ -12,7 +12,7 @@ from trioserve.protocol.errors import WorkerLost
 
 
 @attrs.define(eq=False)
-class Switch:
+class WorkerPower:
     """Between whoever sends the worker away and the supervisor, which sees to it. On at first."""
 
     _wanted: trio.Event = attrs.field(init=False)

@@ -29,7 +29,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost
 from trioserve.workers import Link
 from trioserve.workers.link import NngLink
-from trioserve.workers.power import Switch
+from trioserve.workers.power import WorkerPower
 from trioserve.workers.socket_folder import SocketFolder
 
 HELLO_TIMEOUT = 120.0
@@ -291,7 +291,7 @@ class Supervisor:
     judge: Callable[[WorkerLost], int]
     on_loss: Callable[[WorkerLost], None] = lambda _: None
     on_replaced: Callable[[float], None] = lambda _: None
-    switch: Switch = attrs.field(factory=Switch)
+    worker_power: WorkerPower = attrs.field(factory=WorkerPower)
     restarts: int = attrs.field(default=0, init=False)
     """Workers that were replaced since the start."""
     life: WorkerLife = attrs.field(init=False, factory=WorkerLife)
@@ -315,15 +315,15 @@ class Supervisor:
         try:
             await self._run(attach, task_status)
         finally:
-            self.switch.end()
+            self.worker_power.end()
 
     async def _run(self, attach: Attach, task_status: trio.TaskStatus[wire.Ready]) -> None:
         started = False
         attempts = 0
         while True:
-            if not self.switch.is_on:
+            if not self.worker_power.is_on:
                 self._note_life("released")
-            await self.switch.wait_on()
+            await self.worker_power.wait_on()
             if not started or self.life.state == "released":
                 self._note_life("restarting" if started else "starting")
             serving = trio.CancelScope()
@@ -335,7 +335,7 @@ class Supervisor:
                     if not started:
                         started = True
                         task_status.started(ready)
-                    with self.switch.attached() as serving:
+                    with self.worker_power.attached() as serving:
                         await attach(link, ready)
             except NoRoomForWorker as error:
                 if not started:

@@ -21,7 +21,7 @@ from tests.support.http_stub import (
 from tests.support.responses import RESPONSES, checked, told
 from trioserve.http import create_app
 from trioserve.http.api.openai.responses import endpoint
-from trioserve.http.api.server_api import OneProcess
+from trioserve.http.api.server_api import LocalServer
 
 
 async def call(
@@ -180,9 +180,9 @@ async def test_one_whose_predecessor_goes_while_it_is_made(
 
 async def test_the_oldest_are_forgotten() -> None:
     stub = as_engine(engine("Hello"))
-    whole = OneProcess(stub)
+    whole = LocalServer(stub)
     whole.responses.max_responses = 2
-    client = cast(TrioClient, create_app(stub, server_config(), whole=whole).test_client())
+    client = cast(TrioClient, create_app(stub, server_config(), server_api=whole).test_client())
     ids = [(await respond(client, input="Hi"))["id"] for _ in range(3)]
     await call(client, "GET", f"/{ids[0]}", status=404)
     error = await call(

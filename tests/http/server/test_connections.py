@@ -180,7 +180,7 @@ class TestMemory:
         assert max(produced) < (5 if http2 else 500)
 
 
-def body_in(room: bodies.BodyRoom, address: str = "") -> bodies.Body:
+def body_in(room: bodies.BodyBudget, address: str = "") -> bodies.Body:
     body = bodies.Body(None, None)
     body.room, body.address = room, address
     return body
@@ -218,7 +218,7 @@ class TestBodies:
             nursery.cancel_scope.cancel()
 
     def test_bodies_that_have_come_whole_keep_their_room(self) -> None:
-        room = bodies.BodyRoom(100)
+        room = bodies.BodyBudget(100)
         whole, partial, last = (body_in(room) for _ in range(3))
         whole.append(b"x" * 60)
         whole.set_complete()
@@ -235,7 +235,7 @@ class TestBodies:
         assert room.held == 0
 
     def test_the_address_that_holds_the_most_makes_way(self) -> None:
-        room = bodies.BodyRoom(100)
+        room = bodies.BodyBudget(100)
         first = body_in(room, "192.0.2.1")
         greedy = [body_in(room, "192.0.2.2") for _ in range(2)]
         first.append(b"x" * 40)

@@ -95,7 +95,7 @@ class Top:
         async with self.open() as feed:
             self.view.greet(feed.hello)
             async for shown in feed:
-                self.view.take(shown.picture, trio.current_time())
+                self.view.take(shown.snapshot, trio.current_time())
                 if self.view.moments:
                     break
         now = trio.current_time()
@@ -144,14 +144,14 @@ class Top:
                 async with self.open() as feed:
                     self.view.greet(feed.hello)
                     async for shown in feed:
-                        first = self.view.picture is None
-                        self.view.take(shown.picture, trio.current_time())
+                        first = self.view.snapshot is None
+                        self.view.take(shown.snapshot, trio.current_time())
                         if first:
                             task_status.started()
                         redraw()
                 raise RemoteError(f"{self.remote.url} has ended its feed")
             except RemoteError as error:
-                if self.view.picture is None:
+                if self.view.snapshot is None:
                     raise
                 self.view.lose(str(error))
                 redraw()

@@ -10,7 +10,7 @@ from rich.text import Text
 from trioserve.cli.top.glyphs import Glyphs, bar, count, duration, seconds, sparkline
 from trioserve.cli.top.table import request_lines, task_lines
 from trioserve.cli.top.view import Moment, View
-from trioserve.observability.live.schema import Hello, Picture, Quantiles
+from trioserve.observability.live.schema import Hello, Quantiles, Snapshot
 from trioserve.protocol.errors import printable
 
 _WIDE = 76
@@ -50,12 +50,12 @@ def draw(
     Without a ``height`` draw everything but the keys.
     """
     upper = [_title(view, now, interval)]
-    if view.hello is not None and view.picture is not None:
-        upper.append(_worker(view.hello, view.picture))
+    if view.hello is not None and view.snapshot is not None:
+        upper.append(_worker(view.hello, view.snapshot))
         short = height is not None and height < _SHORT
         if not short:
-            upper += _meters(view, view.picture, width, glyphs)
-        upper += _state(view.picture, width, glyphs)
+            upper += _meters(view, view.snapshot, width, glyphs)
+        upper += _state(view.snapshot, width, glyphs)
     head, body = (task_lines if view.show_tasks else request_lines)(view, width, glyphs)
     lower = [head]
     if height is None:
@@ -77,33 +77,33 @@ def draw(
 
 def _title(view: View, now: float, interval: float) -> Text:
     """Return the first line, with the worst trouble first, since the line may be cut."""
-    hello, picture = view.hello, view.picture
+    hello, snapshot = view.hello, view.snapshot
     line = Text(" ").append("trioserve" if hello is None else printable(hello.model), style="bold")
     if view.trouble:
         line.append(f"  lost, trying again: {view.trouble}", style="red")
-    elif picture is not None:
-        health = printable(picture.health)
+    elif snapshot is not None:
+        health = printable(snapshot.health)
         line.append(f"  {health}", style=_HEALTH_STYLES.get(health, ""))
-        if picture.paused:
+        if snapshot.paused:
             line.append("  scheduling is paused", style="yellow")
     if view.received is not None and now - view.received > interval + _LATE:
         line.append(f"  no picture for {now - view.received:.0f} s", style="red")
     if view.paused:
         line.append("  ").append("PAUSED", style="reverse")
-    if hello is not None and picture is not None:
-        up = duration(picture.now - hello.started)
+    if hello is not None and snapshot is not None:
+        up = duration(snapshot.now - hello.started)
         line.append(f"  up {up}  {view.url}  {printable(hello.version)}", style="dim")
         line.append(f"  {printable(hello.device)}", style="dim")
     return line
 
 
-def _worker(hello: Hello, picture: Picture) -> Text:
-    worker = picture.worker
+def _worker(hello: Hello, snapshot: Snapshot) -> Text:
+    worker = snapshot.worker
     line = Text(f" {'worker':<12} ")
     line.append(printable(worker.state), style="green" if worker.state == "running" else "red")
     if worker.pid is not None:
         line.append(f" as {worker.pid}")
-    line.append(f" for {duration(picture.now - worker.since)}")
+    line.append(f" for {duration(snapshot.now - worker.since)}")
     if worker.restarts:
         times = "restart" if worker.restarts == 1 else "restarts"
         line.append(f", {worker.restarts} {times}", style="yellow")
@@ -125,8 +125,8 @@ class _Meter:
     """Value of the sparkline's top; None for the largest in the history."""
 
 
-def _meters(view: View, picture: Picture, width: int, glyphs: Glyphs) -> list[Text]:
-    rates, latency = picture.rates, picture.latency
+def _meters(view: View, snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+    rates, latency = snapshot.rates, snapshot.latency
     idle = "-" if rates.gpu_idle_share is None else f"{rates.gpu_idle_share:.0%}"
     left = [
         _Meter("generated", f"{count(rates.generated_tokens_per_s)} tok/s", lambda m: m.generated),
@@ -144,7 +144,7 @@ def _meters(view: View, picture: Picture, width: int, glyphs: Glyphs) -> list[Te
         return [_meter(meter, moments, width, _LONG_FIGURE, glyphs) for meter in (*left, *right)]
     left_width = (width - 2) * 9 // 20
     right_width = width - 2 - left_width
-    steps = Text(f" {'steps':<12} {_steps(picture)}")
+    steps = Text(f" {'steps':<12} {_steps(snapshot)}")
     beside = [
         *(_meter(meter, moments, right_width, _LONG_FIGURE, glyphs) for meter in right),
         steps,
@@ -171,8 +171,8 @@ def _quantiles(quantiles: Quantiles | None) -> str:
     return f"{seconds(quantiles.p50)}, p99 {seconds(quantiles.p99)}"
 
 
-def _steps(picture: Picture) -> str:
-    rates = picture.rates
+def _steps(snapshot: Snapshot) -> str:
+    rates = snapshot.rates
     facts = [f"{rates.steps_per_s:.0f}/s"]
     if rates.step_ms is not None:
         facts.append(f"{rates.step_ms:.1f} ms")
@@ -181,9 +181,9 @@ def _steps(picture: Picture) -> str:
     return "  ".join(facts)
 
 
-def _state(picture: Picture, width: int, glyphs: Glyphs) -> list[Text]:
+def _state(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
     """Return the lines with the page pool and the numbers of requests."""
-    pages, counts = picture.pages, picture.counts
+    pages, counts = snapshot.pages, snapshot.counts
     line = Text(f" {'pages':<12} ")
     held, cached, free = bar(
         (pages.held, pages.cached), pages.total, max(min(width - 60, 60), 10), glyphs
@@ -193,8 +193,8 @@ def _state(picture: Picture, width: int, glyphs: Glyphs) -> list[Text]:
     line.append(f" of {count(pages.total)}", style="dim")
     if pages.host_total:
         line.append(f", host {count(pages.host_used)} of {count(pages.host_total)}")
-    if picture.rates.cache_hit_share is not None:
-        line.append(f", {picture.rates.cache_hit_share:.0%} found")
+    if snapshot.rates.cache_hit_share is not None:
+        line.append(f", {snapshot.rates.cache_hit_share:.0%} found")
     now = Text(f" {'requests':<12} ")
     now.append(f"{counts.running} running", style="bold")
     now.append(f", {counts.waiting} waiting")
@@ -221,7 +221,9 @@ def _footer(view: View, start: int, page: int, total: int, glyphs: Glyphs, width
         *([] if view.show_tasks else [("s", f"sort: {view.sort}")]),
         (glyphs.arrows, "scroll"),
     ]
-    left_out = 0 if view.picture is None or view.show_tasks else view.picture.num_requests_left_out
+    left_out = (
+        0 if view.snapshot is None or view.show_tasks else view.snapshot.num_requests_left_out
+    )
     place = f"{min(start + 1, total)}-{min(start + page, total)} of {total + left_out} "
     line = Text()
     for key, meaning in keys:

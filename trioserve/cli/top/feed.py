@@ -13,7 +13,7 @@ import trio
 from trioserve.load.answer import DECODING_ERRORS
 from trioserve.load.events import Event
 from trioserve.load.remote import Events, Refusal, Remote, RemoteError
-from trioserve.observability.live.schema import SCHEMA, Hello, Picture
+from trioserve.observability.live.schema import SCHEMA, Hello, Snapshot
 from trioserve.protocol.errors import printable
 
 _SILENCE = 30.0
@@ -31,7 +31,7 @@ Decoded = TypeVar("Decoded")
 class Shown:
     """Picture with its JSON as received."""
 
-    picture: Picture
+    snapshot: Snapshot
     data: bytes
 
 
@@ -84,7 +84,7 @@ class Feed:
             if event is None:
                 raise StopAsyncIteration
             if event.name == "picture":
-                return Shown(_decode(event.data, Picture, self._url), event.data)
+                return Shown(_decode(event.data, Snapshot, self._url), event.data)
 
 
 async def _next(events: Events, url: str, patience: float) -> Event | None:

@@ -101,12 +101,12 @@ def request_lines(view: View, width: int, glyphs: Glyphs) -> tuple[Text, list[Te
     columns, id_width = _fit(wanted, width)
     titles = ["REQUEST".ljust(id_width), *(_aligned(column, column.title) for column in columns)]
     head = Text(" ".join(titles).ljust(width)[:width], style="reverse")
-    picture = view.picture
-    if picture is None:
+    snapshot = view.snapshot
+    if snapshot is None:
         return head, []
     lines = []
     for row in rows:
-        cells = _Cells(row=row, now=picture.now, speed=view.speeds.get(row.id), glyphs=glyphs)
+        cells = _Cells(row=row, now=snapshot.now, speed=view.speeds.get(row.id), glyphs=glyphs)
         style = _REASON_STYLES.get(row.finish_reason or "") or _STATE_STYLES.get(row.state, "")
         name = printable(row.id)
         line = Text(name[:id_width].ljust(id_width), style="dim" if row.finish_reason else "")
@@ -134,8 +134,8 @@ def _aligned(column: _Column, text: str) -> str:
 def task_lines(view: View, width: int, glyphs: Glyphs) -> tuple[Text, list[Text]]:
     """Return the tree's head and a line for each node."""
     head = Text("TASKS".ljust(width)[:width], style="reverse")
-    picture = view.picture
-    return head, [] if picture is None else list(_tree(picture.tasks, "", "", glyphs))
+    snapshot = view.snapshot
+    return head, [] if snapshot is None else list(_tree(snapshot.tasks, "", "", glyphs))
 
 
 def _tree(node: TaskNode, first: str, further: str, glyphs: Glyphs) -> Iterator[Text]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import attrs
 
-from trioserve.observability.live.schema import Hello, Picture, Quantiles, RequestRow, TaskNode
+from trioserve.observability.live.schema import Hello, Quantiles, RequestRow, Snapshot, TaskNode
 
 _HISTORY = 240
 """Pictures in a sparkline's history."""
@@ -43,8 +43,8 @@ class Moment:
     idle: float | None
 
     @classmethod
-    def of(cls, picture: Picture) -> Moment:
-        rates, latency = picture.rates, picture.latency
+    def of(cls, snapshot: Snapshot) -> Moment:
+        rates, latency = snapshot.rates, snapshot.latency
         return cls(
             generated=rates.generated_tokens_per_s,
             prompts=rates.prompt_tokens_per_s,
@@ -66,7 +66,7 @@ class View:
 
     url: str
     hello: Hello | None = None
-    picture: Picture | None = None
+    snapshot: Snapshot | None = None
     speeds: dict[str, float] = attrs.field(factory=dict)
     """Tokens a second of each request since the picture before, by id."""
     moments: deque[Moment] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
@@ -80,7 +80,7 @@ class View:
     scroll: int = 0
     """Lines of the lower part that are scrolled out at the top."""
     quit: bool = False
-    _waiting: Picture | None = None
+    _waiting: Snapshot | None = None
     """Newest picture while paused."""
     _unseen: deque[Moment] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
 
@@ -92,20 +92,20 @@ class View:
         """Note that the feed has ended."""
         self.trouble = why
 
-    def take(self, picture: Picture, now: float) -> None:
-        """Show ``picture``, or keep it for later while paused."""
+    def take(self, snapshot: Snapshot, now: float) -> None:
+        """Show ``snapshot``, or keep it for later while paused."""
         self.received = now
         moments = self._unseen if self.paused else self.moments
-        if self.picture is not None:  # the first one has no rates
-            moments.append(Moment.of(picture))
+        if self.snapshot is not None:  # the first one has no rates
+            moments.append(Moment.of(snapshot))
         if self.paused:
-            self._waiting = picture
+            self._waiting = snapshot
         else:
-            self._show(picture)
+            self._show(snapshot)
 
-    def _show(self, picture: Picture) -> None:
-        before, self.picture = self.picture, picture
-        self.speeds = {} if before is None else _speeds(before, picture)
+    def _show(self, snapshot: Snapshot) -> None:
+        before, self.snapshot = self.snapshot, snapshot
+        self.speeds = {} if before is None else _speeds(before, snapshot)
 
     def press(self, key: str, page: int = 10) -> None:
         """Do what ``key`` asks for; ``page`` is the number of visible lines of the lower part."""
@@ -139,31 +139,31 @@ class View:
     @property
     def rows(self) -> list[RequestRow]:
         """Requests in the chosen order."""
-        rows = [] if self.picture is None else self.picture.requests
+        rows = [] if self.snapshot is None else self.snapshot.requests
         key = SORTS[self.sort]
         return list(rows) if key is None else sorted(rows, key=key)
 
     @property
     def num_lines(self) -> int:
         """Lines of the lower part, visible or not."""
-        if self.picture is None:
+        if self.snapshot is None:
             return 0
         if self.show_tasks:
-            return _num_nodes(self.picture.tasks)
-        return len(self.picture.requests)
+            return _num_nodes(self.snapshot.tasks)
+        return len(self.snapshot.requests)
 
 
 def _num_nodes(node: TaskNode) -> int:
     return 1 + sum(_num_nodes(child) for child in node.children)
 
 
-def _speeds(before: Picture, picture: Picture) -> dict[str, float]:
-    passed = picture.now - before.now
+def _speeds(before: Snapshot, snapshot: Snapshot) -> dict[str, float]:
+    passed = snapshot.now - before.now
     tokens = {row.id: row.output_tokens for row in before.requests}
     if passed <= 0:
         return {}
     return {
         row.id: max(0, row.output_tokens - tokens[row.id]) / passed
-        for row in picture.requests
+        for row in snapshot.requests
         if row.id in tokens and row.state != "finished"
     }

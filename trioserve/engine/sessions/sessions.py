@@ -38,7 +38,7 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, GenerationStream, PromptLike, completion_of
 from trioserve.requests.request import Request
 from trioserve.requests.tenants import excess
-from trioserve.scheduler.prefix_pins import Holds
+from trioserve.scheduler.prefix_pins import PrefixPins
 
 SESSION_PRIORITY = 60
 """What the pages of an open session are worth, of 100, where 35 is usual."""
@@ -267,15 +267,15 @@ class Session:
         """Hold the ends of the history: what is covered by another turn is kept with that."""
         name = self._hold_name(turn)
         if turn.is_covered:
-            self._sessions.holds.let_go(name)
+            self._sessions.pins.unpin(name)
         else:
-            self._sessions.holds.hold(
+            self._sessions.pins.hold(
                 name, turn.tokens(), SESSION_PRIORITY, salt=turn.salt, adapter=turn.adapter
             )
 
     def _forget(self, turns: list[Turn]) -> None:
         for turn in self._turns.remove(turns):
-            self._sessions.holds.let_go(self._hold_name(turn))
+            self._sessions.pins.unpin(self._hold_name(turn))
 
     def _hold_name(self, turn: Turn) -> str:
         return f"{self._name}/{turn.id}"
@@ -315,14 +315,14 @@ class Sessions:
 
     def __init__(
         self,
-        holds: Holds | None,
+        pins: PrefixPins | None,
         max_sessions: int,
         generate: Generate = _elsewhere,
         end: Callable[[Request, RequestAborted], None] = _elsewhere,
     ) -> None:
         self.generate = generate
         self.end = end
-        self._holds = holds
+        self._pins = pins
         self._max_sessions = max_sessions
         self._open: dict[tuple[str | None, str], Session] = {}
         """By owner and id."""
@@ -338,10 +338,10 @@ class Sessions:
         return len(self._open)
 
     @property
-    def holds(self) -> Holds:
+    def pins(self) -> PrefixPins:
         """What keeps the pages."""
-        assert self._holds is not None, "the engine process has the sessions"
-        return self._holds
+        assert self._pins is not None, "the engine process has the sessions"
+        return self._pins
 
     def open(
         self,
@@ -368,7 +368,7 @@ class Sessions:
             SessionLimit: as many sessions are open as may be.
             EngineError: the engine is closed.
         """
-        assert self._holds is not None, "the engine process has the sessions"
+        assert self._pins is not None, "the engine process has the sessions"
         if self._closed is not None:
             raise self._closed
         id = id or f"session-{uuid.uuid4().hex}"
@@ -450,6 +450,6 @@ class Sessions:
         for session in self._open.values():
             session.check_integrity()
         assert len(self._open) <= self._max_sessions
-        if self._holds is not None:
+        if self._pins is not None:
             names = {name for each in self._open.values() for name in each.hold_names()}
-            assert self._holds.names() <= names, "pages are kept for a session that is closed"
+            assert self._pins.names() <= names, "pages are kept for a session that is closed"

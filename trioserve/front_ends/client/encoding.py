@@ -6,12 +6,12 @@ The queue is in the engine process, one for all front ends: their texts share th
 from __future__ import annotations
 
 from trioserve.engine.loaded_model import LoadedModel
-from trioserve.front_ends.rpc import Asks
+from trioserve.front_ends.rpc import RpcPeer
 from trioserve.pooling.columns import Columns, Floats, vectors_of
 from trioserve.pooling.requests import Encoding
 
 
-def remote_encoding(model: LoadedModel, asks: Asks) -> Encoding | None:
+def remote_encoding(model: LoadedModel, rpc: RpcPeer) -> Encoding | None:
     """How a front end has texts computed; None if its model is no encoder.
 
     Args:
@@ -22,7 +22,7 @@ def remote_encoding(model: LoadedModel, asks: Asks) -> Encoding | None:
         return None
 
     async def compute(columns: Columns, tenant: str) -> Floats:
-        answer = await asks.ask("encode", [columns.message(), tenant])
+        answer = await rpc.ask("encode", [columns.message(), tenant])
         return vectors_of(answer, len(columns))
 
     return Encoding(encoder=model.encoder, compute=compute)

@@ -20,7 +20,7 @@ from trioserve.engine.nursery import Place, run_tasks
 from trioserve.engine.tasks import EngineTasks
 from trioserve.front_ends.client.encoding import remote_encoding
 from trioserve.front_ends.client.scheduler import RemoteScheduler, receive_from_engine
-from trioserve.front_ends.client.server_api import SharedServer
+from trioserve.front_ends.client.server_api import RemoteServer
 from trioserve.front_ends.heartbeat import interval_of
 from trioserve.front_ends.messages import Drained, Failed, Hello, Listening, Start, Stop, encode
 from trioserve.front_ends.processes.process import package_folder
@@ -151,17 +151,21 @@ class _FrontEnd:
                 preparation=None,
                 output_buffer=0,
                 worker_restarts=lambda: remote.state.worker_restarts,
-                encoding=remote_encoding(model, remote.asks),
+                encoding=remote_encoding(model, remote.rpc),
                 place=Place(index=start.index, count=start.count),
             ) as engine:
                 tracing.model_name = engine.model_name
                 engine.on_request_end = tracing.request_ended
                 engine.pooling.on_end = tracing.texts_ended
-                whole = SharedServer(engine, remote, start.index)
-                handlers |= {"count": whole.count, "look": whole.look, "abort": whole.abort_own}
+                server_api = RemoteServer(engine, remote, start.index)
+                handlers |= {
+                    "count": server_api.count,
+                    "look": server_api.look,
+                    "abort": server_api.abort_own,
+                }
                 return await serve_engine(
                     engine,
-                    create_app(engine, config, whole=whole),
+                    create_app(engine, config, server_api=server_api),
                     config,
                     listening=inherited(config, start.sockets, others),
                     shutdown=self._shutdown,

@@ -24,24 +24,24 @@ from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.messages import (
     Abort,
     Alive,
-    Answer,
-    Ask,
     Drain,
     Failed,
     FromEngine,
     FromFrontEnd,
     Offered,
+    RpcCall,
+    RpcCancel,
+    RpcReply,
     Stop,
     Submit,
     Taken,
     TurnClosed,
     Update,
-    Withdraw,
     decode_from_engine,
     encode,
     packed,
 )
-from trioserve.front_ends.rpc import Asks, Handlers
+from trioserve.front_ends.rpc import Handlers, RpcPeer
 from trioserve.front_ends.wire_errors import error_of
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.protocol.errors import EngineError, InvalidRequest
@@ -68,18 +68,18 @@ class EngineState:
 
 @attrs.define(eq=False)
 class RemoteAdapters:
-    """The requests sent, as :class:`~trioserve.requests.admission.Entrance` counts them."""
+    """The requests sent, as :class:`~trioserve.requests.admission.Admission` counts them."""
 
-    _asks: Asks
+    _rpc: RpcPeer
     catalogue: Catalogue = attrs.field(init=False, factory=Catalogue)
 
     async def load(self, name: str, path: str) -> None:
         """Have the engine process load one."""
-        await self._asks.ask("load_adapter", [name, path])
+        await self._rpc.ask("load_adapter", [name, path])
 
     async def unload(self, name: str) -> None:
         """Have it unload one."""
-        await self._asks.ask("unload_adapter", name)
+        await self._rpc.ask("unload_adapter", name)
 
 
 class RemoteScheduler:
@@ -93,15 +93,15 @@ class RemoteScheduler:
         alive_interval: seconds between two signs of life; infinity for none.
     """
 
-    quiet = None
+    pause_control = None
     """It is the engine process that pauses."""
     weights = None
     """And that exchanges weights."""
-    switch = None
+    worker_power = None
     """And that has a worker."""
     feeds = None
     """And that process tells what happens."""
-    holds = None
+    pins = None
     """And keeps prefixes, and sessions."""
 
     def __init__(
@@ -142,9 +142,9 @@ class RemoteScheduler:
         )
         """What the engine process answered when it was asked last."""
         gone = EngineError("the engine process is gone")
-        self.asks = Asks(self.tell, handlers, gone)
+        self.rpc = RpcPeer(self.tell, handlers, gone)
         """What this process asks of the engine process."""
-        self.adapters = RemoteAdapters(self.asks)
+        self.adapters = RemoteAdapters(self.rpc)
         self.on_turn_closed: Callable[[int], None] = lambda _: None
         """Called with the number of a turn whose session was closed."""
 
@@ -246,7 +246,7 @@ class RemoteScheduler:
         except BaseExceptionGroup as group:
             failure = sole_exception(group)
         finally:
-            self.asks.close()
+            self.rpc.close()
         if failure is not None:
             raise failure
 
@@ -294,12 +294,12 @@ class RemoteScheduler:
                 if outputs is not None:
                     self._deliver(outputs)
                     self._deliver(None)
-            case Ask():
-                self.asks.on_ask(message, nursery)
-            case Answer():
-                self.asks.on_answer(message)
-            case Withdraw():
-                self.asks.on_withdraw(message)
+            case RpcCall():
+                self.rpc.on_ask(message, nursery)
+            case RpcReply():
+                self.rpc.on_answer(message)
+            case RpcCancel():
+                self.rpc.on_withdraw(message)
             case Failed():
                 self.is_dismissed = True
                 raise error_of(message.fault)
@@ -323,7 +323,7 @@ class RemoteScheduler:
             EngineError: the worker says why it can't.
             WorkerLost: there is no worker, or it was lost before it answered.
         """
-        return await self.asks.ask("call", [name, arguments])
+        return await self.rpc.ask("call", [name, arguments])
 
     async def look(self) -> None:
         """Ask the engine process how it is: ``state``, and all that is told of it, is new then.
@@ -331,7 +331,7 @@ class RemoteScheduler:
         Raises:
             EngineError: it is gone.
         """
-        self.state = msgspec.convert(await self.asks.ask("state"), EngineState)
+        self.state = msgspec.convert(await self.rpc.ask("state"), EngineState)
 
     @property
     def attached(self) -> bool:

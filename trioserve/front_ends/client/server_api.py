@@ -23,7 +23,7 @@ from trioserve.front_ends.server.session import Counted, Looked
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.http.api.server_api import Pictures, Seat
 from trioserve.observability.health import health_word
-from trioserve.observability.live import Picture
+from trioserve.observability.live import Snapshot
 from trioserve.observability.live.schema import TaskNode
 from trioserve.observability.live.tasks import task_tree
 from trioserve.observability.metrics.snapshot import filled, snapshot_of
@@ -38,7 +38,7 @@ HEALTH_SECONDS = 5.0
 
 
 @attrs.define(eq=False)
-class SharedServer:
+class RemoteServer:
     """A server of several processes, as :class:`~trioserve.http.api.server_api.Whole` describes it.
 
     Args:
@@ -86,9 +86,9 @@ class SharedServer:
         return metrics.render()
 
     async def _collect(self) -> Collected:
-        return msgspec.convert(await self._remote.asks.ask("collect"), Collected)
+        return msgspec.convert(await self._remote.rpc.ask("collect"), Collected)
 
-    async def seat(self, keys: Keys, caller: Caller | None) -> Seat:
+    async def permit(self, keys: Keys, caller: Caller | None) -> Seat:
         """A block in which a request of ``caller`` is open, one of those in all processes.
 
         Raises:
@@ -99,7 +99,7 @@ class SharedServer:
         self._num_seats += 1
         number = self._num_seats
         try:
-            granted = await self._remote.asks.ask("take_seat", [number, caller.name])
+            granted = await self._remote.rpc.ask("take_seat", [number, caller.name])
         except BaseException:
             # It may have been granted meanwhile.
             self._remote.tell(LeaveSeat(number))
@@ -117,11 +117,11 @@ class SharedServer:
 
     async def pause(self, mode: str, *, refuse: bool) -> None:
         """As :meth:`trioserve.Engine.pause`, for the requests of all processes."""
-        await self._remote.asks.ask("pause", [mode, refuse])
+        await self._remote.rpc.ask("pause", [mode, refuse])
 
     async def resume(self) -> None:
         """As :meth:`trioserve.Engine.resume`."""
-        await self._remote.asks.ask("resume")
+        await self._remote.rpc.ask("resume")
 
     async def paused(self) -> bool:
         """As :attr:`trioserve.Engine.paused`."""
@@ -135,60 +135,60 @@ class SharedServer:
 
     async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
         """:meth:`trioserve.Engine.abort` for each of ``ids``, in all processes."""
-        num_aborted: int = await self._remote.asks.ask("abort", [list(ids), prefix])
+        num_aborted: int = await self._remote.rpc.ask("abort", [list(ids), prefix])
         return num_aborted
 
     async def flush_cache(self) -> int:
         """As :meth:`trioserve.Engine.flush_cache`."""
-        num_pages: int = await self._remote.asks.ask("flush_cache")
+        num_pages: int = await self._remote.rpc.ask("flush_cache")
         return num_pages
 
     async def update_weights(self, model: str, mode: str, version: str | None) -> str:
         """As :meth:`trioserve.Engine.update_weights`; what they are called then."""
-        called: str = await self._remote.asks.ask("update_weights", [model, mode, version])
+        called: str = await self._remote.rpc.ask("update_weights", [model, mode, version])
         return called
 
     async def weight_version(self) -> str:
         """As :attr:`trioserve.Engine.weight_version`."""
-        version: str = await self._remote.asks.ask("weight_version")
+        version: str = await self._remote.rpc.ask("weight_version")
         return version
 
     async def call_weights(self, version: str) -> None:
         """Call the weights that serve something else."""
-        await self._remote.asks.ask("call_weights", version)
+        await self._remote.rpc.ask("call_weights", version)
 
     async def release_memory(self) -> None:
         """As :meth:`trioserve.Engine.release_memory`."""
-        await self._remote.asks.ask("release_memory")
+        await self._remote.rpc.ask("release_memory")
 
     async def resume_memory(self) -> None:
         """As :meth:`trioserve.Engine.resume_memory`."""
-        await self._remote.asks.ask("resume_memory")
+        await self._remote.rpc.ask("resume_memory")
 
     async def cache_events(self) -> list[CacheEvent]:
         """The prefix cache's events since this was asked last, by whatever process."""
-        return msgspec.convert(await self._remote.asks.ask("cache_events"), list[CacheEvent])
+        return msgspec.convert(await self._remote.rpc.ask("cache_events"), list[CacheEvent])
 
     async def iterations(self) -> list[Iteration]:
         """The steps since this was asked last, by whatever process; the first time none."""
-        told = msgspec.convert(await self._remote.asks.ask("iterations"), list[Iteration])
+        told = msgspec.convert(await self._remote.rpc.ask("iterations"), list[Iteration])
         clock = SharedClock.now()
         return [msgspec.structs.replace(each, time=clock.own(each.time)) for each in told]
 
     @contextlib.asynccontextmanager
     async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
-        """As ``Subject.watched``, of the engine process and all front ends."""
+        """As ``Monitor.watched``, of the engine process and all front ends."""
         self._num_watches += 1
         number = self._num_watches
 
-        async def take() -> Picture:
-            picture = msgspec.convert(await self._remote.asks.ask("picture", number), Picture)
-            if picture.health == "ok" and self._engine.draining:
-                return msgspec.structs.replace(picture, health="draining")
-            return picture
+        async def take() -> Snapshot:
+            snapshot = msgspec.convert(await self._remote.rpc.ask("picture", number), Snapshot)
+            if snapshot.health == "ok" and self._engine.draining:
+                return msgspec.structs.replace(snapshot, health="draining")
+            return snapshot
 
         try:
-            await self._remote.asks.ask("watch", [number, requests, nodes])
+            await self._remote.rpc.ask("watch", [number, requests, nodes])
             yield take
         finally:
             # It may have begun, whatever this was told.
@@ -206,12 +206,12 @@ class SharedServer:
     ) -> str:
         """As :meth:`trioserve.engine.sessions.sessions.Sessions.open`; the id of the session."""
         arguments = [id, capacity, timeout, owner, tenant, goes_on]
-        opened: str = await self._remote.asks.ask("open_session", arguments)
+        opened: str = await self._remote.rpc.ask("open_session", arguments)
         return opened
 
     async def close_session(self, id: str, owner: str | None) -> None:
         """Close a session of ``owner``; raises ``InvalidRequest`` if there is none of that id."""
-        await self._remote.asks.ask("close_session", [id, owner])
+        await self._remote.rpc.ask("close_session", [id, owner])
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
         """What generates a turn of a session of ``owner``, if there is one when it is used."""
@@ -221,17 +221,17 @@ class SharedServer:
         self, owner: str | None, id: str, data: bytes, previous: str | None
     ) -> bool:
         """Keep a response for all processes, as ``KeptResponses.keep``."""
-        kept: bool = await self._remote.asks.ask("keep_response", [owner, id, data, previous])
+        kept: bool = await self._remote.rpc.ask("keep_response", [owner, id, data, previous])
         return kept
 
     async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
         """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.conversation`."""
-        turns: list[bytes] = await self._remote.asks.ask("kept_conversation", [owner, id])
+        turns: list[bytes] = await self._remote.rpc.ask("kept_conversation", [owner, id])
         return turns
 
     async def drop_response(self, owner: str | None, id: str) -> bool:
         """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.drop`."""
-        dropped: bool = await self._remote.asks.ask("drop_response", [owner, id])
+        dropped: bool = await self._remote.rpc.ask("drop_response", [owner, id])
         return dropped
 
     # ---- what the engine process asks

@@ -71,7 +71,7 @@ class RemoteTurns:
         try:
             with Deadline.of(timeout, arrived, self._engine.config).enforced():
                 arguments = [number, session_id, owner, id, continuation]
-                prefix = numbers_of(await self._remote.asks.ask("begin_turn", arguments))
+                prefix = numbers_of(await self._remote.rpc.ask("begin_turn", arguments))
             generation = self._engine.generate(
                 turn_prompt(prompt, prefix),
                 params,
@@ -97,7 +97,7 @@ class RemoteTurns:
     ) -> None:
         """Have the turn kept, before whoever reads it can send the next one."""
         said = Said.of(stream, cut, output_ids)
-        await self._remote.asks.ask(
+        await self._remote.rpc.ask(
             "keep_turn",
             [number, packed(said.own), said.num_prompt_tokens, said.salt, said.adapter],
         )

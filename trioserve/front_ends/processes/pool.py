@@ -9,8 +9,8 @@ from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
 from trioserve.front_ends.messages import Drain, Failed, Start, Stop
 from trioserve.front_ends.processes.process import run_front_end
-from trioserve.front_ends.server.engine_server import Host
-from trioserve.front_ends.server.session import Home
+from trioserve.front_ends.server.engine_server import EngineServer
+from trioserve.front_ends.server.session import FrontEndSession
 from trioserve.front_ends.wire_errors import fault_of
 from trioserve.http.server.listeners import SharedListening
 from trioserve.observability.logs import get_logger
@@ -28,7 +28,7 @@ _log = get_logger("trioserve.front_end")
 
 
 @attrs.define(eq=False, kw_only=True)
-class Fleet:
+class ProcessPool:
     """The front ends of one server.
 
     Args:
@@ -38,7 +38,7 @@ class Fleet:
         listening: the sockets that they listen on.
     """
 
-    host: Host
+    engine_server: EngineServer
     config: ServerConfig
     path: str
     listening: SharedListening
@@ -72,8 +72,8 @@ class Fleet:
                 task_status.started()
                 await shutdown.wait()
                 self._is_draining = True
-                for home in self.host.homes:
-                    home.tell(Drain())
+                for peer in self.engine_server.peers:
+                    peer.tell(Drain())
                 # They keep the time themselves; one that is stopped doesn't.
                 patience = self.config.shutdown_timeout + END_GRACE
                 nursery.cancel_scope.deadline = trio.current_time() + patience
@@ -90,37 +90,37 @@ class Fleet:
         lost_at = trio.current_time()
         while True:
             began = trio.current_time()
-            home: Home | None = None
+            peer: FrontEndSession | None = None
             try:
                 async with run_front_end(
                     self._start(index), self.listening.descriptors, last_word=self._last_word
                 ) as socket:
-                    with self.host.at_home(socket) as home:
+                    with self.engine_server.at_home(socket) as peer:
                         if has_listened:
                             _log.info(
                                 "front end replaced",
                                 front_end=index,
                                 seconds=round(trio.current_time() - lost_at, 3),
-                                restarts=self.host.front_end_restarts,
+                                restarts=self.engine_server.front_end_restarts,
                             )
                         else:
                             has_listened = True
                             self._note_listening()
                         if self._is_draining:
-                            home.tell(Drain())
-                        self._num_cut += await home.run()
+                            peer.tell(Drain())
+                        self._num_cut += await peer.run()
                 return
             except trio.Cancelled:
-                self._num_cut += 0 if home is None else home.num_lost
+                self._num_cut += 0 if peer is None else peer.num_lost
                 raise
             except TrioserveError as loss:
                 if not has_listened:
                     raise
-                num_requests = 0 if home is None else home.num_lost
+                num_requests = 0 if peer is None else peer.num_lost
                 if self._is_draining:
                     self._num_cut += num_requests
                     return
-                has_worked = home is not None and home.num_ended > num_requests
+                has_worked = peer is not None and peer.num_ended > num_requests
                 if has_worked or trio.current_time() - began >= CALM_LIFE:
                     deaths = 0
                 deaths += 1
@@ -128,7 +128,7 @@ class Fleet:
                 if deaths > self.config.engine.max_worker_restarts:
                     raise EngineError(f"front ends died {deaths} times: {loss}") from loss
                 lost_at = trio.current_time()
-            self.host.front_end_restarts += 1
+            self.engine_server.front_end_restarts += 1
             await trio.sleep(min(FIRST_DELAY * 2 ** (deaths - 1), MAX_DELAY))
 
     def _start(self, index: int) -> Start:
@@ -137,13 +137,13 @@ class Fleet:
             count=self.config.api_server_count,
             config=self.config,
             path=self.path,
-            ready=self.host.ready,
+            ready=self.engine_server.ready,
             sockets=self.listening.by_process[index],
-            adapters=self.host.adapters,
+            adapters=self.engine_server.adapters,
         )
 
     def _last_word(self) -> Stop | Failed:
-        failure = self.host.failure
+        failure = self.engine_server.failure
         return Stop() if failure is None else Failed(fault_of(failure))
 
     def _note_listening(self) -> None:
@@ -158,6 +158,6 @@ class Fleet:
             kind="hung" if isinstance(loss, FrontEndLost) and loss.is_hung else "died",
             front_end=index,
             requests=num_requests,
-            restarts=self.host.front_end_restarts,
+            restarts=self.engine_server.front_end_restarts,
             deaths_without_progress=deaths,
         )

@@ -11,7 +11,7 @@ import trio
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
 from trioserve.engine.nursery import locate_model, log_loaded, open_scheduler
-from trioserve.front_ends.processes.pool import Fleet
+from trioserve.front_ends.processes.pool import ProcessPool
 from trioserve.front_ends.server.engine_server import open_host
 from trioserve.http.server.listeners import open_shared_listening, removing_socket_file
 from trioserve.model_files import task_of
@@ -34,12 +34,12 @@ async def serve_with_front_ends(
     name = (config.served_model_name or (_name_of(config, path),))[0]
     metrics = Metrics(name, config.engine.metrics_prefix)
     scheduler, supervisor = open_scheduler(config.engine, path, metrics, on_progress, mock)
-    async with open_host(config, scheduler, supervisor, metrics, task=task) as host:
-        log_loaded(name, host.ready)
+    async with open_host(config, scheduler, supervisor, metrics, task=task) as engine_server:
+        log_loaded(name, engine_server.ready)
         listening = await open_shared_listening(config, config.api_server_count)
         with removing_socket_file(config), contextlib.closing(listening):
-            fleet = Fleet(
-                host=host,
+            pool = ProcessPool(
+                engine_server=engine_server,
                 config=config,
                 path=str(path.resolve()),
                 listening=listening,
@@ -49,7 +49,7 @@ async def serve_with_front_ends(
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(measure_loop_lag, metrics.loop_lag)
-                    num_cut = await fleet.serve(shutdown, _Listening(task_status, listening.urls))
+                    num_cut = await pool.serve(shutdown, _Listening(task_status, listening.urls))
                     nursery.cancel_scope.cancel()
             except BaseExceptionGroup as group:
                 failure = sole_exception(group)

@@ -10,12 +10,12 @@ import attrs
 
 from trioserve.engine.sessions.sessions import Sessions
 from trioserve.front_ends.clock import SharedClock
-from trioserve.observability.live import Subject
+from trioserve.observability.live import Monitor
 from trioserve.observability.live.schema import TaskNode
 from trioserve.requests.request import Finish, Request, Sequence
 
 
-class Line(Protocol):
+class SchedulerPart(Protocol):
     """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
 
     @property
@@ -31,10 +31,10 @@ class Line(Protocol):
 
 
 @attrs.frozen(kw_only=True)
-class Hosting:
+class ServerContext:
     """The parts of the engine process that a front end meets."""
 
-    scheduler: Line
+    scheduler: SchedulerPart
     enter: Callable[[Request], None]
     """Counts a request among those that wait; raises ``QueueFull`` or ``Paused``."""
     forget: Callable[[Request], None]
@@ -44,12 +44,12 @@ class Hosting:
     clock: SharedClock
     on_line: Callable[[], None]
     """Called when somebody may have joined the line, or left it."""
-    seats: Counter[str]
+    permits: Counter[str]
     """Requests that are open of each limited key."""
     max_seats: int
     """How many may be, of one key."""
     sessions: Sessions
-    subject: Subject
+    monitor: Monitor
     """What pictures are taken of."""
     look_around: Callable[[], Awaitable[list[TaskNode]]]
     """Asks all front ends how they are."""

@@ -33,16 +33,16 @@ from trioserve.front_ends.client.scheduler import EngineState
 from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.heartbeat import patience_of
 from trioserve.front_ends.messages import Offered
-from trioserve.front_ends.server.context import Hosting
-from trioserve.front_ends.server.session import Home
+from trioserve.front_ends.server.context import ServerContext
+from trioserve.front_ends.server.session import FrontEndSession
 from trioserve.http.api.openai.responses.store import KeptResponses
 from trioserve.model_files.encoder_files import ModelTask
-from trioserve.observability.live import Subject
+from trioserve.observability.live import Monitor
 from trioserve.observability.live.figures import Tally
 from trioserve.observability.live.requests import newest_first
 from trioserve.observability.live.schema import TaskNode
 from trioserve.observability.metrics import Metrics
-from trioserve.observability.metrics.snapshot import Snapshot, add_up, snapshot_of
+from trioserve.observability.metrics.snapshot import MetricsSnapshot, add_up, snapshot_of
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.observability.task_dump import reporting
@@ -51,7 +51,7 @@ from trioserve.pooling.columns import Columns
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, InvalidRequest, Paused, TrioserveError
 from trioserve.requests.adapters import Adapter
-from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Entrance
+from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Admission
 from trioserve.requests.request import Request, SequenceOutput
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
@@ -70,11 +70,11 @@ LOOK_SECONDS = 0.5
 class Collected:
     """What all processes together have counted, and what they do at this moment."""
 
-    snapshot: Snapshot
+    snapshot: MetricsSnapshot
     statistics: EngineStatistics
 
 
-class Host:
+class EngineServer:
     """What front ends are at home in. Made by :func:`open_host`.
 
     Args:
@@ -107,11 +107,11 @@ class Host:
         self._batcher = batcher
         self.front_end_restarts = 0
         """Front ends that were replaced."""
-        self._homes: dict[Home, None] = {}
+        self._homes: dict[FrontEndSession, None] = {}
         scheduler.adapters.on_change = self._tell_adapters
-        self._departed = Snapshot()
+        self._departed = MetricsSnapshot()
         """What front ends had counted that are gone."""
-        self._entrance = Entrance(
+        self._admission = Admission(
             line=scheduler,
             max_requests=self.config.max_num_queued_reqs,
             max_tokens=self.config.max_num_queued_tokens
@@ -120,12 +120,12 @@ class Host:
         self._control = Control(scheduler, _Open(self._homes), batcher)
         self._iterations = Tail(scheduler.feeds.iterations.feed.subscribe)
         self._cache_events = Tail(scheduler.feeds.cache.feed.subscribe)
-        self.sessions = Sessions(scheduler.holds, self.config.max_sessions)
+        self.sessions = Sessions(scheduler.pins, self.config.max_sessions)
         self._responses = KeptResponses()
         self._clock = SharedClock.now()
-        self.subject = Subject(
+        self.monitor = Monitor(
             scheduler=scheduler,
-            open_requests=lambda: newest_first(reversed(home.requests) for home in self._homes),
+            open_requests=lambda: newest_first(reversed(peer.requests) for peer in self._homes),
             statistics=self.statistics,
             tally=lambda: Tally.of_snapshot(self._snapshot()),
             health=self._health,
@@ -133,17 +133,17 @@ class Host:
             worker_life=lambda: supervisor.life,
         )
         """What pictures are taken of."""
-        self._hosting = Hosting(
+        self._context = ServerContext(
             scheduler=scheduler,
             enter=self._enter,
             forget=self._forget,
             submit=submit,
             clock=self._clock,
             on_line=self._on_line,
-            seats=Counter(),
+            permits=Counter(),
             max_seats=config.max_requests_per_key or 0,
             sessions=self.sessions,
-            subject=self.subject,
+            monitor=self.monitor,
             look_around=self._look_around,
             patience=patience_of(config.engine),
         )
@@ -153,11 +153,11 @@ class Host:
     # ---- front ends
 
     @contextlib.contextmanager
-    def at_home(self, socket: PairSocket) -> Iterator[Home]:
+    def at_home(self, socket: PairSocket) -> Iterator[FrontEndSession]:
         """A home for the front end at ``socket``, for as long as the block lasts."""
-        home = Home(
+        peer = FrontEndSession(
             socket,
-            self._hosting,
+            self._context,
             {
                 "call": self._call,
                 "encode": self._encode,
@@ -181,14 +181,14 @@ class Host:
                 "drop_response": self._drop_response,
             },
         )
-        self._homes[home] = None
+        self._homes[peer] = None
         # There may be others than when it was told to start.
-        home.tell(Offered(self.adapters))
+        peer.tell(Offered(self.adapters))
         try:
-            yield home
+            yield peer
         finally:
-            del self._homes[home]
-            self._departed = add_up([self._departed, home.counted.snapshot.lasting])
+            del self._homes[peer]
+            self._departed = add_up([self._departed, peer.counted.snapshot.lasting])
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -196,27 +196,27 @@ class Host:
         return list(self._scheduler.adapters.catalogue)
 
     @property
-    def homes(self) -> list[Home]:
+    def peers(self) -> list[FrontEndSession]:
         """Those of the front ends that are there."""
         return list(self._homes)
 
     def _enter(self, request: Request) -> None:
         self._check_pause()
-        self._entrance.enter(request, trio.current_time())
+        self._admission.enter(request, trio.current_time())
 
     def _check_pause(self) -> None:
         if self._control.refuses:
             raise Paused("the engine is paused, and takes no requests meanwhile")
 
     def _forget(self, request: Request) -> None:
-        self._entrance.forget(request)
-        self.subject.note_departure(request)
-        if not any(home.requests for home in self._homes):
+        self._admission.forget(request)
+        self.monitor.note_departure(request)
+        if not any(peer.requests for peer in self._homes):
             self.on_none_open()
 
     def _on_line(self) -> None:
-        for home in self._homes:
-            home.wake()
+        for peer in self._homes:
+            peer.wake()
 
     async def route(self, outputs: trio.MemoryReceiveChannel[list[SequenceOutput]]) -> None:
         """The task: note at each home what steps gave. Ends when ``outputs`` is closed."""
@@ -236,8 +236,8 @@ class Host:
             else:
                 sequence.owner.take(sequence, output)
         time = self._clock.shared(trio.current_time())
-        for home in self._homes:
-            home.hosted.end_step(time)
+        for peer in self._homes:
+            peer.hosted.end_step(time)
 
     # ---- what front ends ask
 
@@ -264,21 +264,21 @@ class Host:
 
     async def _collect(self, _: Any) -> Collected:
         async with trio.open_nursery() as nursery:
-            for home in self._homes:
-                nursery.start_soon(_ask_in_time, home, "count", None, home.take_count)
+            for peer in self._homes:
+                nursery.start_soon(_ask_in_time, peer, "count", None, peer.take_count)
         return Collected(snapshot=self._snapshot(), statistics=self.statistics())
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> MetricsSnapshot:
         """What all processes have counted; front ends, up to when they were asked last."""
-        snapshots = [home.counted.snapshot for home in self._homes]
+        snapshots = [peer.counted.snapshot for peer in self._homes]
         return add_up([snapshot_of(self.metrics), self._departed, *snapshots])
 
     async def _look_around(self) -> list[TaskNode]:
         async with trio.open_nursery() as nursery:
-            for home in self._homes:
-                nursery.start_soon(_ask_in_time, home, "look", None, home.take_look, LOOK_SECONDS)
+            for peer in self._homes:
+                nursery.start_soon(_ask_in_time, peer, "look", None, peer.take_look, LOOK_SECONDS)
         # In an order that is the same whichever came first.
-        told = [home.tasks for home in self._homes if home.tasks is not None]
+        told = [peer.tasks for peer in self._homes if peer.tasks is not None]
         return sorted(told, key=lambda tasks: tasks.name)
 
     async def _pause(self, arguments: Any) -> None:
@@ -292,8 +292,8 @@ class Host:
         # A front end knows those, too, that are still being tokenized.
         answers: list[int] = []
         async with trio.open_nursery() as nursery:
-            for home in self._homes:
-                nursery.start_soon(_ask_in_time, home, "abort", arguments, answers.append)
+            for peer in self._homes:
+                nursery.start_soon(_ask_in_time, peer, "abort", arguments, answers.append)
         # And these are of front ends that don't answer.
         ids, prefix = arguments
         return sum(answers) + sum(self._control.abort(id, prefix=prefix) for id in ids)
@@ -342,8 +342,8 @@ class Host:
         return self._responses.drop(*arguments)
 
     def _tell_adapters(self) -> None:
-        for home in self._homes:
-            home.tell(Offered(self.adapters))
+        for peer in self._homes:
+            peer.tell(Offered(self.adapters))
 
     # ---- what can be seen
 
@@ -356,7 +356,7 @@ class Host:
     def idle(self) -> bool:
         """Whether no request is open, and nothing is computed any more for those that were."""
         return (
-            not any(home.requests for home in self._homes)
+            not any(peer.requests for peer in self._homes)
             and self._scheduler.idle
             and (self._batcher is None or self._batcher.idle)
         )
@@ -367,7 +367,7 @@ class Host:
 
     def statistics(self) -> EngineStatistics:
         """Counts of this moment; of what goes on in front ends, as they told when asked last."""
-        counted = [home.counted for home in self._homes]
+        counted = [peer.counted for peer in self._homes]
         return EngineStatistics(
             scheduler=self._scheduler_statistics(),
             num_tokenizing=sum(each.num_tokenizing for each in counted),
@@ -386,12 +386,12 @@ class Host:
             AssertionError: one is violated; this is a bug in trioserve.
         """
         self._scheduler.check_integrity()
-        self._entrance.check_integrity()
+        self._admission.check_integrity()
         self.sessions.check_integrity()
         if self._batcher is not None:
             self._batcher.check_integrity()
-        num_open = sum(len(each.sequences) for home in self._homes for each in home.requests)
-        assert self._entrance.num_entering <= num_open
+        num_open = sum(len(each.sequences) for peer in self._homes for each in peer.requests)
+        assert self._admission.num_entering <= num_open
 
     async def call_worker(self, name: str, arguments: object = None) -> Any:
         """Ask the worker for something rare, by name, and return its answer.
@@ -404,7 +404,7 @@ class Host:
 
     def report(self) -> str:
         """What a dump of tasks begins with."""
-        num_requests = [len(home.requests) for home in self._homes]
+        num_requests = [len(peer.requests) for peer in self._homes]
         lag = self.metrics.loop_lag.peak
         return (
             f"engine of {len(num_requests)} front ends with {num_requests} requests\n"
@@ -416,14 +416,14 @@ class Host:
 class _Open:
     """The requests of all front ends, at any moment."""
 
-    _homes: dict[Home, None]
+    _homes: dict[FrontEndSession, None]
 
     def __iter__(self) -> Iterator[Request]:
-        return itertools.chain.from_iterable(list(home.requests) for home in self._homes)
+        return itertools.chain.from_iterable(list(peer.requests) for peer in self._homes)
 
 
 async def _ask_in_time(
-    home: Home,
+    peer: FrontEndSession,
     name: str,
     arguments: object,
     take: Callable[[Any], None],
@@ -431,7 +431,7 @@ async def _ask_in_time(
 ) -> None:
     """Ask a front end, and hand its answer to ``take`` if it comes in time."""
     with contextlib.suppress(TrioserveError), trio.move_on_after(seconds):
-        take(await home.asks.ask(name, arguments))
+        take(await peer.rpc.ask(name, arguments))
 
 
 @contextlib.asynccontextmanager
@@ -442,7 +442,7 @@ async def open_host(
     metrics: Metrics,
     *,
     task: ModelTask = "generate",
-) -> AsyncIterator[Host]:
+) -> AsyncIterator[EngineServer]:
     """The engine process's nursery; no front end is started yet. ``task`` is the model's.
 
     Raises:
@@ -452,7 +452,7 @@ async def open_host(
     to_preparation, preparation_inbox = trio.open_memory_channel[Request](math.inf)
     to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
     to_routing, routing_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
-    host: Host | None = None
+    engine_server: EngineServer | None = None
     batcher: Batcher | None = None
     if task != "generate":
         batcher = supervised_batcher(config.engine, scheduler, supervisor, metrics)
@@ -461,8 +461,8 @@ async def open_host(
     )
 
     def on_failure(error: EngineError) -> None:
-        if host is not None:
-            host.failure = error
+        if engine_server is not None:
+            engine_server.failure = error
 
     async with open_tasks(on_failure) as tasks:
         tasks.start_soon(preparation.run, preparation_inbox, to_scheduler)
@@ -473,13 +473,13 @@ async def open_host(
             tasks.start_soon(batcher.run)
         submit = to_preparation.send_nowait
         await scheduler.adapters.load_first(named_paths(config.engine.lora_modules))
-        host = Host(config, ready, scheduler, supervisor, metrics, submit, batcher)
-        host.sessions.start_task = tasks.start_soon
+        engine_server = EngineServer(config, ready, scheduler, supervisor, metrics, submit, batcher)
+        engine_server.sessions.start_task = tasks.start_soon
         tasks.is_ready = True
-        tasks.start_soon(host.route, routing_inbox)
-        metrics.watch(host)
-        idle_check = IdleCheck(host, asks_worker=True)
-        scheduler.on_idle = host.on_none_open = idle_check.note
+        tasks.start_soon(engine_server.route, routing_inbox)
+        metrics.watch(engine_server)
+        idle_check = IdleCheck(engine_server, asks_worker=True)
+        scheduler.on_idle = engine_server.on_none_open = idle_check.note
         tasks.start_soon(idle_check.run)
-        with reporting(host.report):
-            yield host
+        with reporting(engine_server.report):
+            yield engine_server

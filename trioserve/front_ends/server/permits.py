@@ -8,7 +8,7 @@ from typing import Any
 from trioserve.front_ends.rpc import Handlers
 
 
-class HostedSeats:
+class FrontEndPermits:
     """Those of one front end.
 
     Args:
@@ -16,8 +16,8 @@ class HostedSeats:
         most: how many may be, of one key.
     """
 
-    def __init__(self, seats: Counter[str], most: int) -> None:
-        self._seats = seats
+    def __init__(self, permits: Counter[str], most: int) -> None:
+        self._permits = permits
         self._most = most
         self._keys: dict[int, str] = {}
 
@@ -29,9 +29,9 @@ class HostedSeats:
     async def _take(self, arguments: list[Any]) -> bool:
         """Whether one more request of a key may be open; if so it has the seat of that number."""
         number, key = arguments
-        if self._seats[key] >= self._most:
+        if self._permits[key] >= self._most:
             return False
-        self._seats[key] += 1
+        self._permits[key] += 1
         self._keys[number] = key
         return True
 
@@ -39,7 +39,7 @@ class HostedSeats:
         """The request of that number is over, if it had a seat."""
         key = self._keys.pop(number, None)
         if key is not None:
-            self._seats[key] -= 1
+            self._permits[key] -= 1
 
     def leave_all(self) -> None:
         """The front end is gone."""

@@ -25,8 +25,8 @@ from trioserve.front_ends.messages import (
     packed,
     plain_entries,
 )
-from trioserve.front_ends.server.context import Hosting
-from trioserve.front_ends.wire_errors import Fault, fault_of
+from trioserve.front_ends.server.context import ServerContext
+from trioserve.front_ends.wire_errors import RemoteError, fault_of
 from trioserve.protocol.errors import Paused, QueueFull
 from trioserve.requests.request import (
     Finish,
@@ -53,7 +53,7 @@ _PLACES = {state: place for place, state in enumerate(STATES)}
 class HostedRequest(Request):
     """A request of a front end. What is decided about it is noted with the others'."""
 
-    owner: HostedRequests
+    owner: FrontEndRequests
     number: int
     num_left: int
     """Sequences whose ends the front end hasn't been told."""
@@ -71,7 +71,7 @@ class HostedRequest(Request):
 class HostedSequence(Sequence):
     """A sequence of a front end. Where it comes to is noted with the others'."""
 
-    owner: HostedRequests
+    owner: FrontEndRequests
     number: int
     is_plain: bool
     """Whether the next token is all that a step gives, unless it is the last one."""
@@ -85,7 +85,7 @@ class HostedSequence(Sequence):
             self.owner.note_move(self, state)
 
 
-class HostedRequests:
+class FrontEndRequests:
     """Those of one front end.
 
     Args:
@@ -93,8 +93,8 @@ class HostedRequests:
         wake: called when there may be something to tell.
     """
 
-    def __init__(self, hosting: Hosting, wake: Callable[[], None]) -> None:
-        self._hosting = hosting
+    def __init__(self, context: ServerContext, wake: Callable[[], None]) -> None:
+        self._context = context
         self._wake = wake
         self.requests: dict[HostedRequest, None] = {}
         """Those of whom the front end waits for something."""
@@ -104,7 +104,7 @@ class HostedRequests:
         """Requests that aren't open any more."""
         self._told_line = (0, 0)
         self._admitted: list[tuple[int, float]] = []
-        self._rejected: list[tuple[int, Fault]] = []
+        self._rejected: list[tuple[int, RemoteError]] = []
         self._moves: list[tuple[int, int]] = []
         self._scheduled: list[HostedSequence] = []
         self._prompts: list[Prompt] = []
@@ -127,11 +127,11 @@ class HostedRequests:
         if request.rejection is None:
             queued = request.times.queued
             assert queued is not None
-            self._admitted.append((request.number, self._hosting.clock.shared(queued)))
+            self._admitted.append((request.number, self._context.clock.shared(queued)))
         else:
             self._reject(request, request.rejection)
         self._wake()
-        self._hosting.on_line()
+        self._context.on_line()
 
     def _reject(self, request: HostedRequest, error: Exception) -> None:
         self._rejected.append((request.number, fault_of(error)))
@@ -147,7 +147,7 @@ class HostedRequests:
                 # The time is there when this goes out.
                 self._scheduled.append(sequence)
             self._wake()
-        self._hosting.on_line()
+        self._context.on_line()
 
     def take(self, sequence: HostedSequence, output: SequenceOutput) -> None:
         """A step gave ``output``, which isn't just the next token."""
@@ -165,7 +165,7 @@ class HostedRequests:
         self._rows.append(Row(sequence.number, output.token_ids, logprobs, ending))
 
     def _ending_of(self, sequence: HostedSequence, finish: Finish) -> Ending:
-        shared = self._hosting.clock.shared
+        shared = self._context.clock.shared
         first, last = sequence.request.times.first_token, sequence.last_token
         return Ending.of(
             finish,
@@ -206,11 +206,11 @@ class HostedRequests:
         if request.num_left == 0:
             self.requests.pop(request)
             self.num_ended += 1
-            self._hosting.forget(request)
+            self._context.forget(request)
 
     def update(self) -> Update | None:
         """All that is new; None if nothing is."""
-        scheduler = self._hosting.scheduler
+        scheduler = self._context.scheduler
         line = (scheduler.num_waiting, scheduler.num_waiting_tokens)
         step: Step | None = None
         if self._steps and self.num_untaken < MAX_UNTAKEN:
@@ -237,7 +237,7 @@ class HostedRequests:
         request = sequence.request
         scheduled = request.times.first_scheduled
         assert scheduled is not None
-        shared = self._hosting.clock.shared(scheduled)
+        shared = self._context.clock.shared(scheduled)
         return sequence.number, shared, request.num_cached_tokens
 
     # ---- what the front end says
@@ -255,7 +255,7 @@ class HostedRequests:
             prompt=_NO_PROMPT,
             params=params,
             stream=Stream(StreamBudget(0, 0)),
-            times=Times(arrived=self._hosting.clock.own(message.arrived)),
+            times=Times(arrived=self._context.clock.own(message.arrived)),
             priority=message.priority,
             cache_salt=message.cache_salt,
             tenant=message.tenant,
@@ -285,14 +285,14 @@ class HostedRequests:
         ]
         request.sequences += sequences
         try:
-            self._hosting.enter(request)
+            self._context.enter(request)
         except (Paused, QueueFull) as error:
             self._rejected.append((request.number, fault_of(error)))
             self._wake()
             return
         self.requests[request] = None
         self._sequences |= {each.number: each for each in sequences}
-        self._hosting.submit(request)
+        self._context.submit(request)
 
     def abort(self, numbers: list[int]) -> None:
         """It waits no more for these sequences."""
@@ -300,8 +300,8 @@ class HostedRequests:
             sequence = self._sequences.get(number)
             if sequence is not None:
                 self._let_go(sequence)
-                self._hosting.scheduler.abort(sequence, Finish(FinishReason.ABORT))
-        self._hosting.on_line()
+                self._context.scheduler.abort(sequence, Finish(FinishReason.ABORT))
+        self._context.on_line()
 
     def abort_all(self) -> None:
         """The front end is gone: nothing more is computed for it."""

@@ -11,12 +11,10 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
-from trioserve.front_ends.heartbeat import Pulse
+from trioserve.front_ends.heartbeat import Heartbeat
 from trioserve.front_ends.messages import (
     Abort,
     Alive,
-    Answer,
-    Ask,
     Drained,
     Failed,
     FromEngine,
@@ -24,21 +22,23 @@ from trioserve.front_ends.messages import (
     LeaveSeat,
     LeaveTurn,
     LeaveWatch,
+    RpcCall,
+    RpcCancel,
+    RpcReply,
     Submit,
     Taken,
-    Withdraw,
     decode_from_front_end,
     encode,
 )
-from trioserve.front_ends.rpc import Asks, Handlers
-from trioserve.front_ends.server.context import Hosting
-from trioserve.front_ends.server.permits import HostedSeats
-from trioserve.front_ends.server.requests import HostedRequest, HostedRequests
-from trioserve.front_ends.server.subscriptions import HostedWatches
-from trioserve.front_ends.server.turns import HostedTurns
+from trioserve.front_ends.rpc import Handlers, RpcPeer
+from trioserve.front_ends.server.context import ServerContext
+from trioserve.front_ends.server.permits import FrontEndPermits
+from trioserve.front_ends.server.requests import FrontEndRequests, HostedRequest
+from trioserve.front_ends.server.subscriptions import FrontEndSubscriptions
+from trioserve.front_ends.server.turns import FrontEndTurns
 from trioserve.front_ends.wire_errors import error_of
 from trioserve.observability.live.schema import TaskNode
-from trioserve.observability.metrics.snapshot import Snapshot
+from trioserve.observability.metrics.snapshot import MetricsSnapshot
 from trioserve.protocol.errors import FrontEndLost
 
 
@@ -46,7 +46,7 @@ from trioserve.protocol.errors import FrontEndLost
 class Counted:
     """What one front end has counted, and how much is going on in it."""
 
-    snapshot: Snapshot = attrs.field(factory=Snapshot)
+    snapshot: MetricsSnapshot = attrs.field(factory=MetricsSnapshot)
     num_tokenizing: int = 0
     num_streams: int = 0
     stream_bytes: int = 0
@@ -60,7 +60,7 @@ class Looked:
     tasks: TaskNode
 
 
-class Home:
+class FrontEndSession:
     """One front end.
 
     Args:
@@ -69,30 +69,30 @@ class Home:
         handlers: what it may ask, beside what is answered here.
     """
 
-    def __init__(self, socket: PairSocket, hosting: Hosting, handlers: Handlers) -> None:
+    def __init__(self, socket: PairSocket, context: ServerContext, handlers: Handlers) -> None:
         self._socket = socket
-        self._pulse = Pulse(hosting.patience)
+        self._heartbeat = Heartbeat(context.patience)
         self._work = trio.Event()
         """There may be something to send."""
         self._letters: list[FromEngine] = []
         """Go out before the next update."""
-        self.hosted = HostedRequests(hosting, self.wake)
+        self.hosted = FrontEndRequests(context, self.wake)
         self.num_lost = 0
         """Requests that were open when it went."""
-        self._seats = HostedSeats(hosting.seats, hosting.max_seats)
-        self._turns = HostedTurns(hosting.sessions, self.tell)
-        self._watches = HostedWatches(hosting.subject, hosting.look_around)
+        self._permits = FrontEndPermits(context.permits, context.max_seats)
+        self._turns = FrontEndTurns(context.sessions, self.tell)
+        self._watches = FrontEndSubscriptions(context.monitor, context.look_around)
         handlers = {
             **handlers,
             **self._turns.handlers,
             **self._watches.handlers,
-            **self._seats.handlers,
+            **self._permits.handlers,
         }
         self.counted = Counted()
         """What the front end answered when it was asked last what it has counted."""
         self.tasks: TaskNode | None = None
         """And what its tasks were, when it was asked that; None until then."""
-        self.asks = Asks(self.tell, handlers, FrontEndLost("the front end is gone"))
+        self.rpc = RpcPeer(self.tell, handlers, FrontEndLost("the front end is gone"))
         """What the front end is asked, and asks."""
 
     @property
@@ -129,7 +129,7 @@ class Home:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send)
-                nursery.start_soon(self._pulse.watch)
+                nursery.start_soon(self._heartbeat.watch)
                 num_cut = await self._receive(nursery)
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
@@ -175,16 +175,16 @@ class Home:
                     self.hosted.abort(message.numbers)
                 case Taken():
                     self.hosted.taken(message.count)
-                case Ask():
-                    self.asks.on_ask(message, nursery)
-                case Answer():
-                    self.asks.on_answer(message)
-                case Withdraw():
-                    self.asks.on_withdraw(message)
+                case RpcCall():
+                    self.rpc.on_ask(message, nursery)
+                case RpcReply():
+                    self.rpc.on_answer(message)
+                case RpcCancel():
+                    self.rpc.on_withdraw(message)
                 case Alive():
-                    self._pulse.beat()
+                    self._heartbeat.beat()
                 case LeaveSeat():
-                    self._seats.leave(message.number)
+                    self._permits.leave(message.number)
                 case LeaveTurn():
                     self._turns.leave(message.number)
                 case LeaveWatch():
@@ -196,10 +196,10 @@ class Home:
 
     def _close(self) -> None:
         """The front end is gone: nothing more is computed for it."""
-        self.asks.close()
+        self.rpc.close()
         self.num_lost = len(self.requests)
         self.hosted.abort_all()
-        self._seats.leave_all()
+        self._permits.leave_all()
         self._turns.leave_all()
         self._watches.leave_all()
 

@@ -9,13 +9,13 @@ from typing import Any
 import attrs
 
 from trioserve.front_ends.rpc import Handlers
-from trioserve.observability.live import Picture, Subject, Watcher
+from trioserve.observability.live import Monitor, Snapshot, SnapshotSubscription
 from trioserve.observability.live.schema import TaskNode
 from trioserve.protocol.errors import EngineError
 
 
 @attrs.define(eq=False)
-class HostedWatches:
+class FrontEndSubscriptions:
     """Who watches through one front end.
 
     Args:
@@ -23,9 +23,9 @@ class HostedWatches:
         look_around: asks all front ends how they are; what their tasks are.
     """
 
-    _subject: Subject
+    _monitor: Monitor
     _look_around: Callable[[], Awaitable[Sequence[TaskNode]]]
-    _watchers: dict[int, tuple[Watcher, contextlib.ExitStack]] = attrs.field(
+    _watchers: dict[int, tuple[SnapshotSubscription, contextlib.ExitStack]] = attrs.field(
         init=False, factory=dict
     )
     """By the front end's own numbers."""
@@ -38,11 +38,11 @@ class HostedWatches:
     async def _watch(self, arguments: Any) -> None:
         number, requests, nodes = arguments
         with contextlib.ExitStack() as stack:
-            watched = self._subject.watched(requests=requests, nodes=nodes)
+            watched = self._monitor.watched(requests=requests, nodes=nodes)
             watcher = stack.enter_context(watched)
             self._watchers[number] = (watcher, stack.pop_all())
 
-    async def _picture(self, number: Any) -> Picture:
+    async def _picture(self, number: Any) -> Snapshot:
         processes = await self._look_around()
         if number not in self._watchers:
             raise EngineError("nobody of that number watches")

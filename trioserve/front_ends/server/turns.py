@@ -22,7 +22,7 @@ from trioserve.front_ends.rpc import Handlers
 
 
 @attrs.define(eq=False)
-class HostedTurns:
+class FrontEndTurns:
     """The turns that one front end runs, in the engine process.
 
     Args:

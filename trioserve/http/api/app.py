@@ -28,7 +28,7 @@ from trioserve.http.api.asgi import (
     without_prefix,
 )
 from trioserve.http.api.auth import OPEN_PATHS, Keys, authorization_of
-from trioserve.http.api.bodies import BodyRoom
+from trioserve.http.api.bodies import BodyBudget
 from trioserve.http.api.console.endpoint import ConsoleEndpoints
 from trioserve.http.api.console.redirects import console_redirect
 from trioserve.http.api.control.endpoint import ControlEndpoints
@@ -46,7 +46,7 @@ from trioserve.http.api.pooling.embeddings import EmbeddingEndpoints
 from trioserve.http.api.pooling.scores import ScoreEndpoints
 from trioserve.http.api.route import Route
 from trioserve.http.api.routes import served_routes
-from trioserve.http.api.server_api import OneProcess, Whole
+from trioserve.http.api.server_api import LocalServer, ServerApi
 from trioserve.http.api.service import Service
 from trioserve.http.api.sessions.endpoint import SessionEndpoints
 from trioserve.http.api.sglang.endpoint import NativeEndpoints
@@ -67,7 +67,7 @@ class App(QuartTrio):
     request_class = Request
     engine: Engine
     cross_origin: CrossOrigin
-    body_room: BodyRoom
+    body_room: BodyBudget
     root_path: str
     """What paths may begin with beside those of the routes."""
 
@@ -93,23 +93,23 @@ class App(QuartTrio):
 
 
 def create_app(
-    engine: Engine, config: ServerConfig | None = None, *, whole: Whole | None = None
+    engine: Engine, config: ServerConfig | None = None, *, server_api: ServerApi | None = None
 ) -> App:
     """The application that serves ``engine``.
 
     Args:
         engine: an open engine; it has to stay open for as long as the application is served.
         config: names, keys and limits (default: those of a server without options).
-        whole: the server that the engine is a part of (default: it is all of it).
+        server_api: the whole server, where it has several processes (default: this engine).
 
     ``before_serving`` and ``after_serving`` aren't used: the engine is open before the application
     exists, and is closed by whoever opened it.
     """
     config = config or ServerConfig(engine=engine.config)
-    whole = whole or OneProcess(engine)
+    server_api = server_api or LocalServer(engine)
     service = Service(
         engine=engine,
-        whole=whole,
+        server_api=server_api,
         config=config,
         model_names=config.served_model_name or (engine.model_name,),
     )
@@ -117,7 +117,7 @@ def create_app(
     app.engine = engine
     app.root_path = config.root_path.rstrip("/")
     app.cross_origin = CrossOrigin(config.allowed_origins)
-    app.body_room = BodyRoom.for_bodies_of(config.max_body_size)
+    app.body_room = BodyBudget.for_bodies_of(config.max_body_size)
     app.config["RESPONSE_TIMEOUT"] = None
     app.config["BODY_TIMEOUT"] = config.request_timeout
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
@@ -158,7 +158,7 @@ def create_app(
             request.record.key = None if caller is None else caller.name
             request.record.tenant = keys.tenant(caller)
             request.record.may_set_priority = keys.may_set_priority(caller)
-            request.at_end.enter_context(await whole.seat(keys, caller))
+            request.at_end.enter_context(await server_api.permit(keys, caller))
             if rule is not None and rule.rule in generating_rules:
                 await admission.check(request.record.tenant)
         return answer

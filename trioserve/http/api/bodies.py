@@ -21,7 +21,7 @@ _ROOM = 256 << 20
 
 
 @attrs.define(eq=False)
-class BodyRoom:
+class BodyBudget:
     """How many bytes of bodies are held, and how many may be."""
 
     size: int
@@ -30,7 +30,7 @@ class BodyRoom:
     """Those of bodies that are being received."""
 
     @classmethod
-    def for_bodies_of(cls, max_body_size: int) -> BodyRoom:
+    def for_bodies_of(cls, max_body_size: int) -> BodyBudget:
         """Room for several bodies of that size."""
         return cls(max(_ROOM, 4 * max_body_size))
 
@@ -61,7 +61,7 @@ class Body(TrioBody):
     It may lose its room while it is being received.
     """
 
-    room: BodyRoom
+    room: BodyBudget
     address: str = ""
     """The client's, as its bodies are counted together."""
 

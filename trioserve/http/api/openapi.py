@@ -276,10 +276,10 @@ def _content(route: Route, references: _References) -> dict[str, Any]:
     if isinstance(route.response, str):
         kind = "object" if route.response == "application/json" else "string"
         return {route.response: {"schema": {"type": kind}}}
-    whole = references.of(route.response)
+    server_api = references.of(route.response)
     if route.batch:
-        whole = {"anyOf": [whole, {"type": "array", "items": whole}]}
-    content = {"application/json": {"schema": whole}}
+        server_api = {"anyOf": [server_api, {"type": "array", "items": server_api}]}
+    content = {"application/json": {"schema": server_api}}
     if route.events is not None:
         content[route.stream_type] = {"schema": _event(route, references)}
     return content

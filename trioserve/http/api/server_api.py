@@ -1,7 +1,7 @@
 """What HTTP tells of a whole server, and does to it, which may be several processes.
 
-By itself an engine knows of its own process only. :class:`OneProcess` is a server that is no more
-than that; where there are more, :class:`trioserve.front_ends.client.server_api.SharedServer` asks
+By itself an engine knows of its own process only. :class:`LocalServer` is a server that is no more
+than that; where there are more, :class:`trioserve.front_ends.client.server_api.RemoteServer` asks
 the others.
 """
 
@@ -21,17 +21,17 @@ from trioserve.engine.sessions.continuation import Continuation, Generate
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.http.api.openai.responses.store import KeptResponses
 from trioserve.observability.health import health_word
-from trioserve.observability.live import Picture, subject_of
+from trioserve.observability.live import Snapshot, subject_of
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
 Seat = contextlib.AbstractContextManager[None]
-Pictures = Callable[[], Awaitable[Picture]]
+Pictures = Callable[[], Awaitable[Snapshot]]
 """Takes a picture of the server as it is."""
 
 
-class Whole(Protocol):
+class ServerApi(Protocol):
     """A server, of however many processes."""
 
     async def health_word(self) -> str:
@@ -43,7 +43,7 @@ class Whole(Protocol):
     async def metrics(self) -> bytes:
         """Everything in Prometheus' text format."""
 
-    async def seat(
+    async def permit(
         self, keys: Keys, caller: Caller | None
     ) -> contextlib.AbstractContextManager[None]:
         """A block in which a request of ``caller`` is open; raises ``KeyLimit``."""
@@ -88,7 +88,7 @@ class Whole(Protocol):
         """The same of the prefix cache's events."""
 
     def watch(self, *, requests: int, nodes: int) -> AbstractAsyncContextManager[Pictures]:
-        """Take pictures of the server until the block is left, as ``Subject.watched``."""
+        """Take pictures of the server until the block is left, as ``Monitor.watched``."""
 
     async def open_session(
         self,
@@ -124,7 +124,7 @@ class Whole(Protocol):
 
 
 @attrs.frozen
-class OneProcess:
+class LocalServer:
     """A server that is one engine in one process."""
 
     _engine: Engine
@@ -154,7 +154,7 @@ class OneProcess:
         """Everything in Prometheus' text format."""
         return self._engine.metrics.render()
 
-    async def seat(
+    async def permit(
         self, keys: Keys, caller: Caller | None
     ) -> contextlib.AbstractContextManager[None]:
         """A block in which a request of ``caller`` is open; entering it may raise ``KeyLimit``."""
@@ -215,10 +215,10 @@ class OneProcess:
 
     @contextlib.asynccontextmanager
     async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
-        """As :meth:`trioserve.observability.live.Subject.watched`."""
+        """As :meth:`trioserve.observability.live.Monitor.watched`."""
         with subject_of(self._engine).watched(requests=requests, nodes=nodes) as watcher:
 
-            async def take() -> Picture:
+            async def take() -> Snapshot:
                 return watcher.take()
 
             yield take

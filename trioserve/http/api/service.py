@@ -21,7 +21,7 @@ from trioserve.http.api.errors import Forbidden, ModelNotFound
 from trioserve.http.api.generations import Generations, Job, open_generations, renamed
 from trioserve.http.api.schema.ignored_fields import IgnoredFields
 from trioserve.http.api.schema.reading import parse_body, parse_query
-from trioserve.http.api.server_api import Whole
+from trioserve.http.api.server_api import ServerApi
 from trioserve.http.api.sse import EventStream, Framing, StreamWriter, stream_response
 from trioserve.http.api.threads import LONG_BODY, run_if_long
 from trioserve.pooling.inputs import Item
@@ -119,7 +119,7 @@ class Service:
     """One engine behind HTTP. ``started`` is when that began, in Unix seconds."""
 
     engine: Engine
-    whole: Whole
+    server_api: ServerApi
     config: ServerConfig
     model_names: tuple[str, ...]
     started: int = attrs.field(factory=lambda: int(time.time()))

@@ -218,7 +218,7 @@ class BoundedListener(trio.abc.Listener[trio.SocketStream]):
         await self._listener.aclose()
 
 
-class PatientListener(BoundedListener):
+class FallbackListener(BoundedListener):
     """Another process's listener, whose clients are taken only where that process leaves them.
 
     It may have died, or be busy, or have as many connections as it may. While it takes them soon,

@@ -49,7 +49,7 @@ def body_message(data: bytes, *, more: bool = True) -> HTTPResponseBodyEvent:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-class DirectStream(HTTPStream):
+class FastPathStream(HTTPStream):
     """One request and its response, on either protocol.
 
     ``write_piece`` is the protocol's: it is given the stream's id and a piece of the body that
@@ -79,7 +79,7 @@ class DirectStream(HTTPStream):
 
 def takes_views(send: ASGISendCallable) -> bool:
     """Return whether the body of a message may be a view of bytes, which ASGI doesn't say."""
-    return isinstance(getattr(send, "__self__", None), DirectStream)
+    return isinstance(getattr(send, "__self__", None), FastPathStream)
 
 
 def writer_for(send: ASGISendCallable) -> WriteNow | None:
@@ -90,6 +90,6 @@ def writer_for(send: ASGISendCallable) -> WriteNow | None:
     here was encoded in vain.
     """
     stream = getattr(send, "__self__", None)
-    if not isinstance(stream, DirectStream) or send != stream.app_send:
+    if not isinstance(stream, FastPathStream) or send != stream.app_send:
         return None
     return None if stream.scheme == "https" else stream.write_now

@@ -19,7 +19,7 @@ from hypercorn.protocol.h11 import STREAM_ID, H2ProtocolAssumedError, H11Protoco
 from hypercorn.typing import H11SendableEvent
 
 from trioserve.http.server.error_body import ErrorDetail, ErrorResponse
-from trioserve.http.server.fast_path import DirectStream, Output
+from trioserve.http.server.fast_path import FastPathStream, Output
 from trioserve.http.server.settings import ServerSettings
 from trioserve.observability.logs import get_logger
 
@@ -157,7 +157,7 @@ class HTTP1(H11Protocol):
         path = path_of(request.target)
         if path is None:
             raise _Refused(400)
-        self.stream = DirectStream(
+        self.stream = FastPathStream(
             self.app,
             self.config,
             self.context,

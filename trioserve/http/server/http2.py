@@ -28,10 +28,10 @@ from hypercorn.trio.worker_context import EventWrapper
 from hypercorn.utils import filter_pseudo_headers
 
 from trioserve.http.server.client_settings import ClientSettings
-from trioserve.http.server.fast_path import DirectStream, Output
+from trioserve.http.server.fast_path import FastPathStream, Output
 from trioserve.http.server.holdings import address_of
 from trioserve.http.server.http1 import path_of
-from trioserve.http.server.http2_rate import FrameMeter, FrameRefused
+from trioserve.http.server.http2_rate import FrameRefused, Http2RateLimiter
 from trioserve.http.server.settings import ServerSettings
 from trioserve.http.server.unsent import UnsentBudget
 from trioserve.observability.logs import get_logger
@@ -179,7 +179,7 @@ class HTTP2(H2Protocol):
         super().__init__(*arguments)
         self._output = output
         self._budget = budget
-        self._meter = FrameMeter()
+        self._meter = Http2RateLimiter()
         self._still_sending: dict[int, None] = {}
         """Streams whose clients haven't ended them, answered or not."""
         self.connection.remote_settings = ClientSettings(client=True)
@@ -270,7 +270,7 @@ class HTTP2(H2Protocol):
 
     async def _create_stream(self, request: h2.events.RequestReceived) -> None:
         stream_id, headers = request.stream_id, dict(request.headers)
-        self.streams[stream_id] = DirectStream(
+        self.streams[stream_id] = FastPathStream(
             self.app,
             self.config,
             self.context,

@@ -35,7 +35,7 @@ class FrameRefused(Exception):
         self.code = code
 
 
-class FrameMeter:
+class Http2RateLimiter:
     """Follows one connection from the client's preface on. Pure: bytes and times in, errors out."""
 
     def __init__(self) -> None:

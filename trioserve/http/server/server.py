@@ -33,7 +33,7 @@ from trioserve.http.server.connection import Connection
 from trioserve.http.server.connections import (
     BoundedListener,
     Connections,
-    PatientListener,
+    FallbackListener,
     connection_limit,
 )
 from trioserve.http.server.listeners import Listening, open_listening, removing_socket_file
@@ -219,7 +219,7 @@ class _Server:
         own, others = self._listening.listeners, self._listening.others
         listeners = [
             *(BoundedListener(listener, self.connections) for listener in own),
-            *(PatientListener(listener, self.connections) for listener in others),
+            *(FallbackListener(listener, self.connections) for listener in others),
         ]
         await trio.serve_listeners(self._serve_connection, listeners, handler_nursery=handlers)
 

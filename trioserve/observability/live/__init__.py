@@ -6,8 +6,9 @@
         async for picture in pictures:
             print(picture.counts.running, picture.rates.generated_tokens_per_s)
 
-A :class:`Picture` is made of what the engine keeps anyway, when it is asked for. Only what would be
-gone by then is recorded, as long as somebody watches: the newest steps, and the requests that end.
+A :class:`Snapshot` is made of what the engine keeps anyway, when it is asked for. Only what would
+be gone by then is recorded, as long as somebody watches: the newest steps, and the requests that
+end.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from trioserve.observability.live.monitor import DEFAULT_REQUESTS as DEFAULT_REQ
 from trioserve.observability.live.monitor import MAX_NODES as MAX_NODES
 from trioserve.observability.live.monitor import MAX_REQUESTS as MAX_REQUESTS
 from trioserve.observability.live.monitor import MAX_WATCHERS as MAX_WATCHERS
-from trioserve.observability.live.monitor import Subject as Subject
-from trioserve.observability.live.monitor import Watcher as Watcher
+from trioserve.observability.live.monitor import Monitor as Monitor
+from trioserve.observability.live.monitor import SnapshotSubscription as SnapshotSubscription
 from trioserve.observability.live.schema import SCHEMA as SCHEMA
 from trioserve.observability.live.schema import Hello as Hello
-from trioserve.observability.live.schema import Picture as Picture
+from trioserve.observability.live.schema import Snapshot as Snapshot
 from trioserve.observability.live.stream import DEFAULT_INTERVAL as DEFAULT_INTERVAL
-from trioserve.observability.live.stream import Watching as Watching
+from trioserve.observability.live.stream import SnapshotStream as SnapshotStream
 from trioserve.observability.live.stream import due_after as due_after
 from trioserve.observability.live.stream import hello_of as hello_of
 from trioserve.observability.live.stream import subject_of as subject_of

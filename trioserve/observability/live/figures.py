@@ -14,7 +14,7 @@ from trioserve.observability.metrics.histogram import (
     INTER_TOKEN_SECONDS,
     REQUEST_SECONDS,
 )
-from trioserve.observability.metrics.snapshot import Snapshot
+from trioserve.observability.metrics.snapshot import MetricsSnapshot
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.scheduler.iterations import Iteration
 
@@ -49,7 +49,7 @@ class Tally:
         )
 
     @classmethod
-    def of_snapshot(cls, snapshot: Snapshot) -> Tally:
+    def of_snapshot(cls, snapshot: MetricsSnapshot) -> Tally:
         """Of what several processes have counted together."""
         empty = {name: [0] * (len(bounds) + 1) for name, bounds in _BOUNDS.items()}
         told = {name: snapshot.histograms[name][0] for name in _BOUNDS.keys() & snapshot.histograms}

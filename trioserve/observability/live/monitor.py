@@ -19,9 +19,9 @@ from trioserve.observability.live.requests import request_row, shown_requests
 from trioserve.observability.live.schema import (
     Counts,
     Pages,
-    Picture,
     Prefix,
     RequestRow,
+    Snapshot,
     Step,
     TaskNode,
     WorkerState,
@@ -60,7 +60,7 @@ def unix_offset() -> float:
 
 
 @attrs.frozen(kw_only=True)
-class Subject:
+class Monitor:
     """An engine, as far as the process knows of it in which its scheduler is."""
 
     scheduler: Scheduler
@@ -77,7 +77,7 @@ class Subject:
     @classmethod
     def of(
         cls, engine: Engine, scheduler: Scheduler, worker_life: Callable[[], WorkerLife]
-    ) -> Subject:
+    ) -> Monitor:
         """An engine that is all in this process."""
         return cls(
             scheduler=scheduler,
@@ -106,7 +106,7 @@ class Subject:
             self.departures.publish((trio.current_time(), row))
 
     @contextlib.contextmanager
-    def watched(self, *, requests: int, nodes: int) -> Iterator[Watcher]:
+    def watched(self, *, requests: int, nodes: int) -> Iterator[SnapshotSubscription]:
         """Somebody who takes pictures, for as long as the block lasts.
 
         Args:
@@ -122,21 +122,21 @@ class Subject:
             self.departures.subscribe(max(requests, 1)) as departures,
             self.scheduler.feeds.iterations.feed.subscribe(MAX_STEPS) as iterations,
         ):
-            yield Watcher(self, departures, iterations, requests, nodes)
+            yield SnapshotSubscription(self, departures, iterations, requests, nodes)
 
 
-class Watcher:
-    """Takes pictures of ``subject``, each of which tells what has happened since the one before."""
+class SnapshotSubscription:
+    """Takes pictures of ``monitor``, each of which tells what has happened since the one before."""
 
     def __init__(
         self,
-        subject: Subject,
+        monitor: Monitor,
         departures: Subscription[Departure],
         iterations: Subscription[Iteration],
         max_requests: int,
         max_nodes: int,
     ) -> None:
-        self._subject = subject
+        self._monitor = monitor
         self._departures = departures
         self._iterations = iterations
         self._max_requests = max_requests
@@ -144,10 +144,10 @@ class Watcher:
         self._lately = Lately()
         self._ended: deque[Departure] = deque(maxlen=max_requests)
         """Those that are to be shown for a while, oldest first."""
-        self._look = self._look_at(subject.statistics())
+        self._look = self._look_at(monitor.statistics())
         self._lately.add(self._look)
 
-    def take(self, processes: Sequence[TaskNode] | None = None) -> Picture:
+    def take(self, processes: Sequence[TaskNode] | None = None) -> Snapshot:
         """A picture of this moment. Never blocks.
 
         Args:
@@ -157,19 +157,19 @@ class Watcher:
             EngineError: the engine is closed.
         """
         self._departures.check_open()
-        subject = self._subject
+        monitor = self._monitor
         offset = unix_offset()
-        statistics = subject.statistics()
+        statistics = monitor.statistics()
         before, self._look = self._look, self._look_at(statistics)
         since = self._lately.add(self._look)
         iterations = self._iterations.take()
         rows = self._rows(offset)
-        return Picture(
+        return Snapshot(
             now=self._look.time + offset,
-            health=subject.health(),
-            paused=subject.scheduler.paused,
-            weight_version=subject.weight_version(),
-            worker=_worker_state(subject.worker_life(), statistics.worker_restarts, offset),
+            health=monitor.health(),
+            paused=monitor.scheduler.paused,
+            weight_version=monitor.weight_version(),
+            worker=_worker_state(monitor.worker_life(), statistics.worker_restarts, offset),
             counts=self._counts(statistics),
             pages=_pages(statistics),
             rates=rates_of(before, self._look, iterations),
@@ -184,16 +184,16 @@ class Watcher:
         )
 
     def _look_at(self, statistics: EngineStatistics) -> Look:
-        return Look(trio.current_time(), statistics.scheduler, self._subject.tally())
+        return Look(trio.current_time(), statistics.scheduler, self._monitor.tally())
 
     def _rows(self, offset: float) -> list[RequestRow]:
-        subject, core = self._subject, self._subject.scheduler.core
+        monitor, core = self._monitor, self._monitor.scheduler.core
         self._ended.extend(self._departures.take())
         while self._ended and self._ended[0][0] < trio.current_time() - STAY_SECONDS:
             self._ended.popleft()
         running = () if core is None else (each.sequence.request for each in core.running)
-        shown = shown_requests(running, subject.open_requests(), self._max_requests)
-        rows = [subject.row_of(each, offset) for each in shown]
+        shown = shown_requests(running, monitor.open_requests(), self._max_requests)
+        rows = [monitor.row_of(each, offset) for each in shown]
         # Those that are over get what room the others leave, but always a quarter.
         room = max(self._max_requests - len(rows), self._max_requests // 4)
         ended = [row for _, row in self._ended][max(len(self._ended) - room, 0) :]
@@ -202,7 +202,7 @@ class Watcher:
         return rows
 
     def _counts(self, statistics: EngineStatistics) -> Counts:
-        core = self._subject.scheduler.core
+        core = self._monitor.scheduler.core
         finished = self._look.tally.finished
         return Counts(
             tokenizing=statistics.num_tokenizing,
@@ -217,7 +217,7 @@ class Watcher:
         )
 
     def _prefix(self) -> Prefix:
-        core = self._subject.scheduler.core
+        core = self._monitor.scheduler.core
         if core is None:
             return Prefix(nodes=[], num_left_out=0)
         return prefix_of(core.memory.prefix, self._max_nodes)

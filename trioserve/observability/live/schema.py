@@ -16,12 +16,12 @@ __all__ = [
     "Hello",
     "Latency",
     "Pages",
-    "Picture",
     "Prefix",
     "PrefixNode",
     "Quantiles",
     "Rates",
     "RequestRow",
+    "Snapshot",
     "Step",
     "TaskNode",
     "WorkerState",
@@ -211,7 +211,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """That the worker waited before, while there was something to compute."""
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """An engine at one moment."""
 
     now: float

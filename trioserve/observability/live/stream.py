@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from trioserve.observability.live.monitor import DEFAULT_NODES, DEFAULT_REQUESTS, Subject, Watcher
-from trioserve.observability.live.schema import Hello, Picture
+from trioserve.observability.live.monitor import (
+    DEFAULT_NODES,
+    DEFAULT_REQUESTS,
+    Monitor,
+    SnapshotSubscription,
+)
+from trioserve.observability.live.schema import Hello, Snapshot
 from trioserve.protocol.version import __version__
 
 if TYPE_CHECKING:
@@ -21,20 +26,20 @@ DEFAULT_INTERVAL = 0.5
 
 
 @attrs.define(eq=False)
-class Watching:
+class SnapshotStream:
     """Pictures, an async iterator: the first at once, each later one when its time has come.
 
     Whoever is slower than that gets fewer, and each is of the moment in which it is asked for.
     """
 
-    _watcher: Watcher
+    _watcher: SnapshotSubscription
     _interval: float
     _due: float = attrs.field(init=False, factory=trio.current_time)
 
-    def __aiter__(self) -> Watching:
+    def __aiter__(self) -> SnapshotStream:
         return self
 
-    async def __anext__(self) -> Picture:
+    async def __anext__(self) -> Snapshot:
         """The next picture. Cancelling it loses nothing.
 
         Raises:
@@ -58,8 +63,8 @@ async def watch(
     interval: float = DEFAULT_INTERVAL,
     requests: int = DEFAULT_REQUESTS,
     nodes: int = DEFAULT_NODES,
-) -> AsyncIterator[Watching]:
-    """Watch ``engine``: ``async with watch(engine) as pictures``, then ``async for``.
+) -> AsyncIterator[SnapshotStream]:
+    """Watch ``engine``: ``async with watch(engine) as snapshots``, then ``async for``.
 
     Args:
         engine: of this process.
@@ -72,13 +77,13 @@ async def watch(
     """
     with subject_of(engine).watched(requests=requests, nodes=nodes) as watcher:
         await trio.lowlevel.checkpoint()
-        yield Watching(watcher, interval)
+        yield SnapshotStream(watcher, interval)
 
 
-def subject_of(engine: Engine) -> Subject:
+def subject_of(engine: Engine) -> Monitor:
     """What pictures of ``engine`` are taken of, whose scheduler is in this process."""
-    assert engine.subject is not None, "it is the engine process that is watched"
-    return engine.subject
+    assert engine.monitor is not None, "it is the engine process that is watched"
+    return engine.monitor
 
 
 def hello_of(

@@ -20,7 +20,7 @@ Key = tuple[str | int, ...]
 
 
 @attrs.frozen(kw_only=True)
-class Snapshot:
+class MetricsSnapshot:
     """Everything that one process has counted up to now."""
 
     numbers: dict[str, int] = attrs.field(factory=dict)
@@ -32,14 +32,14 @@ class Snapshot:
     num_connections: int = 0
 
     @property
-    def lasting(self) -> Snapshot:
+    def lasting(self) -> MetricsSnapshot:
         """What of it remains true when the process is gone."""
         return attrs.evolve(self, peaks={}, num_connections=0)
 
 
-def snapshot_of(metrics: Metrics) -> Snapshot:
+def snapshot_of(metrics: Metrics) -> MetricsSnapshot:
     """What ``metrics`` has counted."""
-    snapshot = Snapshot(num_connections=len(metrics.connections))
+    snapshot = MetricsSnapshot(num_connections=len(metrics.connections))
     for name, value in vars(metrics).items():
         match value:
             case collections.Counter():
@@ -57,7 +57,7 @@ def snapshot_of(metrics: Metrics) -> Snapshot:
     return snapshot
 
 
-def add_up(snapshots: Iterable[Snapshot]) -> Snapshot:
+def add_up(snapshots: Iterable[MetricsSnapshot]) -> MetricsSnapshot:
     """All of them together: sums, and of peaks the highest."""
     numbers: collections.Counter[str] = collections.Counter()
     counters: dict[str, collections.Counter[Key]] = {}
@@ -75,7 +75,7 @@ def add_up(snapshots: Iterable[Snapshot]) -> Snapshot:
             histograms[name] = (summed, sum_before + total)
         for name, peak in each.peaks.items():
             peaks[name] = max(peaks.get(name, 0.0), peak)
-    return Snapshot(
+    return MetricsSnapshot(
         numbers=dict(numbers),
         counters={name: list(counter.items()) for name, counter in counters.items()},
         histograms=histograms,
@@ -84,7 +84,7 @@ def add_up(snapshots: Iterable[Snapshot]) -> Snapshot:
     )
 
 
-def filled(snapshot: Snapshot, *, model_name: str, prefix: str) -> Metrics:
+def filled(snapshot: MetricsSnapshot, *, model_name: str, prefix: str) -> Metrics:
     """Metrics that have counted just what ``snapshot`` says."""
     metrics = Metrics(model_name, prefix)
     metrics.watch_connections(range(snapshot.num_connections))

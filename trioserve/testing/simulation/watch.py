@@ -52,7 +52,7 @@ class Books:
     """Whether the adapter of a client's request was unloaded."""
     after_step: Callable[[], None]
     """Called when the engine has made a plan or taken a message."""
-    blame: Callable[[Exception], None]
+    report: Callable[[Exception], None]
     """Is told of what is wrong."""
     turns: Turns
     sharing: Sharing
@@ -110,7 +110,7 @@ class Books:
         try:
             yield
         except Exception as error:
-            self.blame(error)
+            self.report(error)
 
     # ---- what the engine says
 

@@ -65,7 +65,7 @@ class Workers:
             if isinstance(error, WorkerLost):
                 self._lost(number, error)
             elif isinstance(error, AssertionError):
-                self._books.blame(error)
+                self._books.report(error)
             raise error from None
         except WorkerLost as error:
             self._lost(number, error)

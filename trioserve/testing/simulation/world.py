@@ -113,7 +113,7 @@ class _StepLimit(trio.abc.Instrument):
     def before_task_step(self, _: trio.lowlevel.Task) -> None:
         self._count += 1
         if self._count == MAX_TASK_STEPS:
-            self._world.blame(Violation("everything comes to an end", "steps without end"))
+            self._world.report(Violation("everything comes to an end", "steps without end"))
 
 
 class _World:
@@ -135,7 +135,7 @@ class _World:
             is_over=lambda row: self.visits[row[0]].is_over(row[1]),
             adapter_is_gone=self.adapters.is_gone,
             after_step=self.check,
-            blame=self.blame,
+            report=self.report,
             turns=Turns(
                 is_due=self._is_due,
                 enabled=scenario.options["scheduling_policy"] == "fcfs"
@@ -179,7 +179,7 @@ class _World:
 
     # ---- what must be true
 
-    def blame(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         """Keep the first thing that is wrong, and end the run."""
         if self.violation is None:
             self.violation = _as_violation(error)
@@ -199,7 +199,7 @@ class _World:
             self.check()
             self._check_not_stalled(self.engine)
         except Exception as error:
-            self.blame(error)
+            self.report(error)
 
     def _check_not_stalled(self, engine: Engine) -> None:
         now = engine.statistics()
@@ -225,10 +225,10 @@ class _World:
                 if horizon.cancelled_caught:
                     raise Violation("everything comes to an end", self._who_is_open())
         except Exception as error:
-            self.blame(error)
+            self.report(error)
         tasks_after = trio.lowlevel.current_statistics().tasks_living
         if self.violation is None and tasks_after != tasks_before:
-            self.blame(Violation("no task is left", f"{tasks_after - tasks_before} more"))
+            self.report(Violation("no task is left", f"{tasks_after - tasks_before} more"))
 
     def _who_is_open(self) -> str:
         return f"clients {[n for n, visit in self.visits.items() if not visit.left]}"
@@ -254,11 +254,13 @@ class _World:
                 ):
                     self.engine.on_request_end = self._request_ended
                     for client in self.scenario.clients:
-                        clients.start_soon(self._blamed, self._visit, self.engine, client)
+                        clients.start_soon(self._reported, self._visit, self.engine, client)
                     for change in self.scenario.adapters:
-                        nursery.start_soon(self._blamed, self.adapters.change, self.engine, change)
+                        nursery.start_soon(
+                            self._reported, self.adapters.change, self.engine, change
+                        )
                     for pause in self.scenario.pauses:
-                        clients.start_soon(self._blamed, self._pause, self.engine, pause)
+                        clients.start_soon(self._reported, self._pause, self.engine, pause)
                     if self.scenario.ends != "idle":
                         clients.start_soon(self._end, self.engine)
                     await self._wait_until_done(self.engine)
@@ -362,13 +364,13 @@ class _World:
         visit.num_request_ends += 1
         states = [(each.state.value, each.delivered) for each in request.sequences]
         if visit.num_request_ends > 1 or any(each != ("finished", True) for each in states):
-            self.blame(Violation("a request ends once", f"client {request.id}: {states}"))
+            self.report(Violation("a request ends once", f"client {request.id}: {states}"))
 
-    async def _blamed(self, visit: Callable[..., Awaitable[None]], *args: Any) -> None:
+    async def _reported(self, visit: Callable[..., Awaitable[None]], *args: Any) -> None:
         try:
             await visit(*args)
         except Exception as error:
-            self.blame(error)
+            self.report(error)
 
     async def _visit(self, engine: Engine, client: Client) -> None:
         visit = self.visits[client.number]

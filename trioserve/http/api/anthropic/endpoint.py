@@ -29,7 +29,7 @@ class MessageEndpoints:
     async def _answer(self, request: MessagesRequest) -> quart.Response:
         service = self._service
         model = service.model(request.model)
-        with WORDS.spoken():
+        with WORDS.translated():
             chat = chat_request(request, self._chats.format)
             prepared = await self._chats.prepare(chat, f"msg_{service.record.request_id}")
         job, options = WORDS.job(prepared.job), prepared.options
@@ -43,6 +43,6 @@ class MessageEndpoints:
         """``POST /v1/messages/count_tokens``."""
         request = await self._service.read(CountTokensRequest)
         self._service.model(request.model)
-        with WORDS.spoken():
+        with WORDS.translated():
             ids = await self._tokens.chat_ids(chat_request(request, self._chats.format))
         return json_response(TokenCount(len(ids)))

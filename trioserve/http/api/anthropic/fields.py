@@ -37,10 +37,10 @@ from trioserve.http.api.openai.chat.messages import (
 from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
 from trioserve.http.api.openai.chat.thinking import thinking_fields
 from trioserve.http.api.openai.structured_schemas import JsonSchema, JsonSchemaFormat
-from trioserve.http.api.schema.field_names import Words
+from trioserve.http.api.schema.field_names import FieldNames
 from trioserve.protocol.errors import InvalidRequest
 
-WORDS = Words(
+WORDS = FieldNames(
     (r"stop", "stop_sequences"),
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"tool_choice\.function", "tool_choice"),

@@ -45,7 +45,7 @@ class ConsoleEndpoints:
         return quart.Response(file.data, headers=headers, content_type=file.content_type)
 
     async def console_live(self) -> quart.Response:
-        """``GET /console/live``: ``hello`` once, and then a ``picture`` each interval."""
+        """``GET /console/live``: ``hello`` once, and then a ``snapshot`` each interval."""
         service = self._service
         query = service.read_query(LiveQuery)
         hello = hello_of(
@@ -75,11 +75,13 @@ class _Feed(Events):
         self._scope = contextlib.AsyncExitStack()
         self._take: Pictures | None = None
         self._due = 0.0
-        self._left = query.pictures or math.inf
+        self._left = query.snapshots or math.inf
         """Pictures that are still to come."""
 
     async def __aenter__(self) -> _Feed:
-        watch = self._service.whole.watch(requests=self._query.requests, nodes=self._query.nodes)
+        watch = self._service.server_api.watch(
+            requests=self._query.requests, nodes=self._query.nodes
+        )
         self._take = await self._scope.enter_async_context(watch)
         return self
 
@@ -101,9 +103,9 @@ class _Feed(Events):
             raise StopAsyncIteration
         draining = await self._wait()
         assert self._take is not None
-        picture = await self._take()
+        snapshot = await self._take()
         self._left = 0 if draining else self._left - 1
-        return named_event("picture", picture)
+        return named_event("picture", snapshot)
 
     async def _wait(self) -> bool:
         """Wait until a picture is due; whether it is the last one, because the server drains."""

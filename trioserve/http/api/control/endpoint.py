@@ -46,36 +46,36 @@ class ControlEndpoints:
         """``POST /pause_generation`` and ``POST /pause``: answered once nothing is computed."""
         request = await self._service.read_if_any(PauseRequest)
         mode = "in_place" if request.mode == "keep" else request.mode
-        await self._service.whole.pause(mode, refuse=request.new_requests == "refuse")
+        await self._service.server_api.pause(mode, refuse=request.new_requests == "refuse")
         if request.clear_cache:
-            await self._service.whole.flush_cache()
+            await self._service.server_api.flush_cache()
         return json_response(Done(message="nothing is computed until /continue_generation"))
 
     async def continue_generation(self) -> quart.Response:
         """``POST /continue_generation`` and ``POST /resume``."""
         await self._service.read_if_any(ContinueRequest)
-        await self._service.whole.resume()
+        await self._service.server_api.resume()
         return json_response(Done(message="what waits is computed"))
 
     async def is_paused(self) -> quart.Response:
         """``GET /is_paused``."""
-        return json_response(PauseReply(is_paused=await self._service.whole.paused()))
+        return json_response(PauseReply(is_paused=await self._service.server_api.paused()))
 
     async def abort_request(self) -> quart.Response:
         """``POST /abort_request``."""
         request = await self._service.read(AbortRequest)
         if request.abort_all:
-            number = await self._service.whole.abort([""], prefix=True)
+            number = await self._service.server_api.abort([""], prefix=True)
         else:
             # An empty name names nobody: everybody's end has to be asked for in so many words.
             named = _names([request.rid]) if request.rid else []
-            number = await self._service.whole.abort(named, prefix=True)
+            number = await self._service.server_api.abort(named, prefix=True)
         return json_response(AbortReply(num_aborted=number))
 
     async def abort_requests(self) -> quart.Response:
         """``POST /abort_requests``."""
         request = await self._service.read(AbortManyRequest)
-        number = await self._service.whole.abort(_names(request.request_ids), prefix=False)
+        number = await self._service.server_api.abort(_names(request.request_ids), prefix=False)
         return json_response(AbortReply(num_aborted=number))
 
     async def update_weights_from_disk(self) -> quart.Response:
@@ -83,7 +83,7 @@ class ControlEndpoints:
         request = await self._service.read(UpdateWeightsRequest)
         version = await self._update_weights(request, request.model_path)
         if request.keep_pause:
-            await self._service.whole.pause("retract", refuse=False)
+            await self._service.server_api.pause("retract", refuse=False)
         return json_response(Done(message=f"the weights {version} serve"))
 
     async def update_weights_from_tensor(self) -> quart.Response:
@@ -97,40 +97,40 @@ class ControlEndpoints:
         """Have the weights at ``path`` serve; what they are called."""
         mode = request.mode or ("abort" if request.abort_all_requests else "wait")
         try:
-            return await self._service.whole.update_weights(path, mode, request.weight_version)
+            return await self._service.server_api.update_weights(path, mode, request.weight_version)
         except InvalidRequest as error:
             raise renamed(error, {"model": "model_path"}) from error
 
     async def weight_version(self) -> quart.Response:
         """``GET /weight_version`` and ``GET /get_weight_version``."""
         return json_response(
-            WeightVersion(weight_version=await self._service.whole.weight_version())
+            WeightVersion(weight_version=await self._service.server_api.weight_version())
         )
 
     async def update_weight_version(self) -> quart.Response:
         """``POST /update_weight_version``."""
         request = await self._service.read(UpdateWeightVersionRequest)
-        whole = self._service.whole
+        server_api = self._service.server_api
         if request.abort_all_requests:
-            await whole.abort([""], prefix=True)
-        await whole.call_weights(request.new_version)
-        return json_response(WeightVersion(weight_version=await whole.weight_version()))
+            await server_api.abort([""], prefix=True)
+        await server_api.call_weights(request.new_version)
+        return json_response(WeightVersion(weight_version=await server_api.weight_version()))
 
     async def release_memory_occupation(self) -> quart.Response:
         """``POST /release_memory_occupation``: answered once the worker's process has ended."""
         await self._service.read_if_any(MemoryRequest)
-        await self._service.whole.release_memory()
+        await self._service.server_api.release_memory()
         return json_response(Done(message="the worker is gone until /resume_memory_occupation"))
 
     async def resume_memory_occupation(self) -> quart.Response:
         """``POST /resume_memory_occupation``: answered once a worker has loaded the model."""
         await self._service.read_if_any(MemoryRequest)
-        await self._service.whole.resume_memory()
+        await self._service.server_api.resume_memory()
         return json_response(Done(message="a worker is there, and what waits is computed"))
 
     async def is_sleeping(self) -> quart.Response:
         """``GET /is_sleeping``."""
-        released = await self._service.whole.memory_released()
+        released = await self._service.server_api.memory_released()
         return json_response(SleepReply(is_sleeping=released))
 
     async def load_adapter(self) -> quart.Response:
@@ -162,7 +162,9 @@ class ControlEndpoints:
         """``GET`` or ``POST /flush_cache``, and ``POST /reset_prefix_cache``."""
         if quart.request.method == "POST":
             await self._service.read_if_any(FlushRequest)
-        return json_response(FlushReply(num_pages_freed=await self._service.whole.flush_cache()))
+        return json_response(
+            FlushReply(num_pages_freed=await self._service.server_api.flush_cache())
+        )
 
 
 def _names(ids: Sequence[str]) -> list[str]:

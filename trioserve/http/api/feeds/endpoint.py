@@ -47,13 +47,15 @@ class FeedEndpoints:
                     engine.ready.page_size,
                     engine.ready.max_num_seqs,
                 )
-                for each in await self._service.whole.iterations()
+                for each in await self._service.server_api.iterations()
             ]
         )
 
     async def kv_cache_events(self) -> quart.Response:
         """``POST /kv_cache_events``: since the last call, at most the newest 1,000."""
-        return json_response([_event(each) for each in await self._service.whole.cache_events()])
+        return json_response(
+            [_event(each) for each in await self._service.server_api.cache_events()]
+        )
 
 
 def _event(event: CacheEvent) -> KvCacheEvent:

@@ -62,7 +62,7 @@ class OllamaEndpoints:
             model = served_name(request.model, service)
             if not request.messages:
                 return json_response(self._writer(ChatLines, model).loaded())
-            with CHAT_WORDS.spoken():
+            with CHAT_WORDS.translated():
                 chat = ollama_chat_request(request, model, self._chats.format)
                 prepared = await self._chats.prepare(chat, self._id("chatcmpl"))
             job = CHAT_WORDS.job(prepared.job)
@@ -78,7 +78,7 @@ class OllamaEndpoints:
             model = served_name(request.model, service)
             if not request.prompt:
                 return json_response(self._writer(GenerateLines, model).loaded())
-            with GENERATE_WORDS.spoken():
+            with GENERATE_WORDS.translated():
                 if request.raw:
                     prepared = self._raw(raw_request(request, model), request.prompt)
                 else:
@@ -110,7 +110,7 @@ class OllamaEndpoints:
         (times,) = service.record.times
         now = trio.current_time()
         reply = await run_if_long(
-            num_logprobs([completion]), lambda: writer.whole(completion, times, now)
+            num_logprobs([completion]), lambda: writer.server_api(completion, times, now)
         )
         return json_response(reply)
 

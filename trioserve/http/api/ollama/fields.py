@@ -23,7 +23,7 @@ from trioserve.http.api.openai.structured_schemas import (
     JsonSchemaFormat,
     ResponseFormat,
 )
-from trioserve.http.api.schema.field_names import Words
+from trioserve.http.api.schema.field_names import FieldNames
 from trioserve.http.api.service import Service
 from trioserve.protocol.errors import InvalidRequest
 
@@ -41,8 +41,8 @@ _NAMES = (
     (r"response_format(?:\.json_schema(?:\.schema)?)?", "format"),
     (r"reasoning_effort", "think"),
 )
-CHAT_WORDS = Words(*_NAMES)
-GENERATE_WORDS = Words(("messages", "prompt"), *_NAMES)
+CHAT_WORDS = FieldNames(*_NAMES)
+GENERATE_WORDS = FieldNames(("messages", "prompt"), *_NAMES)
 
 
 def served_name(name: str | None, service: Service) -> str:

@@ -47,13 +47,13 @@ class _Calls:
 
     def add(self, pieces: Sequence[ToolCallDelta], *, last: bool) -> list[OllamaToolCallReply]:
         """The calls that are whole with ``pieces``, the ``last`` of which end all."""
-        whole: list[OllamaToolCallReply] = []
+        server_api: list[OllamaToolCallReply] = []
         for piece in pieces:
             if piece.id is not None:
-                whole += self._end()
+                server_api += self._end()
                 self._begun = piece
             self._arguments.append(piece.function.arguments or "")
-        return whole + self._end() if last else whole
+        return server_api + self._end() if last else server_api
 
     def _end(self) -> list[OllamaToolCallReply]:
         call = self._begun
@@ -104,7 +104,7 @@ class OllamaWriter(abc.ABC):
         """The answer where nothing was asked."""
         return msgspec.structs.replace(self._said(Delta(), []), done=True, done_reason="load")
 
-    def whole(self, completion: Completion, times: Times, now: float) -> OllamaReply:
+    def server_api(self, completion: Completion, times: Times, now: float) -> OllamaReply:
         """The whole answer, which has come ``now``."""
         reader = self.wanted.options.reader(completion.prompt_token_ids)
         delta = reader.feed(completion.text, last=True)

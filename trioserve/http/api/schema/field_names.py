@@ -13,7 +13,7 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 
 
-class Words:
+class FieldNames:
     """What an endpoint calls the fields of a chat request, which it makes of its own.
 
     Args:
@@ -51,7 +51,7 @@ class Words:
         return attrs.evolve(job, renames={**self._engine_names, **renames})
 
     @contextlib.contextmanager
-    def spoken(self) -> Iterator[None]:
+    def translated(self) -> Iterator[None]:
         """A block whose errors are about its own fields."""
         try:
             yield

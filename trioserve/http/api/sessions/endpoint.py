@@ -26,7 +26,7 @@ class SessionEndpoints:
         """``POST /open_session``: the session's id, as a JSON string."""
         request = await self._service.read(OpenSessionRequest)
         try:
-            id = await self._service.whole.open_session(
+            id = await self._service.server_api.open_session(
                 request.session_id,
                 capacity=min(request.capacity_of_str_len, MAX_CAPACITY),
                 timeout=request.timeout or DEFAULT_TIMEOUT,
@@ -41,5 +41,5 @@ class SessionEndpoints:
     async def close_session(self) -> quart.Response:
         """``POST /close_session``: turns that run are ended."""
         request = await self._service.read(CloseSessionRequest)
-        await self._service.whole.close_session(request.session_id, self._service.record.key)
+        await self._service.server_api.close_session(request.session_id, self._service.record.key)
         return json_response(Done(message="the session is closed"))

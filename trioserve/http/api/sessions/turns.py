@@ -41,7 +41,7 @@ def as_turn(service: Service, params: SessionParams | None, jobs: list[Job]) -> 
         drop_previous_output=bool(params.drop_previous_output),
     )
     try:
-        turn = service.whole.turn(params.id, service.record.key, continuation)
+        turn = service.server_api.turn(params.id, service.record.key, continuation)
     except InvalidRequest as error:
         raise renamed(error, _RENAMES) from None
     return [attrs.evolve(jobs[0], turn=turn, renames={**jobs[0].renames, **_RENAMES})]

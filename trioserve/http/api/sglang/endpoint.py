@@ -48,8 +48,8 @@ class NativeEndpoints:
         def all_replies() -> list[GenerateResponse]:
             return [
                 reply
-                for index, whole in enumerate(completions)
-                for reply in writer.replies(index, whole)
+                for index, server_api in enumerate(completions)
+                for reply in writer.replies(index, server_api)
             ]
 
         replies = await run_if_long(num_logprobs(completions), all_replies)

@@ -145,9 +145,9 @@ class NativeWriter:
         """Nothing: the last event of each output has said all."""
         return b""
 
-    def replies(self, index: int, whole: Completion) -> Iterator[GenerateResponse]:
+    def replies(self, index: int, server_api: Completion) -> Iterator[GenerateResponse]:
         """The outputs of one prompt."""
-        for output in whole.outputs:
+        for output in server_api.outputs:
             token_ids = list(output.token_ids)
             logprobs = _Logprobs()
             self._add(output.logprobs or (), logprobs)
@@ -158,10 +158,10 @@ class NativeWriter:
                 token_ids=token_ids,
                 num_tokens=len(token_ids),
                 logprobs=logprobs,
-                usage=whole.usage,
+                usage=server_api.usage,
                 finish=self._finish(output.finish_reason, output.stop_reason, token_ids),
-                prompt_ids=whole.prompt_token_ids,
-                inputs=self._inputs(index, whole.prompt_token_ids, whole.prompt_logprobs),
+                prompt_ids=server_api.prompt_token_ids,
+                inputs=self._inputs(index, server_api.prompt_token_ids, server_api.prompt_logprobs),
             )
 
     def _reply(

@@ -24,12 +24,12 @@ class AdminEndpoints:
 
     async def health(self) -> quart.Response:
         """``GET /health``: 200 while new requests can be computed, else 503."""
-        word = await self._service.whole.health_word()
+        word = await self._service.server_api.health_word()
         return json_response(HealthReply(word), 200 if word == "ok" else 503)
 
     async def metrics(self) -> quart.Response:
         """``GET /metrics``, in Prometheus' text format."""
-        body = await self._service.whole.metrics()
+        body = await self._service.server_api.metrics()
         return quart.Response(body, content_type=CONTENT_TYPE_LATEST)
 
     async def tasks(self) -> quart.Response:

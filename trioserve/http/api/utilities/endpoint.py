@@ -57,7 +57,7 @@ class UtilityEndpoints:
 
     async def load(self) -> quart.Response:
         """``GET /load``."""
-        statistics = await self._service.whole.statistics()
+        statistics = await self._service.server_api.statistics()
         load = self._scheduler_load(statistics)
         return json_response(
             Load(
@@ -72,7 +72,7 @@ class UtilityEndpoints:
 
     async def get_load(self) -> quart.Response:
         """``GET /get_load``: a list, as SGLang's has one entry for each scheduler."""
-        return json_response([self._scheduler_load(await self._service.whole.statistics())])
+        return json_response([self._scheduler_load(await self._service.server_api.statistics())])
 
     async def server_info(self) -> quart.Response:
         """``GET /server_info`` and ``GET /get_server_info``."""
@@ -108,7 +108,7 @@ class UtilityEndpoints:
                 model_path=engine.config.model,
                 tokenizer_path=engine.config.tokenizer or engine.config.model,
                 preferred_sampling_params=engine.generation_defaults,
-                weight_version=await self._service.whole.weight_version(),
+                weight_version=await self._service.server_api.weight_version(),
                 max_model_len=engine.max_model_len,
                 vocab_size=engine.vocab_size,
             )
@@ -121,7 +121,7 @@ class UtilityEndpoints:
 
     async def _generate_one_token(self) -> str:
         engine = self._service.engine
-        word = await self._service.whole.health_word()
+        word = await self._service.server_api.health_word()
         if word != "ok":
             return word
         try:

@@ -19,10 +19,10 @@ from trioserve.http.api.openai.chat.messages import (
     MessageToolCall,
 )
 from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
-from trioserve.http.api.schema.field_names import Words
+from trioserve.http.api.schema.field_names import FieldNames
 from trioserve.protocol.errors import InvalidRequest
 
-LEGACY_WORDS = Words(
+LEGACY_WORDS = FieldNames(
     (r"tools\[(\d+)\]\.function", r"functions[\1]"),
     (r"tool_choice(?:\.function)?", "function_call"),
     (r"tools", "functions"),

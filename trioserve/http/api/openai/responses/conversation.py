@@ -49,7 +49,7 @@ from trioserve.http.api.openai.structured_schemas import (
     JsonSchemaFormat,
     ResponseFormat,
 )
-from trioserve.http.api.schema.field_names import Words
+from trioserve.http.api.schema.field_names import FieldNames
 from trioserve.protocol.errors import InvalidRequest
 
 _OwnToolChoice = Literal["none", "auto", "required"] | ChosenFunctionTool | AllowedFunctions | None
@@ -61,7 +61,7 @@ _SAME = (
     *("timeout", "top_logprobs"),
 )
 """Fields that a chat has, too."""
-WORDS = Words(
+WORDS = FieldNames(
     (r"response_format(?:\.json_schema)?", "text.format"),
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"tool_choice\.(?:function|allowed_tools)", "tool_choice"),

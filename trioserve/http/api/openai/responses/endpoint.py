@@ -108,7 +108,7 @@ class ResponseEndpoints:
             **{name: getattr(asked, name) for name in _PROMPT_FIELDS},
         )
         history = await self._history(asked.previous_response_id)
-        with WORDS.spoken():
+        with WORDS.translated():
             ids = await self._tokens.chat_ids(chat_request(request, history))
         return json_response(InputTokensReply(input_tokens=len(ids)))
 
@@ -121,7 +121,7 @@ class ResponseEndpoints:
     async def delete_response(self, response_id: str) -> quart.Response:
         """``DELETE /v1/responses/{response_id}``: those that go on from it stay as they are."""
         service = self._service
-        if not await service.whole.drop_response(service.record.key, response_id):
+        if not await service.server_api.drop_response(service.record.key, response_id):
             raise ResponseNotFound(response_id)
         return json_response(DeletedResponse(id=response_id))
 
@@ -156,7 +156,7 @@ class ResponseEndpoints:
     async def _kept(self, id: str) -> bytes:
         """What is kept of a response."""
         service = self._service
-        turns = await service.whole.kept_conversation(service.record.key, id)
+        turns = await service.server_api.kept_conversation(service.record.key, id)
         if not turns:
             raise ResponseNotFound(id)
         return turns[-1]
@@ -167,7 +167,7 @@ class ResponseEndpoints:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         history = await self._history(request.previous_response_id)
         id = f"resp_{request.request_id or uuid.uuid4().hex}"
-        with WORDS.spoken():
+        with WORDS.translated():
             prepared = await self._chats.prepare(chat_request(request, history), id)
         return _Asked(
             request=request,
@@ -183,7 +183,7 @@ class ResponseEndpoints:
         if previous is None:
             return []
         service = self._service
-        turns = await service.whole.kept_conversation(service.record.key, previous)
+        turns = await service.server_api.kept_conversation(service.record.key, previous)
         if not turns:
             raise InvalidRequest(
                 f"Previous response with id {previous!r} not found.",
@@ -239,8 +239,8 @@ class ResponseEndpoints:
     async def _keep_turn(self, asked: _Asked, turn: bytes, previous: str | None) -> bool:
         if len(turn) > MAX_CONVERSATION_BYTES:
             return False
-        whole, id = self._service.whole, asked.job.request_id
-        return await whole.keep_response(asked.owner, id, turn, previous)
+        server_api, id = self._service.server_api, asked.job.request_id
+        return await server_api.keep_response(asked.owner, id, turn, previous)
 
 
 def _empty_response(asked: _Asked) -> ResponseReply:
