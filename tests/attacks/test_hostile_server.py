@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.live_pictures import hello, picture
+from tests.support.live_snapshots import hello, snapshot
 from trioserve.cli import commands
 from trioserve.cli.top import feed
 from trioserve.load import remote
@@ -38,7 +38,7 @@ HELLO_EVENT = BODY + event("hello", msgspec.json.encode(hello()))
 
 def spoiled(**changes: Any) -> bytes:
     """A picture in which the values at dotted paths are others, as bytes of JSON."""
-    found = json.loads(msgspec.json.encode(picture()))
+    found = json.loads(msgspec.json.encode(snapshot()))
     for path, value in changes.items():
         *way, last = path.split("__")
         place = found

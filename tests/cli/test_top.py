@@ -16,7 +16,7 @@ import rich.console
 import trio
 from rich.text import Text
 
-from tests.support.live_pictures import NOW, hello, row, snapshot, some_rows
+from tests.support.live_snapshots import NOW, hello, row, snapshot, some_rows
 from tests.support.load_server import CUT, FakeServer, Script
 from trioserve.cli.commands import main
 from trioserve.cli.top.command import Top

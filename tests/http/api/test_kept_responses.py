@@ -163,7 +163,7 @@ async def test_one_whose_predecessor_goes_while_it_is_made(
 
     async def after_it_is_gone(self: Any, asked: Any, reply: Any) -> None:
         for id in (second["id"], first["id"]):
-            await self._service.whole.drop_response(None, id)
+            await self._service.server_api.drop_response(None, id)
         await kept(self, asked, reply)
 
     with monkeypatch.context() as patch:

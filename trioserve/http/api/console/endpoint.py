@@ -45,7 +45,7 @@ class ConsoleEndpoints:
         return quart.Response(file.data, headers=headers, content_type=file.content_type)
 
     async def console_live(self) -> quart.Response:
-        """``GET /console/live``: ``hello`` once, and then a ``snapshot`` each interval."""
+        """``GET /console/live``: ``hello`` once, and then a ``picture`` each interval."""
         service = self._service
         query = service.read_query(LiveQuery)
         hello = hello_of(
@@ -75,7 +75,7 @@ class _Feed(Events):
         self._scope = contextlib.AsyncExitStack()
         self._take: Pictures | None = None
         self._due = 0.0
-        self._left = query.snapshots or math.inf
+        self._left = query.pictures or math.inf
         """Pictures that are still to come."""
 
     async def __aenter__(self) -> _Feed:

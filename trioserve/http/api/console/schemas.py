@@ -26,7 +26,7 @@ class LiveQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Annotated[int, msgspec.Meta(ge=0, le=MAX_REQUESTS)],
         about("Requests in a picture at most; those that run come before those that wait."),
     ] = DEFAULT_REQUESTS
-    snapshots: Annotated[
+    pictures: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None,
         about("The feed ends after so many; when the client leaves, if it isn't given."),
     ] = None

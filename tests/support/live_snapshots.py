@@ -20,7 +20,7 @@ from trioserve.observability.live.schema import (
     WorkerState,
 )
 
-__all__ = ["NOW", "hello", "picture", "row", "some_rows"]
+__all__ = ["NOW", "hello", "row", "snapshot", "some_rows"]
 
 NOW = 1_800_000_000.0
 
@@ -70,8 +70,8 @@ def some_rows() -> list[RequestRow]:
     ]
 
 
-def picture(after: float = 0.0, **changes: Any) -> Snapshot:
-    """A picture that was taken ``after`` so many seconds."""
+def snapshot(after: float = 0.0, **changes: Any) -> Snapshot:
+    """A snapshot that was taken ``after`` so many seconds."""
     usual = Snapshot(
         now=NOW + after,
         health="ok",
