@@ -17,14 +17,13 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import attrs
 import torch
 
 from bench.decode_step.batch import DecodeBatch, StepTimes
 from bench.decode_step.profile import KernelShare, profile_steps, shares_table
-from bench.kernels.report import RESULTS, ResultFile, describe_ceilings, markdown_table
+from bench.kernels.report import ResultFile, add_options, describe_ceilings, markdown_table
 from bench.kernels.roofline import Ceilings, decode_step_parts
 from bench.kernels.targets import DECODE_STEP, IDLE_SHARE
 from bench.kernels.timing import measure_ceilings
@@ -55,21 +54,17 @@ class Scenario:
 
     @property
     def title(self) -> str:
-        """As the tables call it."""
+        """The scenario's name in tables."""
         thousands, rest = divmod(self.context, 1024)
         return f"{self.rows}x{thousands}k" if not rest else f"{self.rows}x{self.context}"
 
 
-SCENARIOS = (
-    Scenario(rows=1, context=1024, num_steps=200),
-    Scenario(rows=32, context=1024, num_steps=150),
-    Scenario(rows=32, context=8192, num_steps=80),
-    Scenario(rows=256, context=1024, num_steps=80),
-)
-TINY_SCENARIOS = (
-    Scenario(rows=1, context=20, num_steps=2),
-    Scenario(rows=3, context=37, num_steps=2),
-)
+def _scenarios(*sizes: tuple[int, int, int]) -> list[Scenario]:
+    return [Scenario(rows=rows, context=context, num_steps=steps) for rows, context, steps in sizes]
+
+
+SCENARIOS = _scenarios((1, 1024, 200), (32, 1024, 150), (32, 8192, 80), (256, 1024, 80))
+TINY_SCENARIOS = _scenarios((1, 20, 2), (3, 37, 2))
 
 
 @attrs.frozen(kw_only=True)
@@ -93,13 +88,9 @@ class Stand:
             LLAMA_8B, dtype=_DTYPE, cache_dtype=_DTYPE, may_share=True, serves_adapters=False
         )
         gpu.build(sources, lambda done, total: None)
-        return cls(
-            loader=gpu.loader,
-            model=random_model(gpu.loader, LLAMA_8B),
-            timeline=gpu.timeline(),
-            capturer=gpu.capturer(),
-            max_tokens=8192,
-        )
+        model, how = random_model(gpu.loader, LLAMA_8B), {"max_tokens": 8192}
+        how |= {"timeline": gpu.timeline(), "capturer": gpu.capturer()}
+        return cls(loader=gpu.loader, model=model, **how)
 
     @classmethod
     def emulated(cls) -> Stand:
@@ -107,13 +98,8 @@ class Stand:
         from gpu.kernels.emulation import EmulatedLoader
 
         loader = EmulatedLoader()
-        return cls(
-            loader=loader,
-            model=random_model(loader, TINY),
-            timeline=HostTimeline(),
-            capturer=None,
-            max_tokens=64,
-        )
+        how = {"timeline": HostTimeline(), "capturer": None, "max_tokens": 64}
+        return cls(loader=loader, model=random_model(loader, TINY), **how)
 
     def limits(self, scenario: Scenario) -> ServingLimits:
         """Room for one scenario, with both runs of its steps."""
@@ -133,12 +119,8 @@ class Stand:
 
 def random_model(loader: KernelLoader, config: ModelConfig) -> Decoder:
     """``config`` with random weights, where ``loader`` runs kernels."""
-    operations = CudaOperations(
-        loader,
-        hidden_size=config.hidden_size,
-        mlp_sizes=config.mlp_sizes,
-        dtype=_DTYPE,
-    )
+    sizes = {"hidden_size": config.hidden_size, "mlp_sizes": config.mlp_sizes}
+    operations = CudaOperations(loader, dtype=_DTYPE, **sizes)
     return build_model(config, random_weights(config, loader.device, _DTYPE), operations)
 
 
@@ -183,17 +165,10 @@ def measure_scenario(
     for in_flight in (1, 2):
         before = batch.lengths[0]
         times = batch.decode(scenario.num_steps, in_flight=in_flight)
-        measured.append(
-            Measured(
-                scenario=scenario,
-                graphs=graphs,
-                in_flight=in_flight,
-                context=(before + batch.lengths[0]) // 2,
-                times=times,
-                prefill_tokens_per_second=rate,
-                kernels=[],
-            )
-        )
+        how = {"scenario": scenario, "graphs": graphs, "in_flight": in_flight, "times": times}
+        middle = (before + batch.lengths[0]) // 2
+        one = Measured(context=middle, prefill_tokens_per_second=rate, kernels=[], **how)
+        measured.append(one)
     if profile:
         more = PROFILED_STEPS - 1
         found = profile_steps(lambda: batch.decode(more, in_flight=1, warm_up=1), PROFILED_STEPS)
@@ -249,20 +224,12 @@ def table(measured: Sequence[Measured], config: ModelConfig, ceilings: Ceilings 
 
 def _row(one: Measured, config: ModelConfig, ceilings: Ceilings) -> list[str]:
     floor, times = floor_of(one, config, ceilings), one.times
-    return [
-        one.scenario.title,
-        "graphs" if one.graphs else "eager",
-        str(one.in_flight),
-        f"{floor * 1e3:.2f}",
-        f"{times.step * 1e3:.2f}",
-        f"{times.step / floor:.2f}",
-        f"{times.idle_share:.1%}",
-        f"{times.device * 1e3:.2f}",
-        f"{times.submit * 1e3:.2f}",
-        f"{one.scenario.rows / times.step:.0f}",
-        f"{one.prefill_tokens_per_second:.0f}",
-        _verdict(one, times.step / floor),
-    ]
+    how = [one.scenario.title, "graphs" if one.graphs else "eager", str(one.in_flight)]
+    ratios = [f"{times.step / floor:.2f}", f"{times.idle_share:.1%}"]
+    ms = [f"{seconds * 1e3:.2f}" for seconds in (floor, times.step, times.device, times.submit)]
+    rates = [one.scenario.rows / times.step, one.prefill_tokens_per_second]
+    shown = [*ms[:2], *ratios, *ms[2:], *(f"{rate:.0f}" for rate in rates)]
+    return [*how, *shown, _verdict(one, times.step / floor)]
 
 
 def _verdict(one: Measured, floors: float) -> str:
@@ -275,10 +242,9 @@ def _verdict(one: Measured, floors: float) -> str:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m bench.decode_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m bench.decode_step", description=__doc__, formatter_class=raw
     )
     add = parser.add_argument
     titles = [scenario.title for scenario in (*SCENARIOS, *TINY_SCENARIOS)]
@@ -286,9 +252,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--scenario", action="append", choices=titles, metavar="TITLE", help=only)
     add("--engine", action="store_true", help="the idle share behind HTTP clients")
     add("--streams", type=int, help="HTTP clients of --engine (default: 256, or 4 emulated)")
-    add("--out", type=Path, default=RESULTS, help="folder for the results")
-    add("--on", choices=["gpu", "emulation"], default="gpu")
-    add("--seconds", type=float, default=400, help="no scenario starts after so many")
+    add_options(parser, seconds=400)
     return parser.parse_args(arguments)
 
 

@@ -84,13 +84,10 @@ class DecodeBatch:
 
     def _prefill_counts(self, max_tokens: int) -> dict[int, int]:
         counts: dict[int, int] = {}
-        room = max_tokens
-        for slot, (context, computed) in enumerate(
-            zip(self._contexts, self._computed, strict=True)
-        ):
-            if count := min(context - computed, room):
+        lengths = zip(self._contexts, self._computed, strict=True)
+        for slot, (context, computed) in enumerate(lengths):
+            if count := min(context - computed, max_tokens - sum(counts.values())):
                 counts[slot] = count
-                room -= count
         return counts
 
     def decode(self, num_steps: int, *, in_flight: int, warm_up: int = 3) -> StepTimes:

@@ -25,7 +25,7 @@ from bench.decode_step.room import NoRoomError, folder_with_room, model_bytes, t
 from bench.kernels.report import ResultFile, markdown_table
 from bench.kernels.targets import IDLE_SHARE
 from bench.random_model import LLAMA_8B, TINY, write_model
-from bench.servers import Running, Server, ServerFailed, running
+from bench.servers import Running, Server, ServerFailed, get, running
 from trioserve.model_files import ModelConfig
 
 _MODEL = "random"
@@ -33,9 +33,13 @@ _MODEL = "random"
 _LEAD_IN = 0.2
 
 
+class ClientsFailed(Exception):
+    """A client's request failed, or all streams never ran at once."""
+
+
 @attrs.frozen(kw_only=True)
 class EngineLoad:
-    """What is served, and what the clients ask for."""
+    """The model, the clients and their requests."""
 
     config: ModelConfig
     streams: int
@@ -44,6 +48,20 @@ class EngineLoad:
     output_tokens: int
     sample_seconds: float
     flags: Sequence[str]
+
+    @classmethod
+    def on_gpu(cls, streams: int) -> EngineLoad:
+        """Return the load of Llama-3.1-8B's shape."""
+        flags = ["--device", "cuda", "--max-model-len", "2048", "--max-num-seqs", str(streams)]
+        sizes = {"processes": 8, "prompt_tokens": 128, "output_tokens": 768}
+        return cls(config=LLAMA_8B, streams=streams, sample_seconds=0.2, flags=flags, **sizes)
+
+    @classmethod
+    def tiny(cls, streams: int) -> EngineLoad:
+        """Return the load of a tiny model on the CPU, a second or two in all."""
+        flags = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1"]
+        sizes = {"processes": 2, "prompt_tokens": 12, "output_tokens": 400}
+        return cls(config=TINY, streams=streams, sample_seconds=0.01, flags=flags, **sizes)
 
 
 @attrs.frozen(kw_only=True)
@@ -60,7 +78,7 @@ class Sample:
 
 @attrs.frozen(kw_only=True)
 class Steady:
-    """What happened between two samples."""
+    """The figures between two samples."""
 
     seconds: float
     step_seconds: float
@@ -69,68 +87,26 @@ class Steady:
 
 
 def measure_engine(*, on_gpu: bool, streams: int | None, out: Path) -> int:
-    """Serve a random model to clients, print and save; the exit status is 1 if that failed."""
-    load = _gpu_load(streams or 256) if on_gpu else _tiny_load(streams or 4)
+    """Serve a random model to clients, print and save; return 1 if that failed."""
+    load = EngineLoad.on_gpu(streams or 256) if on_gpu else EngineLoad.tiny(streams or 4)
     try:
         place = folder_with_room(model_bytes(load.config), temporary_folders())
-    except NoRoomError as failure:
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            model = Path(folder) / _MODEL
+            print("writing a model with random weights", flush=True)
+            write_model(load.config, model, torch.device("cuda" if on_gpu else "cpu"))
+            if on_gpu:
+                torch.cuda.empty_cache()
+            found, clients = trio.run(_serve, load, model, Path(folder) / "log")
+    except (NoRoomError, ServerFailed, ClientsFailed) as failure:
         print(f"bench.decode_step: {failure}", file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory(dir=place) as folder:
-        model = Path(folder) / _MODEL
-        print("writing a model with random weights", flush=True)
-        write_model(load.config, model, torch.device("cuda" if on_gpu else "cpu"))
-        if on_gpu:
-            torch.cuda.empty_cache()
-        try:
-            found, clients = trio.run(_serve, load, model, Path(folder) / "log")
-        except (ServerFailed, ClientsFailed) as failure:
-            print(f"bench.decode_step: {failure}", file=sys.stderr)
-            return 1
     text = _table(load, found, clients, timed=on_gpu)
-    print("\n" + text + "\n")
     result = ResultFile.start(out, "engine-idle" if on_gpu else "engine-idle-emulated")
-    result.save(
-        ceilings=None,
-        table=text,
-        details={
-            "streams": load.streams,
-            "prompt_tokens": load.prompt_tokens,
-            "output_tokens": load.output_tokens,
-            "steady": attrs.asdict(found) if on_gpu else None,
-            "clients": clients if on_gpu else [],
-        },
-    )
-    print(f"saved to {result.path}")
+    details = {"streams": load.streams, "steady": attrs.asdict(found) if on_gpu else None}
+    result.save(ceilings=None, table=text, details=details)
+    print(f"\n{text}\n\nsaved to {result.path}")
     return 0
-
-
-class ClientsFailed(Exception):
-    """A client's request failed, or all streams never ran at once."""
-
-
-def _gpu_load(streams: int) -> EngineLoad:
-    return EngineLoad(
-        config=LLAMA_8B,
-        streams=streams,
-        processes=8,
-        prompt_tokens=128,
-        output_tokens=768,
-        sample_seconds=0.2,
-        flags=["--device", "cuda", "--max-model-len", "2048", "--max-num-seqs", str(streams)],
-    )
-
-
-def _tiny_load(streams: int) -> EngineLoad:
-    return EngineLoad(
-        config=TINY,
-        streams=streams,
-        processes=2,
-        prompt_tokens=12,
-        output_tokens=400,
-        sample_seconds=0.01,  # All of it takes a second or two.
-        flags=["--device", "cpu", "--dtype", "float32", "--num-threads", "1"],
-    )
 
 
 async def _serve(load: EngineLoad, model: Path, log: Path) -> tuple[Steady, list[dict[str, Any]]]:
@@ -157,31 +133,21 @@ async def _serve(load: EngineLoad, model: Path, log: Path) -> tuple[Steady, list
 
 async def _watch(up: Running, load: EngineLoad, samples: list[Sample]) -> None:
     while True:
-        metrics = parse_metrics(await _get(up, "/metrics"))
-        samples.append(
-            Sample(
-                at=trio.current_time(),
-                running=int(metrics["trioserve:num_requests_running"]),
-                steps=metrics["trioserve:worker_steps_total"],
-                step_seconds=metrics["trioserve:worker_step_seconds_total"],
-                idle_seconds=metrics["trioserve:worker_idle_seconds_total"],
-                tokens=metrics["trioserve:generation_tokens_total"],
-            )
+        metrics = parse_metrics((await get(up.port, "/metrics"))[1])
+        sample = Sample(
+            at=trio.current_time(),
+            running=int(metrics["trioserve:num_requests_running"]),
+            steps=metrics["trioserve:worker_steps_total"],
+            step_seconds=metrics["trioserve:worker_step_seconds_total"],
+            idle_seconds=metrics["trioserve:worker_idle_seconds_total"],
+            tokens=metrics["trioserve:generation_tokens_total"],
         )
+        samples.append(sample)
         await trio.sleep(load.sample_seconds)
 
 
-async def _get(up: Running, path: str) -> str:
-    async with await up.target.connect() as stream:
-        await stream.send_all(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
-        received = b""
-        async for part in stream:
-            received += part
-    return received.partition(b"\r\n\r\n")[2].decode()
-
-
 def parse_metrics(text: str) -> dict[str, float]:
-    """Samples of Prometheus' text format by name; those with labels of their own are left out."""
+    """Return samples of Prometheus' text format by name, without those that have labels."""
     return {
         sample.name: sample.value
         for family in text_string_to_metric_families(text)
@@ -191,11 +157,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def steady(samples: Sequence[Sample], streams: int) -> Steady:
-    """What the worker did while all ``streams`` ran.
-
-    Raises:
-        ClientsFailed: that was no time at all.
-    """
+    """Return what the worker did while all ``streams`` ran; raise if they never did for a while."""
     together = [sample for sample in samples if sample.running == streams]
     if together:
         length = together[-1].at - together[0].at
@@ -204,18 +166,18 @@ def steady(samples: Sequence[Sample], streams: int) -> Steady:
         most = max((sample.running for sample in samples), default=0)
         raise ClientsFailed(f"{streams} streams never ran together for a while (at most {most})")
     first, last = together[0], together[-1]
+    seconds = last.at - first.at
     busy, idle = last.step_seconds - first.step_seconds, last.idle_seconds - first.idle_seconds
     return Steady(
-        seconds=last.at - first.at,
-        step_seconds=(last.at - first.at) / (last.steps - first.steps),
+        seconds=seconds,
+        step_seconds=seconds / (last.steps - first.steps),
         idle_share=idle / (busy + idle) if idle else 0.0,
-        tokens_per_second=(last.tokens - first.tokens) / (last.at - first.at),
+        tokens_per_second=(last.tokens - first.tokens) / seconds,
     )
 
 
 async def _clients(up: Running, load: EngineLoad, seed: int) -> list[dict[str, Any]]:
-    """All streams, spread over processes; what each of these printed."""
-    url = f"http://127.0.0.1:{up.port}"
+    """Run all streams, spread over processes; return what each of these printed."""
     shares = [len(range(i, load.streams, load.processes)) for i in range(load.processes)]
     shares = [share for share in shares if share]
     results: list[dict[str, Any]] = []
@@ -223,12 +185,11 @@ async def _clients(up: Running, load: EngineLoad, seed: int) -> list[dict[str, A
 
     async def one(number: int, streams: int) -> None:
         nonlocal num_ready
-        command = [
-            *(sys.executable, "-m", "bench.decode_step.clients", url, "--model", _MODEL),
-            *("--streams", str(streams), "--seed", str(seed + 10_000 * number)),
-            *("--prompt-tokens", str(load.prompt_tokens)),
-            *("--output-tokens", str(load.output_tokens)),
-        ]
+        command = [sys.executable, "-m", "bench.decode_step.clients"]
+        command += [f"http://127.0.0.1:{up.port}", "--model", _MODEL, "--streams", str(streams)]
+        command += ["--seed", str(seed + 10_000 * number)]
+        command += ["--prompt-tokens", str(load.prompt_tokens)]
+        command += ["--output-tokens", str(load.output_tokens)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         start = functools.partial(trio.run_process, command, check=False, **pipes)
         said, is_told = b"", False
@@ -263,16 +224,9 @@ def _table(
 ) -> str:
     if not timed:
         return markdown_table(["streams", "result"], [[str(load.streams), "served"]])
-    latencies = [client["figures"]["itl_ms"] for client in clients]
+    p50, p99 = (max(client["figures"]["itl_ms"][p] for client in clients) for p in ("p50", "p99"))
     idle = "met" if found.idle_share < IDLE_SHARE else "MISSED"
     head = ["streams", "step ms", "GPU idle", "tokens/s", "ITL p50 ms", "ITL p99 ms", "target"]
-    row = [
-        str(load.streams),
-        f"{found.step_seconds * 1e3:.2f}",
-        f"{found.idle_share:.1%}",
-        f"{found.tokens_per_second:.0f}",
-        f"{max(latency['p50'] for latency in latencies):.1f}",
-        f"{max(latency['p99'] for latency in latencies):.1f}",
-        f"idle < {IDLE_SHARE:.0%}: {idle}",
-    ]
-    return markdown_table(head, [row])
+    row = [str(load.streams), f"{found.step_seconds * 1e3:.2f}", f"{found.idle_share:.1%}"]
+    row += [f"{found.tokens_per_second:.0f}", f"{p50:.1f}", f"{p99:.1f}"]
+    return markdown_table(head, [[*row, f"idle < {IDLE_SHARE:.0%}: {idle}"]])

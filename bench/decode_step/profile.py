@@ -15,12 +15,10 @@ import torch
 
 from bench.kernels.report import markdown_table
 
-_LONGEST_NAME = 60
-
 
 @attrs.frozen(kw_only=True)
 class KernelShare:
-    """One kernel in one step: how often it is launched, and its seconds on the device."""
+    """One kernel in one step: its launches, and its seconds on the device."""
 
     name: str
     launches: float
@@ -28,44 +26,32 @@ class KernelShare:
 
 
 def profile_steps(run: Callable[[], object], num_steps: int) -> list[KernelShare]:
-    """Run ``run``, which computes ``num_steps`` steps, and tell what the device did for each."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    """Run ``run``, which computes ``num_steps`` steps, and return what the device did for each."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
     return shares(profiler.key_averages(), num_steps)
 
 
 def shares(events: Iterable[Any], num_steps: int) -> list[KernelShare]:
-    """The profiler's averages as kernels of a step, the longest first."""
-    found = [
-        KernelShare(
-            name=event.key,
-            launches=event.count / num_steps,
-            seconds=event.self_device_time_total / num_steps / 1e6,
-        )
-        for event in events
-        if event.self_device_time_total > 0
-    ]
+    """Return the profiler's averages as kernels of a step, the longest first."""
+    found = []
+    for event in events:
+        if event.self_device_time_total > 0:
+            seconds = event.self_device_time_total / num_steps / 1e6
+            launches = event.count / num_steps
+            found.append(KernelShare(name=event.key, launches=launches, seconds=seconds))
     return sorted(found, key=lambda share: -share.seconds)
 
 
 def shares_table(found: list[KernelShare], most: int = 12) -> str:
-    """The ``most`` longest, and all others in one line."""
-    total = sum(share.seconds for share in found)
-    rest = KernelShare(
-        name="all others",
-        launches=sum(share.launches for share in found[most:]),
-        seconds=sum(share.seconds for share in found[most:]),
-    )
-    rows = [
-        [
-            share.name[:_LONGEST_NAME],
-            f"{share.launches:.0f}",
-            f"{share.seconds * 1e6:.0f}",
-            f"{share.seconds / total:.1%}",
-        ]
-        for share in [*found[:most], rest]
-        if share.launches
-    ]
+    """Return the ``most`` longest, and all others in one line."""
+    total, left = sum(share.seconds for share in found), found[most:]
+    launches, seconds = sum(one.launches for one in left), sum(one.seconds for one in left)
+    rest = KernelShare(name="all others", launches=launches, seconds=seconds)
+    rows = []
+    for one in [*found[:most], rest]:
+        if one.launches:
+            cells = [one.name[:60], f"{one.launches:.0f}", f"{one.seconds * 1e6:.0f}"]
+            rows.append([*cells, f"{one.seconds / total:.1%}"])
     return markdown_table(["kernel", "launches", "µs a step", "share"], rows)

@@ -1,8 +1,8 @@
 """Each kernel beside its floor and its peers: ``python -m bench.kernels``.
 
 The card's own copy and matrix rates are measured in the same run. Every contestant is checked
-against a float64 reference on the same inputs before anybody is timed; then all of a case are
-measured in turn, three times over. A peer that is not installed or does not offer a case is named.
+against a float64 reference on the same inputs before any is timed; then all of a case are measured
+in turn, three times over. A peer that is not installed or does not offer a case is named.
 ``--on emulation`` runs the same code over tiny shapes on the CPU, which times nothing.
 """
 
@@ -15,15 +15,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
 from bench.kernels.all import all_cases
-from bench.kernels.case import Case, Contestant, Peer, PeerAbsent, Setting
-from bench.kernels.report import RESULTS, ResultFile, describe_ceilings, markdown_table
+from bench.kernels.case import Case, Contestant, PeerAbsent, Setting
+from bench.kernels.report import ResultFile, add_options, describe_ceilings, markdown_table
 from bench.kernels.roofline import Ceilings
 from bench.kernels.targets import Judged, Result, judge
 from bench.kernels.timing import (
@@ -43,10 +42,10 @@ OURS = "ours"
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """What became of one case: seconds of each contestant in each round, and what was said of it.
+    """The seconds of each contestant of a case in each round, and further facts.
 
-    ``errors`` are distances from the reference. ``host`` is what handing over one of our launches
-    takes in Python. ``notes`` say why a peer is missing, and what failed. Without ours in
+    ``errors`` are distances from the reference. ``host`` is the time that handing over one of our
+    launches takes in Python. ``notes`` say why a peer is missing, and what failed. Without ours in
     ``seconds`` the case failed.
     """
 
@@ -61,18 +60,17 @@ class Measured:
         """Whether our own kernel was wrong or did not run."""
         return OURS not in self.seconds
 
-    def median(self, name: str) -> float:
-        """The median over the rounds."""
-        return statistics.median(self.seconds[name])
+    @property
+    def medians(self) -> dict[str, float]:
+        """The median of each contestant over the rounds."""
+        return {name: statistics.median(times) for name, times in self.seconds.items()}
 
     def result(self, ceilings: Ceilings) -> Result:
-        """For :func:`bench.kernels.targets.judge`."""
-        return Result(
-            title=self.case.title,
-            floor=ceilings.floor(self.case.work),
-            seconds=self.median(OURS),
-            peers={name: self.median(name) for name in self.seconds if name != OURS},
-        )
+        """Return the figures that targets are judged by."""
+        peers = self.medians
+        seconds = peers.pop(OURS)
+        floor = ceilings.floor(self.case.work)
+        return Result(title=self.case.title, floor=floor, seconds=seconds, peers=peers)
 
 
 def measure(case: Case, setting: Setting, stopwatch: Stopwatch) -> Measured:
@@ -90,16 +88,14 @@ def measure(case: Case, setting: Setting, stopwatch: Stopwatch) -> Measured:
         if recordings[name].how == "eager":
             notes[name] = "timed from Python: it can't be captured in a graph"
 
-    peers: list[Peer] = []
-    host = math.nan
+    host, trial = math.nan, None
     try:
         trial = case.make(setting)
         enter(OURS, trial.ours)
         host = stopwatch.host_seconds(trial.ours.launches)
-        peers = list(trial.peers)
     except Exception as error:  # one kernel's failure is no reason to lose the others
         notes[OURS] = _one_line(error)
-    for peer in peers:
+    for peer in trial.peers if trial else ():
         try:
             enter(peer.name, peer.make())
         except PeerAbsent as absent:
@@ -112,8 +108,7 @@ def measure(case: Case, setting: Setting, stopwatch: Stopwatch) -> Measured:
 
 
 def _one_line(error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}"[:200]
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
 
 
 def run_cases(
@@ -134,36 +129,28 @@ def run_cases(
             print(f"out of time: {len(cases) - len(measured)} cases were not run", flush=True)
             break
         began = time.monotonic()
-        measured.append(measure(case, setting, stopwatch))
+        measured.append(one := measure(case, setting, stopwatch))
         gc.collect()
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
-        _report(measured[-1], time.monotonic() - began)
+        said = [f"{name} {t * 1e6:.1f}" for name, t in one.medians.items() if not math.isnan(t)]
+        said += [f"{name} {note}" for name, note in one.notes.items()]
+        print(f"{case.title} [{time.monotonic() - began:.1f} s]: {'; '.join(said)}", flush=True)
         save(measured)
     return measured
 
 
-def _report(measured: Measured, took: float) -> None:
-    times = [
-        f"{name} {statistics.median(values) * 1e6:.1f}"
-        for name, values in measured.seconds.items()
-        if not math.isnan(values[0])
-    ]
-    notes = [f"{name} {note}" for name, note in measured.notes.items()]
-    print(f"{measured.case.title} [{took:.1f} s]: {'; '.join([*times, *notes])}", flush=True)
-
-
 def _judged(measured: Sequence[Measured], ceilings: Ceilings) -> dict[str, list[Judged]]:
     results = {one.case.title: one.result(ceilings) for one in measured if not one.failed}
+    targets = {one.case.title: one.case.targets for one in measured if not one.failed}
     return {
-        one.case.title: [judge(t, results[one.case.title], results) for t in one.case.targets]
-        for one in measured
-        if not one.failed
+        title: [judge(target, results[title], results) for target in of_case]
+        for title, of_case in targets.items()
     }
 
 
 def table(measured: Sequence[Measured], ceilings: Ceilings | None) -> str:
-    """The Markdown table: a row for each case. Without ceilings it tells only what was checked."""
+    """Return a row for each case. Without ceilings it tells only what was checked."""
     if ceilings is None:
         rows = [
             [one.case.kernel, one.case.shape, "FAILED" if one.failed else "right", _error(one)]
@@ -177,27 +164,21 @@ def table(measured: Sequence[Measured], ceilings: Ceilings | None) -> str:
 
 
 def summary(measured: Sequence[Measured], ceilings: Ceilings) -> str:
-    """A narrow table for the end of the output: the fastest peer and the verdicts alone."""
-    judged = _judged(measured, ceilings)
-    rows = []
+    """Return a narrow table for the end of the output: the fastest peer and the verdicts alone."""
+    judged, rows = _judged(measured, ceilings), []
     for one in measured:
-        cells = [f"{one.case.kernel} {one.case.shape}"]
+        title = f"{one.case.kernel} {one.case.shape}"
         if one.failed:
-            rows.append([*cells, "", "FAILED", "", one.notes.get(OURS, "")[:60]])
+            rows.append([title, "", "FAILED", "", one.notes.get(OURS, "")[:60]])
             continue
-        seconds, floor = one.median(OURS), ceilings.floor(one.case.work)
-        peers = {name: one.median(name) for name in one.seconds if name != OURS}
+        peers = one.medians
+        seconds = peers.pop(OURS)
         best = min(peers, key=peers.__getitem__, default="")
         verdicts = {True: "met", False: "MISSED", None: "?"}
-        rows.append(
-            [
-                *cells,
-                f"{seconds * 1e6:.1f}",
-                f"{floor / seconds:.2f}",
-                f"{best} {peers[best] * 1e6:.1f}" if best else "",
-                " ".join(verdicts[verdict.met] for verdict in judged[one.case.title]),
-            ]
-        )
+        share = f"{ceilings.floor(one.case.work) / seconds:.2f}"
+        told = " ".join(verdicts[verdict.met] for verdict in judged[one.case.title])
+        fastest = f"{best} {peers[best] * 1e6:.1f}" if best else ""
+        rows.append([title, f"{seconds * 1e6:.1f}", share, fastest, told])
     return markdown_table(["case", "µs", "floor", "best peer", "targets"], rows)
 
 
@@ -211,17 +192,17 @@ def _row(one: Measured, ceilings: Ceilings, judged: Sequence[Judged]) -> list[st
     start = [one.case.kernel, one.case.shape, bound, f"{floor * 1e6:.1f}"]
     if one.failed:
         return [*start, "FAILED", "", "", one.notes.get(OURS, ""), "", ""]
-    seconds = one.median(OURS)
+    peers = one.medians
+    seconds = peers.pop(OURS)
     rate = f"{work.bytes / seconds / 1e12:.2f} TB/s"
     if bound == "matrix":
         rate = f"{work.flops / seconds / 1e12:.0f} TFLOP/s"
-    peers = {name: f"{one.median(name) * 1e6:.1f}" for name in one.seconds if name != OURS}
     missing = {name: note.partition(":")[0] for name, note in one.notes.items() if name != OURS}
-    said = [f"{name} {text}" for name, text in {**missing, **peers}.items()]
+    times = {name: f"{time * 1e6:.1f}" for name, time in peers.items()}
+    said = ", ".join(f"{name} {text}" for name, text in {**missing, **times}.items())
     verdicts = "; ".join(verdict.text for verdict in judged)
-    ours = f"{seconds * 1e6:.1f}"
-    launch = f"{one.host * 1e6:.1f}"
-    return [*start, ours, f"{floor / seconds:.2f}", rate, ", ".join(said), verdicts, launch]
+    shown = [f"{seconds * 1e6:.1f}", f"{floor / seconds:.2f}", rate, said, verdicts]
+    return [*start, *shown, f"{one.host * 1e6:.1f}"]
 
 
 def _details(measured: Sequence[Measured], ceilings: Ceilings | None) -> dict[str, Any]:
@@ -231,11 +212,8 @@ def _details(measured: Sequence[Measured], ceilings: Ceilings | None) -> dict[st
             {
                 "kernel": one.case.kernel,
                 "shape": one.case.shape,
-                "bytes": one.case.work.bytes,
-                "flops": one.case.work.flops,
                 "floor_seconds": ceilings.floor(one.case.work) if ceilings else None,
-                "seconds": one.seconds if ceilings else {},
-                "host_seconds": one.host if ceilings else None,
+                "seconds": one.medians if ceilings else {},
                 "errors": one.errors,
                 "notes": one.notes,
                 "targets": [
@@ -265,19 +243,16 @@ def _setting(on: str, seed: int) -> Setting:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m bench.kernels", description=__doc__, formatter_class=raw
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="one or two shapes of each kernel")
     add("--kernel", action="append", default=[], metavar="NAME", help="this kernel's cases alone")
     add("--only", action="append", default=[], metavar="TEXT", help="cases whose title holds it")
-    add("--out", type=Path, default=RESULTS, help="folder for the results")
-    add("--on", choices=["gpu", "emulation"], default="gpu")
-    add("--seconds", type=float, default=480, help="no case starts after so many")
     add("--seed", type=int, default=0, help="of the random inputs")
+    add_options(parser, seconds=480)
     return parser.parse_args(arguments)
 
 
@@ -311,18 +286,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text, details = table(measured, ceilings), _details(measured, ceilings)
         result.save(ceilings=ceilings, table=text, details=details)
 
-    measured = run_cases(
-        cases, setting, stopwatch, options.seconds - (time.monotonic() - began), save
-    )
-    shown = summary(measured, ceilings) if ceilings else table(measured, None)
-    print(f"\n{shown}\n")
+    left = options.seconds - (time.monotonic() - began)
+    measured = run_cases(cases, setting, stopwatch, left, save)
+    print(f"\n{summary(measured, ceilings) if ceilings else table(measured, None)}\n")
     print(f"saved to {result.path}")
-    failed = [one.case.title for one in measured if one.failed]
-    if failed:
+    if failed := [one.case.title for one in measured if one.failed]:
         print(f"failed: {', '.join(failed)}")
-    if len(measured) < len(cases):
-        print(f"not run: {', '.join(case.title for case in cases[len(measured) :])}")
-    return 1 if failed or len(measured) < len(cases) else 0
+    if not_run := [case.title for case in cases[len(measured) :]]:
+        print(f"not run: {', '.join(not_run)}")
+    return 1 if failed or not_run else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -16,20 +17,27 @@ import attrs
 import torch
 
 from bench.kernels.roofline import Ceilings
-from bench.report import commit
-
-RESULTS = Path(__file__).parent / "results"
+from bench.report import RESULTS, commit
 
 _PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "flashinfer-python")
 _SMI_FIELDS = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
 
+def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Add the options that all scripts for a GPU have."""
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--on", choices=["gpu", "emulation"], default="gpu")
+    bound = "nothing new starts after so many"
+    parser.add_argument("--seconds", type=float, default=seconds, help=bound)
+
+
 def describe_device() -> dict[str, Any]:
-    """What the figures depend on: the card, its driver, CUDA, versions, this tree's revision."""
+    """Return the card, its driver, CUDA, versions, and this tree's revision."""
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "packages": _versions(),
+        "packages": {name: installed[name] for name in _PACKAGES if name in installed},
         "commit": commit(),
         "cores": len(os.sched_getaffinity(0)),
     }
@@ -47,18 +55,8 @@ def describe_device() -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _nvidia_smi() -> dict[str, str]:
-    """The driver's version and the card's state as it is found; nothing is changed."""
+    """Return the driver's version and the card's state as it is found; nothing is changed."""
     command = ["nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -69,7 +67,7 @@ def _nvidia_smi() -> dict[str, str]:
 
 
 def describe_ceilings(ceilings: Ceilings) -> str:
-    """One line for the head of a table."""
+    """Return a line for the head of a table."""
     return (
         f"copy {ceilings.copy / 1e12:.2f} TB/s (read plus written), "
         f"matrix product {ceilings.matrix / 1e12:.0f} TFLOP/s (bf16, random numbers)"
@@ -77,17 +75,16 @@ def describe_ceilings(ceilings: Ceilings) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up in a terminal, too."""
+    """Return a Markdown table whose columns line up in a terminal, too."""
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     padded = [
-        "| "
-        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        + " |"
+        " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
     ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([padded[0], rule, *padded[1:]])
+    first, *rest = (f"| {line} |" for line in padded)
+    return "\n".join([first, rule, *rest])
 
 
 @attrs.frozen(kw_only=True)
@@ -108,23 +105,16 @@ class ResultFile:
 
     def save(self, *, ceilings: Ceilings | None, table: str, details: Mapping[str, Any]) -> None:
         """Write the JSON, and a Markdown page with ``table`` beside it; each is there whole."""
-        result = {
-            "time": self.began.isoformat(timespec="seconds"),
-            **self.device,
-            "ceilings": attrs.asdict(ceilings) if ceilings else None,
-            "table": table,
-            **details,
-        }
+        rates = attrs.asdict(ceilings) if ceilings else None
+        time = self.began.isoformat(timespec="seconds")
+        result = {"time": time, **self.device, "ceilings": rates, "table": table, **details}
         _replace(self.path, json.dumps(result, indent=2))
-        _replace(self.path.with_suffix(".md"), self._page(ceilings, table))
-
-    def _page(self, ceilings: Ceilings | None, table: str) -> str:
-        about = f"{self.device['device']}, {self.began:%Y-%m-%d}"
-        lines = [f"# {self.path.stem[:-16]}", "", f"{about}, revision {self.device['commit']}."]
+        about = f"{self.device['device']}, {self.began:%Y-%m-%d}, revision {self.device['commit']}."
+        lines = [f"# {self.path.stem[:-16]}", "", about]
         if ceilings:
             lines += ["", f"Measured in the same run: {describe_ceilings(ceilings)}."]
         facts = [f"- {key}: {value}" for key, value in self.device.items()]
-        return "\n".join([*lines, "", table, "", *facts])
+        _replace(self.path.with_suffix(".md"), "\n".join([*lines, "", table, "", *facts]))
 
 
 def _replace(path: Path, text: str) -> None:

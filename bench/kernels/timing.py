@@ -21,40 +21,34 @@ import torch
 from bench.kernels.roofline import Ceilings
 
 Launch = Callable[[], object]
-
 # A replay is made at least this long, so that an event's resolution of half a microsecond is small.
 _REPLAY_SECONDS = 2e-3
-_MAX_LAUNCHES = 2048
-_REPLAYS = 15
-_MAX_BUFFER_SETS = 64
-_COPY_BYTES = 4 << 30
-_MATRIX_SIZE = 8192
+_MAX_LAUNCHES, _REPLAYS, _MAX_BUFFER_SETS = 2048, 15, 64
+_COPY_BYTES, _MATRIX_SIZE = 4 << 30, 8192
 
 
 class Recording(Protocol):
-    """Launches that are ready to be timed."""
+    """Launches that are ready to be timed; ``how`` is ``graph`` or ``eager``, or ``dry``."""
 
-    @property
-    def how(self) -> str:
-        """``graph`` or ``eager``; ``dry`` where nothing is timed."""
+    how: str
 
     def seconds(self) -> float:
-        """The median time of one launch; NaN in a dry run."""
+        """Return the median time of one launch; NaN in a dry run."""
 
 
 class Stopwatch(Protocol):
-    """What times launches, or only runs them."""
+    """A watch that times launches, or only runs them."""
 
     def record(self, launches: Sequence[Launch]) -> Recording:
         """Run each launch once, then prepare to time them one after the other."""
 
     def host_seconds(self, launches: Sequence[Launch]) -> float:
-        """What one launch costs the thread that issues it; NaN in a dry run."""
+        """Return the time of the thread that issues one launch; NaN in a dry run."""
 
 
 @attrs.frozen
 class DryRun:
-    """Runs every launch once and times nothing: for the emulation, whose times mean nothing."""
+    """A watch that runs every launch once and times nothing, for the emulation."""
 
     how: str = "dry"
 
@@ -65,35 +59,39 @@ class DryRun:
         return self
 
     def seconds(self) -> float:
-        """No time."""
+        """Return no time."""
         return math.nan
 
     def host_seconds(self, launches: Sequence[Launch]) -> float:
-        """No time."""
+        """Return no time."""
         return math.nan
 
 
 class GraphStopwatch:
-    """Times launches by replaying a CUDA graph of them.
+    """A watch that replays a CUDA graph of launches.
 
     Launches that can't be captured are timed one by one from Python instead, and say so.
     """
 
     def record(self, launches: Sequence[Launch]) -> Recording:
         """See :meth:`Stopwatch.record`."""
-        for launch in launches:  # loads modules, allocates, compiles
-            launch()
+
+        def run_all() -> None:
+            for launch in launches:
+                launch()
+
+        run_all()  # loads modules, allocates, compiles
         torch.cuda.synchronize()
         try:
             once = _capture(launches, 1)
         except RuntimeError:
             torch.cuda.synchronize()
-            return _Eager(launches)
+            return _Recorded("eager", run_all, len(launches))
         took = min(_time(once.replay, 1) for _ in range(3))
         rounds = math.ceil(_REPLAY_SECONDS / max(took, 1e-6))
         rounds = max(1, min(rounds, _MAX_LAUNCHES // len(launches)))
         graph = once if rounds == 1 else _capture(launches, rounds)
-        return _Replayed(graph, rounds * len(launches))
+        return _Recorded("graph", graph.replay, rounds * len(launches))
 
     def host_seconds(self, launches: Sequence[Launch]) -> float:
         """See :meth:`Stopwatch.host_seconds`."""
@@ -108,29 +106,14 @@ class GraphStopwatch:
         return statistics.median(times)
 
 
-class _Replayed:
-    how = "graph"
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, num_launches: int) -> None:
-        self._graph = graph
-        self._num_launches = num_launches
-
-    def seconds(self) -> float:
-        return _time(self._graph.replay, _REPLAYS) / self._num_launches
-
-
-class _Eager:
-    how = "eager"
-
-    def __init__(self, launches: Sequence[Launch]) -> None:
-        self._launches = launches
+@attrs.frozen
+class _Recorded:
+    how: str
+    run: Callable[[], object]
+    num_launches: int
 
     def seconds(self) -> float:
-        return _time(self._run_all, _REPLAYS) / len(self._launches)
-
-    def _run_all(self) -> None:
-        for launch in self._launches:
-            launch()
+        return _time(self.run, _REPLAYS) / self.num_launches
 
 
 def _capture(launches: Sequence[Launch], rounds: int) -> torch.cuda.CUDAGraph:
@@ -143,7 +126,7 @@ def _capture(launches: Sequence[Launch], rounds: int) -> torch.cuda.CUDAGraph:
 
 
 def _time(run: Callable[[], object], times: int) -> float:
-    """The median of ``times`` runs, in seconds, after one that isn't counted."""
+    """Return the median of ``times`` runs, in seconds, after one that isn't counted."""
     run()
     pairs = []
     for _ in range(times):
@@ -157,7 +140,7 @@ def _time(run: Callable[[], object], times: int) -> float:
 
 
 def measure_in_turn(recordings: Sequence[Recording], rounds: int = 3) -> list[list[float]]:
-    """Seconds of each recording in each round; all are measured once before any is again."""
+    """Return the seconds of each recording in each round; all take turns."""
     gc.disable()
     try:
         turns = [[recording.seconds() for recording in recordings] for _ in range(rounds)]
@@ -167,7 +150,7 @@ def measure_in_turn(recordings: Sequence[Recording], rounds: int = 3) -> list[li
 
 
 def buffer_sets(bytes_per_set: float, cache_bytes: int) -> int:
-    """How many sets of buffers launches should go round so that none is found in the cache.
+    """Return how many sets of buffers launches should go round so that none is in the cache.
 
     Three times the cache, within reason: what a step of a few tokens moves fits the cache however
     many sets there are, and in a model it is there, because the kernel before has just written it.
@@ -176,24 +159,25 @@ def buffer_sets(bytes_per_set: float, cache_bytes: int) -> int:
 
 
 def measure_ceilings() -> Ceilings:
-    """The rates of this card, now."""
+    """Return the rates of this card, now.
+
+    The copy is larger than any cache, its bytes count read and written; the product is of random
+    numbers, since zeros would be faster than any data is.
+    """
     ceilings = Ceilings(copy=_copy_rate(), matrix=_matrix_rate())
     torch.cuda.empty_cache()
     return ceilings
 
 
 def _copy_rate() -> float:
-    """Bytes read plus written per second, of a copy larger than any cache."""
     source = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / _median_seconds(lambda: target.copy_(source))
 
 
 def _matrix_rate() -> float:
-    """Operations per second, on random numbers: zeros would be faster than any data is."""
-    size = (_MATRIX_SIZE, _MATRIX_SIZE)
-    a = torch.randn(size, dtype=torch.bfloat16, device="cuda")
-    b = torch.randn(size, dtype=torch.bfloat16, device="cuda")
+    numbers = {"dtype": torch.bfloat16, "device": "cuda"}
+    a, b = (torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, **numbers) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * _MATRIX_SIZE**3 / _median_seconds(lambda: torch.mm(a, b, out=out))
 
