@@ -30,6 +30,7 @@ class Defect:
 
 def _decode() -> list[Defect]:
     file, all_tests = "decode_attention.cu", "test_decode_attention.py"
+    tiles, products, softmax = "decode_tiles.cuh", "decode_products.cuh", "decode_softmax.cuh"
     bf16, e4m3 = f"{all_tests} -k test_ragged_rows", f"{all_tests} -k test_e4m3_cache"
     return [
         Defect(
@@ -92,35 +93,35 @@ def _decode() -> list[Defect]:
         ),
         Defect(
             "one position past the end",
-            file,
+            tiles,
             "max(position + TILE - end, 0)",
             "max(position + TILE - end - 1, 0)",
             bf16,
         ),
         Defect(
             "one position before the window",
-            file,
+            tiles,
             "max(begin - position, 0)",
             "max(begin - position - 1, 0)",
             f"{all_tests} -k test_sliding_window",
         ),
         Defect(
             "rows past the end are not zero-filled",
-            file,
+            tiles,
             "WHOLE || valid >> row & 1u << i * ROWS",
             "true",
             bf16,
         ),
         Defect(
             "values are read at another place than they are written to",
-            file,
+            products,
             "ldmatrix_transposed(v, fragment(shared, values, row, half, f))",
             "ldmatrix_transposed(v, fragment(shared, values, row ^ 1, half, f))",
             bf16,
         ),
         Defect(
             "lost swizzle",
-            file,
+            tiles,
             "(row * CHUNKS + (chunk ^ (row / (8 / WAYS) & (WAYS - 1)))) * 16",
             "(row * CHUNKS + chunk) * 16",
             bf16,
@@ -141,14 +142,14 @@ def _decode() -> list[Defect]:
         ),
         Defect(
             "sums are not brought to a new maximum",
-            file,
+            softmax,
             "sums.weight[h] *= factor;",
             "",
             bf16,
         ),
         Defect(
             "only the first eight query heads make a new maximum",
-            file,
+            softmax,
             "top[0] != sums.top[0] || top[1] != sums.top[1]",
             "top[0] != sums.top[0]",
             f"{all_tests} -k 'test_ragged_rows and -16-'",
@@ -162,21 +163,21 @@ def _decode() -> list[Defect]:
         ),
         Defect(
             "scores have the scale of values",
-            file,
+            softmax,
             "scores[n][2 * h + j] *= scales.keys[n][j]",
             "scores[n][2 * h + j] *= scales.values[n][j]",
             e4m3,
         ),
         Defect(
             "values have the scale of keys",
-            file,
+            softmax,
             "w[j] *= scales.values[n][j]",
             "w[j] *= scales.keys[n][j]",
             e4m3,
         ),
         Defect(
             "scales past the end are used as they were found",
-            file,
+            softmax,
             "          scales.values[n][j] = 0.f;\n",
             "",
             e4m3,
