@@ -8,14 +8,14 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.adapters import CompiledAdapter, Step, pack_adapter, step_of
+from gpu.cpu.adapters import CompiledAdapter, pack_adapter, step_of
+from gpu.cpu.decoder_abi import DecoderLimits, DecoderShape, DecoderStep, DecoderVector, declare
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
 from gpu.cpu.parts import NUM_PARTS, Part, ProductKind, part_of
@@ -49,56 +49,8 @@ _ROUNDED = {"int8": Format.Q8_0, "int4": Format.Q4_0, "w8a8": Format.W8A8}
 """What other matrices are rounded to; elsewhere they are bfloat16."""
 
 
-class _Vector(enum.IntEnum):
-    """The vectors of a model, as decoder_abi.cpp numbers them."""
-
-    NORM = 0
-    ATTENTION_NORM = 1
-    MLP_NORM = 2
-    QK_NORM = 3
-
-
 _SOURCES = {BFLOAT16: 0, FLOAT32: 1}
 _FROM_BLOCKS = 2
-
-
-class _Shape(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("vocab_size", "hidden_size", "intermediate_size")),
-        *((name, c_int64) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("num_experts", "experts_per_token", "expert_size")),
-        ("rms_norm_eps", c_float),
-        ("threads", c_int32),
-        ("normalizes_experts", c_int32),
-    )
-
-    @classmethod
-    def of(cls, config: ModelConfig, threads: int) -> _Shape:
-        names = [field[0] for field in cls._fields_ if hasattr(config, field[0])]
-        shape = cls(**{name: getattr(config, name) for name in names}, threads=threads)
-        experts = config.experts
-        if experts is not None:
-            shape.num_experts, shape.experts_per_token = experts.count, experts.per_token
-            shape.expert_size = experts.intermediate_size
-            shape.normalizes_experts = experts.normalized
-        return shape
-
-
-class _Limits(ctypes.Structure):
-    _fields_ = tuple(
-        (name, c_int64)
-        for name in ("page_size", "num_pages", "max_tokens", "num_positions", "max_rank")
-    )
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (
-        ("num_rows", c_int64),
-        ("query_start", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("table_stride", c_int64),
-    )
 
 
 def obstacle_in(config: ModelConfig) -> str | None:
@@ -155,8 +107,8 @@ class CompiledModel:
         self.num_weights: Counter[Format] = Counter()
         """How many numbers of matrices are stored in each format."""
         self.quantization = quantization
-        self._library = _declare(library)
-        shape = _Shape.of(config, threads)
+        self._library = declare(library)
+        shape = DecoderShape.of(config, threads)
         self._decoder: int = self._library.decoder_create(ctypes.byref(shape))
         if not self._decoder:
             raise ModelLoadError(no_room_for(threads))
@@ -169,7 +121,7 @@ class CompiledModel:
             _check_memory(set_layer(self._decoder, index, window or 0, rotate, has_experts))
         self._products: dict[tuple[ProductKind, int, int], _Product] = {}
         self._qk_norms: dict[int, dict[str, Numbers]] = {}
-        self._step = _Step()
+        self._step = DecoderStep()
         self._step_pointer = ctypes.byref(self._step)
         self._arrays = _StepArrays(0)
         self._tokens = 0
@@ -205,7 +157,7 @@ class CompiledModel:
             ModelLoadError: there is no memory for them.
         """
         max_rank = self._adapters.max_rank
-        limits = _Limits(page_size, num_pages, max_tokens, len(cos_sin), max_rank)
+        limits = DecoderLimits(page_size, num_pages, max_tokens, len(cos_sin), max_rank)
         table = np.ascontiguousarray(cos_sin, dtype=np.float32)
         finish = self._library.decoder_finish
         _check_memory(finish(self._decoder, ctypes.byref(limits), table.ctypes.data))
@@ -305,16 +257,16 @@ class CompiledModel:
                 del self._qk_norms[layer]
                 queries = np.tile(norms["q_norm"], self.config.num_heads)
                 keys = np.tile(norms["k_norm"], self.config.num_kv_heads)
-                self._set_vector(_Vector.QK_NORM, layer, np.concatenate([queries, keys]))
+                self._set_vector(DecoderVector.QK_NORM, layer, np.concatenate([queries, keys]))
             return
         which = {
-            "model.norm": _Vector.NORM,
-            "input_layernorm": _Vector.ATTENTION_NORM,
-            "post_attention_layernorm": _Vector.MLP_NORM,
+            "model.norm": DecoderVector.NORM,
+            "input_layernorm": DecoderVector.ATTENTION_NORM,
+            "post_attention_layernorm": DecoderVector.MLP_NORM,
         }[inner]
         self._set_vector(which, layer, weight)
 
-    def _set_vector(self, which: _Vector, layer: int, values: Numbers) -> None:
+    def _set_vector(self, which: DecoderVector, layer: int, values: Numbers) -> None:
         values = np.ascontiguousarray(values, dtype=BFLOAT16)
         pointer, count = values.ctypes.data, values.size
         _check_memory(self._library.decoder_set_vector(self._decoder, which, layer, pointer, count))
@@ -380,29 +332,3 @@ class _StepArrays:
 def _check_memory(given: int | None) -> None:
     if not given:
         raise ModelLoadError("no memory is left for the model: free some, or serve a smaller one")
-
-
-def _declare(library: Library) -> Library:
-    """Say what the functions take and give: pointers are integers."""
-    pointer, number, count = c_void_p, c_int32, c_int64
-    signatures = {
-        "decoder_create": (pointer, [POINTER(_Shape)]),
-        "decoder_destroy": (None, [pointer]),
-        "decoder_add_segment": (
-            number,
-            [pointer, number, count, count, number, number, pointer, count, count],
-        ),
-        "decoder_set_bias": (number, [pointer, number, count, pointer, count]),
-        "decoder_set_vector": (number, [pointer, number, count, pointer, count]),
-        "decoder_set_layer": (number, [pointer, count, count, number, number]),
-        "decoder_finish": (number, [pointer, POINTER(_Limits), pointer]),
-        "decoder_hidden": (pointer, [pointer]),
-        "decoder_copy_pages": (None, [pointer, pointer, count]),
-        "decoder_forward": (None, [pointer, pointer, POINTER(_Step), POINTER(Step)]),
-        "decoder_logits": (None, [pointer, pointer, pointer, count, pointer]),
-        "decoder_most_probable": (None, [pointer, pointer, pointer, count, pointer]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library

@@ -92,14 +92,7 @@ def assemble(
     config = model.config
     max_rows, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     of_attention = attention_limits(config, limits, loader.num_multiprocessors)
-    regions = {
-        **executor_regions(max_rows, max_tokens),
-        **of_attention.regions(),
-        **DeviceState.regions(),
-    }
-    if places is not None:
-        regions |= CudaAdapters.regions(max_tokens, places.count)
-    buffer = StepBuffer(loader.device, regions)
+    buffer = _step_buffer(loader, limits, of_attention, places)
     state = DeviceState(
         loader,
         buffer,
@@ -107,17 +100,7 @@ def assemble(
         max_model_len=limits.max_model_len,
         page_size=limits.page_size,
     )
-    attention = CudaAttention(
-        loader,
-        buffer=buffer,
-        block_tables=state.block_tables,
-        cache=KvCache(
-            cache_shape(config, limits, model.dtype, loader.device), limits.num_host_pages
-        ),
-        limits=of_attention,
-        dtype=model.dtype,
-        cos_sin=torch.from_numpy(cos_sin_table(config, limits.max_model_len)).to(loader.device),
-    )
+    attention = _attention(loader, model, limits, of_attention, buffer, state)
     sampler = DeviceSampler(
         loader,
         vocab_size=config.vocab_size,
@@ -127,13 +110,7 @@ def assemble(
         max_logprobs=limits.max_logprobs,
         processed_logprobs=limits.logprobs_mode == "processed",
     )
-    slots = SlotTable(
-        num_pages=limits.num_pages,
-        page_size=limits.page_size,
-        max_model_len=limits.max_model_len,
-        vocab_size=config.vocab_size,
-        num_host_pages=limits.num_host_pages,
-    )
+    slots = _slot_table(limits, config.vocab_size)
     adapters = None
     if places is not None:
         adapters = CudaAdapters(loader, buffer, places, config)
@@ -153,3 +130,52 @@ def assemble(
         adapters=adapters,
     )
     return executor, slots
+
+
+def _slot_table(limits: ServingLimits, vocab_size: int) -> SlotTable:
+    return SlotTable(
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        max_model_len=limits.max_model_len,
+        vocab_size=vocab_size,
+        num_host_pages=limits.num_host_pages,
+    )
+
+
+def _step_buffer(
+    loader: KernelLoader,
+    limits: ServingLimits,
+    of_attention: AttentionLimits,
+    places: AdapterPlaces | None,
+) -> StepBuffer:
+    """Return a buffer with room for everything that a step uploads."""
+    max_tokens = limits.max_num_batched_tokens
+    regions = {
+        **executor_regions(limits.max_num_seqs, max_tokens),
+        **of_attention.regions(),
+        **DeviceState.regions(),
+    }
+    if places is not None:
+        regions |= CudaAdapters.regions(max_tokens, places.count)
+    return StepBuffer(loader.device, regions)
+
+
+def _attention(
+    loader: KernelLoader,
+    model: Decoder,
+    limits: ServingLimits,
+    of_attention: AttentionLimits,
+    buffer: StepBuffer,
+    state: DeviceState,
+) -> CudaAttention:
+    """Return the model's attention over a KV cache of its own."""
+    config, device = model.config, loader.device
+    return CudaAttention(
+        loader,
+        buffer=buffer,
+        block_tables=state.block_tables,
+        cache=KvCache(cache_shape(config, limits, model.dtype, device), limits.num_host_pages),
+        limits=of_attention,
+        dtype=model.dtype,
+        cos_sin=torch.from_numpy(cos_sin_table(config, limits.max_model_len)).to(device),
+    )

@@ -126,25 +126,8 @@ def load_model(
     captures = not start.enforce_eager and config.experts is None
     if captures:
         in_use += _graph_bytes(config, limits, activations, start.max_lora_rank > 0)
-    in_use += AdapterPlaces.device_bytes(
-        config,
-        start.max_lora_rank,
-        dtype,
-        start.max_loras,
-        max_tokens=limits.max_num_batched_tokens,
-    )
-    num_pages = choose_num_gpu_pages(
-        start,
-        memory,
-        in_use=in_use,
-        bytes_per_page=bytes_per_page(_cache_shape(model, limits)),
-        max_model_len=start.max_model_len,
-    )
-    num_host_pages = choose_num_host_pages(
-        start, bytes_per_page(_cache_shape(model, limits)), Machine().memory()[1]
-    )
-    limits = attrs.evolve(limits, num_pages=num_pages, num_host_pages=num_host_pages)
-    with _explaining(lambda: cache_doesnt_fit(num_pages)):
+    limits = _with_pages(start, memory, model, limits, in_use)
+    with _explaining(lambda: cache_doesnt_fit(limits.num_pages)):
         places = _places(gpu, model, start)
         executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster, places)
     if captures:
@@ -157,13 +140,38 @@ def load_model(
     return Loaded(
         executor=executor,
         slots=slots,
-        num_pages=num_pages,
-        num_host_pages=num_host_pages,
+        num_pages=limits.num_pages,
+        num_host_pages=limits.num_host_pages,
         device_name=gpu.name,
         computing=f"CUDA kernels, weights in {str(dtype).removeprefix('torch.')}",
         free_memory=free,
         read_weights=lambda files: _read_again(model, files, dtype),
         adapters=None if places is None else places.store,
+    )
+
+
+def _with_pages(
+    start: Start, memory: GpuMemory, model: Decoder, limits: ServingLimits, in_use: int
+) -> ServingLimits:
+    """Return ``limits`` with the pages that fit beside ``in_use`` bytes and the adapters."""
+    in_use += AdapterPlaces.device_bytes(
+        model.config,
+        start.max_lora_rank,
+        model.dtype,
+        start.max_loras,
+        max_tokens=limits.max_num_batched_tokens,
+    )
+    page_bytes = bytes_per_page(_cache_shape(model, limits))
+    return attrs.evolve(
+        limits,
+        num_pages=choose_num_gpu_pages(
+            start,
+            memory,
+            in_use=in_use,
+            bytes_per_page=page_bytes,
+            max_model_len=start.max_model_len,
+        ),
+        num_host_pages=choose_num_host_pages(start, page_bytes, Machine().memory()[1]),
     )
 
 

@@ -86,13 +86,7 @@ class DeviceSampler:
                 f"up to {max_logprobs} log-probabilities for a token: on this device at most "
                 f"{tiling.list_capacity} (--max-logprobs)"
             )
-        if history.dtype != torch.int32 or not history.is_contiguous() or history.ndim != 2:
-            raise ValueError("the history must be a contiguous matrix of int32")
-        if len(history) < num_slots or history.shape[1] > MAX_HISTORY:
-            raise ValueError(
-                f"a history of {tuple(history.shape)}: {num_slots} slots with up to {MAX_HISTORY} "
-                f"tokens each are wanted"
-            )
+        _check_history(history, num_slots)
         self.vocab_size = vocab_size
         self._max_rows = max_rows
         self._device = loader.device
@@ -251,3 +245,13 @@ def top_lists(
             found = int((ids[row] >= 0).sum())
             lists[row] = (ids[row, :found].copy(), values[row, :found].copy())
     return lists
+
+
+def _check_history(history: torch.Tensor, num_slots: int) -> None:
+    if history.dtype != torch.int32 or not history.is_contiguous() or history.ndim != 2:
+        raise ValueError("the history must be a contiguous matrix of int32")
+    if len(history) < num_slots or history.shape[1] > MAX_HISTORY:
+        raise ValueError(
+            f"a history of {tuple(history.shape)}: {num_slots} slots with up to {MAX_HISTORY} "
+            f"tokens each are wanted"
+        )

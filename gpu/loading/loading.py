@@ -64,11 +64,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         )
     constraints = _load_constraints(start, files, device)
     loaded = _load_on(device, start, files, dtype, on_progress, constraints)
-    on_progress("warm-up", 0, 1)
-    room = min(loaded.num_pages * start.page_size, start.max_model_len)
-    num_tokens = min(WARM_UP_TOKENS, room, start.max_num_batched_tokens)
-    warm_up(loaded.executor, loaded.slots, [num_tokens], start.page_size)
-    on_progress("warm-up", 1, 1)
+    _run_a_prompt(loaded, start, on_progress)
     runner = Runner(
         loaded.executor, loaded.slots, max_num_batched_tokens=start.max_num_batched_tokens
     )
@@ -141,6 +137,14 @@ def _load_constraints(start: Start, files: ModelFiles, device: str) -> Constrain
         processors,
         num_threads=min(max(int(Machine().cores()), 1), MAX_MASK_THREADS),
     )
+
+
+def _run_a_prompt(loaded: Loaded, start: Start, on_progress: OnProgress) -> None:
+    on_progress("warm-up", 0, 1)
+    room = min(loaded.num_pages * start.page_size, start.max_model_len)
+    num_tokens = min(WARM_UP_TOKENS, room, start.max_num_batched_tokens)
+    warm_up(loaded.executor, loaded.slots, [num_tokens], start.page_size)
+    on_progress("warm-up", 1, 1)
 
 
 def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +74,7 @@ def load_folder(
             before the first is yielded; or a number isn't finite.
     """
     shards = read_shards(folder)
-    names: dict[str, list[str]] = {}
-    found: dict[str, tuple[int, ...]] = {}
-    for shard in shards:
-        for stored, shape in shard.shapes.items():
-            name = name_of(stored)
-            if name is None:
-                continue
-            names[stored], part_shape = split_experts(name, shape, expected)
-            for part in names[stored]:
-                if part in found:
-                    raise ModelLoadError(f"{folder} holds {part} twice: fetch it again")
-                found[part] = part_shape
-            _check_dtype(shard, stored)
+    names, found = _find_tensors(folder, shards, expected, name_of)
     check_tensors(expected, found, folder, family)
     total = sum(shard.num_bytes[name] for shard in shards for name in shard.shapes if name in names)
     done = 0
@@ -108,6 +96,29 @@ def load_folder(
                         progress(done, total)
         except OSError as error:
             raise ModelLoadError(f"{shard.path} can't be read: {error.strerror}") from error
+
+
+def _find_tensors(
+    folder: Path,
+    shards: Sequence[Shard],
+    expected: Container[str],
+    name_of: Callable[[str], str | None],
+) -> tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]:
+    """Return the names of each stored tensor's parts, and the shape of each part by name."""
+    names: dict[str, list[str]] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    for shard in shards:
+        for stored, shape in shard.shapes.items():
+            name = name_of(stored)
+            if name is None:
+                continue
+            names[stored], part_shape = split_experts(name, shape, expected)
+            for part in names[stored]:
+                if part in found:
+                    raise ModelLoadError(f"{folder} holds {part} twice: fetch it again")
+                found[part] = part_shape
+            _check_dtype(shard, stored)
+    return names, found
 
 
 def _unrounded(stored: np.dtype[Any]) -> np.dtype[Any]:
