@@ -2,9 +2,9 @@
 //
 // From the blocks' statistics that scan_logits.cu left. A greedy row takes the first largest logit.
 // For the others, candidates.cuh finds where top_k, top_p and min_p cut, as the `end` of the kept
-// ranks. Then two exponential races are run (see trioserve/protocol/sampling.py), between the blocks by the
-// sums of their kept tokens and between the tokens of the winner. The token is appended to the
-// slot's history, where the next step finds it.
+// ranks. Then two exponential races are run (see trioserve/protocol/sampling.py), between the blocks
+// by the sums of their kept tokens and between the tokens of the winner. The token is appended to
+// the slot's history, where the next step finds it.
 //
 // The vocabulary isn't sorted, and most of it not read again. Sampling by rejection, as FlashInfer
 // has it, does without a sort too, but draws anew in each round: here the draw is one race, with

@@ -2,7 +2,8 @@
 //
 // Kernels include this file and no CUDA header. Each hardware instruction that CUDA C++ has no
 // operator for stands behind one named function with two bodies: PTX for NVRTC, and plain C++ over
-// gpu/kernels/emulation/cuda.h for g++. Everything else in a .cu file is the same text for both compilers.
+// gpu/kernels/emulation/cuda.h for g++. Everything else in a .cu file is the same text for both
+// compilers.
 //
 // Element types are structs around their bits, so that no conversion happens unseen:
 //   bf16   1 sign, 8 exponent, 7 fraction bits

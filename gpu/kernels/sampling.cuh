@@ -3,7 +3,7 @@
 //
 // The sampler of one step is four launches over the same Parameters, in this order:
 //   mark_tokens   note which tokens a bias, a penalty or a mask touches, and count them
-//   scan_logits   steps 2 to 4 of trioserve/protocol/sampling.py; largest and sum of each block of tokens
+//   scan_logits   steps 2 to 4 of trioserve/protocol/sampling.py; largest and sum of each block
 //   draw_tokens   steps 6 to 11, from the blocks' statistics and the few blocks that matter
 //   top_logprobs  the most probable tokens of the rows that ask for them
 // Step 5 is an optional bias for every token (added) and an optional bitmask (a 0 bit is -inf),

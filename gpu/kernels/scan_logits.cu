@@ -1,6 +1,6 @@
 // scan_logits.cu - the sampler's one pass over all logits. It adjusts them (steps 2 to 4 of
-// trioserve/protocol/sampling.py: bias, penalties, masked stop ids), and leaves for every block of 128
-// tokens the largest logit and the sum of exp((x - largest) / temperature).
+// trioserve/protocol/sampling.py: bias, penalties, masked stop ids), and leaves for every block of
+// 128 tokens the largest logit and the sum of exp((x - largest) / temperature).
 //
 // These statistics are all that a plain draw needs, and tell a truncated one which few blocks to
 // look at. Rows that report raw log-probabilities get the same of their unmodified logits, with
@@ -8,8 +8,9 @@
 // form: every block has a maximum of its own, so nothing waits for the row's.
 //
 // What mark_tokens.cu marked is adjusted in float64, each step rounded to float32 as in
-// gpu/sampling/sampler.py, written back, and its mark cleared; in rows that report raw log-probabilities the
-// raw logit takes the mark's place until top_logprobs.cu. Other rows don't read their marks.
+// gpu/sampling/sampler.py, written back, and its mark cleared; in rows that report raw
+// log-probabilities the raw logit takes the mark's place until top_logprobs.cu. Other rows don't
+// read their marks.
 //
 // Tiling: grid (ceil(num_blocks / BLOCKS_PER_GROUP), rows), 4 warps. A warp has PER_WARP blocks of
 // tokens in flight, four logits a lane and block, and reduces each over its lanes in a fixed order:
