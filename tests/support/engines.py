@@ -31,7 +31,6 @@ async def assert_idle(engine: Engine, *, within: float = 10.0) -> None:
 
 async def worker_of(engine: Engine) -> psutil.Process:
     """Return the engine's worker process, once there is one that runs."""
-    assert engine.monitor is not None
-    while (pid := engine.monitor.worker_life().pid) is None:
+    while (pid := engine.worker_life().pid) is None:
         await trio.sleep(0.001)
     return psutil.Process(pid)

@@ -9,15 +9,26 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import attrs
 import trio
 
 T = TypeVar("T")
+_Record = TypeVar("_Record", contravariant=True)
 
 DEFAULT_MAX_RECORDS = 1000
 """Records that wait for one reader, unless it asks for another number."""
+
+
+class Reader(Protocol[_Record]):
+    """Something that a feed gives its records to."""
+
+    def put(self, record: _Record) -> None:
+        """Take ``record``. Must not block."""
+
+    def end(self, error: Exception) -> None:
+        """Take note that nothing more comes, because of ``error``."""
 
 
 @attrs.define(eq=False)
@@ -101,7 +112,7 @@ class Feed(Generic[T]):
 
     on_wanted: Callable[[], None] = lambda: None
     on_unwanted: Callable[[], None] = lambda: None
-    _readers: list[Subscription[T]] = attrs.field(init=False, factory=list)
+    _readers: list[Reader[T]] = attrs.field(init=False, factory=list)
     _error: Exception | None = attrs.field(init=False, default=None)
     is_wanted: bool = attrs.field(init=False, default=False)
     """Whether anybody reads. An attribute, because it is asked in every step."""
@@ -126,6 +137,12 @@ class Feed(Generic[T]):
         if max_records < 1:
             raise ValueError(f"max_records must be at least 1, got {max_records}")
         reader: Subscription[T] = Subscription(deque(maxlen=max_records))
+        with self.read_by(reader):
+            yield reader
+
+    @contextlib.contextmanager
+    def read_by(self, reader: Reader[T]) -> Iterator[None]:
+        """Give ``reader`` every record that is published while the block lasts."""
         if self._error is not None:
             reader.end(self._error)
         if not self._readers:
@@ -133,7 +150,7 @@ class Feed(Generic[T]):
         self._readers.append(reader)
         self.is_wanted = True
         try:
-            yield reader
+            yield
         finally:
             self._readers.remove(reader)
             self.is_wanted = bool(self._readers)

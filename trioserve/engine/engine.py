@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 import trio
 
+from trioserve._util.feed import Feed
 from trioserve.config import EngineConfig
 from trioserve.engine.backend import Backend
 from trioserve.engine.control import Control
@@ -31,7 +32,6 @@ from trioserve.engine.submissions import Submissions, open_submissions
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
-from trioserve.observability.live.monitor import Monitor
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.pooling.batcher import Batcher
@@ -57,7 +57,9 @@ from trioserve.requests.generation import (
 from trioserve.requests.request import Finish, Request, Sequence
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Chunk
+from trioserve.scheduler.scheduler import Scheduler
 from trioserve.text.tokenizer import Tokenizer
+from trioserve.workers.supervisor import WorkerLife
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -89,8 +91,12 @@ class Engine(PoolingEngine, OperatedEngine):
     _open: OpenGenerations = attrs.field(init=False)
     sessions: Sessions = attrs.field(init=False)
     """Those that are open."""
-    monitor: Monitor | None = attrs.field(init=False, default=None)
-    """What pictures are taken of; None where another process has the scheduler."""
+    schedulers: Seq[Scheduler] = ()
+    """The schedulers in this process: none in a front end."""
+    worker_life: Callable[[], WorkerLife] = WorkerLife
+    """Returns the state of the worker process; in a front end, one that never started."""
+    closed_requests: Feed[Request] = attrs.field(init=False, factory=Feed)
+    """Requests as their callers leave them, published while the feed has readers."""
     control: Control = attrs.field(init=False)
     """Pauses, aborts by name, and the like: what operators do."""
     pooling: Pooling = attrs.field(init=False)
@@ -485,15 +491,14 @@ class Engine(PoolingEngine, OperatedEngine):
         self._closed = error
         if self._scheduler.feeds is not None:
             self._scheduler.feeds.close(error)
-        if self.monitor is not None:
-            self.monitor.departures.close(error)
+        self.closed_requests.close(error)
         self._open.close(error)
         self.pooling.open.end_all(error)
         self.sessions.close(error)
 
     def _on_generation_left(self, request: Request) -> None:
-        if self.monitor is not None:
-            self.monitor.note_departure(request)
+        if self.closed_requests.is_wanted:
+            self.closed_requests.publish(request)
         self._on_left()
 
     def _on_left(self) -> None:

@@ -33,7 +33,6 @@ from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.tasks import EngineTasks, open_tasks
 from trioserve.model_files import locate
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
-from trioserve.observability.live.monitor import Monitor
 from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.task_dump import reporting
@@ -228,7 +227,8 @@ async def run_engine(
         asks_idle_worker=asks_idle_worker,
     ) as engine:
         scheduler.on_idle = engine.on_none_open
-        engine.monitor = Monitor.of(engine, scheduler, lambda: supervisor.life)
+        engine.schedulers = (scheduler,)
+        engine.worker_life = lambda: supervisor.life
         yield engine
 
 

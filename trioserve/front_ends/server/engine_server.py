@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from trioserve._util.channels import all_waiting
-from trioserve._util.feed import Tail
+from trioserve._util.feed import Feed, Tail
 from trioserve._util.pair_socket import PairSocket
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.adapter_paths import named_paths
@@ -123,8 +123,10 @@ class EngineServer:
         self.sessions = Sessions(scheduler.pins, self.config.max_sessions)
         self._responses = KeptResponses()
         self._clock = SharedClock.now()
+        self._closed_requests: Feed[Request] = Feed()
         self.monitor = Monitor(
             scheduler=scheduler,
+            departures=self._closed_requests,
             open_requests=lambda: newest_first(reversed(peer.requests) for peer in self._homes),
             statistics=self.statistics,
             tally=lambda: Tally.of_snapshot(self._snapshot()),
@@ -210,7 +212,8 @@ class EngineServer:
 
     def _forget(self, request: Request) -> None:
         self._admission.forget(request)
-        self.monitor.note_departure(request)
+        if self._closed_requests.is_wanted:
+            self._closed_requests.publish(request)
         if not any(peer.requests for peer in self._homes):
             self.on_none_open()
 

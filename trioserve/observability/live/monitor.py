@@ -6,13 +6,13 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import attrs
 import trio
 
 from trioserve._util.feed import Feed, Subscription
-from trioserve.observability.health import health_word
+from trioserve.observability.health import Patient, health_word
 from trioserve.observability.live.figures import Lately, Look, Tally, latency_of, rates_of
 from trioserve.observability.live.prefix import prefix_of
 from trioserve.observability.live.requests import request_row, shown_requests
@@ -27,15 +27,15 @@ from trioserve.observability.live.schema import (
     WorkerState,
 )
 from trioserve.observability.live.tasks import task_tree
+from trioserve.observability.metrics import Metrics
 from trioserve.observability.statistics import EngineStatistics
+from trioserve.protocol import wire
 from trioserve.protocol.errors import WatcherLimit
+from trioserve.requests.adapters import Adapter
 from trioserve.requests.request import Request
 from trioserve.scheduler.iterations import Iteration
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.workers.supervisor import WorkerLife
-
-if TYPE_CHECKING:
-    from trioserve.engine.engine import Engine
 
 DEFAULT_REQUESTS = 200
 MAX_REQUESTS = 1000
@@ -59,13 +59,46 @@ def unix_offset() -> float:
     return time.time() - trio.current_time()
 
 
+class MonitoredEngine(Patient, Protocol):
+    """The parts of an engine that snapshots are taken of."""
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def ready(self) -> wire.Ready: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]: ...
+
+    @property
+    def weight_version(self) -> str: ...
+
+    @property
+    def newest_requests(self) -> Iterator[Request]: ...
+
+    @property
+    def schedulers(self) -> Sequence[Scheduler]: ...
+
+    @property
+    def worker_life(self) -> Callable[[], WorkerLife]: ...
+
+    @property
+    def closed_requests(self) -> Feed[Request]: ...
+
+    def statistics(self) -> EngineStatistics: ...
+
+
 @attrs.frozen(kw_only=True)
 class Monitor:
-    """An engine, as far as the process knows of it in which its scheduler is."""
+    """The sources of an engine's snapshots, in the process that has its scheduler."""
 
     scheduler: Scheduler
-    departures: Feed[Departure] = attrs.field(init=False, factory=Feed)
-    """Told of each request that is over, as long as somebody watches."""
+    departures: Feed[Request]
+    """Requests as they end. They are published while a subscription is open."""
     open_requests: Callable[[], Iterator[Request]]
     """Those that are open, the newest first."""
     statistics: Callable[[], EngineStatistics]
@@ -75,18 +108,18 @@ class Monitor:
     worker_life: Callable[[], WorkerLife]
 
     @classmethod
-    def of(
-        cls, engine: Engine, scheduler: Scheduler, worker_life: Callable[[], WorkerLife]
-    ) -> Monitor:
-        """An engine that is all in this process."""
+    def of(cls, engine: MonitoredEngine) -> Monitor:
+        """Return the monitor of an engine whose scheduler is in this process."""
+        (scheduler,) = engine.schedulers
         return cls(
             scheduler=scheduler,
+            departures=engine.closed_requests,
             open_requests=lambda: engine.newest_requests,
             statistics=engine.statistics,
             tally=lambda: Tally.of(engine.metrics),
             health=lambda: health_word(engine),
             weight_version=lambda: engine.weight_version,
-            worker_life=worker_life,
+            worker_life=engine.worker_life,
         )
 
     def row_of(self, request: Request, offset: float, *, is_over: bool = False) -> RequestRow:
@@ -98,12 +131,6 @@ class Monitor:
             now=trio.current_time(),
             is_over=is_over,
         )
-
-    def note_departure(self, request: Request) -> None:
-        """``request`` is over. It costs nothing unless somebody watches."""
-        if self.departures.is_wanted:
-            row = self.row_of(request, unix_offset(), is_over=True)
-            self.departures.publish((trio.current_time(), row))
 
     @contextlib.contextmanager
     def watched(self, *, requests: int, nodes: int) -> Iterator[SnapshotSubscription]:
@@ -118,11 +145,44 @@ class Monitor:
         """
         if self.departures.num_readers >= MAX_WATCHERS:
             raise WatcherLimit(f"{MAX_WATCHERS} watch the engine already; that is the limit")
+        departures = Departures(self, max(requests, 1))
         with (
-            self.departures.subscribe(max(requests, 1)) as departures,
+            self.departures.read_by(departures),
             self.scheduler.feeds.iterations.feed.subscribe(MAX_STEPS) as iterations,
         ):
             yield SnapshotSubscription(self, departures, iterations, requests, nodes)
+
+
+class Departures:
+    """The rows of requests that ended since they were taken last, the newest of them.
+
+    A row is made in the moment of the end: later the request's pages are no longer known.
+    """
+
+    def __init__(self, monitor: Monitor, max_rows: int) -> None:
+        self._monitor = monitor
+        self._rows: deque[Departure] = deque(maxlen=max_rows)
+        self._error: Exception | None = None
+
+    def put(self, record: Request) -> None:
+        """Add the row of a request that has ended."""
+        row = self._monitor.row_of(record, unix_offset(), is_over=True)
+        self._rows.append((trio.current_time(), row))
+
+    def end(self, error: Exception) -> None:
+        """Have :meth:`check_open` raise ``error``."""
+        self._error = error
+
+    def check_open(self) -> None:
+        """Raise the error that ended the engine, if it has ended."""
+        if self._error is not None:
+            raise self._error
+
+    def take(self) -> list[Departure]:
+        """Return the rows, and forget them."""
+        rows = list(self._rows)
+        self._rows.clear()
+        return rows
 
 
 class SnapshotSubscription:
@@ -131,7 +191,7 @@ class SnapshotSubscription:
     def __init__(
         self,
         monitor: Monitor,
-        departures: Subscription[Departure],
+        departures: Departures,
         iterations: Subscription[Iteration],
         max_requests: int,
         max_nodes: int,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -13,13 +12,11 @@ from trioserve.observability.live.monitor import (
     DEFAULT_NODES,
     DEFAULT_REQUESTS,
     Monitor,
+    MonitoredEngine,
     SnapshotSubscription,
 )
 from trioserve.observability.live.schema import Hello, Snapshot
 from trioserve.protocol.version import __version__
-
-if TYPE_CHECKING:
-    from trioserve.engine.engine import Engine
 
 DEFAULT_INTERVAL = 0.5
 """Seconds between two pictures."""
@@ -58,7 +55,7 @@ def due_after(due: float, interval: float) -> float:
 
 @contextlib.asynccontextmanager
 async def watch(
-    engine: Engine,
+    engine: MonitoredEngine,
     *,
     interval: float = DEFAULT_INTERVAL,
     requests: int = DEFAULT_REQUESTS,
@@ -80,14 +77,13 @@ async def watch(
         yield SnapshotStream(watcher, interval)
 
 
-def subject_of(engine: Engine) -> Monitor:
-    """What pictures of ``engine`` are taken of, whose scheduler is in this process."""
-    assert engine.monitor is not None, "it is the engine process that is watched"
-    return engine.monitor
+def subject_of(engine: MonitoredEngine) -> Monitor:
+    """Return the monitor of ``engine``, whose scheduler has to be in this process."""
+    return Monitor.of(engine)
 
 
 def hello_of(
-    engine: Engine, *, model: str, started: float, front_ends: int, may_control: bool
+    engine: MonitoredEngine, *, model: str, started: float, front_ends: int, may_control: bool
 ) -> Hello:
     """What stays as it is while somebody watches ``engine``."""
     ready = engine.ready
